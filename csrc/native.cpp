@@ -1,0 +1,74 @@
+// The C entry points: pick the instruction set, spread the rows over threads.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "rows.h"
+
+#if defined(_WIN32)
+#define GRPO_EXPORT extern "C" __declspec(dllexport)
+#else
+#define GRPO_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+namespace grpo {
+namespace {
+
+// What this machine can run, best first.
+std::vector<const RowKernels*> runnable() {
+  std::vector<const RowKernels*> found;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    found.push_back(&kAvx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
+#endif
+  found.push_back(&kBaseline);
+  return found;
+}
+
+const std::vector<const RowKernels*>& kernels() {
+  static const std::vector<const RowKernels*> found = runnable();
+  return found;
+}
+
+// Threads live for one call. Starting one takes tens of microseconds, a tile milliseconds; and there
+// is no pool that would spin beside torch's, or be lost in a fork.
+template <class Work>
+void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
+  constexpr int64_t kElementsPerThread = 1 << 16;
+  std::atomic<int64_t> next{0};
+  const auto run = [&] {
+    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < tile.rows;) work(row);
+  };
+  const int64_t useful = tile.rows * tile.columns / kElementsPerThread;
+  const int64_t helpers = std::min<int64_t>({threads, tile.rows, useful}) - 1;
+  std::vector<std::thread> started;
+  for (int64_t i = 0; i < helpers; ++i) started.emplace_back(run);
+  run();
+  for (std::thread& thread : started) thread.join();
+}
+
+}  // namespace
+}  // namespace grpo
+
+GRPO_EXPORT int32_t grpo_abi_version() { return grpo::kAbiVersion; }
+
+// The rank-th best instruction set that this machine can run, rank 0 the best; null beyond the last.
+GRPO_EXPORT const char* grpo_isa(int32_t rank) {
+  const auto& found = grpo::kernels();
+  return rank < static_cast<int32_t>(found.size()) ? found[rank]->isa : nullptr;
+}
+
+GRPO_EXPORT void grpo_stats(const grpo::Tile* tile, const grpo::Stats* out, int32_t rank,
+                            int32_t threads) {
+  const auto kernel = grpo::kernels()[rank]->stats;
+  grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *out, row); });
+}
+
+GRPO_EXPORT void grpo_dlogits(const grpo::Tile* tile, const grpo::Gradient* grad, int32_t rank,
+                              int32_t threads) {
+  const auto kernel = grpo::kernels()[rank]->dlogits;
+  grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *grad, row); });
+}

@@ -1,0 +1,69 @@
+// Row kernels over a tile of logits: the C ABI, and the table that one instruction set fills.
+//
+// Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
+// fp32. `grpo_kernels/logprob/cpu.py` mirrors these structs: change both, and kAbiVersion.
+#pragma once
+
+#include <cstdint>
+
+namespace grpo {
+
+constexpr int32_t kAbiVersion = 1;
+
+enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// (rows, columns) logits, and how a logit becomes a score:
+// z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a softcap
+// z = logit_scale * logit / temperature. All three are positive.
+struct Tile {
+  void* logits;
+  int64_t rows;
+  int64_t columns;
+  int64_t row_stride;
+  const int64_t* target;         // (rows,), each in [0, columns)
+  const float* row_temperature;  // (rows,), or null: `temperature` holds for every row
+  double temperature;
+  double logit_scale;
+  double softcap;  // 0: none
+  int32_t dtype;
+};
+
+struct Stats {
+  float* logp;          // (rows,)
+  float* entropy;       // (rows,) nats
+  float* lse;           // (rows,)
+  bool* is_top1;        // (rows,), or null with sum_sq_probs
+  float* sum_sq_probs;  // (rows,), or null
+};
+
+// What the gradient of a tile needs besides the tile. The result overwrites the logits.
+struct Gradient {
+  const float* logp;      // (rows,)
+  const float* entropy;   // (rows,)
+  const float* lse;       // (rows,)
+  const float* dlogp;     // (rows,)
+  const float* dentropy;  // (rows,), or null: zero
+  int32_t out_dtype;      // the tile's dtype, or a 16-bit one for fp32 logits
+};
+
+// One row each: rows share nothing, so a row's result depends neither on the others nor on threads.
+struct RowKernels {
+  const char* isa;
+  void (*stats)(const Tile&, const Stats&, int64_t row);
+  void (*dlogits)(const Tile&, const Gradient&, int64_t row);
+};
+
+extern const RowKernels kBaseline;
+#if defined(__x86_64__)
+extern const RowKernels kAvx2;
+extern const RowKernels kAvx512;
+#endif
+
+}  // namespace grpo

@@ -1,0 +1,32 @@
+// The row kernels in eight lanes, for AVX2 with fused multiply-add.
+#if defined(__x86_64__)
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "rows.h"
+
+#define GRPO_LANES 8
+
+// From here on only: functions of the headers above must stay callable on every machine.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+
+namespace grpo::avx2 {
+#include "simd.inc"
+#include "convert.inc"
+#include "row_kernels.inc"
+}  // namespace grpo::avx2
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace grpo {
+const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits};
+}
+#endif

@@ -1,0 +1,32 @@
+// The row kernels in sixteen lanes, for AVX-512.
+#if defined(__x86_64__)
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "rows.h"
+
+#define GRPO_LANES 16
+
+// From here on only: functions of the headers above must stay callable on every machine.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+
+namespace grpo::avx512 {
+#include "simd.inc"
+#include "convert.inc"
+#include "row_kernels.inc"
+}  // namespace grpo::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+namespace grpo {
+const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits};
+}
+#endif

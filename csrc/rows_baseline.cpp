@@ -1,0 +1,19 @@
+// The row kernels in four lanes: SSE2 on x86-64, NEON on aarch64, plain code elsewhere.
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "rows.h"
+
+#define GRPO_LANES 4
+
+namespace grpo::baseline {
+#include "simd.inc"
+#include "convert.inc"
+#include "row_kernels.inc"
+}  // namespace grpo::baseline
+
+namespace grpo {
+const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits};
+}

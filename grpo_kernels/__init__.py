@@ -1,0 +1,25 @@
+"""Fused policy-gradient losses over an LM head: no (tokens, vocabulary) logits in memory."""
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.fused import FusedLinearGRPOLoss, linear_policy_loss
+from grpo_kernels.logprob.dispatch import available_backends
+from grpo_kernels.logprob.op import LinearLogprobs, linear_logprobs
+from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
+from grpo_kernels.plan import Plan, explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FusedLinearGRPOLoss",
+    "LinearLogprobs",
+    "LossConfig",
+    "Metrics",
+    "Plan",
+    "PolicyLossOutput",
+    "TokenBatch",
+    "available_backends",
+    "explain",
+    "linear_logprobs",
+    "linear_policy_loss",
+    "policy_loss",
+]

@@ -1,0 +1,1 @@
+"""Log-probabilities of a linear head. No reinforcement learning in here."""

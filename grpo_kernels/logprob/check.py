@@ -1,0 +1,118 @@
+"""Checks of a head's arguments, shared by every public function that takes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.head import PRECISIONS, Head
+from grpo_kernels.logprob.rows import Transform, stats_dtype
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast would use for a linear layer here, None when it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def prepare_head(
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: Transform,
+    precision: str,
+) -> tuple[Tensor, Head]:
+    """Checks the arguments and applies autocast: (..., D) hidden states, and the head.
+
+    Raises:
+        ValueError: a shape, dtype, device or value is wrong; the message names the argument.
+    """
+    check_floating("hidden", hidden)
+    check_floating("weight", weight)
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected shape (V, D), got {tuple(weight.shape)}")
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden: expected shape (..., {weight.shape[1]}) to match weight "
+            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}"
+        )
+    check_device("weight", weight, hidden)
+    cast = autocast_dtype(hidden.device)
+    if cast is not None and hidden.dtype != torch.float64:
+        hidden = hidden.to(cast)
+    elif hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"weight: expected dtype {hidden.dtype} (of hidden) outside autocast, "
+            f"got {weight.dtype}"
+        )
+    if bias is not None:
+        check_floating("bias", bias)
+        check_device("bias", bias, hidden)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; got {precision!r}")
+    _check_transform(transform)
+    return hidden, Head(weight, bias, transform)
+
+
+def check_floating(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.dtype not in _DTYPES:
+        known = ", ".join(str(dtype) for dtype in _DTYPES)
+        raise ValueError(f"{name}: expected one of {known}; got {value.dtype}")
+
+
+def check_device(name: str, value: Tensor, hidden: Tensor) -> None:
+    if value.device != hidden.device:
+        raise ValueError(f"{name}: expected device {hidden.device} (of hidden), got {value.device}")
+
+
+def check_target_range(low: int, high: int, columns: int) -> None:
+    """Raises ValueError for target ids outside of the vocabulary."""
+    if low < 0 or high >= columns:
+        raise ValueError(
+            f"target: expected ids in [0, {columns}) (or -100 for no loss), "
+            f"got {low if low < 0 else high}"
+        )
+
+
+def row_temperature(
+    temperature: float | Tensor, shape: torch.Size, hidden: Tensor
+) -> float | Tensor:
+    """A float, or the flattened per-row temperatures in the statistics dtype."""
+    if not isinstance(temperature, Tensor):
+        return temperature
+    if temperature.requires_grad:
+        raise ValueError("temperature: expected a tensor that needs no gradient")
+    if temperature.dim() == 0:
+        temperature = temperature.expand(shape)
+    if temperature.shape != shape:
+        raise ValueError(
+            f"temperature: expected a float or shape {tuple(shape)} (of target), "
+            f"got {tuple(temperature.shape)}"
+        )
+    check_device("temperature", temperature, hidden)
+    if temperature.device.type == "cpu" and not bool((temperature > 0).all()):
+        raise ValueError("temperature: expected values > 0")
+    return temperature.reshape(-1).to(stats_dtype(hidden.dtype))
+
+
+def _check_transform(transform: Transform) -> None:
+    def check(name: str, value: float, expected: str, accepts: bool) -> None:
+        if not math.isfinite(value) or not accepts:
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+    temperature, softcap = transform.temperature, transform.softcap
+    if not isinstance(temperature, Tensor):
+        check("temperature", temperature, "a finite number > 0", temperature > 0)
+    if softcap is not None:
+        check("softcap", softcap, "a finite number > 0, or None", softcap > 0)
+    scale = transform.logit_scale
+    check("logit_scale", scale, "a finite number other than 0", scale != 0)

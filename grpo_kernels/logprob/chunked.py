@@ -1,0 +1,121 @@
+"""Row kernels in plain torch: any device, any floating dtype, fp64 included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import RowStats, Transform, concatenate, output_view, stats_dtype
+
+# One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
+_BLOCK_ELEMENTS = 1 << 23
+
+
+class TorchRows:
+    """Implements :class:`grpo_kernels.logprob.rows.RowKernels`."""
+
+    def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
+        return concatenate(
+            [
+                _stats(logits[block], target[block], transform.rows(block), extras)
+                for block in _blocks(logits)
+            ]
+        )
+
+    def dlogits_(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        transform: Transform,
+        stats: RowStats,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        out = output_view(logits, out_dtype)
+        for block in _blocks(logits):
+            gradient = _dlogits(
+                logits[block],
+                target[block],
+                transform.rows(block),
+                stats.lse[block],
+                stats.entropy[block],
+                dlogp[block],
+                dentropy[block] if dentropy is not None else None,
+            )
+            out[block] = gradient
+        return out
+
+
+TORCH_ROWS = TorchRows()
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    rows, columns = logits.shape
+    step = max(1, _BLOCK_ELEMENTS // max(columns, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
+
+
+def _scores(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None]:
+    """The transformed logits in the statistics dtype, and tanh of the softcap if there is one."""
+    scores = logits.to(stats_dtype(logits.dtype), copy=True)
+    if transform.logit_scale != 1.0:
+        scores *= transform.logit_scale
+    tanh = None
+    if transform.softcap is not None:
+        tanh = scores.div_(transform.softcap).tanh_()
+        scores = tanh * transform.softcap
+    scores /= _per_row(transform.temperature)
+    return scores, tanh
+
+
+def _per_row(value: float | Tensor) -> float | Tensor:
+    return value.unsqueeze(-1) if isinstance(value, Tensor) else value
+
+
+def _stats(logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
+    scores, _ = _scores(logits, transform)  # (C, V)
+    top, first = (
+        scores.max(-1, keepdim=True) if scores.numel() else (scores[:, :1], target[:, None])
+    )
+    is_top1 = first.squeeze(-1) == target if extras else None
+    shifted = scores.sub_(top)
+    shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    exponentials = shifted.exp()
+    total = exponentials.sum(-1)
+    log_total = total.log()
+    sum_sq = (exponentials * exponentials).sum(-1) / total**2 if extras else None
+    # a logit of -inf has probability 0 and adds nothing: 0 * -inf would be NaN
+    weighted = exponentials.mul_(shifted.clamp_(min=torch.finfo(shifted.dtype).min))
+    entropy = (log_total - weighted.sum(-1) / total).clamp(min=0)
+    return RowStats(
+        logp=shifted_target - log_total,
+        entropy=entropy,
+        lse=top.squeeze(-1) + log_total,
+        is_top1=is_top1,
+        sum_sq_probs=sum_sq,
+    )
+
+
+def _dlogits(
+    logits: Tensor,
+    target: Tensor,
+    transform: Transform,
+    lse: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+) -> Tensor:
+    scores, tanh = _scores(logits, transform)
+    logp = scores.sub_(lse.unsqueeze(-1))
+    p = logp.exp()
+    coefficient = -dlogp.unsqueeze(-1)
+    if dentropy is not None:
+        bounded = logp.clamp_(min=torch.finfo(logp.dtype).min)
+        coefficient = coefficient - dentropy.unsqueeze(-1) * (bounded + entropy.unsqueeze(-1))
+    gradient = p.mul_(coefficient)
+    gradient.scatter_add_(-1, target.unsqueeze(-1), dlogp.unsqueeze(-1))
+    gradient *= _per_row(transform.logit_scale / transform.temperature)
+    if tanh is not None:
+        gradient *= 1 - tanh * tanh
+    return gradient

@@ -1,0 +1,204 @@
+"""The native CPU row kernels: the ctypes side of ``csrc``.
+
+The library is optional. Where it is missing, ``unavailable`` says why and the pure-torch row kernels
+serve, with the same numerics.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import warnings
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import RowStats, Transform, output_view
+
+ABI_VERSION = 1  # kAbiVersion of csrc/rows.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
+HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
+
+
+class _Tile(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("row_stride", c_int64),
+        ("target", c_void_p),
+        ("row_temperature", c_void_p),
+        ("temperature", c_double),
+        ("logit_scale", c_double),
+        ("softcap", c_double),
+        ("dtype", c_int32),
+    ]
+
+
+class _Stats(ctypes.Structure):
+    _fields_ = [
+        ("logp", c_void_p),
+        ("entropy", c_void_p),
+        ("lse", c_void_p),
+        ("is_top1", c_void_p),
+        ("sum_sq_probs", c_void_p),
+    ]
+
+
+class _Gradient(ctypes.Structure):
+    _fields_ = [
+        ("logp", c_void_p),
+        ("entropy", c_void_p),
+        ("lse", c_void_p),
+        ("dlogp", c_void_p),
+        ("dentropy", c_void_p),
+        ("out_dtype", c_int32),
+    ]
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or one sentence that says why there is none."""
+    spec = importlib.util.find_spec("grpo_kernels._native")
+    if spec is None or spec.origin is None:
+        return "the native CPU extension was not built when grpo-kernels was installed"
+    library = ctypes.CDLL(spec.origin)
+    library.grpo_abi_version.restype = c_int32
+    if library.grpo_abi_version() != ABI_VERSION:
+        return f"the native CPU extension {spec.origin} belongs to another version of grpo-kernels"
+    library.grpo_isa.argtypes = [c_int32]
+    library.grpo_isa.restype = c_char_p
+    library.grpo_stats.argtypes = [POINTER(_Tile), POINTER(_Stats), c_int32, c_int32]
+    library.grpo_stats.restype = None
+    library.grpo_dlogits.argtypes = [POINTER(_Tile), POINTER(_Gradient), c_int32, c_int32]
+    library.grpo_dlogits.restype = None
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()
+    assert isinstance(library, ctypes.CDLL), library
+    return library
+
+
+def unavailable() -> str | None:
+    """None when the native row kernels can run here, else one sentence that says why not."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def isas() -> list[str]:
+    """The instruction sets this machine can run, best first, of "avx512", "avx2", "baseline"."""
+    names = []
+    while (name := _library().grpo_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def isa() -> str:
+    """The instruction set that ``NATIVE_ROWS`` uses."""
+    return isas()[0]
+
+
+@functools.cache
+def announce_absence() -> None:
+    """Warn, once in a process, that CPU tensors take the slower pure-torch path."""
+    reason = unavailable()
+    if reason is not None:
+        warnings.warn(
+            f"The pure-torch path serves on CPU, because {reason}. {HOW_TO_BUILD}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class NativeRows:
+    """``RowKernels`` for CPU tiles of fp32, bf16 or fp16 logits.
+
+    Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
+    number nor on the other rows. Scale, softcap and temperature must be positive.
+    """
+
+    def __init__(self, isa_rank: int = 0) -> None:
+        self._isa_rank = isa_rank  # index into ``isas()``
+
+    def stats(
+        self, logits: Tensor, target: Tensor, transform: Transform, extras: bool
+    ) -> RowStats:
+        def per_row(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+
+        stats = RowStats(
+            per_row(),
+            per_row(),
+            per_row(),
+            per_row(torch.bool) if extras else None,
+            per_row() if extras else None,
+        )
+        tile = _tile(logits, target, transform)
+        out = _Stats(*(_pointer(field) for field in stats))
+        _library().grpo_stats(tile, out, self._isa_rank, torch.get_num_threads())
+        return stats
+
+    def dlogits_(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        transform: Transform,
+        stats: RowStats,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        assert out_dtype == logits.dtype or (
+            logits.dtype == torch.float32 and out_dtype in DTYPES
+        ), out_dtype
+        tile = _tile(logits, target, transform)
+        vectors = [
+            None if vector is None else _row_vector(vector, logits.shape[0])
+            for vector in (stats.logp, stats.entropy, stats.lse, dlogp, dentropy)
+        ]
+        gradient = _Gradient(*(_pointer(vector) for vector in vectors), DTYPES[out_dtype])
+        _library().grpo_dlogits(tile, gradient, self._isa_rank, torch.get_num_threads())
+        return output_view(logits, out_dtype)
+
+
+NATIVE_ROWS = NativeRows()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    assert vector.shape == (rows,) and vector.dtype == dtype, (vector.shape, vector.dtype)
+    assert vector.device.type == "cpu", vector.device
+    return vector.detach().contiguous()
+
+
+def _tile(logits: Tensor, target: Tensor, transform: Transform) -> _Tile:
+    """The C view of a tile. It keeps alive the tensors made here; the caller keeps ``logits``."""
+    rows, columns = logits.shape
+    assert logits.dtype in DTYPES and logits.device.type == "cpu", (logits.dtype, logits.device)
+    assert columns > 0 and (columns == 1 or logits.stride(1) == 1), logits.stride()
+    assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
+    assert transform.logit_scale > 0 and (transform.softcap is None or transform.softcap > 0)
+    target = _row_vector(target, rows, torch.int64)
+    temperature = transform.temperature
+    row_temperature = _row_vector(temperature, rows) if isinstance(temperature, Tensor) else None
+    tile = _Tile(
+        logits=logits.data_ptr(),
+        rows=rows,
+        columns=columns,
+        row_stride=logits.stride(0),
+        target=target.data_ptr(),
+        row_temperature=_pointer(row_temperature),
+        temperature=0.0 if isinstance(temperature, Tensor) else temperature,
+        logit_scale=transform.logit_scale,
+        softcap=transform.softcap or 0.0,
+        dtype=DTYPES[logits.dtype],
+    )
+    tile.kept = (target, row_temperature)
+    return tile

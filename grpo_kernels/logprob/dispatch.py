@@ -1,0 +1,168 @@
+"""Which backend runs, and why: the only place where that is decided."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from grpo_kernels.logprob.head import logits_dtype
+from grpo_kernels.logprob.rows import RowKernels
+
+BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
+
+# Default size of the logits tile. On a CPU it bounds memory; on a GPU it is rows, because fewer
+# than about 2048 rows leave the matrix units idle.
+_CPU_WORKSPACE_BYTES = 320 << 20
+_GPU_CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to run the passes over a logits tile."""
+
+    name: str
+    kernels: Callable[[], RowKernels] | None  # None: the eager reference, which has no tiles
+    unavailable: Callable[[], str | None]  # why this machine cannot run it
+    unsuited: Callable[[torch.device, torch.dtype], str | None]  # why these tensors cannot use it
+
+
+def _module(name: str):
+    return importlib.import_module(f"grpo_kernels.logprob.{name}")
+
+
+def _cpu_unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return f"the tensors are on {device.type}"
+    return "the native kernels have no fp64" if dtype == torch.float64 else None
+
+
+def _triton_unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are on the CPU"
+    return "the Triton kernels have no fp64" if dtype == torch.float64 else None
+
+
+# in order of preference
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "triton",
+            lambda: _module("triton_rows").TRITON_ROWS,
+            lambda: _triton_unavailable(),
+            _triton_unsuited,
+        ),
+        Backend(
+            "cpu",
+            lambda: _module("cpu").NATIVE_ROWS,
+            lambda: _module("cpu").unavailable(),
+            _cpu_unsuited,
+        ),
+        Backend(
+            "chunked",
+            lambda: _module("chunked").TORCH_ROWS,
+            lambda: None,
+            lambda device, dtype: None,
+        ),
+        Backend("reference", None, lambda: None, lambda device, dtype: None),
+    )
+}
+
+
+def _triton_unavailable() -> str | None:
+    try:
+        return _module("triton_rows").unavailable()
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return "triton is not installed"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen backend with the reasons for it."""
+
+    backend: Backend
+    reasons: tuple[str, ...]
+
+    def kernels(self) -> RowKernels:
+        assert self.backend.kernels is not None
+        return self.backend.kernels()
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of the backends that this machine can run, the preferred first."""
+    return tuple(name for name, backend in BACKENDS.items() if backend.unavailable() is None)
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """The backend for these tensors.
+
+    An argument other than ``"auto"`` decides; then the environment variable
+    ``GRPO_KERNELS_BACKEND``; then the first that can run.
+
+    Raises:
+        ValueError: the name is unknown, or that backend cannot run here or on these tensors.
+    """
+    source = "backend"
+    if requested == "auto" and os.environ.get(BACKEND_VARIABLE):
+        requested, source = os.environ[BACKEND_VARIABLE], BACKEND_VARIABLE
+    if requested != "auto":
+        return _forced(requested, source, device, dtype)
+    reasons = []
+    for backend in BACKENDS.values():
+        # the interpreter runs kernels one program at a time: only on request
+        interpreted = backend.name == "triton" and device.type == "cpu"
+        why_not = (
+            "the tensors are on the CPU"
+            if interpreted
+            else backend.unsuited(device, dtype) or backend.unavailable()
+        )
+        if why_not is None:
+            reasons.append(f"{backend.name}: the first of the preferred order that can run")
+            return Choice(backend, tuple(reasons))
+        reasons.append(f"not {backend.name}: {why_not}")
+        if backend.name == "cpu" and device.type == "cpu" and dtype != torch.float64:
+            _module("cpu").announce_absence()
+    raise AssertionError("the chunked backend runs everywhere")
+
+
+def _forced(requested: str, source: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    if requested not in BACKENDS:
+        known = ", ".join(["auto", *BACKENDS])
+        raise ValueError(f"{source}: expected one of {known}; got {requested!r}")
+    backend = BACKENDS[requested]
+    why_not = backend.unavailable() or backend.unsuited(device, dtype)
+    if why_not is not None:
+        raise ValueError(f"{source}: {requested!r} cannot run: {why_not}")
+    return Choice(backend, (f"{requested}: forced by {source}",))
+
+
+def chunk_rows(
+    columns: int,
+    dtype: torch.dtype,
+    precision: str,
+    device: torch.device,
+    max_workspace_bytes: int | None,
+) -> int:
+    """Rows of the logits tile that fit into the workspace.
+
+    Raises:
+        ValueError: the workspace does not hold one row.
+    """
+    row_bytes = max(1, columns) * logits_dtype(dtype, precision).itemsize
+    if max_workspace_bytes is None:
+        if device.type != "cpu":
+            return _GPU_CHUNK_ROWS
+        max_workspace_bytes = max(_CPU_WORKSPACE_BYTES, row_bytes)
+    rows = max_workspace_bytes // row_bytes
+    if rows < 1:
+        raise ValueError(
+            f"max_workspace_bytes: expected at least {row_bytes} (one row of {columns} logits), "
+            f"got {max_workspace_bytes}"
+        )
+    return rows if rows < 64 else rows // 64 * 64

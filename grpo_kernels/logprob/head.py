@@ -1,0 +1,81 @@
+"""The parts of a call that belong to the LM head, and how its logits are formed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import Transform
+
+PRECISIONS = ("fp32", "input")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear head: ``logits = hidden @ weight.T + bias``, then the transform.
+
+    ``weight`` may be fp32 under 16-bit hidden states (autocast); it is then multiplied in the
+    dtype of the hidden states and still gets an fp32 gradient.
+    """
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    transform: Transform
+
+    def rows(self, index: slice | Tensor) -> Head:
+        """The same head for a subset of the rows."""
+        return Head(self.weight, self.bias, self.transform.rows(index))
+
+
+def logits_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
+    """The dtype in which logits are kept: never rounded to 16 bits for ``precision="fp32"``."""
+    return dtype if precision == "input" or dtype == torch.float64 else torch.float32
+
+
+# Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
+_SLICE_COLUMNS = 16384
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``out = hidden @ weight.T + bias`` for (C, D) and (V, D), accumulated in fp32 or better.
+
+    ``out`` (C, V) has the dtype of ``hidden``, or fp32 for 16-bit inputs: then the accumulator is
+    stored as it is.
+    """
+    if out.dtype == hidden.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        upcast = hidden.float()
+        for start in range(0, weight.shape[0], _SLICE_COLUMNS):
+            columns = slice(start, start + _SLICE_COLUMNS)
+            torch.mm(upcast, weight[columns].float().t(), out=out[:, columns])
+    if bias is not None:
+        out += bias
+    return out
+
+
+def accumulate_dweight(
+    dweight: Tensor,  # (V, D), fp32 or the dtype of hidden
+    dlogits: Tensor,  # (C, V)
+    hidden: Tensor,  # (C, D)
+    first: bool,
+) -> None:
+    """``dweight += dlogits.T @ hidden``, or ``=`` for the first chunk."""
+    if dweight.dtype == hidden.dtype:
+        torch.addmm(dweight, dlogits.t(), hidden, beta=0 if first else 1, out=dweight)
+    elif hidden.is_cuda and first:
+        torch.mm(dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
+    elif hidden.is_cuda:
+        torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
+    else:
+        for start in range(0, dweight.shape[0], _SLICE_COLUMNS):
+            columns = slice(start, start + _SLICE_COLUMNS)
+            product = torch.mm(dlogits[:, columns].t(), hidden)
+            if first:
+                dweight[columns] = product
+            else:
+                dweight[columns] += product

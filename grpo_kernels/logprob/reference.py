@@ -1,0 +1,32 @@
+"""The eager twin: full logits, autograd. Slow and large, meant to be read and compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.rows import RowStats, stats_dtype
+
+
+def reference_logprobs(hidden: Tensor, head: Head, target: Tensor, precision: str) -> RowStats:
+    """Statistics of (T,) targets, every output differentiable in hidden, weight and bias."""
+    product_dtype = logits_dtype(hidden.dtype, precision)
+    logits = hidden.to(product_dtype) @ head.weight.to(product_dtype).t()
+    if head.bias is not None:
+        logits = logits + head.bias
+    scores = logits.to(stats_dtype(hidden.dtype)) * head.transform.logit_scale
+    if head.transform.softcap is not None:
+        scores = head.transform.softcap * torch.tanh(scores / head.transform.softcap)
+    temperature = head.transform.temperature
+    scores = scores / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    logp = scores.log_softmax(-1)  # (T, V)
+    p = logp.exp()
+    return RowStats(
+        logp=logp.gather(-1, target[:, None]).squeeze(-1),
+        # a logit of -inf has probability 0 and adds nothing
+        entropy=-(p * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1),
+        lse=scores.logsumexp(-1),
+        is_top1=scores.argmax(-1) == target,
+        sum_sq_probs=(p * p).sum(-1),
+    )

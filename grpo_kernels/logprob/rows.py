@@ -1,0 +1,94 @@
+"""The row-kernel interface: what a backend must provide on top of matrix products.
+
+A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It turns
+the tile into per-row statistics, and, given the gradients of those statistics, into the gradient of
+the tile, in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Logits to the distribution's scores: ``z = softcap * tanh(scale * logit / softcap) / T``.
+
+    Without ``softcap``, ``z = scale * logit / T``. ``temperature`` is a float, or a ``(C,)`` tensor
+    of the statistics dtype with one value per row.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0
+
+    def rows(self, index: slice | Tensor) -> Transform:
+        """The same transform for a subset of the rows."""
+        if not isinstance(self.temperature, Tensor):
+            return self
+        return Transform(self.logit_scale, self.softcap, self.temperature[index])
+
+
+class RowStats(NamedTuple):
+    """Statistics of each row, in fp32 (fp64 for fp64 logits)."""
+
+    logp: Tensor  # (C,) log-probability of the target
+    entropy: Tensor  # (C,) nats
+    lse: Tensor  # (C,) logsumexp of the transformed logits
+    is_top1: Tensor | None = None  # (C,) bool, the target is the first argmax
+    sum_sq_probs: Tensor | None = None  # (C,) sum_j p_j^2
+
+
+def concatenate(parts: list[RowStats]) -> RowStats:
+    """The statistics of consecutive row ranges as one; ``parts`` is not empty."""
+    columns = ([part[i] for part in parts] for i in range(len(RowStats._fields)))
+    return RowStats(*(torch.cat(column) if column[0] is not None else None for column in columns))  # type: ignore[arg-type]
+
+
+class RowKernels(Protocol):
+    """One backend's passes over a tile of logits."""
+
+    def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
+        """Statistics of ``logits`` (C, V) for ``target`` (C,); the tile is left as it is."""
+        ...
+
+    def dlogits_(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        transform: Transform,
+        stats: RowStats,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Gradient with respect to the raw logits, written into their storage.
+
+        With ``p = exp(z - lse)`` and ``H`` the entropy,
+        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
+
+        Returns a (C, V) tensor of ``out_dtype``. A 16-bit result of fp32 logits lives in the first
+        half of each row's bytes, so its row stride is twice that of ``logits``.
+        """
+        ...
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, losses and metrics: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result."""
+    if out_dtype == logits.dtype:
+        return logits
+    rows, columns = logits.shape
+    ratio = logits.element_size() // out_dtype.itemsize
+    row_stride = logits.stride(0) * ratio
+    offset = logits.storage_offset() * ratio
+    flat = torch.empty(0, dtype=out_dtype, device=logits.device)
+    return flat.set_(logits.untyped_storage(), offset, (rows, columns), (row_stride, 1))

@@ -1,0 +1,94 @@
+"""What the Triton row kernels share: the transform, its host-side arguments and the tile sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import Transform
+from grpo_kernels.triton_math import tanh
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Tile of one kernel. It depends on nothing but the kernel, so a row's bits do not either."""
+
+    BLOCK_V: int
+    num_warps: int
+
+
+ROW_CONFIGS: dict[str, RowConfig] = {
+    "stats": RowConfig(BLOCK_V=4096, num_warps=8),
+    "dlogits": RowConfig(BLOCK_V=4096, num_warps=8),
+}
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
+    """What multiplies a row's (capped) logits: ``outer``, over the row's own temperature if any."""
+    if ROW_TEMPERATURE:
+        outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
+    return outer
+
+
+@triton.jit
+def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
+    """z of raw logits ``x``; any shape."""
+    x = x.to(tl.float32)
+    if HAS_SOFTCAP:
+        x = tanh(x * inner)
+    return x * factor
+
+
+def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
+    """Kernel arguments of ``transform``: ``z = outer * x``, or ``outer * tanh(inner * x)``.
+
+    Raises:
+        ValueError: a per-row temperature of the wrong shape, dtype or device.
+    """
+    temperature = transform.temperature
+    per_row = isinstance(temperature, Tensor)
+    if per_row and (temperature.shape != like.shape[:1] or temperature.device != like.device):
+        raise ValueError(
+            f"temperature: expected a float or one value per row, ({like.shape[0]},) on "
+            f"{like.device}; got {tuple(temperature.shape)} on {temperature.device}"
+        )
+    capped = transform.softcap is not None
+    outer = transform.softcap if capped else transform.logit_scale
+    return {
+        "temperature_ptr": temperature.contiguous() if per_row else None,
+        "inner": float(transform.logit_scale / transform.softcap if capped else 1.0),
+        "outer": float(outer if per_row else outer / temperature),
+        "HAS_SOFTCAP": capped,
+        "ROW_TEMPERATURE": per_row,
+    }
+
+
+def check_tile(logits: Tensor, target: Tensor) -> None:
+    """Raises ValueError unless ``logits`` (C, V) and ``target`` (C,) suit the row kernels."""
+    if logits.dim() != 2 or logits.stride(-1) != 1 and logits.shape[1] > 1:
+        raise ValueError(
+            "logits: expected (C, V) with contiguous columns, got shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}"
+        )
+    if logits.dtype not in LOGIT_DTYPES:
+        names = ", ".join(str(dtype) for dtype in LOGIT_DTYPES)
+        raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
+    if target.shape != logits.shape[:1] or target.dtype != torch.int64:
+        raise ValueError(
+            f"target: expected ({logits.shape[0]},) int64, got {tuple(target.shape)} {target.dtype}"
+        )
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Makes the tensor's GPU the current one: Triton launches on the current device."""
+    if tensor.device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)

@@ -1,0 +1,131 @@
+"""Softmax statistics of each row of a logits tile, in one read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.triton_common import (
+    ROW_CONFIGS,
+    check_tile,
+    on_device,
+    row_factor,
+    scores,
+    transform_arguments,
+)
+
+
+@triton.jit
+def _fold(z, peak, total, moment, squares, EXTRAS: tl.constexpr):
+    """Adds one score to each lane's online sums, all relative to the lane's running maximum.
+
+    ``total`` = sum e, ``moment`` = sum e d, ``squares`` = sum e^2, with d = z - peak, e = exp(d).
+    One exponential per score: either the old sums shrink by it, or it is the new term.
+    """
+    present = z != float("-inf")  # a NaN is present, and spreads
+    grows = z > peak
+    # an absent score counts as 0 and a lane's first score as its own peak: no inf - inf
+    z_safe = tl.where(present, z, 0.0)
+    delta = z_safe - tl.where(peak == float("-inf"), z_safe, peak)
+    e = tl.exp(-tl.abs(delta))
+    term = tl.where(present, e, 0.0)
+    moment = tl.where(grows, e * (moment - delta * total), moment + term * delta)
+    total = tl.where(grows, total * e + 1.0, total + term)
+    if EXTRAS:
+        squares = tl.where(grows, squares * (e * e) + 1.0, squares + term * term)
+    return tl.where(grows, z, peak), total, moment, squares
+
+
+@triton.jit
+def _row_stats_kernel(
+    logits_ptr,  # (C, V)
+    target_ptr,  # (C,) int64
+    temperature_ptr,  # (C,) or None
+    logp_ptr,  # (C,) fp32, as the other results
+    entropy_ptr,
+    lse_ptr,
+    is_top1_ptr,  # bool
+    sum_sq_probs_ptr,
+    stride_row,
+    num_columns,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_row
+    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
+    target = tl.load(target_ptr + row)
+    z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
+
+    offs_v = tl.arange(0, BLOCK_V)
+    peak = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    moment = tl.zeros((BLOCK_V,), tl.float32)
+    squares = tl.zeros((BLOCK_V,), tl.float32)
+    rivals = tl.zeros((BLOCK_V,), tl.int32)
+    for start in range(0, num_columns, BLOCK_V):
+        columns = start + offs_v
+        mask_v = columns < num_columns
+        x = tl.load(logits_ptr + columns, mask=mask_v, other=0.0)
+        # masked after the transform: a softcap would turn -inf into a finite score
+        z = tl.where(mask_v, scores(x, inner, factor, HAS_SOFTCAP), float("-inf"))
+        peak, total, moment, squares = _fold(z, peak, total, moment, squares, EXTRAS)
+        if EXTRAS:
+            ahead = (z > z_target) | ((z == z_target) & (columns < target))
+            rivals |= (ahead & mask_v & (columns != target)).to(tl.int32)
+
+    row_peak = tl.max(peak, axis=0)
+    # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros and must not add inf * 0
+    drop = tl.where(peak == float("-inf"), 0.0, peak - row_peak)
+    weight = tl.exp(drop)
+    row_total = tl.sum(weight * total, axis=0)
+    row_moment = tl.sum(weight * (moment + drop * total), axis=0)
+    log_total = tl.log(row_total)
+    tl.store(logp_ptr + row, (z_target - row_peak) - log_total)
+    tl.store(entropy_ptr + row, log_total - row_moment / row_total)
+    tl.store(lse_ptr + row, row_peak + log_total)
+    if EXTRAS:
+        collision = tl.sum(weight * weight * squares, axis=0) / (row_total * row_total)
+        tl.store(sum_sq_probs_ptr + row, tl.where(collision > 1.0, 1.0, collision))
+        tl.store(is_top1_ptr + row, tl.max(rivals, axis=0) == 0)
+
+
+def row_stats(
+    logits: Tensor,  # (C, V) fp32, bf16 or fp16, columns contiguous
+    target: Tensor,  # (C,) int64 in [0, V)
+    transform: Transform,
+    extras: bool,
+) -> RowStats:
+    """Statistics of each row in fp32; see :class:`RowStats`."""
+    check_tile(logits, target)
+    rows, columns = logits.shape
+    logp, entropy, lse, sum_sq_probs = logits.new_empty((4, rows), dtype=torch.float32).unbind(0)
+    is_top1 = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    if rows:
+        config = ROW_CONFIGS["stats"]
+        with on_device(logits):
+            _row_stats_kernel[(rows,)](
+                logits_ptr=logits,
+                target_ptr=target.contiguous(),
+                logp_ptr=logp,
+                entropy_ptr=entropy,
+                lse_ptr=lse,
+                is_top1_ptr=is_top1,
+                sum_sq_probs_ptr=sum_sq_probs,
+                stride_row=logits.stride(0),
+                num_columns=columns,
+                EXTRAS=extras,
+                BLOCK_V=config.BLOCK_V,
+                num_warps=config.num_warps,
+                **transform_arguments(transform, logits),
+            )
+    if not extras:
+        return RowStats(logp, entropy, lse)
+    return RowStats(logp, entropy, lse, is_top1, sum_sq_probs)

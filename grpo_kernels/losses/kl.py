@@ -1,0 +1,54 @@
+"""KL penalties between the policy and the reference model, estimated from one sample per token.
+
+Estimators as in J. Schulman, "Approximating KL Divergence" (2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from grpo_kernels.losses.ratios import LOG_RATIO_LIMIT
+
+
+def _k1(x: Tensor) -> Tensor:
+    return -x
+
+
+def _k2(x: Tensor) -> Tensor:
+    return 0.5 * x * x
+
+
+def _k3(x: Tensor) -> Tensor:
+    return x.exp() - x - 1
+
+
+def _abs(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+# each takes x = lr - lp
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "abs": _abs,
+}
+
+
+def kl_penalty(
+    logprobs: Tensor,  # (T,)
+    ref_logprobs: Tensor,  # (T,)
+    ratio: Tensor,  # (T,) c1, with its gradient
+    estimator: str,
+    bias_correction: bool,
+) -> Tensor:
+    """Per-token KL estimate (T,).
+
+    With ``bias_correction`` the estimate is multiplied by the importance ratio, which changes the
+    gradient even where the ratio is 1 (DeepSeek-V3.2, arXiv:2512.02556).
+    """
+    x = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    estimate = KL_ESTIMATORS[estimator](x)
+    return estimate * ratio if bias_correction else estimate

@@ -1,0 +1,131 @@
+"""Metrics as mergeable statistics: tensors on the device until somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
+Indicators = dict[str, tuple[str, Tensor]]
+
+
+class _Kind(NamedTuple):
+    merge: Callable[[Tensor], Tensor]  # (n, ...) stacked totals -> (...)
+    value: Callable[[Tensor, Tensor], Tensor]  # total, count -> ()
+
+
+def _sum(stacked: Tensor) -> Tensor:
+    return stacked.sum(0)
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    return total / count.clamp(min=1)
+
+
+_KINDS: dict[str, _Kind] = {
+    "mean": _Kind(_sum, _ratio),
+    "sum": _Kind(_sum, lambda total, count: total),
+    "min": _Kind(lambda stacked: stacked.amin(0), lambda total, count: total),
+    "max": _Kind(lambda stacked: stacked.amax(0), lambda total, count: total),
+    # exp of the mean negative log-probability
+    "perplexity": _Kind(_sum, lambda total, count: torch.exp(-_ratio(total, count))),
+    # (sum r)^2 / (n sum r^2), the effective share of samples
+    "ess": _Kind(_sum, lambda total, count: total[0] ** 2 / (count * total[1]).clamp(min=1e-30)),
+}
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A statistic that can be merged over chunks, micro-batches and processes."""
+
+    kind: str
+    total: Tensor  # () or, for "ess", (2,)
+    count: Tensor  # () number of samples; 0: nothing to report
+
+    def value(self) -> Tensor:
+        """The metric, (), fp32; NaN where no sample contributed."""
+        value = _KINDS[self.kind].value(self.total, self.count)
+        return torch.where(self.count > 0, value, torch.nan).float()
+
+
+class Metrics(Mapping[str, Tensor]):
+    """Read-only mapping from a metric's name to its () value, detached and still on the device."""
+
+    def __init__(self, stats: Mapping[str, Stat]) -> None:
+        self.stats = dict(stats)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stats[name].value()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stats)
+
+    def __len__(self) -> int:
+        return len(self.stats)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(self.stats)})"
+
+    @staticmethod
+    def merge(parts: Iterable[Metrics]) -> Metrics:
+        """Combines the metrics of several batches as if they had been one."""
+        merged: dict[str, list[Stat]] = {}
+        for part in parts:
+            for name, stat in part.stats.items():
+                merged.setdefault(name, []).append(stat)
+        return Metrics({name: _merge(stats) for name, stats in merged.items()})
+
+
+def _merge(stats: list[Stat]) -> Stat:
+    kind = stats[0].kind
+    total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]))
+    return Stat(kind, total, torch.stack([stat.count for stat in stats]).sum())
+
+
+def mean_stat(values: Tensor) -> Stat:
+    """Mean of all values, accumulated in fp64."""
+    return Stat("mean", values.double().sum(), _count(values))
+
+
+def extreme_stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
+    """Minimum or maximum of ``values`` where ``valid``; fine on an empty tensor."""
+    neutral = torch.inf if kind == "min" else -torch.inf
+    values = values.double()
+    count = _count(values)
+    if valid is not None:
+        values, count = torch.where(valid, values, neutral), valid.double().sum()
+    padded = torch.cat([values, values.new_full((1,), neutral)])
+    return Stat(kind, padded.amin() if kind == "min" else padded.amax(), count)
+
+
+def _count(values: Tensor) -> Tensor:
+    return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
+
+
+def indicator_stats(
+    indicators: Indicators,
+    segment_mean: Callable[[Tensor], Tensor],
+    lengths: Tensor,  # (B,)
+    per_sequence_ratio: bool,
+) -> dict[str, Stat]:
+    """Reduces what a surrogate reports.
+
+    Kinds: ``mean`` over tokens, or over sequences when the ratio is per sequence; ``sequence_min``
+    and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
+    """
+    stats = {}
+    occupied = torch.ones_like(lengths, dtype=torch.bool) if per_sequence_ratio else lengths > 0
+    for name, (kind, values) in indicators.items():
+        values = values.double()
+        if kind == "per_sequence" or (kind == "mean" and not per_sequence_ratio):
+            stats[name] = mean_stat(values)
+        elif kind == "mean":
+            stats[name] = mean_stat(segment_mean(values))
+        else:
+            extreme = kind.removeprefix("sequence_")
+            stats[name] = extreme_stat(extreme, segment_mean(values), occupied)
+    return stats

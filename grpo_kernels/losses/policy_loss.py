@@ -1,0 +1,158 @@
+"""policy_loss: the loss and its metrics from log-probabilities, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.losses.config import LossConfig
+from grpo_kernels.losses.gates import CORRECTION_MODES
+from grpo_kernels.losses.metrics import Metrics, Stat, extreme_stat, indicator_stats, mean_stat
+from grpo_kernels.losses.stage import (
+    Evaluation,
+    TokenInputs,
+    contributions,
+    evaluate,
+    segments_of,
+    token_inputs,
+)
+from grpo_kernels.losses.weights import AGGREGATIONS, static_weights
+
+
+class PolicyLossOutput(NamedTuple):
+    """A loss that can be differentiated, and what to log beside it."""
+
+    loss: Tensor  # ()
+    metrics: Metrics
+
+
+def policy_loss(
+    logprobs: Tensor, batch: TokenBatch, config: LossConfig, entropy: Tensor | None = None
+) -> PolicyLossOutput:
+    """The policy loss from per-token log-probabilities.
+
+    Args:
+        logprobs: (T,) fp32 or fp64 of ``batch.target``, at ``config.temperature``.
+        batch: the T valid tokens.
+        config: the loss.
+        entropy: (T,) nats; needed for ``entropy_coef`` and ``top_entropy_quantile``, otherwise only
+            logged.
+
+    Returns:
+        The () loss, differentiable in ``logprobs`` and ``entropy``, and its metrics. A batch
+        without tokens gives 0 with a live graph.
+
+    Raises:
+        ValueError: shapes disagree, or the loss needs something the batch does not have.
+    """
+    check_loss_inputs(batch, config)
+    if logprobs.shape != batch.target.shape:
+        raise ValueError(
+            f"logprobs: expected shape {tuple(batch.target.shape)} (the batch's tokens), "
+            f"got {tuple(logprobs.shape)}"
+        )
+    if logprobs.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"logprobs: expected float32 or float64, got {logprobs.dtype}")
+    if entropy is None and config.needs_entropy:
+        raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
+    if entropy is not None and entropy.shape != logprobs.shape:
+        raise ValueError(
+            f"entropy: expected shape {tuple(logprobs.shape)}, got {tuple(entropy.shape)}"
+        )
+    x = token_inputs(logprobs, entropy, batch, static_weights(batch, config))
+    evaluation = evaluate(x, segments_of(batch), config)
+    # fp64 makes the sum independent of how the batch was cut
+    loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
+    with torch.no_grad():
+        metrics = _metrics(x, evaluation, batch, config)
+    return PolicyLossOutput(loss, metrics)
+
+
+def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
+    """Raises ValueError if ``batch`` lacks what ``config`` needs, or they cannot go together."""
+    if config.beta != 0 and batch.ref_logprobs is None:
+        raise ValueError(
+            f"ref_logprobs: expected the reference's log-probabilities for beta = {config.beta}, "
+            "got None"
+        )
+    mode = config.rollout_correction_mode
+    if batch.rollout_logprobs is None or mode is None:
+        return
+    if config.surrogate.uses_rollout_weight and CORRECTION_MODES[mode].per_sequence:
+        raise ValueError(
+            f"rollout_correction_mode: {config.loss_type} sums token weights itself and expects "
+            f"'token_truncate' or 'token_mask' with rollout_logprobs, got {mode!r}"
+        )
+
+
+def _metrics(
+    x: TokenInputs, evaluation: Evaluation, batch: TokenBatch, config: LossConfig
+) -> Metrics:
+    stats: dict[str, Stat] = {}
+    if evaluation.kl is not None:
+        stats["kl"] = mean_stat(evaluation.kl)
+    if x.entropy is not None:
+        stats["entropy"] = mean_stat(x.entropy)
+    if config.entropy_coef != 0:
+        stats["policy_loss"] = _policy_loss_stat(x, evaluation, batch, config)
+    stats |= indicator_stats(
+        config.surrogate.metrics(evaluation.terms, config),
+        batch.segment_mean,
+        batch.cu_seqlens.diff(),
+        config.ratio_level.per_sequence,
+    )
+    stats |= _ratio_stats(evaluation.terms.ratio)
+    stats["perplexity"] = replace(mean_stat(x.logprobs), kind="perplexity")
+    if x.rollout_logprobs is not None:
+        stats |= _rollout_stats(evaluation, x.rollout_logprobs)
+    return Metrics({name: _detached(stat) for name, stat in stats.items()})
+
+
+def _policy_loss_stat(
+    x: TokenInputs, evaluation: Evaluation, batch: TokenBatch, config: LossConfig
+) -> Stat:
+    """The loss without its entropy bonus, as one sample per micro-batch."""
+    total = (evaluation.loss * x.policy_weight).double().sum()
+    if AGGREGATIONS[config.loss.aggregation].per_micro_batch:
+        total = total * batch.gradient_accumulation_steps
+    return Stat("mean", total, torch.ones_like(total))
+
+
+def _ratio_stats(ratio: Tensor) -> dict[str, Stat]:
+    double = ratio.double()
+    moments = torch.stack([double.sum(), (double * double).sum()])
+    return {
+        "ratio/min": extreme_stat("min", ratio),
+        "ratio/max": extreme_stat("max", ratio),
+        "ratio/ess": Stat("ess", moments, mean_stat(ratio).count),
+    }
+
+
+def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str, Stat]:
+    """How far the rollout engine's log-probabilities are from the trainer's."""
+    known = ~rollout_logprobs.isnan()
+    difference = torch.where(known, evaluation.old_logprobs - rollout_logprobs, 0.0).double()
+    count = known.double().sum()
+    k3 = torch.where(known, difference.exp() - difference - 1, 0.0)
+    sampled = torch.where(known, rollout_logprobs, 0.0).double().sum()
+    stats = {
+        "sampling/sampling_logp_difference/mean": Stat("mean", difference.abs().sum(), count),
+        "sampling/sampling_logp_difference/max": extreme_stat("max", difference.abs(), known),
+        "sampling/mismatch_kl_k1": Stat("mean", -difference.sum(), count),
+        "sampling/mismatch_kl_k3": Stat("mean", k3.sum(), count),
+        "sampling/rollout_perplexity": Stat("perplexity", sampled, count),
+    }
+    if evaluation.correction is not None:
+        name = "sampling/importance_sampling_ratio"
+        stats[f"{name}/min"] = extreme_stat("min", evaluation.correction)
+        stats[f"{name}/mean"] = mean_stat(evaluation.correction)
+        stats[f"{name}/max"] = extreme_stat("max", evaluation.correction)
+    return stats
+
+
+def _detached(stat: Stat) -> Stat:
+    return Stat(stat.kind, stat.total.detach(), stat.count.detach())

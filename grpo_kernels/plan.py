@@ -1,0 +1,153 @@
+"""Which schedule runs a loss, and why: decided before any work, printed by ``explain``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.logprob.dispatch import choose_backend, chunk_rows
+from grpo_kernels.logprob.head import logits_dtype
+from grpo_kernels.logprob.schedule import row_chunks
+from grpo_kernels.losses import LossConfig
+
+SCHEDULES = ("auto", "one_pass", "two_pass")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """How the head's products are computed; numerics depend on ``precision`` alone."""
+
+    precision: str = "fp32"
+    backend: str = "auto"
+    schedule: str = "auto"
+    max_workspace_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule: expected one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run."""
+
+    backend: str
+    schedule: str  # "one_pass" | "two_pass"
+    scope: str  # "token" | "sequence" | "batch"
+    precision: str
+    logits_dtype: torch.dtype
+    tile_rows: int
+    workspace_bytes: int
+    chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"backend   {self.backend}",
+            f"schedule  {self.schedule} (scope of the loss: {self.scope})",
+            f"logits    {self.logits_dtype}, precision={self.precision!r}",
+            f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
+        ]
+        return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
+
+
+def make_plan(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: TokenBatch,
+    config: LossConfig,
+    settings: HeadSettings,
+) -> Plan:
+    """Chooses backend, schedule and chunks for the rows of ``batch``."""
+    choice = choose_backend(settings.backend, hidden.device, hidden.dtype)
+    columns, precision = weight.shape[0], settings.precision
+    size = chunk_rows(columns, hidden.dtype, precision, hidden.device, settings.max_workspace_bytes)
+    scope = config.scope(batch.rollout_logprobs is not None)
+    why_two: str | None = None
+    chunks: list[slice] = []
+    if choice.backend.kernels is None:
+        why_two = "the eager reference forms all logits"
+        size = max(batch.num_tokens, 1)
+    elif scope == "batch":
+        why_two = "a gate of this loss needs the entropy of the whole batch first"
+    else:
+        chunks, why_two = _chunks(batch, scope, size)
+    schedule, reason = _schedule(settings.schedule, why_two)
+    dtype = logits_dtype(hidden.dtype, precision)
+    rows = min(size, max(batch.num_tokens, 1))
+    return Plan(
+        backend=choice.backend.name,
+        schedule=schedule,
+        scope=scope,
+        precision=precision,
+        logits_dtype=dtype,
+        tile_rows=rows,
+        workspace_bytes=rows * columns * dtype.itemsize,
+        chunks=tuple(chunks) if schedule == "one_pass" else (),
+        reasons=(*choice.reasons, reason),
+    )
+
+
+def explain(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: TokenBatch,
+    config: LossConfig,
+    *,
+    precision: str = "fp32",
+    backend: str = "auto",
+    schedule: str = "auto",
+    max_workspace_bytes: int | None = None,
+) -> Plan:
+    """The plan that ``linear_policy_loss`` would follow for the same arguments; print it.
+
+    Raises:
+        ValueError: as ``linear_policy_loss`` would for these settings.
+    """
+    settings = HeadSettings(
+        precision=precision,
+        backend=backend,
+        schedule=schedule,
+        max_workspace_bytes=max_workspace_bytes,
+    )
+    return make_plan(hidden, weight, batch, config, settings)
+
+
+def _chunks(batch: TokenBatch, scope: str, size: int) -> tuple[list[slice], str | None]:
+    if scope == "token":
+        return row_chunks(batch.num_tokens, size), None
+    longest = max(batch.lengths, default=0)
+    if longest > size:
+        return [], f"a sequence of {longest} tokens does not fit into a tile of {size} rows"
+    return sequence_chunks(batch.lengths, size), None
+
+
+def sequence_chunks(lengths: tuple[int, ...], size: int) -> list[slice]:
+    """Row ranges of at most ``size`` rows that end where sequences end."""
+    chunks, start, stop = [], 0, 0
+    for length in lengths:
+        if stop + length - start > size:
+            chunks.append(slice(start, stop))
+            start = stop
+        stop += length
+    if stop > start:
+        chunks.append(slice(start, stop))
+    return chunks
+
+
+def _schedule(requested: str, why_two: str | None) -> tuple[str, str]:
+    if requested == "one_pass" and why_two is not None:
+        raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
+    if requested != "auto":
+        return requested, f"{requested}: forced by the argument"
+    if why_two is not None:
+        return "two_pass", f"two_pass: {why_two}"
+    return (
+        "one_pass",
+        "one_pass: the loss is settled inside a chunk, three products instead of four",
+    )

@@ -1,0 +1,109 @@
+"""Metrics between two log calls: tensors on the device, read by one reduction and one transfer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from grpo_kernels.losses import Metrics, Stat
+from grpo_trainer.advantages import Advantages, nan_std
+
+_FOLD_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
+
+
+class MetricLog:
+    """Collects :class:`grpo_kernels.losses.Metrics` until they are logged."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._pending: list[Metrics] = []
+
+    def add(self, metrics: Metrics) -> None:
+        self._pending.append(metrics)
+        if len(self._pending) >= _FOLD_AFTER:
+            self._pending = [Metrics.merge(self._pending)]
+
+    def drain(self) -> dict[str, float]:
+        """Values over all micro-batches and processes; names without any sample are left out."""
+        merged = _over_processes(Metrics.merge(self._pending), self._accelerator)
+        self._pending = []
+        if not merged:
+            return {}
+        values = torch.stack([merged[name].double() for name in merged]).tolist()
+        return {name: value for name, value in zip(merged, values, strict=True) if value == value}
+
+
+def _over_processes(metrics: Metrics, accelerator: Accelerator) -> Metrics:
+    """Merges the processes' metrics with a single gather. Names are equal on all processes."""
+    if accelerator.num_processes == 1 or not metrics.stats:
+        return metrics
+    stats = sorted(metrics.stats.items())
+    flat = torch.cat([part.reshape(-1).double() for _, s in stats for part in (s.total, s.count)])
+    return Metrics.merge(_unpacked(stats, row) for row in accelerator.gather(flat[None]))
+
+
+def _unpacked(stats: list[tuple[str, Stat]], row: Tensor) -> Metrics:
+    unpacked, start = {}, 0
+    for name, stat in stats:
+        size = stat.total.numel()
+        total = row[start : start + size].reshape(stat.total.shape)
+        unpacked[name] = Stat(stat.kind, total, row[start + size])
+        start += size + 1
+    return Metrics(unpacked)
+
+
+class RolloutColumns(NamedTuple):
+    """One row per completion of the generation batch, all processes'. Each (N,)."""
+
+    prompt_lengths: Tensor
+    completion_lengths: Tensor
+    truncated: Tensor  # 1: ended without an end-of-sequence token
+
+
+def rollout_metrics(
+    names: list[str],
+    rewards: Tensor,  # (N, F)
+    advantages: Advantages,
+    columns: RolloutColumns,
+) -> Metrics:
+    """What a generation batch says about rewards and completion lengths."""
+    stats = _reward_stats(names, rewards, advantages)
+    lengths, finished = columns.completion_lengths, columns.truncated == 0
+    stats["completions/clipped_ratio"] = _mean(columns.truncated)
+    for kind in ("mean", "min", "max"):
+        stats[f"completions/{kind}_length"] = _stat(kind, lengths)
+        stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, finished)
+    return Metrics(stats)
+
+
+def _reward_stats(names: list[str], rewards: Tensor, advantages: Advantages) -> dict[str, Stat]:
+    stats = {}
+    for name, values in zip(names, rewards.unbind(1), strict=True):
+        stats[f"rewards/{name}/mean"] = _mean(values)
+        stats[f"rewards/{name}/std"] = _mean(nan_std(values, 0))
+    stats["reward"] = _mean(advantages.rewards)
+    stats["reward_std"] = _mean(nan_std(advantages.rewards, 0))
+    stats["frac_reward_zero_std"] = _mean(advantages.zero_std)
+    return stats
+
+
+def _mean(values: Tensor) -> Stat:
+    return _stat("mean", values, ~values.isnan())
+
+
+def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
+    values = values.double()
+    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
+    neutral = {"mean": 0.0, "min": torch.inf, "max": -torch.inf}[kind]
+    kept = torch.where(valid, values, neutral)
+    total = {"mean": torch.sum, "min": torch.amin, "max": torch.amax}[kind](kept)
+    return Stat(kind, total, valid.double().sum())
+
+
+def value_metric(name: str, value: float, device: torch.device) -> Metrics:
+    """One sample of a host number, averaged over the window."""
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    return Metrics({name: Stat("mean", total, torch.ones_like(total))})

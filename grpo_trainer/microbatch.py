@@ -1,0 +1,80 @@
+"""MicroBatch: completions of one step, padded to their own longest row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import TokenBatch
+from grpo_kernels.batch import IGNORE_INDEX
+
+
+@dataclass
+class MicroBatch:
+    """B prompts with their completions, right-padded to L tokens.
+
+    ``target[b, t]`` is the token that position t predicts, ``input_ids[b, t + 1]``, if it belongs
+    to a completion in the loss, else -100. So the hidden states need no slicing.
+    """
+
+    input_ids: Tensor  # (B, L) int64
+    attention_mask: Tensor  # (B, L) int64
+    target: Tensor  # (B, L) int64
+    advantages: Tensor  # (B,) fp32
+    num_items: Tensor  # () what token-sum losses divide by if this were the whole window
+    old_logprobs: Tensor | None = None  # (B, L)
+    ref_logprobs: Tensor | None = None  # (B, L)
+
+    def token_batch(self, gradient_accumulation_steps: int) -> TokenBatch:
+        """The tokens in the loss. ``num_items`` scales with the window's micro-batches."""
+        return TokenBatch.from_padded(
+            self.target,
+            self.advantages,
+            old_logprobs=self.old_logprobs,
+            ref_logprobs=self.ref_logprobs,
+            num_items_in_batch=self.num_items * gradient_accumulation_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+        )
+
+
+def collate(
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    in_loss: Sequence[bool],
+    advantages: Tensor,  # (B,)
+    num_items: Tensor,  # ()
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+) -> MicroBatch:
+    """Joins and pads; the result is on the device of ``advantages``."""
+    rows, targets = [], []
+    for prompt, completion, kept in zip(prompt_ids, completion_ids, in_loss, strict=True):
+        row = torch.tensor(prompt + completion)
+        target = torch.full_like(row, IGNORE_INDEX)
+        if kept:
+            target[len(prompt) - 1 : -1] = row[len(prompt) :]
+        rows.append(row)
+        targets.append(target)
+    masks = [torch.ones_like(row) for row in rows]
+    pads = ((rows, pad_token_id), (masks, 0), (targets, IGNORE_INDEX))
+    input_ids, attention_mask, target = (
+        pad_rows(part, value, multiple=pad_to_multiple_of).to(advantages.device)
+        for part, value in pads
+    )
+    return MicroBatch(input_ids, attention_mask, target, advantages, num_items)
+
+
+def pad_rows(
+    rows: Sequence[Tensor], value: int, left: bool = False, multiple: int | None = None
+) -> Tensor:
+    """Stacks (l,) rows to (B, L), padded with ``value``; L is a multiple of ``multiple``."""
+    length = max(row.numel() for row in rows)
+    length += -length % (multiple or 1)
+    padded = torch.full((len(rows), length), value, dtype=torch.int64)
+    for target, row in zip(padded, rows, strict=True):
+        size = row.numel()
+        target[slice(length - size, None) if left else slice(size)] = row
+    return padded

@@ -1,0 +1,69 @@
+"""Prompts to tokens and completions to what reward functions read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[list[int]]:
+    """Token ids of each prompt, the last ``max_length`` of them.
+
+    Raises:
+        ValueError: a prompt is neither text nor messages, or has no tokens.
+    """
+    known: dict[str, list[int]] = {}  # a group repeats its prompt
+    encoded = []
+    for prompt in prompts:
+        key = repr(prompt)
+        if key not in known:
+            known[key] = _encode(prompt, tokenizer, chat_template_kwargs or {})[-(max_length or 0) :]
+        encoded.append(known[key])
+    return encoded
+
+
+def decode_completions(
+    completion_ids: Sequence[list[int]],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str | list[dict[str, str]]]:
+    """Text for a plain prompt, an assistant message for a conversational one."""
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    return [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def _encode(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
+) -> list[int]:
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        # a prompt that ends with the assistant's words is continued, not answered
+        answered = prompt[-1].get("role") == "assistant"
+        ids = tokenizer.apply_chat_template(
+            prompt,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=not answered,
+            continue_final_message=answered,
+            **template,
+        )["input_ids"]
+    else:
+        raise ValueError(
+            f"prompt: expected text or a list of messages, got {type(prompt).__name__}"
+        )
+    if not ids:
+        raise ValueError(f"prompt: expected at least one token, got none from {prompt!r}")
+    return list(ids)
