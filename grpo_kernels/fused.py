@@ -223,22 +223,37 @@ class _OnePass(torch.autograd.Function):
         stats, gradients = _active_pass(rows, call, needs)
         logp, entropy = _with_inactive(rows, call, stats)
         loss, metrics = policy_loss(logp, call.batch, call.config, entropy)
-        ctx.save_for_backward(*gradients)
-        ctx.keep, ctx.shape = call.keep, rows.shape
-        ctx.dtypes = [x.dtype if x is not None else None for x in (rows, weight, bias)]
+        ctx.gradients = gradients
+        ctx.call, ctx.needs = call, needs
+        ctx.save_for_backward(rows, weight, bias)
         return loss, metrics
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss, dmetrics):
-        scaled = [
-            (gradient * dloss).to(dtype) if gradient is not None else None
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        dhidden = scaled[0]
-        if dhidden is not None and ctx.keep is not None:
-            dhidden = dhidden.new_zeros(ctx.shape).index_copy(0, ctx.keep, dhidden)
-        return dhidden, scaled[1], scaled[2], None, None
+        inputs = ctx.saved_tensors
+        # the first backward takes the gradients over, so that the largest is never copied; a
+        # second one, under retain_graph, computes them again
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, gradients = _active_pass(inputs[0], ctx.call, ctx.needs)
+        dhidden, dweight, dbias = (
+            _scaled_(gradient, dloss, x.dtype) if gradient is not None else None
+            for gradient, x in zip(gradients, inputs, strict=True)
+        )
+        keep = ctx.call.keep
+        if dhidden is not None and keep is not None:
+            dhidden = dhidden.new_zeros(inputs[0].shape).index_copy(0, keep, dhidden)
+        return dhidden, dweight, dbias, None, None
+
+
+def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * scale`` in ``dtype``, in place where the dtype allows."""
+    if gradient.dtype != dtype:
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    if scale.device.type == "cpu" and scale.item() == 1:  # no sync, and a pass saved
+        return gradient
+    return gradient.mul_(scale)
 
 
 def _active_pass(rows: Tensor, call: _Call, needs: _Needs) -> tuple[RowStats, Gradients]:

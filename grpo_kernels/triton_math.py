@@ -35,6 +35,16 @@ def precise_exp(x):
 
 
 @triton.jit
+def log1p(x):
+    """log(1 + x), also accurate near 0 (Kahan): the rounding error of 1 + x is divided out."""
+    shifted = 1.0 + x
+    # 1 + x = 1, inf and NaN are their own answers; 1 + x = 0 gives -inf by the quotient
+    plain = (shifted == 1.0) | (shifted == float("inf"))
+    safe = tl.where(plain, 2.0, shifted)
+    return tl.where(plain, x, tl.log(safe) * tl.div_rn(x, safe - 1.0))
+
+
+@triton.jit
 def tanh(x):
     """tanh of fp32 ``x`` to about 4 ulp, also near 0; NaN stays NaN."""
     square = x * x

@@ -1,7 +1,7 @@
 """The native CPU row kernels: the ctypes side of ``csrc``.
 
-The library is optional. Where it is missing, ``unavailable`` says why and the pure-torch row kernels
-serve, with the same numerics.
+The library is optional. Where it is missing, ``unavailable`` says why and the pure-torch row
+kernels serve, with the same numerics.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class _Tile(ctypes.Structure):
         ("softcap", c_double),
         ("dtype", c_int32),
     ]
+    kept: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
 
 
 class _Stats(ctypes.Structure):
@@ -91,7 +92,7 @@ def unavailable() -> str | None:
 
 def isas() -> list[str]:
     """The instruction sets this machine can run, best first, of "avx512", "avx2", "baseline"."""
-    names = []
+    names: list[str] = []
     while (name := _library().grpo_isa(len(names))) is not None:
         names.append(name.decode())
     return names
@@ -118,15 +119,14 @@ class NativeRows:
     """``RowKernels`` for CPU tiles of fp32, bf16 or fp16 logits.
 
     Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
-    number nor on the other rows. Scale, softcap and temperature must be positive.
+    number nor on the other rows. Scale, softcap and temperature must be positive. A tile holds whole
+    rows: ``dlogits_`` normalizes the probabilities of a row by their own sum, near ``exp(lse)``.
     """
 
     def __init__(self, isa_rank: int = 0) -> None:
         self._isa_rank = isa_rank  # index into ``isas()``
 
-    def stats(
-        self, logits: Tensor, target: Tensor, transform: Transform, extras: bool
-    ) -> RowStats:
+    def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
         def per_row(dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
 
@@ -179,7 +179,7 @@ def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -
 
 
 def _tile(logits: Tensor, target: Tensor, transform: Transform) -> _Tile:
-    """The C view of a tile. It keeps alive the tensors made here; the caller keeps ``logits``."""
+    """The C view of a tile; the caller keeps ``logits`` alive."""
     rows, columns = logits.shape
     assert logits.dtype in DTYPES and logits.device.type == "cpu", (logits.dtype, logits.device)
     assert columns > 0 and (columns == 1 or logits.stride(1) == 1), logits.stride()

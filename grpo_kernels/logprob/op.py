@@ -10,6 +10,7 @@ from torch import Tensor
 from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.logprob.check import (
     check_device,
+    check_floating,
     check_target_range,
     prepare_head,
     row_temperature,
@@ -82,6 +83,7 @@ def linear_logprobs(
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
     """
     _check_outputs(outputs)
+    check_floating("hidden", hidden)
     _check_target(hidden, target)
     temperature = row_temperature(temperature, target.shape, hidden)
     transform = Transform(float(logit_scale), softcap, temperature)
@@ -207,21 +209,18 @@ def linear_logprobs_backward(hidden, weight, bias, target, row_temperature, *res
     dhidden = gradients.hidden
     if dhidden is not None and keep is not None:
         dhidden = dhidden.new_zeros(hidden.shape).index_copy(0, keep, dhidden)
-    empty = hidden.new_empty(0)
-    return (
-        dhidden.to(hidden.dtype) if dhidden is not None else empty,
-        gradients.weight.to(weight.dtype) if gradients.weight is not None else empty,
-        gradients.bias.to(bias.dtype) if gradients.bias is not None else empty,
+    wanted = (dhidden, gradients.weight, gradients.bias)
+    return tuple(
+        gradient.to(x.dtype) if gradient is not None else hidden.new_empty(0)
+        for gradient, x in zip(wanted, (hidden, weight, bias), strict=True)
     )
 
 
 @linear_logprobs_backward.register_fake
 def _(hidden, weight, bias, target, row_temperature, *rest):
-    needs = rest[-1]
-    empty = hidden.new_empty(0)
-    inputs = (hidden, weight, bias)
+    inputs, needs = (hidden, weight, bias), rest[-1]
     return tuple(
-        x.new_empty(x.shape) if needed else empty.clone()
+        x.new_empty(x.shape) if needed else hidden.new_empty(0)
         for x, needed in zip(inputs, needs, strict=True)
     )
 
@@ -260,7 +259,7 @@ def _check_target(hidden: Tensor, target: Tensor) -> None:
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"target: expected a torch.int64 tensor, got {got}")
-    if isinstance(hidden, Tensor) and target.shape != hidden.shape[:-1]:
+    if target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"target: expected shape {tuple(hidden.shape[:-1])} (of hidden without its last "
             f"dimension), got {tuple(target.shape)}"

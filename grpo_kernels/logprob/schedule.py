@@ -163,7 +163,8 @@ def _finish(gradients: Gradients, gradient_scale: Tensor | None) -> None:
 
 
 def _all_stats(parts: list[RowStats], hidden: Tensor, extras: bool) -> RowStats:
-    if not parts:
-        none = hidden.new_empty(0, dtype=stats_dtype(hidden.dtype))
-        return RowStats(none, none, none, none.bool() if extras else None, none if extras else None)
-    return concatenate(parts)
+    if parts:
+        return concatenate(parts)
+    wide, count = stats_dtype(hidden.dtype), 5 if extras else 3
+    none = [hidden.new_empty(0, dtype=torch.bool if i == 3 else wide) for i in range(count)]
+    return RowStats(*none)

@@ -13,7 +13,7 @@ def unavailable() -> str | None:
     try:
         from triton import knobs
     except ImportError:
-        return "triton 3.6 or newer is not installed"
+        return "triton 3.4 or newer is not installed"
     if torch.cuda.is_available() or knobs.runtime.interpret:
         return None
     return "no CUDA or ROCm device is present (TRITON_INTERPRET=1 runs the kernels on CPU, slowly)"

@@ -1,0 +1,130 @@
+"""Helpers for tests of kernels and losses, ours and those of users' own surrogates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_kernels.batch import TokenBatch
+
+_EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A head, hidden states and a rollout, padded; tensors that can need a gradient do."""
+
+    hidden: Tensor  # (B, L, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor  # (V,)
+    target: Tensor  # (B, L)
+    mask: Tensor  # (B, L) bool
+    advantages: Tensor  # (B,)
+    logprobs: dict[str, Tensor]  # old_, ref_ and rollout_logprobs, (B, L)
+
+    def batch(self, **overrides: Any) -> TokenBatch:
+        """The padded batch; a keyword replaces or (None) removes a part."""
+        fields: dict[str, Any] = {"mask": self.mask, **self.logprobs, **overrides}
+        advantages = fields.pop("advantages", self.advantages)
+        return TokenBatch.from_padded(self.target, advantages, **fields)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
+        """The same values in another dtype, as fresh leaves."""
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().to(device, dtype).requires_grad_()
+
+        return Problem(
+            leaf(self.hidden),
+            leaf(self.weight),
+            leaf(self.bias),
+            self.target.to(device),
+            self.mask.to(device),
+            self.advantages.to(device),
+            {name: value.to(device) for name, value in self.logprobs.items()},
+        )
+
+
+def make_problem(
+    sequences: int = 4,
+    length: int = 7,
+    hidden_size: int = 16,
+    vocab_size: int = 53,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    values_in: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """A random problem whose head inputs are exact in ``values_in``.
+
+    So the same problem can be posed in every wider dtype, and fp64 gives its true answer. The
+    third sequence, if there is one, is wholly masked. Old, reference and rollout log-probabilities
+    lie around the head's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+    hidden = normal(sequences, length, hidden_size).to(values_in).double()
+    weight = normal(vocab_size, hidden_size, scale=0.4).to(values_in).double()
+    bias = normal(vocab_size).to(values_in).double()
+    target = torch.randint(0, vocab_size, (sequences, length), generator=generator)
+    mask = torch.rand(sequences, length, generator=generator) > 0.3
+    mask[2:3] = False
+    logits = hidden @ weight.t() + bias
+    own = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    near = {
+        "old_logprobs": own + normal(sequences, length, scale=0.2),
+        "ref_logprobs": own + normal(sequences, length, scale=0.3),
+        "rollout_logprobs": own + normal(sequences, length, scale=0.1),
+    }
+    problem = Problem(hidden, weight, bias, target, mask, normal(sequences), near)
+    return problem.to("cpu", dtype)
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """``max |value - exact| / max |exact|``; NaN counts as infinite."""
+    if exact.numel() == 0:
+        return 0.0
+    difference = (value.detach().double().cpu() - exact.detach().double().cpu()).abs().max()
+    scale = exact.detach().double().abs().max().clamp(min=1e-30).cpu()
+    error = float(difference / scale)
+    return float("inf") if error != error else error
+
+
+def assert_as_exact_as(
+    value: Tensor, eager: Tensor, exact: Tensor, floor: float, what: str
+) -> None:
+    """Asserts that the error of ``value`` is at most twice that of ``eager``.
+
+    ``floor`` is the error under which both count as exact (rounding of the last digit).
+    """
+    own, theirs = relative_error(value, exact), relative_error(eager, exact)
+    assert own <= max(2 * theirs, floor), f"{what}: error {own:.2e}, eager {theirs:.2e}"
+
+
+class _Poison(TorchDispatchMode):
+    """Fills what an allocator returns with NaN (or the largest integer)."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in _EMPTY_OPS and isinstance(out, Tensor):
+            if out.is_floating_point():
+                out.fill_(float("nan"))
+            elif out.dtype in (torch.int32, torch.int64):
+                out.fill_(torch.iinfo(out.dtype).max)
+        return out
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Within it, uninitialised memory is NaN: reading an element that nobody wrote shows."""
+    with _Poison():
+        yield

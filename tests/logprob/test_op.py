@@ -1,0 +1,242 @@
+"""linear_logprobs: values and gradients of every backend against fp64, and the torch.library op."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels.logprob.op import (
+    OUTPUTS,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
+)
+from grpo_kernels.testing import (
+    Problem,
+    assert_as_exact_as,
+    make_problem,
+    poisoned_allocations,
+)
+
+BACKENDS = [name for name in available_backends() if name != "reference"]
+FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
+
+HEADS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "scaled": {"temperature": 0.7, "logit_scale": 1.3},
+    "capped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
+    "per_token": {"temperature": "per token", "softcap": 5.0},
+}
+
+
+def head_options(name: str, problem: Problem) -> dict[str, object]:
+    options = dict(HEADS[name])
+    if options.get("temperature") == "per token":
+        g = torch.Generator().manual_seed(7)
+        options["temperature"] = 0.5 + torch.rand(problem.target.shape, generator=g)
+    return options
+
+
+def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
+    """All outputs, and the gradients of a random combination of logprobs and entropy."""
+    target = torch.where(problem.mask, problem.target, -100)
+    out = linear_logprobs(
+        problem.hidden, problem.weight, target, bias=problem.bias, outputs=OUTPUTS,
+        **head_options(head, problem), **kwargs,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(5)
+    shape = problem.target.shape
+    dlogp, dentropy = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    loss = (out.logprobs.double() * dlogp + out.entropy.double() * dentropy).sum()
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    gradients = torch.autograd.grad(loss, inputs)
+    names = ("dhidden", "dweight", "dbias")
+    return {**out._asdict(), **dict(zip(names, gradients, strict=True))}
+
+
+def assert_accurate(problem: Problem, dtype: torch.dtype, head: str, **kwargs: object) -> None:
+    exact = run(problem.to("cpu", torch.float64), head, backend="reference")
+    posed = problem.to("cpu", dtype)
+    precision = kwargs.get("precision", "fp32")
+    eager = run(posed, head, backend="reference", precision=precision)
+    with poisoned_allocations():
+        got = run(problem.to("cpu", dtype), head, **kwargs)
+    for name, value in got.items():
+        floor = FLOOR[dtype] if name.startswith("d") else min(FLOOR[dtype], 2e-6)
+        if precision == "input":
+            floor = FLOOR[dtype]
+        if name == "is_top1":
+            assert torch.equal(value, eager[name])
+        else:
+            assert_as_exact_as(value, eager[name], exact[name], floor, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("precision", ("fp32", "input"))
+def test_backends_match_fp64(backend: str, head: str, dtype: torch.dtype, precision: str) -> None:
+    assert_accurate(make_problem(), dtype, head, backend=backend, precision=precision)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab_size", (1, 2, 31, 1000))
+@pytest.mark.parametrize("rows", (1, 3))
+def test_odd_shapes(backend: str, vocab_size: int, rows: int) -> None:
+    problem = make_problem(rows, 1, hidden_size=5, vocab_size=vocab_size)
+    assert_accurate(problem, torch.float32, "plain", backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_tiles_change_no_statistic(backend: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    whole = run(problem, "capped", backend=backend)
+    split = run(problem, "capped", backend=backend, max_workspace_bytes=53 * 4 * 3)
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_runs_give_the_same_bits(backend: str) -> None:
+    first, second = (run(make_problem().to("cpu", torch.bfloat16), "plain", backend=backend)
+                     for _ in range(2))  # fmt: skip
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("offset", (-150.0, 150.0))
+def test_offset_logits(backend: str, offset: float) -> None:
+    problem = make_problem()
+    shifted = Problem(**{**vars(problem), "bias": (problem.bias.detach() + offset)})
+    shifted = shifted.to("cpu", torch.float64)
+    exact = run(shifted, "plain", backend="reference")
+    eager = run(shifted.to("cpu", torch.float32), "plain", backend="reference")
+    got = run(shifted.to("cpu", torch.float32), "plain", backend=backend)
+    for name in ("logprobs", "entropy", "dhidden", "dweight"):
+        assert_as_exact_as(got[name], eager[name], exact[name], 2e-6, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gap", (40.0, 16.0, -69.0))
+def test_extreme_probabilities(backend: str, gap: float) -> None:
+    """One logit stands ``gap`` above all others: p -> 1, or the target's p ~ 1e-30."""
+    vocab = 101
+    weight = torch.zeros(vocab, 1)
+    weight[3] = abs(gap)
+    weight.requires_grad_()
+    hidden = torch.ones(2, 1, requires_grad=True)
+    target = torch.tensor([3, 3] if gap > 0 else [5, 5])
+    out = linear_logprobs(hidden, weight, target, outputs=("logprobs", "entropy"), backend=backend)
+    others = (vocab - 1) * math.exp(-abs(gap))
+    logp = -math.log1p(others) - (0 if gap > 0 else abs(gap))
+    assert out.logprobs[0].item() == pytest.approx(logp, rel=1e-5, abs=1e-7)
+    assert out.entropy.isfinite().all() and (out.entropy >= 0).all()
+    (out.logprobs.sum() + out.entropy.sum()).backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_gradcheck() -> None:
+    problem = make_problem(2, 3, hidden_size=4, vocab_size=11)
+    target = torch.where(problem.mask, problem.target, -100)
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        out = linear_logprobs(
+            hidden, weight, target, bias=bias, temperature=0.7, softcap=4.0, logit_scale=1.2,
+            outputs=("logprobs", "entropy"), backend="chunked",
+        )  # fmt: skip
+        return out.logprobs, out.entropy
+
+    assert torch.autograd.gradcheck(outputs, (problem.hidden, problem.weight, problem.bias))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("extras", (False, True))
+def test_opcheck(backend: str, extras: bool) -> None:
+    problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
+    hidden, weight, target = problem.hidden[0], problem.weight, problem.target[0]
+    tensors = (hidden, weight, problem.bias, target, None)
+    options = (1.5, 1.0, None, "fp32", backend, 2)
+    opcheck(linear_logprobs_forward, (*tensors, *options, extras))
+    plain = tuple(x.detach() if x is not None else None for x in tensors)
+    dlogp = torch.randn(5)
+    opcheck(linear_logprobs_backward, (*plain, *options, dlogp, None, [True, True, False]))
+
+
+def test_masked_rows_cost_nothing_and_give_zero() -> None:
+    hidden = torch.full((3, 4), float("nan"))
+    hidden[1] = 1.0
+    hidden.requires_grad_()
+    weight = torch.randn(9, 4, requires_grad=True)
+    out = linear_logprobs(hidden, weight, torch.tensor([-100, 2, -100]), outputs=OUTPUTS)
+    for value in out:
+        assert value[0] == 0 and value[2] == 0
+    out.logprobs.sum().backward()
+    assert weight.grad.isfinite().all()
+    assert torch.equal(hidden.grad[[0, 2]], torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("shape", ((0,), (3,), (2, 0)))
+def test_nothing_to_do(backend: str, shape: tuple[int, ...]) -> None:
+    hidden = torch.randn(*shape, 4, requires_grad=True)
+    weight = torch.randn(9, 4, requires_grad=True)
+    target = torch.full(shape, -100)
+    out = linear_logprobs(hidden, weight, target, outputs=("logprobs", "entropy"), backend=backend)
+    assert out.logprobs.shape == shape
+    (out.logprobs.sum() + out.entropy.sum()).backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_non_contiguous_inputs(backend: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    hidden = problem.hidden.detach().transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.stack([problem.weight.detach(), problem.weight.detach()], -1)
+    strided = Problem(**{**vars(problem), "hidden": hidden, "weight": wide[..., 0]})
+    strided.hidden.requires_grad_()
+    strided.weight.requires_grad_()
+    assert not strided.weight.is_contiguous() and not strided.hidden.is_contiguous()
+    expected = run(problem, "plain", backend=backend)
+    for name, value in run(strided, "plain", backend=backend).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_inputs_get_no_gradient() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    weight = problem.weight.detach()
+    out = linear_logprobs(problem.hidden, weight, problem.target)
+    out.logprobs.sum().backward()
+    assert problem.hidden.grad is not None and weight.grad is None
+
+
+def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_gradients() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = linear_logprobs(problem.hidden, problem.weight, problem.target)
+    half = make_problem().to("cpu", torch.bfloat16)
+    expected = linear_logprobs(half.hidden, half.weight, half.target)
+    torch.testing.assert_close(out.logprobs, expected.logprobs)
+    out.logprobs.sum().backward()
+    assert problem.weight.grad.dtype == problem.hidden.grad.dtype == torch.float32
+
+
+def test_second_derivatives_are_refused() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    logprobs = linear_logprobs(problem.hidden, problem.weight, problem.target).logprobs
+    (gradient,) = torch.autograd.grad(logprobs.sum(), problem.hidden, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("length", (65536, 70001))
+def test_more_rows_than_a_grid_dimension(length: int) -> None:
+    hidden = torch.randn(length, 2)
+    weight = torch.randn(5, 2)
+    target = torch.randint(0, 5, (length,))
+    out = linear_logprobs(hidden, weight, target)
+    expected = (hidden @ weight.t()).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+    torch.testing.assert_close(out.logprobs, expected)

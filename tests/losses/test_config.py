@@ -1,0 +1,104 @@
+"""LossConfig refuses what cannot work, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from grpo_kernels import LossConfig
+from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate, register_loss
+from grpo_kernels.losses.surrogates import SURROGATES, register_surrogate
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("loss_type", "gpro", "loss_type: expected one of .*cispo.*grpo.*; got 'gpro'"),
+        ("importance_sampling_level", "word", "expected one of sequence, sequence_token, token"),
+        ("kl_estimator", "k9", "expected one of abs, k1, k2, k3"),
+        ("rollout_correction_mode", "mask", "expected one of .*sequence_mask"),
+        ("epsilon", -0.1, "epsilon: expected a finite number >= 0, got -0.1"),
+        ("epsilon", 1.0, "epsilon: expected a number below 1"),
+        ("epsilon", "0.2", "epsilon: expected a finite number >= 0, got '0.2'"),
+        ("epsilon_high", float("nan"), "epsilon_high: expected"),
+        ("temperature", 0.0, "temperature: expected a finite number > 0, got 0.0"),
+        ("temperature", -1.0, "temperature: expected"),
+        ("beta", float("inf"), "beta: expected"),
+        ("beta", -1, "beta: expected"),
+        ("delta", 0, "delta: expected a number > 0"),
+        ("dual_clip", 1.0, "dual_clip: expected a number > 1"),
+        ("top_entropy_quantile", 0.0, r"top_entropy_quantile: expected a number in \(0, 1\]"),
+        ("top_entropy_quantile", 1.5, "top_entropy_quantile"),
+        ("rollout_correction_min", 3.0, "below rollout_correction_max"),
+        ("max_completion_length", 0, "max_completion_length: expected"),
+    ],
+)
+def test_bad_values(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**{field: value})
+
+
+def test_dr_grpo_needs_its_length() -> None:
+    with pytest.raises(ValueError, match="max_completion_length: expected the constant length"):
+        LossConfig(loss_type="dr_grpo")
+
+
+@pytest.mark.parametrize("name", ["vespo", "gmpo"])
+def test_losses_that_form_their_own_sequence_weight(name: str) -> None:
+    with pytest.raises(ValueError, match="importance_sampling_level"):
+        LossConfig(loss_type=name, importance_sampling_level="sequence")
+
+
+def test_config_is_frozen_and_keyword_only() -> None:
+    config = LossConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.beta = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LossConfig("grpo")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "fields,scope",
+    [
+        ({}, "token"),
+        ({"loss_type": "gspo"}, "sequence"),
+        ({"loss_type": "vespo"}, "sequence"),
+        ({"importance_sampling_level": "sequence_token"}, "sequence"),
+        ({"off_policy_mask_threshold": 0.1}, "sequence"),
+        ({"top_entropy_quantile": 0.2}, "batch"),
+    ],
+)
+def test_scope(fields: dict[str, object], scope: str) -> None:
+    assert LossConfig(**fields).scope() == scope
+
+
+def test_rollout_correction_widens_the_scope_only_with_rollouts() -> None:
+    assert LossConfig().scope(has_rollout=False) == "token"
+    assert LossConfig().scope(has_rollout=True) == "sequence"
+    assert LossConfig(rollout_correction_mode="token_mask").scope(has_rollout=True) == "token"
+
+
+def test_registration_refuses_taken_and_unknown_names() -> None:
+    with pytest.raises(ValueError, match="already registered"):
+        register_loss("grpo", LOSSES["grpo"])
+    with pytest.raises(ValueError, match="surrogate: expected one of"):
+        register_loss("new", NamedLoss(surrogate="clop", aggregation="token_mean", source="x"))
+    with pytest.raises(ValueError, match="aggregation: expected one of"):
+        register_loss("new", NamedLoss(surrogate="clip", aggregation="mean", source="x"))
+    with pytest.raises(ValueError, match="already registered"):
+        register_surrogate(SURROGATES["clip"])
+
+
+def test_a_users_surrogate_is_picked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(Surrogate):
+        name = "squared"
+        source = "here"
+
+        def __call__(self, terms, config):
+            return -(terms.ratio**2) * terms.advantages
+
+    monkeypatch.setitem(SURROGATES, "squared", Squared())
+    loss = NamedLoss(surrogate="squared", aggregation="token_mean", source="here")
+    monkeypatch.setitem(LOSSES, "squared", loss)
+    assert LossConfig(loss_type="squared").surrogate.name == "squared"

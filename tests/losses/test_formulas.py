@@ -1,0 +1,215 @@
+"""Values of single formulas against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig, Metrics, TokenBatch, policy_loss
+from grpo_kernels.losses.gates import top_entropy_gate
+
+LOG2 = math.log(2.0)
+
+
+def two_tokens(advantage: float, log_ratio: float, **extra: Tensor) -> tuple[Tensor, TokenBatch]:
+    logprobs = torch.full((2,), -1.0, dtype=torch.float64)
+    batch = TokenBatch.from_packed(
+        torch.zeros(2, dtype=torch.int64),
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([0, 2]),
+        old_logprobs=logprobs - log_ratio,
+        **extra,
+    )
+    return logprobs, batch
+
+
+@pytest.mark.parametrize(
+    "fields,advantage,log_ratio,expected",
+    [
+        ({}, 1.0, LOG2, -1.2),  # clipped from above
+        ({}, -1.0, LOG2, 2.0),  # not clipped for a negative advantage
+        ({}, -1.0, -LOG2, 0.8),  # clipped from below
+        ({"epsilon_high": 0.5}, 1.0, LOG2, -1.5),
+        ({"delta": 1.6}, -1.0, LOG2, 1.6),
+        ({"dual_clip": 1.5}, -1.0, LOG2, 1.5),
+        ({"dual_clip": 1.5}, 1.0, LOG2, -1.2),
+        ({"loss_type": "cispo", "epsilon_high": 1.5}, 1.0, LOG2, 1.5),  # -1.5 * 1 * (-1)
+        ({"loss_type": "pg"}, 2.0, LOG2, 2.0),
+        ({"loss_type": "topr"}, -1.0, -LOG2, -0.5),  # -0.5 * (-1) * (-1)
+        ({"loss_type": "topr"}, -1.0, LOG2, -1.0),  # truncated to 1
+        ({"loss_type": "gmpo"}, 1.0, LOG2, -math.exp(0.4)),
+        ({"loss_type": "gmpo"}, -1.0, LOG2, 2.0),
+        ({"loss_type": "sapo"}, 1.0, LOG2, -4 / (1 + math.exp(-1.0))),
+        ({"loss_type": "vespo"}, 1.0, 0.0, 1.0),  # phi(1) = 1
+        # w = 4: phi = exp(3 + 2 log 4 - 3 * 4)
+        ({"loss_type": "vespo"}, 1.0, LOG2, math.exp(3 + 2 * math.log(4) - 12)),
+    ],
+)  # fmt: skip
+def test_surrogates(
+    fields: dict[str, object], advantage: float, log_ratio: float, expected: float
+) -> None:
+    logprobs, batch = two_tokens(advantage, log_ratio)
+    loss = policy_loss(logprobs, batch, LossConfig(**fields)).loss
+    torch.testing.assert_close(loss.item(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "estimator,correction,expected",
+    [
+        ("k1", False, -LOG2),
+        ("k2", False, LOG2**2 / 2),
+        ("k3", False, 2 - LOG2 - 1),
+        ("abs", False, LOG2),
+        ("k3", True, (2 - LOG2 - 1) * 1.1),
+    ],
+)
+def test_kl(estimator: str, correction: bool, expected: float) -> None:
+    reference = torch.full((2,), -1.0 + LOG2, dtype=torch.float64)
+    logprobs, batch = two_tokens(0.0, math.log(1.1), ref_logprobs=reference)
+    config = LossConfig(beta=1.0, kl_estimator=estimator, use_bias_correction_kl=correction)
+    out = policy_loss(logprobs, batch, config)
+    torch.testing.assert_close(out.loss.item(), expected)
+    torch.testing.assert_close(out.metrics["kl"].item(), expected)
+
+
+def uneven() -> tuple[Tensor, TokenBatch]:
+    logprobs = torch.zeros(4, dtype=torch.float64)
+    batch = TokenBatch.from_packed(
+        torch.zeros(4, dtype=torch.int64),
+        torch.tensor([-1.0, -4.0], dtype=torch.float64),
+        torch.tensor([0, 3, 4]),
+        num_items_in_batch=10,
+        gradient_accumulation_steps=2,
+    )
+    return logprobs, batch
+
+
+@pytest.mark.parametrize(
+    "name,expected",
+    [
+        ("grpo", (1 + 4) / 2 / 2),
+        ("bnpo", 7 / 4 / 2),
+        ("dr_grpo", 7 / (2 * 5) / 2),
+        ("dapo", 7 / 10),
+        ("luspo", 7 / 2 / 2),
+        ("gspo", (1 + 4) / 2 / 2),
+    ],
+)
+def test_aggregation(name: str, expected: float) -> None:
+    logprobs, batch = uneven()
+    config = LossConfig(loss_type=name, max_completion_length=5)
+    torch.testing.assert_close(policy_loss(logprobs, batch, config).loss.item(), expected)
+
+
+@pytest.mark.parametrize(
+    "mode,bounds,weights",
+    [
+        ("token_truncate", (None, 1.5), (0.5, 1.5)),
+        ("token_truncate", (0.8, 1.5), (0.8, 1.5)),
+        ("token_mask", (None, 1.5), (0.5, 0.0)),
+        ("token_mask", (0.8, 3.0), (0.0, 2.0)),
+        ("sequence_truncate", (None, 0.9), (0.9, 0.9)),  # product of 0.5 and 2 is 1
+        ("sequence_mask", (None, 0.9), (0.0, 0.0)),
+        ("sequence_mask", (None, 3.0), (1.0, 1.0)),
+        (None, (None, 3.0), (1.0, 1.0)),
+    ],
+)
+def test_rollout_correction(
+    mode: str | None, bounds: tuple[float | None, float | None], weights: tuple[float, float]
+) -> None:
+    old = torch.full((2,), -1.0, dtype=torch.float64)
+    sampled = old - torch.tensor([-LOG2, LOG2], dtype=torch.float64)
+    logprobs, batch = two_tokens(1.0, 0.0, rollout_logprobs=sampled)
+    config = LossConfig(
+        rollout_correction_mode=mode,
+        rollout_correction_min=bounds[0],
+        rollout_correction_max=bounds[1],
+    )
+    out = policy_loss(logprobs, batch, config)
+    torch.testing.assert_close(out.loss.item(), -sum(weights) / 2)
+    difference = out.metrics["sampling/sampling_logp_difference/max"].item()
+    assert difference == pytest.approx(LOG2)
+
+
+def test_unknown_rollout_logprobs_leave_the_token_uncorrected() -> None:
+    sampled = torch.tensor([float("nan"), -1.0 - LOG2], dtype=torch.float64)
+    logprobs, batch = two_tokens(1.0, 0.0, rollout_logprobs=sampled)
+    out = policy_loss(logprobs, batch, LossConfig(rollout_correction_mode="token_truncate"))
+    torch.testing.assert_close(out.loss.item(), -(1.0 + 2.0) / 2)
+    assert out.metrics["sampling/sampling_logp_difference/mean"].item() == pytest.approx(LOG2)
+
+
+def test_vespo_refuses_sequence_correction() -> None:
+    logprobs, batch = two_tokens(1.0, 0.0, rollout_logprobs=torch.full((2,), -1.0))
+    with pytest.raises(ValueError, match="rollout_correction_mode: vespo .* 'token_mask'"):
+        policy_loss(logprobs, batch, LossConfig(loss_type="vespo"))
+
+
+def test_off_policy_gate_drops_only_drifted_negatives() -> None:
+    for advantage, log_ratio, kept in ((-1.0, -0.5, False), (-1.0, 0.5, True), (1.0, -0.5, True)):
+        logprobs, batch = two_tokens(advantage, log_ratio)
+        loss = policy_loss(logprobs, batch, LossConfig(off_policy_mask_threshold=0.1)).loss
+        assert (loss.item() != 0) == kept
+
+
+def test_top_entropy_gate_is_torch_quantile() -> None:
+    entropy = torch.rand(101, dtype=torch.float64)
+    for share in (0.2, 0.33, 0.9):
+        expected = entropy >= torch.quantile(entropy, 1 - share)
+        assert torch.equal(top_entropy_gate(entropy, share).bool(), expected)
+
+
+def test_top_entropy_gate_above_the_limit_of_torch_quantile() -> None:
+    entropy = torch.arange(2**24 + 8, dtype=torch.float32)
+    assert top_entropy_gate(entropy, 0.25).sum().item() == pytest.approx(2**22 + 2, abs=3)
+
+
+def test_entropy_bonus_uses_the_kept_tokens_only() -> None:
+    logprobs, batch = uneven()
+    entropy = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    plain = policy_loss(logprobs, batch, LossConfig(), entropy).loss
+    bonus = policy_loss(logprobs, batch, LossConfig(entropy_coef=2.0), entropy)
+    torch.testing.assert_close((plain - bonus.loss).item(), 2.0 * 0.25 / 2)
+    torch.testing.assert_close(bonus.metrics["policy_loss"].double(), plain, check_dtype=False)
+    gated = LossConfig(entropy_coef=2.0, top_entropy_quantile=0.5)
+    base = LossConfig(top_entropy_quantile=0.5)
+    difference = (
+        policy_loss(logprobs, batch, base, entropy).loss
+        - policy_loss(logprobs, batch, gated, entropy).loss
+    )
+    torch.testing.assert_close(difference.item(), 2.0 * 0.35 / 2)
+
+
+def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:
+    logprobs = torch.randn(8, dtype=torch.float64)
+    old = logprobs + 0.5 * torch.randn(8, dtype=torch.float64)
+
+    def batch(start: int, stop: int) -> TokenBatch:
+        return TokenBatch.from_packed(
+            torch.zeros(stop - start, dtype=torch.int64),
+            torch.ones(stop - start, dtype=torch.float64),
+            torch.tensor([0, stop - start]),
+            old_logprobs=old[start:stop],
+            rollout_logprobs=old[start:stop] - 0.1,
+        )
+
+    config = LossConfig(rollout_correction_mode="token_mask")
+    entropy = torch.rand(8, dtype=torch.float64)
+    whole = policy_loss(logprobs, batch(0, 8), config, entropy).metrics
+    parts = [
+        policy_loss(logprobs[a:b], batch(a, b), config, entropy[a:b]).metrics
+        for a, b in ((0, 3), (3, 8))
+    ]
+    merged = Metrics.merge(parts)
+    assert set(merged) == set(whole)
+    for name in whole:
+        if not name.startswith("clip_ratio"):  # extremes of sequence means: the cut differs
+            torch.testing.assert_close(merged[name], whole[name])
+    ratio = (logprobs - old).exp()
+    ess = ratio.sum() ** 2 / (8 * (ratio**2).sum())
+    torch.testing.assert_close(whole["ratio/ess"].double(), ess, rtol=1e-6, atol=0)
+    perplexity = (-logprobs.mean()).exp()
+    torch.testing.assert_close(whole["perplexity"].double(), perplexity, rtol=1e-6, atol=0)

@@ -1,0 +1,375 @@
+"""linear_policy_loss: every schedule and backend against eager fp64, and the autograd around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from grpo_kernels import (
+    FusedLinearGRPOLoss,
+    LossConfig,
+    PolicyLossOutput,
+    TokenBatch,
+    available_backends,
+    explain,
+    linear_policy_loss,
+)
+from grpo_kernels.losses import LOSSES
+from grpo_kernels.plan import sequence_chunks
+from grpo_kernels.testing import (
+    Problem,
+    assert_as_exact_as,
+    make_problem,
+    poisoned_allocations,
+    relative_error,
+)
+
+BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]
+TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
+FLOOR = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
+
+
+def config_for(name: str, **overrides: object) -> LossConfig:
+    fields: dict[str, object] = dict(
+        loss_type=name,
+        max_completion_length=9,
+        temperature=0.8,
+        rollout_correction_mode="token_truncate",
+    )
+    if LOSSES[name].surrogate == "cispo":
+        fields["epsilon_high"] = 5.0
+    return LossConfig(**{**fields, **overrides})  # type: ignore[arg-type]
+
+
+def run(
+    problem: Problem, config: LossConfig, batch: TokenBatch | None = None, **kwargs: object
+) -> dict[str, Tensor]:
+    """Loss, gradients and metrics."""
+    batch = batch or problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2)
+    for leaf in (problem.hidden, problem.weight, problem.bias):
+        leaf.grad = None
+    out = linear_policy_loss(
+        problem.hidden, problem.weight, batch, config, bias=problem.bias, **kwargs
+    )  # type: ignore[arg-type]
+    out.loss.backward()
+    assert problem.hidden.grad is not None
+    return {
+        "loss": out.loss.detach(),
+        "dhidden": problem.hidden.grad,
+        "dweight": problem.weight.grad,
+        "dbias": problem.bias.grad,
+        **{name: value for name, value in out.metrics.items() if name != "frac_rows_skipped"},
+    }
+
+
+def assert_matches_eager(
+    config: LossConfig, dtype: torch.dtype, problem: Problem | None = None, **kwargs: object
+) -> None:
+    problem = problem or make_problem()
+    exact = run(problem.to("cpu", torch.float64), config, backend="reference")
+    eager = run(problem.to("cpu", dtype), config, backend="reference")
+    with poisoned_allocations():
+        got = run(problem.to("cpu", dtype), config, **kwargs)
+    assert set(got) == set(exact)
+    for name, value in got.items():
+        if exact[name].isnan().all():
+            assert value.isnan().all(), name
+            continue
+        floor = FLOOR[dtype] if name.startswith("d") else 1e-5
+        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tile", (None, TILE))
+def test_every_loss_and_schedule(name: str, schedule: str, backend: str, tile: int | None) -> None:
+    config = config_for(name, beta=0.05, entropy_coef=0.01)
+    assert_matches_eager(
+        config, torch.float32, backend=backend, schedule=schedule, max_workspace_bytes=tile
+    )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", ("dapo", "gspo"))
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dtypes(dtype: torch.dtype, name: str, schedule: str, backend: str) -> None:
+    config = config_for(name, beta=0.05)
+    assert_matches_eager(
+        config, dtype, backend=backend, schedule=schedule, max_workspace_bytes=TILE
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batch_scope_and_gates(name: str) -> None:
+    config = config_for(
+        name, top_entropy_quantile=0.6, entropy_coef=0.02, off_policy_mask_threshold=0.05
+    )
+    assert_matches_eager(config, torch.float32)
+
+
+@pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("options", ({}, {"beta": 0.05, "entropy_coef": 0.01, "delta": 1.5}))
+def test_triton(name: str, options: dict[str, object]) -> None:
+    problem = make_problem(3, 4, vocab_size=21)
+    assert_matches_eager(config_for(name, **options), torch.float32, problem, backend="triton")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_packed_equals_padded(name: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    config = config_for(name, beta=0.05)
+    padded = run(problem, config, problem.batch())
+    shape = problem.target.shape
+    packed = TokenBatch.from_packed(
+        problem.target.reshape(-1),
+        problem.advantages,
+        torch.arange(0, shape.numel() + 1, shape[1]),
+        problem.mask.reshape(-1),
+        **{key: value.reshape(-1) for key, value in problem.logprobs.items()},
+    )
+    flat = Problem(**{**vars(problem), "hidden": problem.hidden.detach().flatten(0, 1)})
+    got = run(flat.to("cpu", torch.float32), config, packed)
+    got["dhidden"] = got["dhidden"].reshape(padded["dhidden"].shape)
+    for key in padded:
+        torch.testing.assert_close(got[key], padded[key], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ("dapo", "gspo", "sapo"))
+def test_per_token_advantages(name: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    config = config_for(name)
+    per_sequence = run(problem, config, problem.batch())
+    each = problem.advantages[:, None].expand(problem.target.shape).contiguous()
+    per_token = run(problem, config, problem.batch(advantages=each))
+    for key in per_sequence:
+        torch.testing.assert_close(per_token[key], per_sequence[key], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("schedule", ("auto", "two_pass"))
+def test_zero_advantage_rows_are_skipped_and_still_measured(name: str, schedule: str) -> None:
+    problem = make_problem(5, 6).to("cpu", torch.float32)
+    advantages = problem.advantages.clone()
+    advantages[[0, 3]] = 0
+    batch = problem.batch(advantages=advantages)
+    config = config_for(name)
+    out = linear_policy_loss(
+        problem.hidden, problem.weight, batch, config, bias=problem.bias, schedule=schedule
+    )
+    kept = int(problem.mask[[1, 4]].sum())
+    assert out.metrics["frac_rows_skipped"].item() == pytest.approx(1 - kept / 30)
+    exact = run(problem.to("cpu", torch.float64), config, batch, backend="reference")
+    got = run(problem, config, batch, schedule=schedule)
+    for key in exact:
+        assert relative_error(got[key], exact[key]) < 1e-5, key
+    assert torch.equal(problem.hidden.grad[[0, 3]], torch.zeros(2, 6, 16))
+
+
+def test_all_advantages_zero_does_no_backward_product() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    batch = problem.batch(advantages=torch.zeros(4))
+    got = run(problem, config_for("dapo"), batch)
+    assert got["loss"] == 0 and not got["dweight"].any() and not got["dhidden"].any()
+    assert got["entropy"].isfinite()
+
+
+def test_masked_hidden_states_may_be_anything() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    expected = run(problem, config_for("grpo"))
+    with torch.no_grad():
+        problem.hidden[~problem.mask] = float("nan")
+    got = run(problem, config_for("grpo"))
+    for key in expected:
+        torch.testing.assert_close(got[key], expected[key], equal_nan=True)
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("name", ("dapo", "gspo"))
+def test_all_masked_batch_gives_zero_with_a_live_graph(name: str, schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    batch = problem.batch(mask=torch.zeros_like(problem.mask))
+    got = run(problem, config_for(name, beta=0.1), batch, schedule=schedule)
+    assert got["loss"] == 0 and not got["dhidden"].any() and not got["dweight"].any()
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+def test_scaled_and_repeated_backward(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    config = config_for("dapo")
+    expected = run(problem, config, schedule=schedule)["dweight"].clone()
+    problem.weight.grad = problem.hidden.grad = None
+    out = linear_policy_loss(
+        problem.hidden, problem.weight, problem.batch(
+            num_items_in_batch=17.0, gradient_accumulation_steps=2), config,
+        bias=problem.bias, schedule=schedule,
+    )  # fmt: skip
+    (out.loss * 8).backward(retain_graph=True)
+    torch.testing.assert_close(problem.weight.grad, expected * 8)
+    (out.loss * -2).backward(retain_graph=True)
+    torch.testing.assert_close(problem.weight.grad, expected * 6)
+    out.loss.backward()
+    torch.testing.assert_close(problem.weight.grad, expected * 7)
+
+
+def test_fp16_gradients_survive_a_tiny_loss() -> None:
+    """Weights of 1e-6 would underflow as fp16 logit gradients; GradScaler comes after the op."""
+    problem = make_problem()
+    config = config_for("dapo")
+    tiny = problem.batch(num_items_in_batch=1e6)
+    scale = 2.0**20
+
+    def gradients(dtype: torch.dtype, **kwargs: object) -> tuple[Tensor, Tensor]:
+        posed = problem.to("cpu", dtype)
+        out = linear_policy_loss(posed.hidden, posed.weight, tiny, config, **kwargs)
+        (out.loss * scale).backward()
+        return posed.hidden.grad, posed.weight.grad
+
+    exact = gradients(torch.float64, backend="reference")
+    for schedule in ("one_pass", "two_pass"):
+        got = gradients(torch.float16, schedule=schedule)
+        for value, expected in zip(got, exact, strict=True):
+            assert relative_error(value, expected) < 2e-3
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+def test_frozen_head_gets_no_gradient_work(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    expected = run(problem, config_for("grpo"))["dhidden"].clone()
+    problem.hidden.grad = None
+    frozen = problem.weight.detach()
+    out = linear_policy_loss(
+        problem.hidden, frozen,
+        problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2),
+        config_for("grpo"), bias=problem.bias.detach(), schedule=schedule,
+    )  # fmt: skip
+    out.loss.backward()
+    assert frozen.grad is None
+    torch.testing.assert_close(problem.hidden.grad, expected)
+
+
+def test_no_grad_gives_the_same_loss() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    expected = run(problem, config_for("gspo"), problem.batch())
+    with torch.no_grad():
+        out = linear_policy_loss(
+            problem.hidden, problem.weight, problem.batch(), config_for("gspo"), bias=problem.bias
+        )
+    assert not out.loss.requires_grad
+    torch.testing.assert_close(out.loss, expected["loss"])
+
+
+def test_tied_weights_add_up() -> None:
+    """The embedding and the head share one parameter; both gradients reach it."""
+    torch.manual_seed(0)
+    weight = torch.randn(53, 16, requires_grad=True)
+    tokens = torch.randint(0, 53, (4, 7))
+    problem = make_problem()
+
+    def gradient(backend: str) -> Tensor:
+        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
+        batch = problem.batch()
+        loss = linear_policy_loss(hidden, weight, batch, config_for("dapo"), backend=backend).loss
+        return torch.autograd.grad(loss, weight)[0]
+
+    torch.testing.assert_close(gradient("auto"), gradient("reference"))
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_inside_activation_checkpointing(use_reentrant: bool) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    expected = run(problem, config_for("dapo"), problem.batch())
+    problem.hidden.grad = problem.weight.grad = None
+
+    def loss_of(hidden: Tensor) -> Tensor:
+        return linear_policy_loss(
+            hidden, problem.weight, problem.batch(), config_for("dapo"), bias=problem.bias
+        ).loss
+
+    checkpoint(loss_of, problem.hidden, use_reentrant=use_reentrant).backward()
+    torch.testing.assert_close(problem.hidden.grad, expected["dhidden"])
+    torch.testing.assert_close(problem.weight.grad, expected["dweight"])
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+def test_autocast(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    half = run(make_problem().to("cpu", torch.bfloat16), config_for("dapo"), schedule=schedule)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = linear_policy_loss(
+            problem.hidden, problem.weight,
+            problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2),
+            config_for("dapo"), bias=problem.bias, schedule=schedule,
+        )  # fmt: skip
+    out.loss.backward()
+    assert problem.weight.grad.dtype == torch.float32
+    assert relative_error(out.loss, half["loss"]) < 1e-5
+    assert relative_error(problem.weight.grad, half["dweight"]) < 1e-2
+    assert relative_error(problem.hidden.grad, half["dhidden"]) < 1e-2
+
+
+def test_module_is_the_function() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    expected = run(problem, config_for("dapo", beta=0.1), problem.batch())
+    module = FusedLinearGRPOLoss(
+        loss_type="dapo", beta=0.1, temperature=0.8, rollout_correction_mode="token_truncate",
+        schedule="two_pass",
+    )  # fmt: skip
+    out = module(
+        problem.hidden, problem.weight, problem.target, problem.advantages, problem.mask,
+        bias=problem.bias, **problem.logprobs,
+    )  # fmt: skip
+    assert isinstance(out, PolicyLossOutput)
+    torch.testing.assert_close(out.loss.detach(), expected["loss"])
+    assert "dapo" in repr(module)
+    shape = problem.target.shape
+    packed = module(
+        problem.hidden.flatten(0, 1), problem.weight, problem.target.flatten(),
+        problem.advantages, problem.mask.flatten(),
+        cu_seqlens=torch.arange(0, shape.numel() + 1, shape[1], dtype=torch.int32),
+        bias=problem.bias, **{key: value.flatten() for key, value in problem.logprobs.items()},
+    )  # fmt: skip
+    torch.testing.assert_close(packed.loss, out.loss)
+
+
+def test_loss_and_metrics_do_not_depend_on_the_tile() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    whole = run(problem, config_for("dapo"))
+    for rows in (1, 2, 5):
+        cut = run(problem, config_for("dapo"), max_workspace_bytes=53 * 4 * rows)
+        for key in whole:
+            torch.testing.assert_close(cut[key], whole[key], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_plans_say_what_runs() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    batch = problem.batch()
+
+    def plan(config: LossConfig, **kwargs: object):
+        return explain(problem.hidden, problem.weight, batch, config, **kwargs)
+
+    token = plan(LossConfig(rollout_correction_mode=None), max_workspace_bytes=TILE)
+    assert (token.schedule, token.scope) == ("one_pass", "token")
+    assert sum(c.stop - c.start for c in token.chunks) == batch.num_tokens
+    assert token.workspace_bytes <= TILE
+    assert "one_pass" in str(token) and token.backend in str(token)
+    longest = max(batch.lengths)
+    fits = plan(LossConfig(loss_type="gspo"), max_workspace_bytes=53 * 4 * longest)
+    assert (fits.schedule, fits.scope) == ("one_pass", "sequence")
+    long = plan(LossConfig(loss_type="gspo"), max_workspace_bytes=53 * 4 * (longest - 1))
+    assert long.schedule == "two_pass" and "does not fit" in str(long)
+    gate = plan(LossConfig(top_entropy_quantile=0.5))
+    assert gate.schedule == "two_pass" and gate.scope == "batch"
+    with pytest.raises(ValueError, match="schedule: 'one_pass' cannot run"):
+        plan(LossConfig(top_entropy_quantile=0.5), schedule="one_pass")
+
+
+def test_sequence_chunks_end_where_sequences_end() -> None:
+    assert sequence_chunks((3, 0, 4, 2, 5), 7) == [slice(0, 7), slice(7, 14)]
+    assert sequence_chunks((3, 0, 4, 2, 5), 5) == [slice(0, 3), slice(3, 7), slice(7, 9),
+                                                   slice(9, 14)]  # fmt: skip
+    assert sequence_chunks((), 5) == [] and sequence_chunks((0, 0), 5) == []

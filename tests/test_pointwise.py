@@ -1,0 +1,285 @@
+"""Printed Triton kernels against the torch functions they were traced from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from grpo_kernels.losses import LOSSES, LossConfig
+from grpo_kernels.losses.stage import TokenInputs, contributions, evaluate, stage_gradients
+from grpo_kernels.losses.terms import Segments
+from grpo_kernels.pointwise import PointwiseKernel, UntraceableError
+
+ULP = torch.finfo(torch.float32).eps / 2
+TINY = torch.finfo(torch.float32).tiny
+# the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+LENGTH = 1500  # more than one program, not a whole number of them
+
+
+@pytest.fixture
+def device(device: torch.device) -> torch.device:
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        pytest.skip("the interpreter is off")
+    return device
+
+
+def with_gradient(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(lp, ...) -> the per-token loss and its derivative with respect to lp."""
+
+    def both(lp: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        lp = lp.detach().requires_grad_()
+        loss = loss_of(lp, *others)
+        (dlp,) = torch.autograd.grad(loss.sum(), lp)
+        return loss.detach(), dlp
+
+    return both
+
+
+def assert_as_torch(
+    fn: Callable[..., tuple[Tensor, ...]],
+    inputs: list[Tensor],
+    kernel: PointwiseKernel,
+    relative: bool = False,
+) -> None:
+    """Same NaNs and infinities as torch; errors against fp64 within twice torch's fp32 errors.
+
+    ``relative`` compares relative errors, for a single operation: sums cancel.
+    """
+    got, want = kernel(*inputs), fn(*inputs)
+    exact = fn(*(value.double() for value in inputs))
+    for ours, eager, reference in zip(got, want, exact, strict=True):
+        assert ours.shape == eager.shape and ours.dtype == eager.dtype
+        ours, eager, reference = ours.double(), eager.double(), reference.double()
+        assert torch.equal(ours.isnan(), eager.isnan())
+        assert torch.equal(ours.isinf(), eager.isinf())
+        finite = eager.isfinite()
+        reference = reference[finite]
+        scale = reference.abs() + TINY if relative else torch.ones_like(reference)
+        error = (ours[finite] - reference).abs() / scale
+        eager_error = ((eager[finite] - reference).abs() / scale).max()
+        allowed = 2 * eager_error + 4 * ULP * reference.abs() / scale
+        assert (error <= allowed).all(), (error - allowed).max()
+
+
+def vectors(count: int, device: torch.device, scale: float = 1.0) -> list[Tensor]:
+    return [torch.randn(LENGTH, device=device) * scale for _ in range(count)]
+
+
+NAMES = ("lp", "lo", "advantage", "lr")
+
+
+def _clip_k3(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
+    ratio = (lp - lo).clamp(-20, 20).exp()
+    capped = ratio.clamp(max=1.6) * advantage
+    loss = -torch.minimum(capped, ratio.clamp(0.8, 1.28) * advantage)
+    loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
+    x = lr - lp
+    return loss + 0.04 * (x.exp() - x - 1) * ratio
+
+
+def _sapo(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
+    ratio = (lp - lo).exp()
+    tau = torch.where(advantage > 0, torch.full_like(ratio, 1.0), torch.full_like(ratio, 1.05))
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage + (lr - lp).abs()
+
+
+def _cispo(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
+    weight = (lp - lo).exp().clamp(max=5.0).detach()
+    return -weight * advantage * lp + 0.5 * (lr - lp) ** 2
+
+
+def _topr(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
+    tapered = (lp - lo).exp().clamp(0, 1).detach()
+    return -torch.where(advantage >= 0, torch.ones_like(lp), tapered) * advantage * lp + lr * 0
+
+
+def _smooth(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
+    drift = torch.tanh(3 * (lp - lo))
+    gate = torch.nn.functional.softplus(lr) / torch.sqrt(1 + advantage.square())
+    return gate * drift - torch.nn.functional.logsigmoid(lp).masked_fill(advantage > 0, 0.0)
+
+
+def _powers(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
+    near = ((lp - lo).abs() <= 0.5) & ~(advantage == 0) | (lr != lr)
+    return near.to(lp.dtype) * (lp**3 - lp**-2) + torch.maximum(lp, lr).sign() * lp.reciprocal()
+
+
+SAMPLES = (_clip_k3, _sapo, _cispo, _topr, _smooth, _powers)
+
+
+@pytest.mark.parametrize("loss_of", SAMPLES)
+def test_loss_and_derivative(loss_of: Callable[..., Tensor], device: torch.device) -> None:
+    fn = with_gradient(loss_of)
+    kernel = PointwiseKernel.trace(fn, 4, names=NAMES)
+    assert "lp_ptr" in kernel.source
+    assert_as_torch(fn, vectors(4, device, scale=0.5), kernel)
+
+
+@pytest.mark.parametrize("loss_of", SAMPLES[:4])
+def test_nan_spreads_as_in_torch(loss_of: Callable[..., Tensor], device: torch.device) -> None:
+    fn = with_gradient(loss_of)
+    kernel = PointwiseKernel.trace(fn, 4)
+    for position in range(4):
+        inputs = vectors(4, device)
+        inputs[position][3] = float("nan")
+        assert_as_torch(fn, inputs, kernel)
+
+
+EXTREMES = (0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 19.9, -20.1, 88.5, -103.0, 150.0, -150.0, 3e38)
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "abs": torch.abs,
+    "clamp": lambda x: x.clamp(-0.3, 0.7),
+    "clamp_min": lambda x: x.clamp(min=0.1),
+    "exp": torch.exp,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "nan_to_num": lambda x: x.nan_to_num(nan=0.5, posinf=2.0, neginf=-3.0),
+    "pow0": lambda x: x**0,
+    "reciprocal": torch.reciprocal,
+    "relu": torch.relu,
+    "rsqrt": torch.rsqrt,
+    "sigmoid": torch.sigmoid,
+    "sign": torch.sign,
+    "sqrt": torch.sqrt,
+    "tanh": torch.tanh,
+    "is_finite": lambda x: x.isfinite().to(x.dtype),
+    "not": lambda x: (~(x > 0)).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_operation_at_extremes(name: str, device: torch.device) -> None:
+    special = torch.tensor([*EXTREMES, math.inf, -math.inf, math.nan], device=device)
+    x = torch.cat([special, *vectors(1, device), *vectors(1, device, scale=1e-4)])
+    kernel = PointwiseKernel.trace(lambda x: (UNARY[name](x),), 1)
+    assert_as_torch(lambda x: (UNARY[name](x),), [x], kernel, relative=True)
+
+
+def _configs() -> dict[str, LossConfig]:
+    """Every registered loss of token scope, plain and with the options of the stage."""
+    extras = {"beta": 0.04, "delta": 1.5, "dual_clip": 3.0, "entropy_coef": 0.01}
+    correction = {"rollout_correction_mode": "token_mask", "rollout_correction_min": 0.5}
+    configs = {}
+    for name in LOSSES:
+        common = {"loss_type": name, "max_completion_length": 9, "epsilon_high": 1.2}
+        configs[name] = LossConfig(**common)
+        for estimator in ("k1", "k2", "k3", "abs"):
+            key = f"{name}-{estimator}"
+            configs[key] = LossConfig(**common, **extras, **correction, kl_estimator=estimator)
+    return {key: config for key, config in configs.items() if config.scope(True) == "token"} | {
+        key: config for key, config in configs.items() if config.scope(False) == "token"
+    }
+
+
+def _no_reduction(values: Tensor) -> Tensor:
+    raise AssertionError("a token-scope loss reduced over a sequence")
+
+
+def _stage(config: LossConfig, with_rollout: bool) -> Callable[..., tuple[Tensor, ...]]:
+    segments = Segments(_no_reduction, _no_reduction, _no_reduction)
+
+    def stage(lp, entropy, advantage, weight, entropy_weight, old, ref, *rollout):  # noqa: ANN001
+        x = TokenInputs(
+            lp, entropy, advantage, weight, entropy_weight, old, ref, *(rollout or (None,))
+        )
+        loss = contributions(x, evaluate(x, segments, config), config)
+        dlogp, dentropy = stage_gradients(x, segments, config)
+        return (loss, dlogp) if dentropy is None else (loss, dlogp, dentropy)
+
+    return stage
+
+
+@pytest.mark.parametrize("key", _configs())
+def test_registered_loss(key: str, device: torch.device) -> None:
+    config = _configs()[key]
+    with_rollout = config.scope(True) == "token"
+    fn = _stage(config, with_rollout)
+    count = 8 if with_rollout else 7
+    inputs = vectors(count, device, scale=0.5)
+    inputs[3], inputs[4] = inputs[3].abs(), inputs[4].abs()
+    assert_as_torch(fn, inputs, PointwiseKernel.trace(fn, count))
+
+
+def test_on_policy_ratio_is_exactly_one(device: torch.device) -> None:
+    fn = with_gradient(lambda lp, advantage: -(lp - lp.detach()).exp() * advantage)
+    lp, advantage = vectors(2, device, scale=30)
+    loss, dlp = PointwiseKernel.trace(fn, 2)(lp, advantage)
+    assert torch.equal(loss, -advantage) and torch.equal(dlp, -advantage)
+
+
+def test_in_place_operations_on_own_values(device: torch.device) -> None:
+    def fn(x: Tensor) -> tuple[Tensor]:
+        y = x * 2
+        y.add_(1).mul_(x)
+        return (y.masked_fill_(x > 0.5, -1.0),)
+
+    assert_as_torch(fn, vectors(1, device), PointwiseKernel.trace(fn, 1))
+
+
+@pytest.mark.parametrize("length", (0, 1, 1024))
+def test_lengths(length: int, device: torch.device) -> None:
+    kernel = PointwiseKernel.trace(lambda x: (x + 1, x > 0), 1)
+    x = torch.randn(length, device=device)
+    got = kernel(x)
+    assert torch.equal(got[0], x + 1) and torch.equal(got[1], x > 0)
+
+
+def test_strided_and_expanded_inputs(device: torch.device) -> None:
+    kernel = PointwiseKernel.trace(lambda x, y: (x * y,), 2)
+    x = torch.randn(20, 2, device=device)[:, 1]
+    y = torch.tensor(3.0, device=device).expand(20)
+    assert torch.equal(kernel(x, y)[0], x * 3)
+
+
+def test_constants_need_no_input(device: torch.device) -> None:
+    kernel = PointwiseKernel.trace(lambda x: (torch.zeros_like(x), torch.full_like(x, 1e-40)), 1)
+    assert all(not value.any() for value in kernel(torch.ones(5, device=device)))
+
+
+SCALE = torch.tensor(2.0)
+UNTRACEABLE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], str]] = {
+    "reduction": (lambda x: (x - x.mean(),), "mean"),
+    "scan": (lambda x: (x.cumsum(0),), "cumsum"),
+    "reversal": (lambda x: (x.flip(0),), "flip"),
+    "output shape": (lambda x: (x.sum(),), r"output 0: expected a \(T,\) vector, got \(\)"),
+    "length": (lambda x: (x / x.shape[0],), "length"),
+    "data-dependent": (lambda x: (x if x.sum() > 0 else -x,), "depends on values"),
+    "item": (lambda x: (x * x[0].item(),), "select"),
+    "closure": (lambda x: (x * SCALE,), "closed over"),
+    "unknown operation": (lambda x: (torch.erfinv(x),), "erfinv"),
+    "exponent": (lambda x: (x**1.5,), "exponent 1.5"),
+    "fp64": (lambda x: (x.double().exp().float(),), "float64"),
+    "alpha": (lambda x: (torch.add(x, x, alpha=2),), "alpha"),
+    "mutated input": (lambda x: (x.add_(1),), "in place"),
+    "rounding": (lambda x: (torch.div(x, 2, rounding_mode="floor"),), "div|floor"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_cannot_be_traced_is_named(name: str) -> None:
+    fn, message = UNTRACEABLE[name]
+    with pytest.raises(UntraceableError, match=message):
+        PointwiseKernel.trace(fn, 1)
+
+
+def test_unsuitable_arguments_are_named(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="names: expected 2"):
+        PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=("a", "a"))
+    kernel = PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=("a", "b"))
+    x = torch.ones(3, device=device)
+    with pytest.raises(ValueError, match="inputs: expected 2, got 1"):
+        kernel(x)
+    with pytest.raises(ValueError, match=r"b: expected \(3,\)"):
+        kernel(x, x[:2])
+    with pytest.raises(ValueError, match="b: expected"):
+        kernel(x, x.double())
