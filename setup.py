@@ -39,10 +39,10 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
-        except (BaseError, CCompilerError) as error:
+        except (BaseError, CCompilerError):
             print(
-                f"grpo-kernels: {ext.name} was not built ({error}); on CPU the pure-torch path will "
-                "serve, slower. A C++17 compiler (GCC 9 or Clang 12, or newer) enables it."
+                f"grpo-kernels: {ext.name} could not be compiled (the compiler's words are above); "
+                "on CPU the pure-torch path will serve. A C++17 g++ or clang++ enables it."
             )
 
 

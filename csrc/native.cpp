@@ -33,8 +33,8 @@ const std::vector<const RowKernels*>& kernels() {
   return found;
 }
 
-// Threads live for one call. Starting one takes tens of microseconds, a tile milliseconds; and there
-// is no pool that would spin beside torch's, or be lost in a fork.
+// Threads live for one call. Starting one takes tens of microseconds, a tile milliseconds; and
+// there is no pool that would spin beside torch's, or be lost in a fork.
 template <class Work>
 void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
   constexpr int64_t kElementsPerThread = 1 << 16;
@@ -55,7 +55,7 @@ void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
 
 GRPO_EXPORT int32_t grpo_abi_version() { return grpo::kAbiVersion; }
 
-// The rank-th best instruction set that this machine can run, rank 0 the best; null beyond the last.
+// The name of the rank-th best instruction set of this machine, from 0; null beyond the last.
 GRPO_EXPORT const char* grpo_isa(int32_t rank) {
   const auto& found = grpo::kernels();
   return rank < static_cast<int32_t>(found.size()) ? found[rank]->isa : nullptr;

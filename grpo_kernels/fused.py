@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,8 @@ from grpo_kernels.logprob.schedule import (
 )
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat, policy_loss
 from grpo_kernels.losses.policy_loss import check_loss_inputs
-from grpo_kernels.losses.stage import segments_of, stage_gradients, token_inputs
 from grpo_kernels.losses.weights import Weights, static_weights
+from grpo_kernels.middle import make_middle
 from grpo_kernels.plan import HeadSettings, Plan, make_plan
 
 
@@ -43,7 +42,7 @@ def linear_policy_loss(
     schedule: str = "auto",
     max_workspace_bytes: int | None = None,
 ) -> PolicyLossOutput:
-    """The policy loss of a linear head, with its gradients, without the (tokens, vocabulary) logits.
+    """The policy loss of a linear head and its gradients, without the (tokens, vocabulary) logits.
 
     Args:
         hidden: (B, L, D) or (T, D) last hidden states, laid out as ``batch`` was built; row t is
@@ -142,7 +141,7 @@ class FusedLinearGRPOLoss(nn.Module):
         bias: Tensor | None = None,
         **batch: object,
     ) -> PolicyLossOutput:
-        """Padded: hidden (B, L, D), target (B, L). Packed: (T, D), (T,) and ``cu_seqlens`` (B + 1,).
+        """Padded: hidden (B, L, D), target (B, L); packed: (T, D), (T,), ``cu_seqlens`` (B + 1,).
 
         ``advantages``, ``mask`` and the further keyword arguments (``old_logprobs``,
         ``ref_logprobs``, ``rollout_logprobs``, ``num_items_in_batch``,
@@ -184,8 +183,8 @@ class _Call(NamedTuple):
 def _check_layout(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> None:
     if tuple(hidden.shape[:-1]) != batch.layout:
         raise ValueError(
-            f"hidden: expected shape {(*batch.layout, weight.shape[1])} (the batch's layout and D), "
-            f"got {tuple(hidden.shape)}"
+            f"hidden: expected shape {(*batch.layout, weight.shape[1])} (the batch's layout and D)"
+            f", got {tuple(hidden.shape)}"
         )
     check_device("batch", batch.target, hidden)
     check_target_range(0, batch.max_target, weight.shape[0])
@@ -270,22 +269,10 @@ def _active_pass(rows: Tensor, call: _Call, needs: _Needs) -> tuple[RowStats, Gr
         call.head,
         batch.target,
         Execution(kernels(), call.plan.chunks, call.plan.precision),
-        _middle(batch, weights, config),
+        make_middle(batch, weights, config, call.plan.printed_middle),
         Needs(*needs),
         fp16_gradient_scale(rows, _largest_coefficient(batch, weights, config)),
     )
-
-
-def _middle(
-    batch: TokenBatch, weights: Weights, config: LossConfig
-) -> Callable[[slice, RowStats], tuple[Tensor, Tensor | None]]:
-    def middle(rows: slice, stats: RowStats) -> tuple[Tensor, Tensor | None]:
-        part = batch.narrow(rows.start, rows.stop)
-        part_weights = Weights(*(weight[rows] for weight in weights))
-        x = token_inputs(stats.logp, stats.entropy, part, part_weights)
-        return stage_gradients(x, segments_of(part), config)
-
-    return middle
 
 
 def _largest_coefficient(batch: TokenBatch, weights: Weights, config: LossConfig) -> Tensor:

@@ -12,6 +12,7 @@ from grpo_kernels.logprob.dispatch import choose_backend, chunk_rows
 from grpo_kernels.logprob.head import logits_dtype
 from grpo_kernels.logprob.schedule import row_chunks
 from grpo_kernels.losses import LossConfig
+from grpo_kernels.middle import choose_middle
 
 SCHEDULES = ("auto", "one_pass", "two_pass")
 
@@ -44,6 +45,7 @@ class Plan:
     tile_rows: int
     workspace_bytes: int
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
+    printed_middle: bool  # the middle stage is a printed Triton kernel, not torch ops
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -78,6 +80,11 @@ def make_plan(
     else:
         chunks, why_two = _chunks(batch, scope, size)
     schedule, reason = _schedule(settings.schedule, why_two)
+    reasons = [*choice.reasons, reason]
+    printed = False
+    if schedule == "one_pass":
+        printed, why = choose_middle(choice.backend.name, scope, batch, config)
+        reasons.append(why)
     dtype = logits_dtype(hidden.dtype, precision)
     rows = min(size, max(batch.num_tokens, 1))
     return Plan(
@@ -89,7 +96,8 @@ def make_plan(
         tile_rows=rows,
         workspace_bytes=rows * columns * dtype.itemsize,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        reasons=(*choice.reasons, reason),
+        printed_middle=printed,
+        reasons=tuple(reasons),
     )
 
 

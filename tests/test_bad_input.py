@@ -94,7 +94,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: logprobs(temperature=torch.zeros(2, 3)), "temperature: expected values > 0"),
     (lambda: logprobs(temperature=torch.ones(2, 3, requires_grad=True)), "needs no gradient"),
     (lambda: logprobs(softcap=0.0), "softcap: expected a finite number > 0, or None"),
-    (lambda: logprobs(logit_scale=0.0), "logit_scale: expected a finite number other than 0"),
+    (lambda: logprobs(logit_scale=0.0), "logit_scale: expected a finite number > 0, got 0.0"),
     (lambda: logprobs(logit_scale=float("nan")), "logit_scale: expected a finite number"),
     (lambda: logprobs(precision="tf32"), "precision: expected one of fp32, input; got 'tf32'"),
     (lambda: logprobs(backend="cuda"), "backend: expected one of auto, triton, cpu, chunked"),
@@ -104,7 +104,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: logprobs(max_workspace_bytes=3), "max_workspace_bytes: expected at least 36"),
     # the loss
     (lambda: loss(hidden=HIDDEN[:, :2]), r"hidden: expected shape \(2, 3, 4\) .* got \(2, 2, 4\)"),
-    (lambda: loss(batch=batch(target=TARGET.abs())), r"target: expected ids in \[0, 9\) .* got 100"),
+    (lambda: loss(batch=batch(target=TARGET.abs())), r"target: expected ids in \[0, 9\) .* 100"),
     (lambda: loss(config=LossConfig(beta=0.1)), "ref_logprobs: expected the reference's .* None"),
     (lambda: loss(schedule="three_pass"), "schedule: expected one of auto, one_pass, two_pass"),
     (lambda: loss(precision="bf16"), "precision: expected one of fp32, input"),

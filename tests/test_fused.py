@@ -16,7 +16,8 @@ from grpo_kernels import (
     explain,
     linear_policy_loss,
 )
-from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate
+from grpo_kernels.losses.surrogates import SURROGATES
 from grpo_kernels.plan import sequence_chunks
 from grpo_kernels.testing import (
     Problem,
@@ -366,6 +367,29 @@ def test_plans_say_what_runs() -> None:
     assert gate.schedule == "two_pass" and gate.scope == "batch"
     with pytest.raises(ValueError, match="schedule: 'one_pass' cannot run"):
         plan(LossConfig(top_entropy_quantile=0.5), schedule="one_pass")
+
+
+@pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
+def test_plans_say_whether_the_middle_stage_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(2, 3).to("cpu", torch.float32)
+    batch = problem.batch(rollout_logprobs=None)
+    args = (problem.hidden, problem.weight, batch)
+    token = explain(*args, LossConfig(), backend="triton")
+    assert token.printed_middle and "printed from the loss" in str(token)
+    sequence = explain(*args, LossConfig(loss_type="gspo"), backend="triton")
+    assert not sequence.printed_middle and "sequence scope" in str(sequence)
+
+    class Sorted(Surrogate):
+        name, source = "sorted", "a surrogate that cannot be traced"
+
+        def __call__(self, terms, config):
+            return -terms.advantages * terms.logprobs.sort().values
+
+    monkeypatch.setitem(SURROGATES, "sorted", Sorted())
+    named = NamedLoss(surrogate="sorted", aggregation="token_mean", source="here")
+    monkeypatch.setitem(LOSSES, "sorted", named)
+    untraced = explain(*args, LossConfig(loss_type="sorted"), backend="triton")
+    assert not untraced.printed_middle and "torch ops, because" in str(untraced)
 
 
 def test_sequence_chunks_end_where_sequences_end() -> None:

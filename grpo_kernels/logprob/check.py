@@ -115,4 +115,4 @@ def _check_transform(transform: Transform) -> None:
     if softcap is not None:
         check("softcap", softcap, "a finite number > 0, or None", softcap > 0)
     scale = transform.logit_scale
-    check("logit_scale", scale, "a finite number other than 0", scale != 0)
+    check("logit_scale", scale, "a finite number > 0", scale > 0)

@@ -119,8 +119,8 @@ class NativeRows:
     """``RowKernels`` for CPU tiles of fp32, bf16 or fp16 logits.
 
     Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
-    number nor on the other rows. Scale, softcap and temperature must be positive. A tile holds whole
-    rows: ``dlogits_`` normalizes the probabilities of a row by their own sum, near ``exp(lse)``.
+    number nor on the other rows. Scale, softcap and temperature must be positive. A tile holds
+    whole rows: ``dlogits_`` normalizes a row's probabilities by their own sum, near ``exp(lse)``.
     """
 
     def __init__(self, isa_rank: int = 0) -> None:

@@ -124,7 +124,7 @@ def dlogits_(
                 num_columns=columns,
                 HAS_DENTROPY=dentropy is not None,
                 BLOCK_V=config.BLOCK_V,
-                num_warps=config.num_warps,
+                **config.options,
                 **transform_arguments(transform, logits),
             )
     return out

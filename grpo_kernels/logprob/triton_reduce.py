@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_kernels.logprob.triton_common import on_device
 
 _BLOCK = 1024
-_NUM_WARPS = 4
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def weighted_sum(
                 partials_ptr=partials,
                 length=length,
                 BLOCK=_BLOCK,
-                num_warps=_NUM_WARPS,
+                **_OPTIONS,
             )
     bounds = torch.zeros(2, dtype=torch.int64, device=values.device)
     bounds[1:].fill_(programs)
@@ -99,7 +99,7 @@ def _launch_segments(values: Tensor, bounds: Tensor) -> Tensor:
                 bounds_ptr=bounds,
                 sums_ptr=sums,
                 BLOCK=_BLOCK,
-                num_warps=_NUM_WARPS,
+                **_OPTIONS,
             )
     return sums
 

@@ -18,25 +18,29 @@ from grpo_kernels.logprob.triton_common import (
 )
 
 
+# exp of less is 0 in fp32; bounds e * d where a score of -inf makes that 0 * -inf
+_LOG_UNDERFLOW = tl.constexpr(-126.0)
+
+
 @triton.jit
 def _fold(z, peak, total, moment, squares, EXTRAS: tl.constexpr):
-    """Adds one score to each lane's online sums, all relative to the lane's running maximum.
+    """Adds a tile of scores (depth, lanes) to each lane's sums, all relative to the lane's peak.
 
     ``total`` = sum e, ``moment`` = sum e d, ``squares`` = sum e^2, with d = z - peak, e = exp(d).
-    One exponential per score: either the old sums shrink by it, or it is the new term.
+    A thread holds whole columns of the tile, so nothing crosses threads until the row's end.
     """
-    present = z != float("-inf")  # a NaN is present, and spreads
-    grows = z > peak
-    # an absent score counts as 0 and a lane's first score as its own peak: no inf - inf
-    z_safe = tl.where(present, z, 0.0)
-    delta = z_safe - tl.where(peak == float("-inf"), z_safe, peak)
-    e = tl.exp(-tl.abs(delta))
-    term = tl.where(present, e, 0.0)
-    moment = tl.where(grows, e * (moment - delta * total), moment + term * delta)
-    total = tl.where(grows, total * e + 1.0, total + term)
+    new_peak = tl.maximum(peak, tl.max(z, axis=0))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
+    drop = tl.where(peak == float("-inf"), 0.0, peak - base)  # an unused lane's sums are 0
+    shrink = tl.exp(drop)
+    d = z - base[None, :]
+    e = tl.exp(d)
+    moment = shrink * (moment + drop * total)
+    moment += tl.sum(e * tl.maximum(d, _LOG_UNDERFLOW), axis=0)
+    total = shrink * total + tl.sum(e, axis=0)
     if EXTRAS:
-        squares = tl.where(grows, squares * (e * e) + 1.0, squares + term * term)
-    return tl.where(grows, z, peak), total, moment, squares
+        squares = shrink * shrink * squares + tl.sum(e * e, axis=0)
+    return new_peak, total, moment, squares
 
 
 @triton.jit
@@ -57,6 +61,7 @@ def _row_stats_kernel(
     ROW_TEMPERATURE: tl.constexpr,
     EXTRAS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
@@ -64,12 +69,13 @@ def _row_stats_kernel(
     target = tl.load(target_ptr + row)
     z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
 
-    offs_v = tl.arange(0, BLOCK_V)
-    peak = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_V,), tl.float32)
-    moment = tl.zeros((BLOCK_V,), tl.float32)
-    squares = tl.zeros((BLOCK_V,), tl.float32)
-    rivals = tl.zeros((BLOCK_V,), tl.int32)
+    depth = tl.arange(0, BLOCK_V // LANES)
+    offs_v = depth[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    peak = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    moment = tl.zeros((LANES,), tl.float32)
+    squares = tl.zeros((LANES,), tl.float32)
+    rivals = tl.zeros((LANES,), tl.int32)
     for start in range(0, num_columns, BLOCK_V):
         columns = start + offs_v
         mask_v = columns < num_columns
@@ -79,7 +85,8 @@ def _row_stats_kernel(
         peak, total, moment, squares = _fold(z, peak, total, moment, squares, EXTRAS)
         if EXTRAS:
             ahead = (z > z_target) | ((z == z_target) & (columns < target))
-            rivals |= (ahead & mask_v & (columns != target)).to(tl.int32)
+            ahead = ahead & mask_v & (columns != target)
+            rivals |= tl.max(ahead.to(tl.int32), axis=0)
 
     row_peak = tl.max(peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros and must not add inf * 0
@@ -123,7 +130,8 @@ def row_stats(
                 num_columns=columns,
                 EXTRAS=extras,
                 BLOCK_V=config.BLOCK_V,
-                num_warps=config.num_warps,
+                LANES=config.lanes(logits.dtype),
+                **config.options,
                 **transform_arguments(transform, logits),
             )
     if not extras:

@@ -1,0 +1,69 @@
+"""Triton reductions over packed tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from grpo_kernels.logprob.triton_reduce import segment_sum, weighted_sum
+
+
+@pytest.fixture
+def device(device: torch.device) -> torch.device:
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        pytest.skip("the interpreter is off")
+    return device
+
+
+@pytest.mark.parametrize("length", (0, 1, 1000, 1024, 5003))
+def test_weighted_sum(length: int, device: torch.device) -> None:
+    values, weights = torch.randn(2, length, device=device).unbind(0)
+    got = weighted_sum(values, weights)
+    want = (values.double() * weights.double()).sum()
+    assert got.shape == () and got.dtype == torch.float32
+    # fp64 inside: only the last rounding is left
+    assert (got.double() - want).abs() <= want.abs() * 2**-24
+    assert torch.equal(got, weighted_sum(values, weights))
+
+
+def test_weighted_sum_cancels_exactly(device: torch.device) -> None:
+    values = torch.tensor([1e8, 1.0, -1e8], device=device).repeat(1000)
+    assert weighted_sum(values, torch.ones_like(values)).item() == 1000
+
+
+def test_weighted_sum_of_slices(device: torch.device) -> None:
+    pairs = torch.arange(12.0, device=device).view(6, 2)
+    want = (pairs[:, 0] * pairs[:, 1]).sum()
+    assert weighted_sum(pairs[:, 0], pairs[:, 1]) == want
+
+
+@pytest.mark.parametrize(
+    "lengths", ([], [0], [1], [0, 3, 0, 0, 7, 1], [70000, 5], [1024, 1023, 1025])
+)
+def test_segment_sum(lengths: list[int], device: torch.device) -> None:
+    values = torch.randn(sum(lengths), device=device)
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
+    want = [part.double().sum().item() for part in values.split(lengths)]
+    got = segment_sum(values, bounds)
+    assert got.shape == (len(lengths),) and got.dtype == torch.float32
+    assert got.tolist() == pytest.approx(want, rel=1e-6)
+
+
+def test_segments_outside_of_the_bounds_are_not_read(device: torch.device) -> None:
+    values = torch.full((10,), float("nan"), device=device)
+    values[2:8] = 1.0
+    assert segment_sum(values, torch.tensor([2, 4, 8], device=device)).tolist() == [2.0, 4.0]
+
+
+def test_unsuitable_arguments_are_named(device: torch.device) -> None:
+    values = torch.ones(4, device=device)
+    with pytest.raises(ValueError, match="weights: expected"):
+        weighted_sum(values, values[:2])
+    with pytest.raises(ValueError, match="values: expected"):
+        weighted_sum(values.double(), values)
+    with pytest.raises(ValueError, match="cu_seqlens: expected"):
+        segment_sum(values, torch.zeros(2, dtype=torch.int32, device=device))
