@@ -188,7 +188,7 @@ def _no_reduction(values: Tensor) -> Tensor:
 def _stage(config: LossConfig, with_rollout: bool) -> Callable[..., tuple[Tensor, ...]]:
     segments = Segments(_no_reduction, _no_reduction, _no_reduction)
 
-    def stage(lp, entropy, advantage, weight, entropy_weight, old, ref, *rollout):  # noqa: ANN001
+    def stage(lp, entropy, advantage, weight, entropy_weight, old, ref, *rollout):
         x = TokenInputs(
             lp, entropy, advantage, weight, entropy_weight, old, ref, *(rollout or (None,))
         )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.logprob.check import (
     check_device,
     check_floating,
@@ -27,6 +26,7 @@ from grpo_kernels.logprob.schedule import (
     fp16_gradient_scale,
     row_chunks,
 )
+from grpo_kernels.packing import IGNORE_INDEX
 
 OUTPUTS = ("logprobs", "entropy", "lse", "is_top1", "sum_sq_probs")  # in the order of RowStats
 DIFFERENTIABLE = ("logprobs", "entropy")

@@ -38,6 +38,10 @@ class Needs:
     weight: bool
     bias: bool
 
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
 
 class Gradients(NamedTuple):
     """Gradients of the head's inputs; fp32, or the input dtype where nothing is lost by it."""

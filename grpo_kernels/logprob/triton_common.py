@@ -18,8 +18,8 @@ from grpo_kernels.triton_math import tanh
 class RowConfig:
     """Tile of one kernel: it depends on the kernel and the dtype, never on the row count."""
 
-    BLOCK_V: int
     num_warps: int
+    depth: int  # 16-byte loads of one thread for one tile
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -31,10 +31,14 @@ class RowConfig:
         """Columns that the threads load at once, 16 bytes each."""
         return self.num_warps * 32 * (16 // dtype.itemsize)
 
+    def columns(self, dtype: torch.dtype) -> int:
+        """Columns of a tile."""
+        return self.lanes(dtype) * self.depth
+
 
 ROW_CONFIGS: dict[str, RowConfig] = {
-    "stats": RowConfig(BLOCK_V=4096, num_warps=4),
-    "dlogits": RowConfig(BLOCK_V=4096, num_warps=8),
+    "stats": RowConfig(num_warps=4, depth=4),
+    "dlogits": RowConfig(num_warps=4, depth=4),
 }
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

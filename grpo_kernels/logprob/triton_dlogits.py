@@ -44,7 +44,7 @@ def _dlogits_kernel(
     logits_ptr += row * stride_row
     out_ptr += row * stride_out_row
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
-    target = tl.load(target_ptr + row)
+    target = tl.load(target_ptr + row).to(tl.int32)
     logp = tl.load(logp_ptr + row)
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
@@ -123,7 +123,7 @@ def dlogits_(
                 stride_out_row=out.stride(0),
                 num_columns=columns,
                 HAS_DENTROPY=dentropy is not None,
-                BLOCK_V=config.BLOCK_V,
+                BLOCK_V=config.columns(logits.dtype),
                 **config.options,
                 **transform_arguments(transform, logits),
             )

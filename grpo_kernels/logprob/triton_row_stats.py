@@ -66,7 +66,7 @@ def _row_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
-    target = tl.load(target_ptr + row)
+    target = tl.load(target_ptr + row).to(tl.int32)
     z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
 
     depth = tl.arange(0, BLOCK_V // LANES)
@@ -85,7 +85,6 @@ def _row_stats_kernel(
         peak, total, moment, squares = _fold(z, peak, total, moment, squares, EXTRAS)
         if EXTRAS:
             ahead = (z > z_target) | ((z == z_target) & (columns < target))
-            ahead = ahead & mask_v & (columns != target)
             rivals |= tl.max(ahead.to(tl.int32), axis=0)
 
     row_peak = tl.max(peak, axis=0)
@@ -129,7 +128,7 @@ def row_stats(
                 stride_row=logits.stride(0),
                 num_columns=columns,
                 EXTRAS=extras,
-                BLOCK_V=config.BLOCK_V,
+                BLOCK_V=config.columns(logits.dtype),
                 LANES=config.lanes(logits.dtype),
                 **config.options,
                 **transform_arguments(transform, logits),
