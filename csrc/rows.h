@@ -1,14 +1,14 @@
 // Row kernels over a tile of logits: the C ABI, and the table that one instruction set fills.
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
-// fp32. `grpo_kernels/logprob/cpu.py` mirrors these structs: change both, and kAbiVersion.
+// fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability. `grpo_kernels/logprob/cpu.py` mirrors these structs: change both, and kAbiVersion.
 #pragma once
 
 #include <cstdint>
 
 namespace grpo {
 
-constexpr int32_t kAbiVersion = 1;
+constexpr int32_t kAbiVersion = 2;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -38,7 +38,7 @@ struct Tile {
 struct Stats {
   float* logp;          // (rows,)
   float* entropy;       // (rows,) nats
-  float* lse;           // (rows,)
+  double* lse;          // (rows,)
   bool* is_top1;        // (rows,), or null with sum_sq_probs
   float* sum_sq_probs;  // (rows,), or null
 };
@@ -47,7 +47,7 @@ struct Stats {
 struct Gradient {
   const float* logp;      // (rows,)
   const float* entropy;   // (rows,)
-  const float* lse;       // (rows,)
+  const double* lse;      // (rows,)
   const float* dlogp;     // (rows,)
   const float* dentropy;  // (rows,), or null: zero
   int32_t out_dtype;      // the tile's dtype, or a 16-bit one for fp32 logits

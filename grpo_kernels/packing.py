@@ -34,8 +34,8 @@ def packed_fields(
     ).long()
     flags = _value_flags(target, mask, advantages, logprobs, items)
     low, high, *bad_and_lengths = torch.cat([flags, counts]).tolist()
-    _raise_on_flags(low, bad_and_lengths[:4], items)
-    lengths = bad_and_lengths[4:]
+    _raise_on_flags(low, bad_and_lengths[:5], items)
+    lengths = bad_and_lengths[5:]
     total = sum(lengths)
     keep = None
     if total < mask.numel():  # a nonzero() that needs no second transfer
@@ -135,13 +135,13 @@ def _value_flags(
     logprobs: Mapping[str, Tensor | None],
     num_items_in_batch: Tensor | float | None,
 ) -> Tensor:
-    """(6,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
+    """(7,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
 
-    def bad(value: Tensor | None) -> Tensor:
+    def bad(value: Tensor | None, nan_is_fine: bool = False) -> Tensor:
         if value is None:
             return target.new_zeros(())
-        value = value.reshape(target.shape)
-        return (~value.isfinite() & mask).any().long()
+        wrong = value.isinf() if nan_is_fine else ~value.isfinite()
+        return (wrong.reshape(target.shape) & mask).any().long()
 
     valid = torch.where(mask, target, 0)
     low, high = (valid.amin(), valid.amax()) if target.numel() else (valid.sum(), valid.sum())
@@ -157,6 +157,7 @@ def _value_flags(
         bad(advantages),
         bad(logprobs["old_logprobs"]),
         bad(logprobs["ref_logprobs"]),
+        bad(logprobs["rollout_logprobs"], nan_is_fine=True),
     ]
     return torch.stack([*flags, items])
 
@@ -164,10 +165,11 @@ def _value_flags(
 def _raise_on_flags(low: int, bad: list[int], items: object) -> None:
     if low < 0:
         raise ValueError(f"target: expected ids >= 0 (or -100 for no loss), got {low}")
-    for name, flag in zip(("advantages", "old_logprobs", "ref_logprobs"), bad, strict=False):
+    *bad_values, bad_items = bad
+    for name, flag in zip(("advantages", *LOGPROB_FIELDS), bad_values, strict=True):
         if flag:
             raise ValueError(f"{name}: expected finite values on valid tokens, got NaN or infinity")
-    if bad[3]:
+    if bad_items:
         raise ValueError(f"num_items_in_batch: expected a finite number >= 0, got {items!r}")
 
 

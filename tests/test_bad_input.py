@@ -68,6 +68,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: batch(old_logprobs=torch.zeros(2, 2)), "old_logprobs: expected the shape of target"),
     (lambda: batch(old_logprobs=nan_at((2, 3))), "old_logprobs: expected finite"),
     (lambda: batch(ref_logprobs=nan_at((2, 3))), "ref_logprobs: expected finite"),
+    (lambda: batch(rollout_logprobs=nan_at((2, 3)) - torch.inf), "rollout_logprobs: expected fin"),
     (lambda: batch(ref_logprobs=TARGET), "ref_logprobs: expected a floating-point dtype"),
     (lambda: batch(num_items_in_batch=-1), "num_items_in_batch: expected a finite number >= 0"),
     (lambda: batch(num_items_in_batch=torch.ones(2)), "num_items_in_batch: expected a scalar"),

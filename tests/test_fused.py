@@ -26,8 +26,8 @@ from grpo_kernels.testing import (
     poisoned_allocations,
     relative_error,
 )
+from tests.targets import targets
 
-BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 
@@ -66,13 +66,17 @@ def run(
 
 
 def assert_matches_eager(
-    config: LossConfig, dtype: torch.dtype, problem: Problem | None = None, **kwargs: object
+    config: LossConfig,
+    dtype: torch.dtype,
+    problem: Problem | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: object,
 ) -> None:
     problem = problem or make_problem()
     exact = run(problem.to("cpu", torch.float64), config, backend="reference")
-    eager = run(problem.to("cpu", dtype), config, backend="reference")
+    eager = run(problem.to(device, dtype), config, backend="reference")
     with poisoned_allocations():
-        got = run(problem.to("cpu", dtype), config, **kwargs)
+        got = run(problem.to(device, dtype), config, **kwargs)
     assert set(got) == set(exact)
     for name, value in got.items():
         if exact[name].isnan().all():
@@ -84,24 +88,26 @@ def assert_matches_eager(
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend,device", targets("triton"))
 @pytest.mark.parametrize("tile", (None, TILE))
-def test_every_loss_and_schedule(name: str, schedule: str, backend: str, tile: int | None) -> None:
+def test_every_loss_and_schedule(
+    name: str, schedule: str, backend: str, device: torch.device, tile: int | None
+) -> None:
     config = config_for(name, beta=0.05, entropy_coef=0.01)
-    assert_matches_eager(
-        config, torch.float32, backend=backend, schedule=schedule, max_workspace_bytes=tile
-    )
+    options = dict(backend=backend, schedule=schedule, max_workspace_bytes=tile)
+    assert_matches_eager(config, torch.float32, device=device, **options)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("name", ("dapo", "gspo"))
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dtypes(dtype: torch.dtype, name: str, schedule: str, backend: str) -> None:
+@pytest.mark.parametrize("backend,device", targets("triton"))
+def test_dtypes(
+    dtype: torch.dtype, name: str, schedule: str, backend: str, device: torch.device
+) -> None:
     config = config_for(name, beta=0.05)
-    assert_matches_eager(
-        config, dtype, backend=backend, schedule=schedule, max_workspace_bytes=TILE
-    )
+    options = dict(backend=backend, schedule=schedule, max_workspace_bytes=TILE)
+    assert_matches_eager(config, dtype, device=device, **options)
 
 
 @pytest.mark.parametrize("name", LOSSES)

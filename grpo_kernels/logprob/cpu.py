@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_kernels.logprob.rows import RowStats, Transform, output_view
 
-ABI_VERSION = 1  # kAbiVersion of csrc/rows.h
+ABI_VERSION = 2  # kAbiVersion of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
 
@@ -119,8 +119,10 @@ class NativeRows:
     """``RowKernels`` for CPU tiles of fp32, bf16 or fp16 logits.
 
     Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
-    number nor on the other rows. Scale, softcap and temperature must be positive. A tile holds
-    whole rows: ``dlogits_`` normalizes a row's probabilities by their own sum, near ``exp(lse)``.
+    number nor on the other rows. Scale, softcap and temperature must be positive.
+
+    ``RowStats.lse`` is fp64 here, whatever the logits: the gradient's probabilities are
+    ``exp(z - lse)``, and fp32 would round an lse of 1e4 by 5e-4.
     """
 
     def __init__(self, isa_rank: int = 0) -> None:
@@ -133,7 +135,7 @@ class NativeRows:
         stats = RowStats(
             per_row(),
             per_row(),
-            per_row(),
+            per_row(torch.float64),
             per_row(torch.bool) if extras else None,
             per_row() if extras else None,
         )
@@ -156,9 +158,13 @@ class NativeRows:
             logits.dtype == torch.float32 and out_dtype in DTYPES
         ), out_dtype
         tile = _tile(logits, target, transform)
+        rows = logits.shape[0]
         vectors = [
-            None if vector is None else _row_vector(vector, logits.shape[0])
-            for vector in (stats.logp, stats.entropy, stats.lse, dlogp, dentropy)
+            _row_vector(stats.logp, rows),
+            _row_vector(stats.entropy, rows),
+            _row_vector(stats.lse, rows, torch.float64),
+            _row_vector(dlogp, rows),
+            None if dentropy is None else _row_vector(dentropy, rows),
         ]
         gradient = _Gradient(*(_pointer(vector) for vector in vectors), DTYPES[out_dtype])
         _library().grpo_dlogits(tile, gradient, self._isa_rank, torch.get_num_threads())

@@ -226,9 +226,8 @@ def _(hidden, weight, bias, target, row_temperature, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, extras = inputs
-    ctx.save_for_backward(*tensors[:5])
-    ctx.options = tensors[5:]
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:-1]
 
 
 def _backward(ctx, dlogp, dentropy, dlse, dtop1, dsum_sq):

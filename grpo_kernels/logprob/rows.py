@@ -34,7 +34,10 @@ class Transform:
 
 
 class RowStats(NamedTuple):
-    """Statistics of each row, in fp32 (fp64 for fp64 logits)."""
+    """Statistics of each row, in fp32 (fp64 for fp64 logits).
+
+    A backend may keep ``lse`` in fp64 for its own ``dlogits_``; the public op casts it.
+    """
 
     logp: Tensor  # (C,) log-probability of the target
     entropy: Tensor  # (C,) nats

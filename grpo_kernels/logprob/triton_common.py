@@ -67,27 +67,29 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
     Raises:
         ValueError: a per-row temperature of the wrong shape, dtype or device.
     """
-    temperature = transform.temperature
-    per_row = isinstance(temperature, Tensor)
-    if per_row and (temperature.shape != like.shape[:1] or temperature.device != like.device):
+    inner, outer = 1.0, transform.logit_scale
+    if transform.softcap is not None:
+        inner, outer = transform.logit_scale / transform.softcap, transform.softcap
+    temperature, rows = transform.temperature, like.shape[:1]
+    if not isinstance(temperature, Tensor):
+        outer, temperature = outer / temperature, None
+    elif temperature.shape != rows or temperature.device != like.device:
         raise ValueError(
-            f"temperature: expected a float or one value per row, ({like.shape[0]},) on "
-            f"{like.device}; got {tuple(temperature.shape)} on {temperature.device}"
+            f"temperature: expected a float or a ({rows[0]},) tensor on {like.device}, "
+            f"got {tuple(temperature.shape)} on {temperature.device}"
         )
-    capped = transform.softcap is not None
-    outer = transform.softcap if capped else transform.logit_scale
     return {
-        "temperature_ptr": temperature.contiguous() if per_row else None,
-        "inner": float(transform.logit_scale / transform.softcap if capped else 1.0),
-        "outer": float(outer if per_row else outer / temperature),
-        "HAS_SOFTCAP": capped,
-        "ROW_TEMPERATURE": per_row,
+        "temperature_ptr": None if temperature is None else temperature.contiguous(),
+        "inner": float(inner),
+        "outer": float(outer),
+        "HAS_SOFTCAP": transform.softcap is not None,
+        "ROW_TEMPERATURE": temperature is not None,
     }
 
 
 def check_tile(logits: Tensor, target: Tensor) -> None:
     """Raises ValueError unless ``logits`` (C, V) and ``target`` (C,) suit the row kernels."""
-    if logits.dim() != 2 or logits.stride(-1) != 1 and logits.shape[1] > 1:
+    if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
         raise ValueError(
             "logits: expected (C, V) with contiguous columns, got shape "
             f"{tuple(logits.shape)}, strides {logits.stride()}"

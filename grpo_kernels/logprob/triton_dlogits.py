@@ -83,9 +83,7 @@ def _dlogits_kernel(
             bounded = tanh(x.to(tl.float32) * inner)
             slope = factor * inner * (1.0 - bounded * bounded)
         dx = tl.where(mask_active, dz * slope, 0.0)
-        tl.store(
-            out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=columns < num_columns
-        )
+        tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
 def dlogits_(

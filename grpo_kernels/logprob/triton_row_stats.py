@@ -17,7 +17,6 @@ from grpo_kernels.logprob.triton_common import (
     transform_arguments,
 )
 
-
 # exp of less is 0 in fp32; bounds e * d where a score of -inf makes that 0 * -inf
 _LOG_UNDERFLOW = tl.constexpr(-126.0)
 

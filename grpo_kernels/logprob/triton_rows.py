@@ -22,9 +22,7 @@ def unavailable() -> str | None:
 class _TritonRows:
     """The kernels are imported on first use: this module stays importable without Triton."""
 
-    def stats(
-        self, logits: Tensor, target: Tensor, transform: Transform, extras: bool
-    ) -> RowStats:
+    def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
         from grpo_kernels.logprob.triton_row_stats import row_stats
 
         return row_stats(logits, target, transform, extras)

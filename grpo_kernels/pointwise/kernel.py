@@ -124,7 +124,7 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
     samples = [torch.empty(length) for _ in range(num_inputs)]
     trace = make_fx(
         _outputs_of(fn),
-        decomposition_table=core_aten_decompositions(),
+        decomposition_table=dict(core_aten_decompositions()),
         tracing_mode="fake",
         # a tensor that fn closes over becomes a node, which the printer refuses by name
         _allow_non_fake_inputs=True,
@@ -152,7 +152,7 @@ def _load(source: str) -> Any:
     # triton.jit reads the source back through inspect, which asks linecache
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(name)
-    exec(compile(source, filename, "exec"), module.__dict__)  # noqa: S102 (our own text)
+    exec(compile(source, filename, "exec"), module.__dict__)
     return getattr(module, KERNEL_NAME)
 
 

@@ -107,15 +107,20 @@ def operation_name(node: Node) -> str:
         raise UntraceableError(
             f"{node.target}: a tensor made or closed over by the function; expected Python numbers"
         )
+    return schema_of(node).name.split("::")[1].rstrip("_")
+
+
+def schema_of(node: Node) -> torch.FunctionSchema:
+    """The aten schema of a node; refuses what is no aten operation."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         raise UntraceableError(f"{node.op} {node.target}: not an operation on the inputs")
-    return node.target._schema.name.split("::")[1].rstrip("_")
+    return node.target._schema
 
 
 def arguments(node: Node) -> dict[str, Any]:
     """The node's arguments that are set, by their schema names."""
-    schema = node.target._schema.arguments
-    bound = {spec.name: value for spec, value in zip(schema, node.args, strict=False)}
+    names = [argument.name for argument in schema_of(node).arguments]
+    bound = dict(zip(names, node.args, strict=False))
     return {k: v for k, v in {**bound, **node.kwargs}.items() if v is not None}
 
 

@@ -13,15 +13,15 @@ from grpo_kernels.pointwise.ops import (
     TRITON_DTYPES,
     VIEWS,
     UntraceableError,
-    literal,
     operation_name,
     render,
+    schema_of,
     value_of,
 )
 
 KERNEL_NAME = "_pointwise_kernel"
 
-_TEMPLATE = '''\
+_TEMPLATE = """\
 import triton
 import triton.language as tl
 
@@ -36,7 +36,7 @@ def {name}({pointers}, length, BLOCK: tl.constexpr):
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask_t = offs_t < length
 {body}
-'''
+"""
 
 
 class _Printer:
@@ -110,8 +110,8 @@ class _Printer:
         shape = tuple(value_of(node).shape)
         if shape not in ((), (self.length,)):
             raise UntraceableError(f"{node.target}: its result of shape {shape} is not (T,)")
-        mutates = str(node.target._schema.name).endswith("_")
-        if mutates and not _is_private(node.args[0]):
+        changed = node.args[0] if schema_of(node).is_mutable else None
+        if isinstance(changed, Node) and not _is_private(changed):
             raise UntraceableError(f"{node.target}: {name} in place on a value that others share")
 
 

@@ -93,7 +93,7 @@ def _row_case(kernel: Any, config: str, types: dict[str, str], flags: dict[str, 
         types = {**types, "temperature_ptr": "*fp32"}
     else:
         constants["temperature_ptr"] = None
-    constants["BLOCK_V"] = chosen.BLOCK_V
+    constants["BLOCK_V"] = chosen.columns(DTYPES[types["logits_ptr"].removeprefix("*")])
     return Case(kernel, types, constants, chosen.options)
 
 
@@ -195,8 +195,8 @@ def _hip_usage(asm: dict[str, Any]) -> dict[str, int]:
     def field(name: str) -> int:
         return int(re.search(rf"\.{name}:\s*(\d+)", asm["amdgcn"])[1])
 
-    spilled = field("vgpr_spill_count") + field("sgpr_spill_count")
-    stack = field("private_segment_fixed_size")
+    # spilled scalar registers go to lanes of vector registers, not to memory
+    stack, spilled = field("private_segment_fixed_size"), field("vgpr_spill_count")
     return {"registers": field("vgpr_count"), "stack": stack, "spilled": spilled}
 
 

@@ -21,6 +21,7 @@ from grpo_kernels.testing import (
     make_problem,
     poisoned_allocations,
 )
+from tests.targets import targets
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
@@ -37,7 +38,8 @@ def head_options(name: str, problem: Problem) -> dict[str, object]:
     options = dict(HEADS[name])
     if options.get("temperature") == "per token":
         g = torch.Generator().manual_seed(7)
-        options["temperature"] = 0.5 + torch.rand(problem.target.shape, generator=g)
+        per_token = 0.5 + torch.rand(problem.target.shape, generator=g)
+        options["temperature"] = per_token.to(problem.target.device)
     return options
 
 
@@ -49,8 +51,10 @@ def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
         **head_options(head, problem), **kwargs,
     )  # fmt: skip
     g = torch.Generator().manual_seed(5)
-    shape = problem.target.shape
-    dlogp, dentropy = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    dlogp, dentropy = (
+        torch.randn(problem.target.shape, generator=g, dtype=torch.float64).to(target.device)
+        for _ in range(2)
+    )
     loss = (out.logprobs.double() * dlogp + out.entropy.double() * dentropy).sum()
     inputs = (problem.hidden, problem.weight, problem.bias)
     gradients = torch.autograd.grad(loss, inputs)
@@ -58,13 +62,14 @@ def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
     return {**out._asdict(), **dict(zip(names, gradients, strict=True))}
 
 
-def assert_accurate(problem: Problem, dtype: torch.dtype, head: str, **kwargs: object) -> None:
+def assert_accurate(
+    problem: Problem, dtype: torch.dtype, head: str, device: torch.device, **kwargs: object
+) -> None:
     exact = run(problem.to("cpu", torch.float64), head, backend="reference")
-    posed = problem.to("cpu", dtype)
     precision = kwargs.get("precision", "fp32")
-    eager = run(posed, head, backend="reference", precision=precision)
+    eager = run(problem.to(device, dtype), head, backend="reference", precision=precision)
     with poisoned_allocations():
-        got = run(problem.to("cpu", dtype), head, **kwargs)
+        got = run(problem.to(device, dtype), head, **kwargs)
     for name, value in got.items():
         floor = FLOOR[dtype] if name.startswith("d") else min(FLOOR[dtype], 2e-6)
         if precision == "input":
@@ -75,20 +80,22 @@ def assert_accurate(problem: Problem, dtype: torch.dtype, head: str, **kwargs: o
             assert_as_exact_as(value, eager[name], exact[name], floor, name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend,device", targets())
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("precision", ("fp32", "input"))
-def test_backends_match_fp64(backend: str, head: str, dtype: torch.dtype, precision: str) -> None:
-    assert_accurate(make_problem(), dtype, head, backend=backend, precision=precision)
+def test_backends_match_fp64(
+    backend: str, device: torch.device, head: str, dtype: torch.dtype, precision: str
+) -> None:
+    assert_accurate(make_problem(), dtype, head, device, backend=backend, precision=precision)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend,device", targets())
 @pytest.mark.parametrize("vocab_size", (1, 2, 31, 1000))
 @pytest.mark.parametrize("rows", (1, 3))
-def test_odd_shapes(backend: str, vocab_size: int, rows: int) -> None:
+def test_odd_shapes(backend: str, device: torch.device, vocab_size: int, rows: int) -> None:
     problem = make_problem(rows, 1, hidden_size=5, vocab_size=vocab_size)
-    assert_accurate(problem, torch.float32, "plain", backend=backend)
+    assert_accurate(problem, torch.float32, "plain", device, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

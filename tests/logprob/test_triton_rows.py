@@ -45,7 +45,9 @@ def eager(x: Tensor, target: Tensor, transform: Transform) -> tuple[Tensor, ...]
     return logp, -plogp.sum(-1), z.logsumexp(-1), top == target, p.square().sum(-1)
 
 
-def eager_dlogits(x, target, transform, dlogp, dentropy) -> Tensor:  # noqa: ANN001
+def eager_dlogits(
+    x: Tensor, target: Tensor, transform: Transform, dlogp: Tensor, dentropy: Tensor | None
+) -> Tensor:
     x = x.detach().requires_grad_()
     logp, entropy, *_ = eager(x, target, transform)
     loss = (logp * dlogp.to(x.dtype)).sum()
@@ -101,13 +103,13 @@ def check(
     if out_dtype != torch.float32 and exact.numel():
         # rounded once to the output's dtype; the interpreter truncates, which is one ulp
         slack = torch.finfo(out_dtype).eps * exact.abs().max().item()
-    assert_twice_eager(
-        got, eager_dlogits(x32, target, transform, dlogp, dentropy), exact, slack
-    )
+    assert_twice_eager(got, eager_dlogits(x32, target, transform, dlogp, dentropy), exact, slack)
     return stats
 
 
-def tile(rows: int, columns: int, device: torch.device, scale: float = 4.0) -> tuple[Tensor, Tensor]:
+def tile(
+    rows: int, columns: int, device: torch.device, scale: float = 4.0
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
     logits = torch.randn(rows, columns, generator=generator) * scale
     target = torch.randint(columns, (rows,), generator=generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -193,7 +194,7 @@ def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) ->
     cuts = {"token": [0, 3, 4, 9, 13], "sequence": [0, 5, 12, 13], "batch": [0, 13]}[scope]
     weights = static_weights(batch, config)
     got = []
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in itertools.pairwise(cuts):
         part = batch.narrow(start, stop)
         part_weights = Weights(*(weight[start:stop] for weight in weights))
         x = token_inputs(logprobs[start:stop], entropy[start:stop], part, part_weights)

@@ -1,0 +1,23 @@
+"""On which backends and devices a test body runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels import available_backends
+
+
+def targets(*without: str) -> list:
+    """(backend, device) parameters: all on this CPU, and on a GPU those that run there."""
+    cpu = [
+        pytest.param(name, torch.device("cpu"), id=f"{name}-cpu")
+        for name in available_backends()
+        if name not in ("reference", *without)
+    ]
+    marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+    gpu = [
+        pytest.param(name, torch.device("cuda"), id=f"{name}-cuda", marks=marks)
+        for name in ("triton", "chunked")
+    ]
+    return [*cpu, *gpu]

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Runs the Triton tests under the oldest supported Triton: interpreted, and compiled for every target.
+#   tests/triton_compat.sh VENV [PYTHON]
+# VENV is created if missing. It holds Triton and NumPy only and takes the rest, torch above all,
+# from the environment of PYTHON (default: python3), whose packages it lists after its own.
+set -eu
+
+venv=$1
+python=${2:-python3}
+root=$(cd "$(dirname "$0")/.." && pwd)
+wanted=$root/tests/logprob/old_triton.txt
+
+if ! cmp -s "$wanted" "$venv/installed.txt"; then
+    "$python" -m venv --clear "$venv"
+    own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$wanted"
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$own/main.pth"
+    cp "$wanted" "$venv/installed.txt"
+fi
+
+cd "$root"
+"$venv/bin/python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
+PYTHONPATH=$root exec "$venv/bin/python" -m pytest -n 2 tests/logprob/test_triton_*.py tests/test_pointwise.py
