@@ -153,6 +153,12 @@ class LossConfig:
                 f"max_completion_length: expected the constant length that {self.loss_type} "
                 "divides by, got None"
             )
+        for name in ("delta", "dual_clip"):
+            if getattr(self, name) is not None and self.loss.surrogate != "clip":
+                raise ValueError(
+                    f"{name}: expected None for {self.loss_type}, which clips no ratio, "
+                    f"got {getattr(self, name)!r}"
+                )
         low, high = self.rollout_correction_min, self.rollout_correction_max
         if low is not None and high is not None and low >= high:
             raise ValueError(

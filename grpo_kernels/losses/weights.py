@@ -59,7 +59,8 @@ def _window_token_mean(batch: TokenBatch, config: LossConfig) -> Tensor:
     if items is None:
         items = batch.num_tokens * batch.gradient_accumulation_steps
     items = torch.as_tensor(items, device=batch.advantages.device, dtype=torch.float64)
-    return (1.0 / items.clamp(min=1)).to(batch.advantages.dtype)
+    # 0 only when no process has a token; a fraction is a window of many processes or steps
+    return (1.0 / torch.where(items > 0, items, 1.0)).to(batch.advantages.dtype)
 
 
 AGGREGATIONS: dict[str, Aggregation] = {

@@ -50,6 +50,13 @@ def test_losses_that_form_their_own_sequence_weight(name: str) -> None:
         LossConfig(loss_type=name, importance_sampling_level="sequence")
 
 
+@pytest.mark.parametrize("field", ["delta", "dual_clip"])
+def test_bounds_of_clip_mean_nothing_elsewhere(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: expected None for sapo"):
+        LossConfig(loss_type="sapo", **{field: 2.0})
+    LossConfig(loss_type="gspo", **{field: 2.0})
+
+
 def test_config_is_frozen_and_keyword_only() -> None:
     config = LossConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

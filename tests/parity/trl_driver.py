@@ -1,0 +1,271 @@
+"""Runs the installed TRL's own GRPO code on canned rollouts of a tiny model, without a network.
+
+``Trl.generate`` is ``GRPOTrainer._generate_and_score_completions`` (old and reference
+log-probabilities, rollout correction, advantages, ``sampling/*`` metrics) and ``Trl.loss`` is
+``GRPOTrainer._compute_loss``. Between the two the weights move, as they do between optimizer steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import trl
+from accelerate_state import accelerate_state
+from canned import SEQUENCES, make_rollouts, tiny_model, tiny_tokenizer
+from datasets import Dataset
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+from trl.trainer.utils import split_tensor_dict
+
+from grpo_kernels import LossConfig
+
+assert trl.__version__.startswith("1.16"), f"written for TRL 1.16, found {trl.__version__}"
+
+TEMPERATURE = 0.8
+MAX_COMPLETION_LENGTH = 11
+STEPS_PER_GENERATION = 2
+
+Inputs = dict[str, Tensor]
+# TRL's names of the fields that it calls otherwise
+_TRL_NAMES = {
+    "rollout_correction_mode": "vllm_importance_sampling_mode",
+    "rollout_correction_max": "vllm_importance_sampling_clip_max",
+    "rollout_correction_min": "vllm_importance_sampling_clip_min",
+}
+
+
+class Trl:
+    """A real ``GRPOTrainer`` and three states of its model: reference, rollout and current.
+
+    In fp64 the log-probabilities come from an eager head, because TRL's head computes in fp32
+    whatever the model is; everything else is TRL's code in either precision.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.rollouts = make_rollouts()
+        self._reported: dict[int, list[list[float | None]]] = {}  # by id of the rollouts
+        with accelerate_state({}) as self._accelerate, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rollout_func is experimental, and TRL says so
+            self.trainer = self._build(folder)
+        self.model = self.trainer.model
+        if dtype == torch.float64:
+            self.trainer._get_per_token_logps_and_entropies = types.MethodType(
+                _eager_logprobs, self.trainer
+            )
+        reference = self._state()
+        self.rollout_state = _moved(reference, 0.03, seed=1)
+        self.current_state = _moved(self.rollout_state, 0.03, seed=2)
+        self.accumulate(STEPS_PER_GENERATION, STEPS_PER_GENERATION)
+
+    def _build(self, folder: Path) -> trl.GRPOTrainer:
+        model = tiny_model()
+        model.save_pretrained(folder)  # TRL loads its reference model from there
+        model = Qwen2ForCausalLM.from_pretrained(folder, dtype=self.dtype)
+        args = trl.GRPOConfig(
+            output_dir=str(folder / "out"),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            per_device_train_batch_size=SEQUENCES // STEPS_PER_GENERATION,
+            per_device_eval_batch_size=SEQUENCES,
+            gradient_accumulation_steps=STEPS_PER_GENERATION,
+            steps_per_generation=STEPS_PER_GENERATION,
+            num_generations=2,
+            num_iterations=2,  # the second one is off-policy, so TRL keeps old log-probabilities
+            beta=0.1,
+            temperature=TEMPERATURE,
+            max_completion_length=MAX_COMPLETION_LENGTH,
+            mask_truncated_completions=True,
+            scale_rewards="none",
+        )
+        return self._trainer(model, args)
+
+    def _trainer(self, model: Qwen2ForCausalLM, args: trl.GRPOConfig) -> trl.GRPOTrainer:
+        return trl.GRPOTrainer(
+            model,
+            reward_funcs=lambda completions, **_: list(self.rollouts.rewards),
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["w2"] * SEQUENCES}),
+            processing_class=tiny_tokenizer(),
+            rollout_func=self._rollout,
+        )
+
+    def build_again(self, **changes: object) -> trl.GRPOTrainer:
+        """Another trainer of the same model, for settings that TRL checks on construction."""
+        args = copy.copy(self.trainer.args)
+        for name, value in changes.items():
+            setattr(args, name, value)
+        with self._mode(True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._trainer(self.model, args)
+
+    @property
+    def num_processes(self) -> int:
+        with accelerate_state(self._accelerate):
+            return self.trainer.accelerator.num_processes
+
+    def accumulate(self, gradient_accumulation_steps: int, steps_per_generation: int) -> None:
+        """Sets the accumulation window and the generation batch, in micro-batches."""
+        self.trainer.current_gradient_accumulation_steps = gradient_accumulation_steps
+        self.trainer.args.gradient_accumulation_steps = gradient_accumulation_steps
+        self.trainer.args.steps_per_generation = steps_per_generation
+
+    def generate(
+        self, config: LossConfig, *, on_policy: bool = False, training: bool = True
+    ) -> tuple[Inputs, dict[str, float]]:
+        """The generation batch that TRL makes of the rollouts, and the metrics it logs."""
+        trainer = self.trainer
+        with self._at(self.rollout_state), self._configured(config), self._mode(training) as mode:
+            trainer.num_iterations = 1 if on_policy else 2
+            trainer._last_loaded_step = trainer.state.global_step  # no engine to send weights to
+            inputs = [{"prompt": "w2"} for _ in range(SEQUENCES)]
+            if id(self.rollouts) not in self._reported:
+                self._reported[id(self.rollouts)] = self._noisy_logprobs()
+            trainer._metrics[mode].clear()
+            batch = trainer._generate_and_score_completions(inputs)
+            return self._cast(batch), _logged(trainer._metrics[mode])
+
+    def loss(
+        self, inputs: Inputs, config: LossConfig, *, training: bool = True
+    ) -> tuple[Tensor, dict[str, float]]:
+        """TRL's loss of one micro-batch, with its graph, and the metrics it logs."""
+        self.model.load_state_dict(self.current_state)
+        with self._configured(config), self._mode(training) as mode:
+            self.trainer._metrics[mode].clear()
+            loss = self.trainer._compute_loss(self.model, inputs)
+            return loss, _logged(self.trainer._metrics[mode])
+
+    def head_outputs(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropy (B, L) of the completions."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        length = inputs["completion_ids"].shape[1]
+        with self._mode(True):
+            logprobs, entropy, _ = self.trainer._get_per_token_logps_and_entropies(
+                self.model, ids, mask, length, compute_entropy=True
+            )
+        return logprobs, entropy
+
+    def split(self, inputs: Inputs) -> list[Inputs]:
+        """The micro-batches of a generation batch."""
+        return split_tensor_dict(inputs, STEPS_PER_GENERATION)
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """Gradients of every parameter of the model."""
+        named = dict(self.model.named_parameters())
+        return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+    def _noisy_logprobs(self) -> list[list[float | None]]:
+        """What the engine reports: the trainer's log-probabilities plus the rollouts' noise."""
+        prompts = self.rollouts.prompt_ids
+        reported = []
+        for prompt, completion, noise in zip(
+            prompts, self.rollouts.completion_ids, self.rollouts.noise, strict=True
+        ):
+            ids = torch.tensor([[*prompt, *completion]])
+            with torch.no_grad():
+                logprobs, _, _ = self.trainer._get_per_token_logps_and_entropies(
+                    self.model, ids, torch.ones_like(ids), len(completion)
+                )
+            values = (logprobs[0].float() + torch.tensor(noise)).tolist()
+            reported.append([None if value != value else value for value in values])
+        return reported
+
+    def _rollout(self, prompts: list[str], trainer: trl.GRPOTrainer) -> dict[str, object]:
+        output: dict[str, object] = dict(
+            prompt_ids=self.rollouts.prompt_ids,
+            completion_ids=self.rollouts.completion_ids,
+            logprobs=self._reported[id(self.rollouts)],
+        )
+        if self.rollouts.env_mask is not None:
+            output["env_mask"] = self.rollouts.env_mask
+        return output
+
+    def _cast(self, batch: Inputs) -> Inputs:
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in batch.items()
+        }
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    @contextmanager
+    def _at(self, state: dict[str, Tensor]) -> Iterator[None]:
+        self.model.load_state_dict(state)
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(self.current_state)
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[str]:
+        """TRL's mode. It makes tensors of Python numbers too, in the default dtype."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        self.model.train(training)
+        try:
+            with accelerate_state(self._accelerate), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of transformers, at TRL's calls
+                yield "train" if training else "eval"
+        finally:
+            self.model.train()
+            torch.set_default_dtype(default)
+
+    @contextmanager
+    def _configured(self, config: LossConfig) -> Iterator[None]:
+        """Sets every field of ``config`` where TRL reads it: on the trainer or its arguments."""
+        trainer, args = self.trainer, self.trainer.args
+        fields = {name: getattr(config, name) for name in LossConfig.__dataclass_fields__}
+        for name, value in fields.items():
+            name = _TRL_NAMES.get(name, name)
+            for owner in (trainer, args):
+                if hasattr(owner, name):
+                    setattr(owner, name, value)
+        trainer.epsilon_low, trainer.epsilon_high = config.epsilon, config.upper_epsilon
+        trainer._entropy_bonus_enabled = config.entropy_coef != 0
+        corrected = config.rollout_correction_mode is not None
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = corrected
+        try:
+            yield
+        finally:
+            trainer.use_vllm = False
+
+
+def _moved(state: dict[str, Tensor], size: float, seed: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        name: value + size * torch.randn(value.shape, generator=g).to(value.dtype)
+        for name, value in state.items()
+    }
+
+
+def _logged(metrics: dict[str, list[float]]) -> dict[str, float]:
+    return {name: values[-1] for name, values in metrics.items()}
+
+
+def _eager_logprobs(
+    self: trl.GRPOTrainer,
+    model: Qwen2ForCausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    **_: object,
+) -> tuple[Tensor, Tensor, None]:
+    """Stands in for ``_get_per_token_logps_and_entropies``, in the model's own dtype."""
+    hidden = model.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    logits = hidden[:, -logits_to_keep - 1 : -1] @ model.lm_head.weight.T / self.temperature
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    scored = attention_mask[:, -logits_to_keep:] != 0
+    target = input_ids[:, -logits_to_keep:, None]
+    logprobs = logprobs.gather(-1, target).squeeze(-1)
+    return logprobs * scored, entropy * scored, None
