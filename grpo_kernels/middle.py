@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.logprob.rows import RowStats
-from grpo_kernels.logprob.schedule import Middle
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.losses.stage import (
+    StageOutput,
     TokenInputs,
+    run_stage,
     segments_of,
-    stage_gradients,
     token_inputs,
 )
 from grpo_kernels.losses.terms import Segments
@@ -24,39 +25,58 @@ from grpo_kernels.losses.weights import Weights
 class MiddleChoice(NamedTuple):
     """How the middle stage runs, and why."""
 
-    printed: bool
+    kind: str  # "torch" | "printed" | "triton segments"
     reason: str
+
+
+class MiddleStage:
+    """The callback between a chunk's statistics and its logit gradients."""
+
+    def __init__(self, batch: TokenBatch, weights: Weights, config: LossConfig, kind: str) -> None:
+        self.batch, self.weights, self.config, self.kind = batch, weights, config, kind
+        self._contributions: list[Tensor] = []
+
+    def __call__(self, rows: slice, stats: RowStats) -> tuple[Tensor, Tensor | None]:
+        part = self.batch.narrow(rows.start, rows.stop)
+        weights = Weights(*(weight[rows] for weight in self.weights))
+        x = token_inputs(stats.logp, stats.entropy, part, weights)
+        output = self._run(x, part)
+        self._contributions.append(output.contributions)
+        return output.dlogp, output.dentropy
+
+    def loss(self, dtype: torch.dtype) -> Tensor:
+        """The () loss of all rows seen, summed in fp64 and in a fixed order."""
+        if not self._contributions:
+            return self.batch.advantages.new_zeros((), dtype=dtype)
+        each = torch.cat(self._contributions)
+        if self.kind == "torch":
+            return each.double().sum().to(each.dtype)
+        from grpo_kernels.logprob.triton_reduce import weighted_sum
+
+        return weighted_sum(each, torch.ones_like(each))
+
+    def _run(self, x: TokenInputs, part: TokenBatch) -> StageOutput:
+        if self.kind == "torch":
+            return run_stage(x, segments_of(part), self.config)
+        if self.kind == "triton segments":
+            return run_stage(x, _triton_segments(part), self.config)
+        present = _present(part)
+        kernel = _printed_stage(self.config, present)
+        each, dlogp, *rest = kernel(*(getattr(x, name) for name in present))
+        return StageOutput(each, dlogp, rest[0] if rest else None)
 
 
 def choose_middle(backend: str, scope: str, batch: TokenBatch, config: LossConfig) -> MiddleChoice:
     """A printed kernel for Triton and token scope, if the loss can be traced; else torch ops."""
     if backend != "triton":
-        return MiddleChoice(False, "middle stage: torch ops")
+        return MiddleChoice("torch", "middle stage: torch ops")
     if scope != "token":
-        return MiddleChoice(False, f"middle stage: torch ops, the loss has {scope} scope")
-    from grpo_kernels.pointwise import UntraceableError
-
-    try:
-        _printed_stage(config, _present(batch))
-    except UntraceableError as error:
-        return MiddleChoice(False, f"middle stage: torch ops, because {error}")
-    return MiddleChoice(True, "middle stage: one Triton kernel, printed from the loss")
-
-
-def make_middle(batch: TokenBatch, weights: Weights, config: LossConfig, printed: bool) -> Middle:
-    """The callback that the schedule runs between statistics and logit gradients."""
-
-    def middle(rows: slice, stats: RowStats) -> tuple[Tensor, Tensor | None]:
-        part = batch.narrow(rows.start, rows.stop)
-        part_weights = Weights(*(weight[rows] for weight in weights))
-        x = token_inputs(stats.logp, stats.entropy, part, part_weights)
-        if not printed:
-            return stage_gradients(x, segments_of(part), config)
-        present = _present(part)
-        gradients = _printed_stage(config, present)(*(getattr(x, name) for name in present))
-        return gradients[0], gradients[1] if len(gradients) > 1 else None
-
-    return middle
+        reason = f"the loss has {scope} scope"
+        return MiddleChoice("triton segments", f"middle stage: Triton sums, torch ops: {reason}")
+    why_not = _why_not_printed(config, _present(batch))
+    if why_not is not None:
+        return MiddleChoice("torch", f"middle stage: torch ops, because {why_not}")
+    return MiddleChoice("printed", "middle stage: one Triton kernel, printed from the loss")
 
 
 def _present(batch: TokenBatch) -> tuple[str, ...]:
@@ -67,17 +87,28 @@ def _present(batch: TokenBatch) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _printed_stage(config: LossConfig, present: tuple[str, ...]):
-    """The kernel of ``stage_gradients`` for this loss: traced, derivative included, and printed."""
+def _why_not_printed(config: LossConfig, present: tuple[str, ...]) -> str | None:
+    from grpo_kernels.pointwise import UntraceableError
+
+    try:
+        _printed_stage(config, present)
+    except UntraceableError as error:
+        return str(error)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _printed_stage(config: LossConfig, present: tuple[str, ...]) -> Any:
+    """The kernel of ``run_stage`` for this loss: traced, derivative included, and printed."""
     from grpo_kernels.pointwise import PointwiseKernel
 
-    def gradients(*vectors: Tensor) -> tuple[Tensor, ...]:
+    def stage(*vectors: Tensor) -> tuple[Tensor, ...]:
         fields: dict[str, Tensor | None] = dict.fromkeys(TokenInputs._fields)
         fields.update(zip(present, vectors, strict=True))
-        results = stage_gradients(TokenInputs(**fields), _NO_SEGMENTS, config)  # type: ignore[arg-type]
-        return tuple(result for result in results if result is not None)
+        output = run_stage(TokenInputs(**fields), _NO_SEGMENTS, config)  # type: ignore[arg-type]
+        return tuple(vector for vector in output if vector is not None)
 
-    return PointwiseKernel.trace(gradients, len(present), present)
+    return PointwiseKernel.trace(stage, len(present), present)
 
 
 def _no_segments(values: Tensor) -> Tensor:
@@ -85,3 +116,28 @@ def _no_segments(values: Tensor) -> Tensor:
 
 
 _NO_SEGMENTS = Segments(_no_segments, _no_segments, _no_segments)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Triton's sums over sequences; the gradient gives each token its sequence's."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, batch: TokenBatch) -> Tensor:
+        from grpo_kernels.logprob.triton_reduce import segment_sum
+
+        ctx.batch = batch
+        return segment_sum(values, batch.cu_seqlens)
+
+    @staticmethod
+    def backward(ctx, dsums: Tensor) -> tuple[Tensor, None]:
+        return ctx.batch.expand(dsums), None
+
+
+def _triton_segments(batch: TokenBatch) -> Segments:
+    def total(values: Tensor) -> Tensor:
+        return _SegmentSum.apply(values, batch)
+
+    def mean(values: Tensor) -> Tensor:
+        return total(values) / batch.cu_seqlens.diff().clamp(min=1)
+
+    return Segments(total, mean, batch.expand)

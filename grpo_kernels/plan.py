@@ -45,7 +45,7 @@ class Plan:
     tile_rows: int
     workspace_bytes: int
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
-    printed_middle: bool  # the middle stage is a printed Triton kernel, not torch ops
+    middle: str  # "torch" | "printed" | "triton segments"
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -81,9 +81,9 @@ def make_plan(
         chunks, why_two = _chunks(batch, scope, size)
     schedule, reason = _schedule(settings.schedule, why_two)
     reasons = [*choice.reasons, reason]
-    printed = False
+    middle = "torch"
     if schedule == "one_pass":
-        printed, why = choose_middle(choice.backend.name, scope, batch, config)
+        middle, why = choose_middle(choice.backend.name, scope, batch, config)
         reasons.append(why)
     dtype = logits_dtype(hidden.dtype, precision)
     rows = min(size, max(batch.num_tokens, 1))
@@ -96,7 +96,7 @@ def make_plan(
         tile_rows=rows,
         workspace_bytes=rows * columns * dtype.itemsize,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        printed_middle=printed,
+        middle=middle,
         reasons=tuple(reasons),
     )
 

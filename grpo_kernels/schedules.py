@@ -22,7 +22,7 @@ from grpo_kernels.logprob.schedule import (
 )
 from grpo_kernels.losses import LossConfig, Metrics, policy_loss
 from grpo_kernels.losses.weights import Weights, static_weights
-from grpo_kernels.middle import make_middle
+from grpo_kernels.middle import MiddleStage
 from grpo_kernels.plan import HeadSettings, Plan
 
 
@@ -47,13 +47,13 @@ def one_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[Tensor, Metrics]:
 class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, call: Call, needs: Needs):
-        stats, gradients = _active_pass(rows, call, needs)
+        stage, stats, gradients = _active_pass(rows, call, needs)
         logp, entropy = _with_inactive(rows, call, stats)
-        loss, metrics = policy_loss(logp, call.batch, call.config, entropy)
+        metrics = policy_loss(logp, call.batch, call.config, entropy).metrics
         ctx.gradients = gradients
         ctx.call, ctx.needs = call, needs
         ctx.save_for_backward(rows, weight, bias)
-        return loss, metrics
+        return stage.loss(logp.dtype), metrics
 
     @staticmethod
     @once_differentiable
@@ -63,7 +63,7 @@ class _OnePass(torch.autograd.Function):
         # second one, under retain_graph, computes them again
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = _active_pass(inputs[0], ctx.call, ctx.needs)
+            *_, gradients = _active_pass(inputs[0], ctx.call, ctx.needs)
         dhidden, dweight, dbias = (
             _scaled_(gradient, dloss, x.dtype) if gradient is not None else None
             for gradient, x in zip(gradients, inputs, strict=True)
@@ -83,7 +83,7 @@ def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.mul_(scale)
 
 
-def _active_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[RowStats, Gradients]:
+def _active_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[MiddleStage, RowStats, Gradients]:
     """The rows with a gradient: logits, statistics, middle stage and products, chunk by chunk."""
     batch, config = call.active, call.config
     weights = static_weights(call.batch, config)
@@ -92,15 +92,17 @@ def _active_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[RowStats, Grad
         weights = Weights(*(weight[call.keep] for weight in weights))
     kernels = BACKENDS[call.plan.backend].kernels
     assert kernels is not None  # the reference never gets here
-    return forward_backward(
+    stage = MiddleStage(batch, weights, config, call.plan.middle)
+    stats, gradients = forward_backward(
         rows,
         call.head,
         batch.target,
         Execution(kernels(), call.plan.chunks, call.plan.precision),
-        make_middle(batch, weights, config, call.plan.printed_middle),
+        stage,
         needs,
         fp16_gradient_scale(rows, _largest_coefficient(batch, weights, config)),
     )
+    return stage, stats, gradients
 
 
 def _largest_coefficient(batch: TokenBatch, weights: Weights, config: LossConfig) -> Tensor:

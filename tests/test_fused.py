@@ -381,9 +381,9 @@ def test_plans_say_whether_the_middle_stage_is_printed(monkeypatch: pytest.Monke
     batch = problem.batch(rollout_logprobs=None)
     args = (problem.hidden, problem.weight, batch)
     token = explain(*args, LossConfig(), backend="triton")
-    assert token.printed_middle and "printed from the loss" in str(token)
+    assert token.middle == "printed" and "printed from the loss" in str(token)
     sequence = explain(*args, LossConfig(loss_type="gspo"), backend="triton")
-    assert not sequence.printed_middle and "sequence scope" in str(sequence)
+    assert sequence.middle == "triton segments" and "sequence scope" in str(sequence)
 
     class Sorted(Surrogate):
         name, source = "sorted", "a surrogate that cannot be traced"
@@ -395,7 +395,7 @@ def test_plans_say_whether_the_middle_stage_is_printed(monkeypatch: pytest.Monke
     named = NamedLoss(surrogate="sorted", aggregation="token_mean", source="here")
     monkeypatch.setitem(LOSSES, "sorted", named)
     untraced = explain(*args, LossConfig(loss_type="sorted"), backend="triton")
-    assert not untraced.printed_middle and "torch ops, because" in str(untraced)
+    assert untraced.middle == "torch" and "torch ops, because" in str(untraced)
 
 
 def test_sequence_chunks_end_where_sequences_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from grpo_kernels.losses import LOSSES, LossConfig
-from grpo_kernels.losses.stage import TokenInputs, contributions, evaluate, stage_gradients
+from grpo_kernels.losses.stage import TokenInputs, run_stage
 from grpo_kernels.losses.terms import Segments
 from grpo_kernels.pointwise import PointwiseKernel, UntraceableError
 
@@ -167,7 +168,7 @@ def test_operation_at_extremes(name: str, device: torch.device) -> None:
 
 def _configs() -> dict[str, LossConfig]:
     """Every registered loss of token scope, plain and with the options of the stage."""
-    extras = {"beta": 0.04, "delta": 1.5, "dual_clip": 3.0, "entropy_coef": 0.01}
+    extras = {"beta": 0.04, "entropy_coef": 0.01}
     correction = {"rollout_correction_mode": "token_mask", "rollout_correction_min": 0.5}
     configs = {}
     for name in LOSSES:
@@ -175,26 +176,24 @@ def _configs() -> dict[str, LossConfig]:
         configs[name] = LossConfig(**common)
         for estimator in ("k1", "k2", "k3", "abs"):
             key = f"{name}-{estimator}"
-            configs[key] = LossConfig(**common, **extras, **correction, kl_estimator=estimator)
-    return {key: config for key, config in configs.items() if config.scope(True) == "token"} | {
-        key: config for key, config in configs.items() if config.scope(False) == "token"
-    }
+            bounds = {"delta": 1.5, "dual_clip": 3.0} if LOSSES[name].surrogate == "clip" else {}
+            options = {**common, **extras, **bounds, **correction}
+            configs[key] = LossConfig(**options, kl_estimator=estimator)
+    return {k: c for k, c in configs.items() if "token" in (c.scope(True), c.scope(False))}
 
 
 def _no_reduction(values: Tensor) -> Tensor:
     raise AssertionError("a token-scope loss reduced over a sequence")
 
 
-def _stage(config: LossConfig, with_rollout: bool) -> Callable[..., tuple[Tensor, ...]]:
+def _stage(config: LossConfig) -> Callable[..., tuple[Tensor, ...]]:
     segments = Segments(_no_reduction, _no_reduction, _no_reduction)
 
     def stage(lp, entropy, advantage, weight, entropy_weight, old, ref, *rollout):
         x = TokenInputs(
             lp, entropy, advantage, weight, entropy_weight, old, ref, *(rollout or (None,))
         )
-        loss = contributions(x, evaluate(x, segments, config), config)
-        dlogp, dentropy = stage_gradients(x, segments, config)
-        return (loss, dlogp) if dentropy is None else (loss, dlogp, dentropy)
+        return tuple(vector for vector in run_stage(x, segments, config) if vector is not None)
 
     return stage
 
@@ -202,9 +201,8 @@ def _stage(config: LossConfig, with_rollout: bool) -> Callable[..., tuple[Tensor
 @pytest.mark.parametrize("key", _configs())
 def test_registered_loss(key: str, device: torch.device) -> None:
     config = _configs()[key]
-    with_rollout = config.scope(True) == "token"
-    fn = _stage(config, with_rollout)
-    count = 8 if with_rollout else 7
+    fn = _stage(config)
+    count = 8 if config.scope(True) == "token" else 7  # with rollout log-probabilities, or without
     inputs = vectors(count, device, scale=0.5)
     inputs[3], inputs[4] = inputs[3].abs(), inputs[4].abs()
     assert_as_torch(fn, inputs, PointwiseKernel.trace(fn, count))
@@ -224,6 +222,14 @@ def test_in_place_operations_on_own_values(device: torch.device) -> None:
         return (y.masked_fill_(x > 0.5, -1.0),)
 
     assert_as_torch(fn, vectors(1, device), PointwiseKernel.trace(fn, 1))
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_traces_and_runs_without_gradients(mode: Callable[[], Any], device: torch.device) -> None:
+    with mode():
+        kernel = PointwiseKernel.trace(with_gradient(lambda lp: lp * lp), 1)
+        lp = torch.ones(5, device=device)
+        assert kernel(lp)[1].tolist() == [2.0] * 5
 
 
 @pytest.mark.parametrize("length", (0, 1, 1024))
@@ -247,6 +253,14 @@ def test_constants_need_no_input(device: torch.device) -> None:
 
 
 SCALE = torch.tensor(2.0)
+
+
+def _changes_a_view(x: Tensor) -> tuple[Tensor, ...]:
+    y = x * 2
+    y.detach().add_(1)
+    return (y,)
+
+
 UNTRACEABLE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], str]] = {
     "reduction": (lambda x: (x - x.mean(),), "mean"),
     "scan": (lambda x: (x.cumsum(0),), "cumsum"),
@@ -260,6 +274,7 @@ UNTRACEABLE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], str]] = {
     "exponent": (lambda x: (x**1.5,), "exponent 1.5"),
     "fp64": (lambda x: (x.double().exp().float(),), "float64"),
     "alpha": (lambda x: (torch.add(x, x, alpha=2),), "alpha"),
+    "mutated view": (_changes_a_view, "in place"),
     "mutated input": (lambda x: (x.add_(1),), "in place"),
     "rounding": (lambda x: (torch.div(x, 2, rounding_mode="floor"),), "div|floor"),
 }
@@ -273,8 +288,9 @@ def test_what_cannot_be_traced_is_named(name: str) -> None:
 
 
 def test_unsuitable_arguments_are_named(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="names: expected 2"):
-        PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=("a", "a"))
+    for names in (("a", "a"), ("a",), ("a", "out0"), ("a", "b c")):
+        with pytest.raises(ValueError, match="names: expected 2"):
+            PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=names)
     kernel = PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=("a", "b"))
     x = torch.ones(3, device=device)
     with pytest.raises(ValueError, match="inputs: expected 2, got 1"):

@@ -164,6 +164,7 @@ def linear_logprobs_forward(hidden, weight, bias, target, row_temperature, *rest
             *_kept(keep, hidden, head, target),
             _execution(options, _count(keep, target), hidden, extras),
         )
+    stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))  # native kernels keep it in fp64
     filled = tuple(_scatter(keep, value, target) for value in stats if value is not None)
     empty = hidden.new_empty(0, dtype=stats.logp.dtype)
     return filled if extras else (*filled, empty.bool(), empty)

@@ -70,20 +70,21 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
     inner, outer = 1.0, transform.logit_scale
     if transform.softcap is not None:
         inner, outer = transform.logit_scale / transform.softcap, transform.softcap
-    temperature, rows = transform.temperature, like.shape[:1]
+    temperature = transform.temperature
+    per_row = temperature.contiguous() if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor):
-        outer, temperature = outer / temperature, None
-    elif temperature.shape != rows or temperature.device != like.device:
+        outer = outer / temperature
+    elif temperature.shape != like.shape[:1] or temperature.device != like.device:
         raise ValueError(
-            f"temperature: expected a float or a ({rows[0]},) tensor on {like.device}, "
+            f"temperature: expected a float or a ({like.shape[0]},) tensor on {like.device}, "
             f"got {tuple(temperature.shape)} on {temperature.device}"
         )
     return {
-        "temperature_ptr": None if temperature is None else temperature.contiguous(),
+        "temperature_ptr": per_row,
         "inner": float(inner),
         "outer": float(outer),
         "HAS_SOFTCAP": transform.softcap is not None,
-        "ROW_TEMPERATURE": temperature is not None,
+        "ROW_TEMPERATURE": per_row is not None,
     }
 
 

@@ -39,6 +39,14 @@ class TokenInputs(NamedTuple):
     rollout_logprobs: Tensor | None
 
 
+class StageOutput(NamedTuple):
+    """What a schedule needs of a row range, each (T,)."""
+
+    contributions: Tensor  # the loss is their sum
+    dlogp: Tensor
+    dentropy: Tensor | None  # None when the loss does not read the entropy
+
+
 class Evaluation(NamedTuple):
     """The stage's result, per token, with the parts that metrics are made of."""
 
@@ -123,10 +131,8 @@ def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) ->
     return policy - config.entropy_coef * weight * x.entropy
 
 
-def stage_gradients(
-    x: TokenInputs, segments: Segments, config: LossConfig
-) -> tuple[Tensor, Tensor | None]:
-    """``dL/dlogprobs`` and ``dL/dentropy`` (None when the loss does not read it), each (T,)."""
+def run_stage(x: TokenInputs, segments: Segments, config: LossConfig) -> StageOutput:
+    """The loss of each token and its gradients, by autograd."""
     with torch.enable_grad():
         logprobs = x.logprobs.detach().requires_grad_()
         inputs = [logprobs]
@@ -135,9 +141,10 @@ def stage_gradients(
             assert x.entropy is not None  # the schedules always compute it
             inputs.append(x.entropy.detach().requires_grad_())
             x = x._replace(entropy=inputs[1])
-        loss = contributions(x, evaluate(x, segments, config), config).sum()
-        gradients = torch.autograd.grad(loss, inputs)
-    return gradients[0], gradients[1] if len(gradients) > 1 else None
+        each = contributions(x, evaluate(x, segments, config), config)
+        gradients = torch.autograd.grad(each.sum(), inputs)
+    dentropy = gradients[1] if len(gradients) > 1 else None
+    return StageOutput(each.detach(), gradients[0], dentropy)
 
 
 def _correction(

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import linecache
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,12 @@ class PointwiseKernel:
                 tensors, or uses an operation without a rendering; the message names it.
         """
         names = tuple(names or (f"in{index}" for index in range(num_inputs)))
-        if len(set(names)) != num_inputs or not all(name.isidentifier() for name in names):
-            raise ValueError(f"names: expected {num_inputs} distinct identifiers, got {names}")
+        usable = [n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)]
+        if len(set(usable)) != num_inputs or len(names) != num_inputs:
+            raise ValueError(
+                f"names: expected {num_inputs} distinct identifiers other than out0, out1, ...; "
+                f"got {names}"
+            )
         graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
         source, other = (
             print_kernel(graph, names, length)
@@ -121,7 +126,6 @@ class PointwiseKernel:
 
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
     """Graph of core aten operations, with the fake results in ``node.meta["val"]``."""
-    samples = [torch.empty(length) for _ in range(num_inputs)]
     trace = make_fx(
         _outputs_of(fn),
         decomposition_table=dict(core_aten_decompositions()),
@@ -130,8 +134,9 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
         _allow_non_fake_inputs=True,
     )
     try:
-        with torch.enable_grad():
-            return trace(*samples)
+        # whatever the caller's mode: fn may differentiate
+        with torch.inference_mode(False), torch.enable_grad():
+            return trace(*(torch.empty(length) for _ in range(num_inputs)))
     except _DATA_DEPENDENT as error:
         raise UntraceableError(f"the function's path depends on values: {error}") from error
 

@@ -13,6 +13,7 @@ from grpo_kernels.pointwise.ops import (
     TRITON_DTYPES,
     VIEWS,
     UntraceableError,
+    literal,
     operation_name,
     render,
     schema_of,
@@ -57,6 +58,7 @@ class _Printer:
         Raises:
             UntraceableError: an operation the outputs depend on is not pointwise.
         """
+        _refuse_shared_mutation(self.nodes)
         needed = _needed(self.outputs)
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         for node, name in zip(placeholders, self.input_names, strict=True):
@@ -106,20 +108,23 @@ class _Printer:
         return f"({name} != 0)" if dtype == torch.bool else f"{name}.to({TRITON_DTYPES[dtype]})"
 
     def _check(self, node: Node) -> None:
-        name = operation_name(node)
         shape = tuple(value_of(node).shape)
         if shape not in ((), (self.length,)):
             raise UntraceableError(f"{node.target}: its result of shape {shape} is not (T,)")
-        changed = node.args[0] if schema_of(node).is_mutable else None
-        if isinstance(changed, Node) and not _is_private(changed):
-            raise UntraceableError(f"{node.target}: {name} in place on a value that others share")
+
+
+def _refuse_shared_mutation(nodes: Sequence[Node]) -> None:
+    """In-place operations are fine on a value's own memory: the trace hands the changed value to
+    its later readers. It does not hand it to the views, nor change the caller's input."""
+    for node in nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            changed = node.args[0] if schema_of(node).is_mutable else None
+            if isinstance(changed, Node) and not _is_private(changed):
+                raise UntraceableError(f"{node.target}: in place on an input or a shared value")
 
 
 def _is_private(node: Node) -> bool:
-    """Whether changing this value in place changes no input and no view.
-
-    Later readers of the value itself are no concern: the trace hands them the changed one.
-    """
+    """Whether no input and no view shares this value's memory."""
     if node.op != "call_function" or operation_name(node) in VIEWS:
         return False
     users = [user for user in node.users if user.op == "call_function"]

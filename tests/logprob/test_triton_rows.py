@@ -263,6 +263,28 @@ def test_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
         assert all(torch.equal(a[part], b) for a, b in zip(together, alone, strict=True))
 
 
+def test_narrowing_in_place_is_the_rounded_fp32_gradient(device: torch.device) -> None:
+    """Bit for bit: a store that overtook a load of the same row would show. Large on a GPU."""
+    rows, columns = (3, 4096 + 77) if device.type == "cpu" else (2000, 50_001)
+    logits, target = tile(rows, columns, device)
+    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=False)
+    dlogp, dentropy = torch.randn(2, rows, device=device).unbind(0)
+    wide, narrow = (
+        TRITON_ROWS.dlogits_(logits.clone(), target, Transform(), stats, dlogp, dentropy, dtype)
+        for dtype in (torch.float32, torch.float16)
+    )
+    assert torch.equal(wide.to(torch.float16), narrow)
+
+
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("the interpreter copies whole storages; needs 9 GB on a GPU")
+    values, target = tile(2, 1007, device)
+    logits = torch.empty(2, 2**31 + 64, dtype=torch.bfloat16, device=device)[:, :1007]
+    logits.copy_(values)
+    check(logits, target)
+
+
 def test_unsuitable_arguments_are_named(device: torch.device) -> None:
     logits, target = tile(3, 8, device)
     with pytest.raises(ValueError, match="logits: expected one of"):

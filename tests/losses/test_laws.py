@@ -188,7 +188,7 @@ def test_order_of_sequences_changes_nothing(name: str, option: dict[str, object]
 
 @pytest.mark.parametrize("name,option", variants())
 def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) -> None:
-    from grpo_kernels.losses.stage import segments_of, stage_gradients, token_inputs
+    from grpo_kernels.losses.stage import run_stage, segments_of, token_inputs
     from grpo_kernels.losses.weights import Weights, static_weights
 
     logprobs, entropy, batch = make_batch()
@@ -203,7 +203,7 @@ def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) ->
         part = batch.narrow(start, stop)
         part_weights = Weights(*(weight[start:stop] for weight in weights))
         x = token_inputs(logprobs[start:stop], entropy[start:stop], part, part_weights)
-        got.append(stage_gradients(x, segments_of(part), config)[0])
+        got.append(run_stage(x, segments_of(part), config).dlogp)
     torch.testing.assert_close(torch.cat(got), expected)
 
 
