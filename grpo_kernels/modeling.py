@@ -62,7 +62,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
         return _head_forward(model, head_fn, args, kwargs)
 
     model.forward = forward
-    model._grpo_fused_head = True  # type: ignore[assignment]
+    model._grpo_fused_head = True
 
 
 def lm_head(model: PreTrainedModel) -> LMHead:

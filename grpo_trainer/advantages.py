@@ -50,7 +50,7 @@ def compute_advantages(
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:
-    """Standard deviation over ``dim`` (kept) with Bessel's correction; 0 for fewer than 2 values."""
+    """Standard deviation over ``dim`` (kept), Bessel-corrected; 0 for fewer than 2 values."""
     count = (~values.isnan()).sum(dim, keepdim=True)
     deviations = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (deviations / (count - 1).clamp(min=1)).sqrt()

@@ -20,13 +20,17 @@ class CompletionLog:
         self._rows: list[dict[str, Any]] = []
 
     def add(
-        self, prompts: list[Any], completions: list[Any], rewards: list[float], advantages: list[float]
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        rewards: list[float],
+        advantages: list[float],
     ) -> None:
         for prompt, completion, reward, advantage in zip(
             prompts, completions, rewards, advantages, strict=True
         ):
-            row = dict(prompt=_text(prompt), completion=_text(completion))
-            self._rows.append(row | dict(reward=reward, advantage=advantage))
+            row = {"prompt": _text(prompt), "completion": _text(completion)}
+            self._rows.append(row | {"reward": reward, "advantage": advantage})
 
     def flush(self, step: int, is_main_process: bool) -> None:
         """Called by all processes; the main one prints and writes."""
@@ -41,7 +45,7 @@ class CompletionLog:
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"completions_{step:05d}.parquet"
-        Dataset.from_list([row | dict(step=step) for row in rows]).to_parquet(path)
+        Dataset.from_list([row | {"step": step} for row in rows]).to_parquet(path)
 
 
 def _text(value: str | list[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -49,12 +49,12 @@ _LossFields = make_dataclass(
 )
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
 
 
 @dataclass
-class GRPOConfig(_LossFields, TrainingArguments):
+class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, misc]
     """Arguments of :class:`~grpo_trainer.GRPOTrainer`.
 
     Beside the fields below it has those of ``transformers.TrainingArguments`` and those of
@@ -64,68 +64,122 @@ class GRPOConfig(_LossFields, TrainingArguments):
         ValueError: values are out of range or do not fit together.
     """
 
-    _VALID_DICT_FIELDS = [
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
     ]
 
-    learning_rate: float = _option(1e-6, "Initial learning rate.")
-    logging_steps: float = _option(10, "Log every so many steps, or this share if below 1.")
-    gradient_checkpointing: bool | None = _option(True, "Recompute activations in backward.")
-    bf16: bool | None = _option(
-        None, "bf16 mixed precision. Default: on where the accelerator has it, unless fp16 is set."
+    learning_rate: float = field(default=1e-6, metadata=_help("Initial learning rate."))
+    logging_steps: float = field(
+        default=10, metadata=_help("Log every so many steps, or this share if below 1.")
     )
-    remove_unused_columns: bool = _option(
-        False, "Drop all columns but `prompt`; reward functions then do not see the others."
+    gradient_checkpointing: bool | None = field(
+        default=True, metadata=_help("Recompute activations in backward.")
     )
-
-    model_init_kwargs: dict[str, Any] | str | None = _option(
-        None, "Arguments of from_pretrained when the model is given by name. dtype is float32."
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "bf16 mixed precision. Default: on where the GPU has it, unless fp16 is set.",
+            "nargs": "?",
+            "const": True,
+        },
     )
-    trust_remote_code: bool = _option(False, "Run model code that comes with the checkpoint.")
-    disable_dropout: bool = _option(False, "Set every dropout probability to 0.")
-    shuffle_dataset: bool = _option(True, "Shuffle the training prompts in every epoch.")
-    num_generations: int = _option(8, "Completions per prompt: the group size.")
-    num_generations_eval: int | None = _option(None, "The same in evaluation. Default: the same.")
-    max_prompt_length: int | None = _option(None, "Keep only the last so many prompt tokens.")
-    max_completion_length: int = _option(512, "Longest completion, in tokens.")
-    pad_to_multiple_of: int | None = _option(None, "Pad sequences to a multiple of this length.")
-
-    generation_batch_size: int | None = _option(
-        None, "Completions generated at once, over all processes. Excludes steps_per_generation."
-    )
-    steps_per_generation: int | None = _option(
-        None, "Micro-batches per generation. Default: gradient_accumulation_steps."
-    )
-    top_p: float = _option(1.0, "Nucleus sampling: keep the likeliest tokens up to this mass.")
-    top_k: int = _option(0, "Sample from the so many likeliest tokens; 0: from all.")
-    min_p: float | None = _option(None, "Least probability, as a share of the likeliest token's.")
-    repetition_penalty: float = _option(1.0, "Above 1 makes tokens that occurred less likely.")
-    generation_kwargs: dict[str, Any] | str | None = _option(
-        None, "More transformers GenerationConfig fields; they override the ones above."
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = _option(
-        None, "Arguments of apply_chat_template for conversational prompts."
+    remove_unused_columns: bool = field(
+        default=False,
+        metadata=_help(
+            "Drop all columns but `prompt`; reward functions then do not see the others."
+        ),
     )
 
-    num_iterations: int = _option(1, "Passes over each generation batch.")
-    mask_truncated_completions: bool = _option(
-        False, "Leave completions out of the loss that ended without an end-of-sequence token."
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata=_help(
+            "Arguments of from_pretrained when the model is given by name. dtype is float32."
+        ),
     )
-    reward_weights: list[float] | None = _option(None, "One per reward function. Default: all 1.")
-    scale_rewards: str = _option(
-        "group", f"Divide advantages by a standard deviation: {', '.join(SCALES)}."
+    trust_remote_code: bool = field(
+        default=False, metadata=_help("Run model code that comes with the checkpoint.")
     )
-    multi_objective_aggregation: str = _option(
-        "sum_then_normalize", f"How several rewards are joined: {', '.join(AGGREGATIONS)}."
+    disable_dropout: bool = field(
+        default=False, metadata=_help("Set every dropout probability to 0.")
+    )
+    shuffle_dataset: bool = field(
+        default=True, metadata=_help("Shuffle the training prompts in every epoch.")
+    )
+    num_generations: int = field(
+        default=8, metadata=_help("Completions per prompt: the group size.")
+    )
+    num_generations_eval: int | None = field(
+        default=None, metadata=_help("The same in evaluation. Default: the same.")
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata=_help("Keep only the last so many prompt tokens.")
+    )
+    max_completion_length: int = field(
+        default=512, metadata=_help("Longest completion, in tokens.")
+    )
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata=_help("Pad sequences to a multiple of this length.")
     )
 
-    log_completions: bool = _option(
-        False, "Print completions when logging and write them to output_dir/completions."
+    generation_batch_size: int | None = field(
+        default=None,
+        metadata=_help(
+            "Completions generated at once, over all processes. Excludes steps_per_generation."
+        ),
     )
-    num_completions_to_print: int | None = _option(None, "How many of them to print. Default: all.")
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata=_help("Micro-batches per generation. Default: gradient_accumulation_steps."),
+    )
+    top_p: float = field(
+        default=1.0, metadata=_help("Nucleus sampling: keep the likeliest tokens up to this mass.")
+    )
+    top_k: int = field(
+        default=0, metadata=_help("Sample from the so many likeliest tokens; 0: from all.")
+    )
+    min_p: float | None = field(
+        default=None, metadata=_help("Least probability, as a share of the likeliest token's.")
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata=_help("Above 1 makes tokens that occurred less likely.")
+    )
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata=_help("More transformers GenerationConfig fields; they override the ones above."),
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata=_help("Arguments of apply_chat_template for conversational prompts.")
+    )
+
+    num_iterations: int = field(default=1, metadata=_help("Passes over each generation batch."))
+    mask_truncated_completions: bool = field(
+        default=False,
+        metadata=_help(
+            "Leave completions out of the loss that ended without an end-of-sequence token."
+        ),
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata=_help("One per reward function. Default: all 1.")
+    )
+    scale_rewards: str = field(
+        default="group",
+        metadata=_help(f"Divide advantages by a standard deviation: {', '.join(SCALES)}."),
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata=_help(f"How several rewards are joined: {', '.join(AGGREGATIONS)}."),
+    )
+
+    log_completions: bool = field(
+        default=False,
+        metadata=_help("Print completions when logging and write them to output_dir/completions."),
+    )
+    num_completions_to_print: int | None = field(
+        default=None, metadata=_help("How many of them to print. Default: all.")
+    )
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
@@ -138,6 +192,8 @@ class GRPOConfig(_LossFields, TrainingArguments):
         self.scale_rewards = booleans.get(scale, scale)
         self._check_choices()
         self._check_groups()
+        for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
+            options(name, getattr(self, name))
         self._set_generation_batch()
         if self.eval_strategy != "no":
             self.check_eval_batch()
@@ -147,6 +203,18 @@ class GRPOConfig(_LossFields, TrainingArguments):
     def eval_group_size(self) -> int:
         """Completions per prompt in evaluation."""
         return self.num_generations_eval or self.num_generations
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Different prompts of a generation batch, over all processes."""
+        assert self.generation_batch_size is not None  # set on construction
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def micro_steps_per_generation(self) -> int:
+        """How many micro-batches a generation batch serves."""
+        assert self.steps_per_generation is not None  # set on construction
+        return self.steps_per_generation * self.num_iterations
 
     def check_eval_batch(self) -> None:
         """Raises ValueError unless an evaluation batch holds whole groups."""
@@ -192,7 +260,7 @@ class GRPOConfig(_LossFields, TrainingArguments):
         """Fills in whichever of generation_batch_size and steps_per_generation is missing."""
         step = self.per_device_train_batch_size * self.world_size
         size, steps = self.generation_batch_size, self.steps_per_generation
-        if size is not None and steps is not None and size != steps * step:
+        if size is not None and steps is not None:
             raise ValueError(
                 "generation_batch_size, steps_per_generation: expected at most one of them, "
                 f"got {size} and {steps}"
@@ -212,6 +280,17 @@ class GRPOConfig(_LossFields, TrainingArguments):
             )
         self.generation_batch_size = size
         self.steps_per_generation = size // step
+
+
+def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The dictionary of an option that the command line takes as JSON; empty for None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise ValueError(f"{name}: expected a dictionary, as JSON {{...}}, got {value!r}")
 
 
 def loss_config(args: GRPOConfig) -> LossConfig:

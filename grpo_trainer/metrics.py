@@ -99,7 +99,7 @@ def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
     neutral = {"mean": 0.0, "min": torch.inf, "max": -torch.inf}[kind]
     kept = torch.where(valid, values, neutral)
-    total = {"mean": torch.sum, "min": torch.amin, "max": torch.amax}[kind](kept)
+    total = {"mean": kept.sum(), "min": kept.amin(), "max": kept.amax()}[kind]
     return Stat(kind, total, valid.double().sum())
 
 

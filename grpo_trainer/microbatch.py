@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import TokenBatch
-from grpo_kernels.batch import IGNORE_INDEX
+from grpo_kernels.packing import IGNORE_INDEX
 
 
 @dataclass
@@ -24,7 +24,7 @@ class MicroBatch:
     attention_mask: Tensor  # (B, L) int64
     target: Tensor  # (B, L) int64
     advantages: Tensor  # (B,) fp32
-    num_items: Tensor  # () what token-sum losses divide by if this were the whole window
+    num_items: Tensor  # () what token-sum losses divide by, per micro-batch of the window
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
 

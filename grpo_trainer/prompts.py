@@ -26,7 +26,8 @@ def encode_prompts(
     for prompt in prompts:
         key = repr(prompt)
         if key not in known:
-            known[key] = _encode(prompt, tokenizer, chat_template_kwargs or {})[-(max_length or 0) :]
+            ids = _encode(prompt, tokenizer, chat_template_kwargs or {})
+            known[key] = ids if max_length is None else ids[-max_length:]
         encoded.append(known[key])
     return encoded
 
@@ -35,7 +36,7 @@ def decode_completions(
     completion_ids: Sequence[list[int]],
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
-) -> list[str | list[dict[str, str]]]:
+) -> list[Any]:
     """Text for a plain prompt, an assistant message for a conversational one."""
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [

@@ -70,9 +70,7 @@ def _run_async(rewards: list[RewardFunction], arguments: dict[str, Any]) -> list
 
 
 def _named(reward: RewardFunction, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"reward function {reward.name!r} raised {type(error).__name__}: {error}"
-    )
+    return RuntimeError(f"reward function {reward.name!r} raised {type(error).__name__}: {error}")
 
 
 def _checked(name: str, values: Any, count: int) -> list[float]:

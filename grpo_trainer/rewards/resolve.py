@@ -70,6 +70,5 @@ def _name(function: Any) -> str:
 
 def _is_async(function: Any) -> bool:
     inner = getattr(function, "func", function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
-        getattr(inner, "__call__", None)
-    )
+    # an object is asynchronous if its class defines `async def __call__`
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)

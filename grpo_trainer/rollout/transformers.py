@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import GRPOConfig
+from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.microbatch import pad_rows
 from grpo_trainer.rollout.base import TokenIds, cut_after_eos
 
@@ -28,20 +28,21 @@ class TransformersEngine:
         args: GRPOConfig,
     ) -> None:
         self._model = model
-        settings = dict(
-            do_sample=True,
-            use_cache=True,
-            max_new_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=pad_token_id(tokenizer),
-        )
-        self.config = GenerationConfig(**(settings | (args.generation_kwargs or {})))
+        settings = {
+            "do_sample": True,
+            "use_cache": True,
+            "max_new_tokens": args.max_completion_length,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": pad_token_id(tokenizer),
+        }
+        settings |= options("generation_kwargs", args.generation_kwargs)
+        self.config = GenerationConfig(**settings)
         eos = self.config.eos_token_id
         self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
 

@@ -1,0 +1,100 @@
+"""Builds the task and the policy, trains by ``grpo-train``, compares the heads, reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from grpo_kernels import LossConfig
+from grpo_trainer import cli
+from grpo_trainer.data import load_prompts
+from grpo_trainer.demo import head, report
+from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.demo.task import DIGITS, write_dataset
+
+STEPS = 200
+GROUP = 16
+PROMPTS_PER_STEP = 32
+EVAL_GROUP = 4
+ENTROPY_COEF = 0.05  # keeps the policy exploring until it has found where to stop
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m grpo_trainer.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for results.")
+    parser.add_argument("--steps", type=int, default=STEPS, help="Optimizer steps.")
+    parser.add_argument("--seed", type=int, default=0, help="Of weights, data split and sampling.")
+    options = parser.parse_args(argv)
+    start = time.perf_counter()
+    # the policy is too small to share: more threads would mostly wait for one another
+    torch.set_num_threads(1)
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    train_file, eval_file = write_dataset(out, options.seed)
+    write_policy(out / "model", options.seed)
+    cli.main(_arguments(out, train_file, eval_file, options.steps, options.seed))
+    history = json.loads((out / "trained" / "trainer_state.json").read_text())["log_history"]
+    summary = _summary(out, eval_file, history, start)
+    report.write_summary(out, summary)
+    report.write_csv(out, history)
+    report.plot_curves(out, history)
+    shape = f"{head.TOKENS} tokens x {head.VOCABULARY} entries"
+    print(f"\n{report.table(summary, shape)}\n\nsummary.json, metrics.csv, curves.png: {out}")
+
+
+def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) -> list[str]:
+    """The command line of ``grpo-train`` for this run."""
+    options = {
+        "model_name_or_path": out / "model",
+        "dataset_name": train,
+        "eval_dataset_name": evaluation,
+        "reward_funcs": "grpo_trainer.demo.task.digits_reversal_reward",
+        "output_dir": out / "trained",
+        "max_steps": steps,
+        "per_device_train_batch_size": GROUP * PROMPTS_PER_STEP,
+        "num_generations": GROUP,
+        "max_completion_length": DIGITS + 1,
+        "learning_rate": 2e-3,
+        "entropy_coef": ENTROPY_COEF,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 5,
+        "eval_strategy": "steps",
+        "eval_steps": steps,
+        "eval_on_start": True,
+        "per_device_eval_batch_size": EVAL_GROUP * 128,
+        "num_generations_eval": EVAL_GROUP,
+        "save_strategy": "no",
+        "seed": seed,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def _summary(out: Path, eval_file: Path, history: report.History, start: float) -> report.Summary:
+    config = LossConfig(entropy_coef=ENTROPY_COEF, max_completion_length=DIGITS + 1)
+    # the first policy's rollout: the last one's rewards are all alike, so its advantages are 0
+    prompts = load_prompts(str(eval_file)).select(range(32))
+    differences = [
+        head.rollout_difference(out / "model", prompts, config),
+        head.large_head_difference(config),
+    ]
+    training, evaluations = report.training_rows(history), report.evaluation_rows(history)
+    return report.Summary(
+        reward_first=training[0]["reward"],
+        reward_last=training[-1]["reward"],
+        eval_reward_first=evaluations[0]["eval_reward"],
+        eval_reward_last=evaluations[-1]["eval_reward"],
+        loss_max_abs_diff=max(difference.loss for difference in differences),
+        grad_max_rel_diff=max(difference.gradient for difference in differences),
+        head_peak_bytes_fused=head.peak_bytes("fused"),
+        head_peak_bytes_eager=head.peak_bytes("eager"),
+        seconds=time.perf_counter() - start,
+    )
+
+
+if __name__ == "__main__":
+    main()

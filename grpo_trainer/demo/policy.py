@@ -1,0 +1,52 @@
+"""A character tokenizer and a tiny Qwen3 policy with random weights, in the usual folder format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+CHARACTERS = "0123456789="
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of ``CHARACTERS``, and three special ones."""
+    symbols = [*SPECIAL_TOKENS.values(), *CHARACTERS]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = Fuse()  # joins tokens without spaces
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
+
+
+def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """Two layers of width 64 with random weights."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def write_policy(folder: Path, seed: int) -> None:
+    """Saves tokenizer and policy to ``folder``, where ``from_pretrained`` finds them."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    make_policy(tokenizer, seed).save_pretrained(folder)

@@ -1,0 +1,40 @@
+"""The task: write a number's digits backwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+DIGITS = 3
+EVAL_PROMPTS = 128
+
+_PARTIAL, _LENGTH = 0.8, 0.2  # shares of the reward: digits in place, right length
+
+
+def digits_reversal_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """0.8 times the share of digits in their place, plus 0.2 for ending after the last one.
+
+    1 means right. Random tokens get about 0.12.
+    """
+    return [_score(text, right) for text, right in zip(completions, answer, strict=True)]
+
+
+def _score(text: str, right: str) -> float:
+    # an answer cut off by the length limit is longer than `right`: it did not end in time
+    hits = sum(a == b for a, b in zip(text, right, strict=False))
+    return _PARTIAL * hits / len(right) + _LENGTH * (len(text) == len(right))
+
+
+def write_dataset(folder: Path, seed: int) -> tuple[Path, Path]:
+    """``train.jsonl`` and ``eval.jsonl``: all numbers of DIGITS digits, split at random."""
+    numbers = ["".join(digits) for digits in itertools.product("0123456789", repeat=DIGITS)]
+    random.Random(seed).shuffle(numbers)
+    parts = {"eval": numbers[:EVAL_PROMPTS], "train": numbers[EVAL_PROMPTS:]}
+    for name, part in parts.items():
+        rows = [{"prompt": f"{number}=", "answer": number[::-1]} for number in part]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder / "train.jsonl", folder / "eval.jsonl"

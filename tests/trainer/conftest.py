@@ -1,0 +1,77 @@
+"""A tiny policy, a tokenizer and a dataset, made on the spot."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from grpo_trainer.demo.task import digits_reversal_reward
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def policy(tokenizer) -> Qwen3ForCausalLM:
+    return make_policy(tokenizer, seed=0)
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    numbers = [f"{i * 37 % 1000:03d}" for i in range(24)]
+    rows = [{"prompt": f"{n}=", "answer": n[::-1]} for n in numbers]
+    # prompts of different lengths, so that padding matters
+    return Dataset.from_list([*rows, {"prompt": "1=", "answer": "1"}])
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    def make(**changes) -> GRPOConfig:
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 4,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        return GRPOConfig(**(settings | changes))
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(make_args, policy, tokenizer, dataset):
+    def make(reward_funcs=digits_reversal_reward, model=None, **changes) -> GRPOTrainer:
+        return GRPOTrainer(
+            model if model is not None else policy,
+            reward_funcs,
+            make_args(**changes),
+            dataset,
+            dataset.select(range(4)),
+            tokenizer,
+        )
+
+    return make

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from grpo_trainer import cli
+from grpo_trainer.demo.policy import write_policy
+
+REWARD = "grpo_trainer.demo.task.digits_reversal_reward"
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def model(tmp_path):
+    write_policy(tmp_path / "model", seed=0)
+    return "model"
+
+
+def arguments(model: str, dataset: str, reward: str = REWARD, **changes) -> list[str]:
+    options = {
+        "model_name_or_path": model,
+        "dataset_name": dataset,
+        "reward_funcs": reward,
+        "output_dir": "out",
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+    } | changes
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def write(dataset: Dataset, name: str) -> str:
+    writers = {"csv": dataset.to_csv, "parquet": dataset.to_parquet}
+    kind = name.rpartition(".")[2]
+    if kind == "json":
+        Path(name).write_text(json.dumps(list(dataset)))
+    else:
+        writers.get(kind, dataset.to_json)(name)
+    return name
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_dataset_files(model, dataset, name):
+    # CSV has no types: an answer like 012 would come back as a number
+    file = write(dataset.remove_columns("answer"), name)
+    cli.main(arguments(model, file, "think_format_reward", eval_dataset_name=name))
+    history = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
+    assert any("reward" in row for row in history)
+
+
+def test_folder_with_splits(model, dataset):
+    write(dataset, "train.jsonl")
+    Path("data").mkdir()
+    Path("train.jsonl").rename("data/train.jsonl")
+    trainer = cli.build_trainer(arguments(model, "data"))
+    assert len(trainer.train_dataset) == len(dataset)
+
+
+def test_config_file_and_reward_beside_the_data(model, dataset, tmp_path):
+    (tmp_path / "beside.py").write_text(
+        "def one(completions, **_):\n    return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        f"model_name_or_path: {model}\ndataset_name: {write(dataset, 'rows.jsonl')}\n"
+        "reward_funcs: [beside.one, think_format_reward]\nlearning_rate: 1e-3\nnum_generations: 2\n"
+        "per_device_train_batch_size: 4\nuse_cpu: true\ngeneration_kwargs: {num_beams: 1}\n"
+        "eval_strategy: 'no'\nbeta: 0.5\n"
+    )
+    trainer = cli.build_trainer(["--config", "run.yaml", "--num_generations", "4"])
+    assert trainer.args.num_generations == 4
+    assert trainer.args.learning_rate == 1e-3
+    assert trainer.args.beta == 0.5
+    assert [item.name for item in trainer._collector._rewards] == ["one", "think_format_reward"]
+
+
+def test_progress_bar(model, dataset, capsys):
+    cli.main(arguments(model, write(dataset, "rows.jsonl"), beta=0.1, disable_tqdm=False))
+    shown = capsys.readouterr().err
+    assert "reward=" in shown and "kl=" in shown and "tok/s=" in shown
+
+
+def fails(capsys, argv: list[str]) -> str:
+    with pytest.raises(SystemExit) as error:
+        cli.main(argv)
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in lines if line.startswith("grpo-train: error: ")]
+    assert len(errors) == 1 and lines[-1] == errors[0]
+    return errors[0]
+
+
+def test_errors_before_loading(capsys, dataset):
+    rows = write(dataset, "rows.jsonl")
+    assert "--model_name_or_path is required" in fails(capsys, ["--output_dir", "out"])
+    assert "no folder './missing'" in fails(capsys, arguments("./missing", rows))
+    assert "no folder 'runs/demo/model'" in fails(capsys, arguments("runs/demo/model", rows))
+    assert "num_generations" in fails(capsys, arguments("m", rows, num_generations=3))
+    assert "--learning_rate" in fails(capsys, arguments("m", rows, learning_rate="fast"))
+    assert "--no_such_option" in fails(capsys, arguments("m", rows, no_such_option=1))
+    assert "no such file 'no.yaml'" in fails(capsys, ["--config", "no.yaml"])
+    Path("bad.yaml").write_text("learning_rat: 1\n")
+    assert "learning_rat" in fails(capsys, ["--config", "bad.yaml"])
+
+
+def test_errors_of_model_data_and_rewards(capsys, model, dataset):
+    rows = write(dataset, "rows.jsonl")
+    other = write(dataset.rename_column("prompt", "question"), "other.csv")
+    assert "no such file" in fails(capsys, arguments(model, "missing.jsonl"))
+    assert "no such folder" in fails(capsys, arguments(model, "./missing"))
+    assert "cannot be loaded" in fails(capsys, arguments(model, "missing/hub-dataset"))
+    message = fails(capsys, arguments(model, other))
+    assert "`prompt`" in message and "question, answer" in message
+    assert "no_such_reward" in fails(capsys, arguments(model, rows, "no_such_reward"))
+    assert "'nothing.here'" in fails(capsys, arguments(model, rows, "nothing.here"))
+    assert "missing/hub-model" in fails(capsys, arguments("missing/hub-model", rows))
+    Path("empty").mkdir()
+    assert "no config.json" in fails(capsys, arguments("empty", rows))
+
+
+def test_help_and_entry_point():
+    command = [sys.executable, "-c", "from grpo_trainer.cli import main; main(['--help'])"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "usage: grpo-train" in done.stdout
+    for option in ("--reward_funcs", "--loss_type", "--num_generations", "--config"):
+        assert option in done.stdout

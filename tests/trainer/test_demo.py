@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import fields
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_trainer.demo.__main__ import main
+from grpo_trainer.demo.policy import CHARACTERS, write_policy
+from grpo_trainer.demo.report import Summary
+from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"), [("321", 1.0), ("421", 2.2 / 3), ("32", 1.6 / 3), ("", 0.0), ("3217", 0.8)]
+)
+def test_reward(text, reward):
+    assert digits_reversal_reward([text], ["321"]) == [pytest.approx(reward)]
+
+
+def test_dataset(tmp_path):
+    parts = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in write_dataset(tmp_path, seed=0)
+    ]
+    train, held_out = ({row["prompt"] for row in part} for part in parts)
+    assert len(train) + len(held_out) == 1000 and not train & held_out
+    assert all(row["prompt"] == row["answer"][::-1] + "=" for part in parts for row in part)
+
+
+def test_policy_folder(tmp_path):
+    write_policy(tmp_path, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokenizer(CHARACTERS)["input_ids"]
+    assert len(ids) == len(CHARACTERS) and tokenizer.unk_token_id not in ids
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == CHARACTERS
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("grpo_trainer.demo.head.TOKENS", 64)
+    monkeypatch.setattr("grpo_trainer.demo.head.peak_bytes", lambda backend: 1)
+    monkeypatch.setattr("grpo_trainer.demo.__main__.PROMPTS_PER_STEP", 4)
+    main(["--out", str(tmp_path), "--steps", "5"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == [field.name for field in fields(Summary)]
+    assert summary["eval_reward_first"] <= 0.2
+    assert 0 < summary["loss_max_abs_diff"] < 1e-5
+    assert 0 < summary["grad_max_rel_diff"] < 1e-4
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [row["step"] for row in rows] == ["5"]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert "mean reward, held-out prompts" in capsys.readouterr().out

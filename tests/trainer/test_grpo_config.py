@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from grpo_kernels import LossConfig
+from grpo_kernels.losses import LOSSES
+from grpo_trainer import GRPOConfig
+from grpo_trainer.config import loss_config
+
+
+def test_defaults(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    expected = {
+        "learning_rate": 1e-6,
+        "logging_steps": 10,
+        "gradient_checkpointing": True,
+        "bf16": False,
+        "remove_unused_columns": False,
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "max_prompt_length": None,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "num_iterations": 1,
+        "scale_rewards": "group",
+        "steps_per_generation": 1,
+        "generation_batch_size": 8,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_every_loss_field_reaches_the_loss(make_args):
+    own = {"max_completion_length"}
+    for field in dataclasses.fields(LossConfig):
+        if field.name.startswith("rollout_correction_"):
+            assert not hasattr(make_args(), field.name)
+        elif field.name not in own:
+            assert getattr(make_args(), field.name) == field.default
+    changed = loss_config(make_args(loss_type="grpo", beta=0.1, epsilon_high=0.3, delta=4.0))
+    assert (changed.loss_type, changed.beta, changed.epsilon_high, changed.delta) == (
+        "grpo", 0.1, 0.3, 4.0,
+    )  # fmt: skip
+    assert changed.max_completion_length == 4
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss_is_accepted(make_args, loss_type):
+    args = make_args(loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None)
+    assert loss_config(args).loss_type == loss_type
+
+
+def test_generation_batch(make_args):
+    args = make_args(gradient_accumulation_steps=3)
+    assert (args.generation_batch_size, args.steps_per_generation) == (12, 3)
+    args = make_args(generation_batch_size=16)
+    assert (args.generation_batch_size, args.steps_per_generation) == (16, 4)
+    args = make_args(steps_per_generation=2)
+    assert (args.generation_batch_size, args.steps_per_generation) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(True, "group"), (False, "none"), ("False", "none"), ("batch", "batch")]
+)
+def test_scale_rewards(make_args, given, kept):
+    assert make_args(scale_rewards=given).scale_rewards == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, "at most one"),
+        ({"generation_batch_size": 6}, "multiple of 4"),
+        ({"num_generations": 3}, r"divisor of the generation batch of 4 completions \(2, 4\)"),
+        ({"num_generations": 1}, "num_generations: expected an integer >= 2"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"max_prompt_length": 0}, "max_prompt_length"),
+        ({"loss_type": "ppo"}, "dapo"),
+        ({"scale_rewards": "max"}, "group, batch, none"),
+        ({"multi_objective_aggregation": "mean"}, "sum_then_normalize"),
+        ({"beta": -1.0}, "beta"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"eval_strategy": "steps", "num_generations_eval": 3}, "per_device_eval_batch_size"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ],
+)
+def test_wrong_values(make_args, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(**changes)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_trainer.microbatch import collate, pad_rows
+from grpo_trainer.prompts import decode_completions, encode_prompts
+from grpo_trainer.rollout import TransformersEngine, cut_after_eos
+
+
+def test_plain_and_conversational(chat_tokenizer):
+    user = {"role": "user", "content": "12"}
+    started = [user, {"role": "assistant", "content": "=2"}]
+    ids = encode_prompts(["12=", [user], started, "12="], chat_tokenizer)
+    assert ids[0] == ids[1] == ids[3] == chat_tokenizer("12=")["input_ids"]
+    assert ids[2] == chat_tokenizer("12=2")["input_ids"]
+    assert encode_prompts(["12="], chat_tokenizer, max_length=2)[0] == ids[0][-2:]
+    texts = decode_completions([ids[0][:2], ids[0][:1]], ["12=", [user]], chat_tokenizer)
+    assert texts == ["12", [{"role": "assistant", "content": "1"}]]
+
+
+@pytest.mark.parametrize(("prompt", "got"), [(3, "int"), ([], "list"), ("", "none")])
+def test_wrong_prompts(tokenizer, prompt, got):
+    with pytest.raises(ValueError, match=f"prompt: .*got {got}"):
+        encode_prompts([prompt], tokenizer)
+
+
+def test_cut_after_first_eos():
+    assert cut_after_eos([5, 1, 6, 1], {1}) == [5, 1]
+    assert cut_after_eos([5, 6], {1}) == [5, 6]
+
+
+def test_padding():
+    rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    assert pad_rows(rows, 0).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert pad_rows(rows, 0, left=True, multiple=4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
+
+
+def test_collate_predicts_completions_only():
+    batch = collate(
+        [[5, 6], [7]], [[8, 1], [9]], [True, False], torch.ones(2), torch.tensor(2.0), 0
+    )
+    assert batch.input_ids.tolist() == [[5, 6, 8, 1], [7, 9, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch.target.tolist() == [[-100, 8, 1, -100], [-100] * 4]
+
+
+def test_engine_does_not_see_the_padding(policy, tokenizer, make_args):
+    """Greedy completions of a batch of unequal prompts are those of each prompt alone."""
+    args = make_args(generation_kwargs={"do_sample": False}, max_completion_length=8)
+    policy.train()
+    engine = TransformersEngine(lambda: policy, tokenizer, args)
+    prompts = encode_prompts(["123=", "4=", "98765="], tokenizer)
+    together = engine.generate(prompts)
+    assert together == [engine.generate([prompt])[0] for prompt in prompts]
+    assert policy.training

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from trainer_helpers import CannedEngine, parameters
+
+from grpo_kernels import policy_loss
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.policy import make_policy
+
+SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
+METRICS = {
+    "loss", "grad_norm", "learning_rate", "step_time", "num_tokens", "entropy",
+    "reward", "reward_std", "frac_reward_zero_std",
+    "rewards/digits_reversal_reward/mean", "rewards/digits_reversal_reward/std",
+    "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/clipped_ratio",
+    "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+}  # fmt: skip
+
+
+def lengths_reward(completion_ids, **kwargs):
+    return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
+
+
+def canned(trainer: GRPOTrainer) -> GRPOTrainer:
+    trainer._collector._engine = CannedEngine(trainer.processing_class)
+    return trainer
+
+
+def test_parameters_move_and_metrics_have_their_names(make_trainer):
+    trainer = make_trainer(gradient_checkpointing=True, eval_strategy="steps", eval_steps=2)
+    before = parameters(trainer.model)
+    trainer.train()
+    assert not torch.equal(before, parameters(trainer.model))
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(logs) == 2
+    assert set(logs[0]) >= METRICS
+    assert "kl" not in logs[0]
+    assert 4 * 2 < logs[0]["num_tokens"] < logs[1]["num_tokens"]
+    [evaluation] = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert {"eval_loss", "eval_entropy", "eval_completions/mean_length"} <= set(evaluation)
+
+
+def test_evaluate_returns_metrics(make_trainer):
+    result = make_trainer(num_generations_eval=2).evaluate()
+    assert 0 <= result["eval_reward"] <= 1
+    assert result["eval_rewards/digits_reversal_reward/mean"] == result["eval_reward"]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_gradient_accumulation_equals_one_batch(make_trainer, policy, loss_type):
+    def after_one_step(**batch) -> torch.Tensor:
+        trainer = make_trainer(
+            lengths_reward, copy.deepcopy(policy), max_steps=1, loss_type=loss_type, **SGD, **batch
+        )
+        canned(trainer).train()
+        return parameters(trainer.model)
+
+    whole = after_one_step(per_device_train_batch_size=8)
+    halves = after_one_step(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    moved = (whole - parameters(policy)).abs().max()
+    assert moved > 1e-3
+    assert (whole - halves).abs().max() < 1e-5 * moved + 1e-7
+
+
+def test_step_is_the_formula(make_trainer, policy):
+    """The first micro-batch's loss against log-probabilities of the model's own logits."""
+    trainer = canned(make_trainer(lengths_reward, copy.deepcopy(policy), max_steps=1, **SGD))
+    trainer.train()
+    [batch] = trainer._buffer
+    logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    tokens = batch.token_batch(1)
+    logprobs = logits.log_softmax(-1).flatten(0, 1)[tokens.rows, :]
+    logprobs = logprobs.gather(1, tokens.target[:, None])[:, 0]
+    policy_loss(logprobs, tokens, trainer.loss_config).loss.backward()
+    expected = torch.cat([(p - 0.5 * p.grad).detach().reshape(-1) for p in policy.parameters()])
+    torch.testing.assert_close(parameters(trainer.model), expected, rtol=0, atol=2e-6)
+
+
+def test_reference_and_kl(make_trainer):
+    trainer = make_trainer(beta=0.1, max_steps=3)
+    start = parameters(trainer.model)
+    trainer.train()
+    kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert kl[-1] > 1e-6
+    torch.testing.assert_close(parameters(trainer.ref_model), start)
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+
+
+def test_reference_of_a_patched_model(make_trainer, policy):
+    make_trainer(model=policy)
+    with pytest.raises(ValueError, match="patched forward"):
+        make_trainer(model=policy, beta=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, False),
+        ({"gradient_accumulation_steps": 2}, False),
+        ({"num_iterations": 2}, True),
+        ({"steps_per_generation": 2}, True),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, False),
+    ],
+)
+def test_old_logprobs_only_when_the_policy_moves(make_trainer, changes, needed):
+    trainer = make_trainer(max_steps=1, **changes)
+    trainer.train()
+    assert all((batch.old_logprobs is not None) == needed for batch in trainer._buffer)
+
+
+def test_iterations_reuse_the_generation(make_trainer):
+    trainer = make_trainer(num_iterations=2, max_steps=4, learning_rate=3e-2)
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "ratio/max" in row]
+    tokens = [row["num_tokens"] for row in logs]
+    assert tokens[0] == tokens[1] < tokens[2] == tokens[3]
+    assert logs[0]["ratio/max"] == pytest.approx(1, abs=1e-5)
+    assert logs[1]["ratio/max"] > 1 + 1e-4
+    assert "reward" in logs[0] and "reward" not in logs[1]
+
+
+def test_slices_share_a_generation(make_trainer):
+    seen = []
+
+    def reward(prompts, **kwargs):
+        seen.append(prompts)
+        return [0.0] * len(prompts)
+
+    make_trainer(reward, steps_per_generation=2, max_steps=4, num_generations=4).train()
+    assert [len(prompts) for prompts in seen] == [8, 8]
+    assert all(len(set(prompts)) == 2 for prompts in seen)
+
+
+def test_conversational_prompts(make_args, policy, chat_tokenizer, dataset):
+    seen = {}
+
+    def reward(prompts, completions, answer, trainer_state, completion_ids, **kwargs):
+        seen.update(prompts=prompts, completions=completions, step=trainer_state.global_step)
+        return [float(len(item[0]["content"])) for item in completions]
+
+    chat = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]})
+    GRPOTrainer(policy, reward, make_args(), chat, processing_class=chat_tokenizer).train()
+    assert seen["prompts"][0][0]["role"] == "user"
+    assert seen["completions"][0][0]["role"] == "assistant"
+    assert seen["step"] == 1
+
+
+def test_truncated_completions_leave_the_loss(make_trainer):
+    trainer = canned(make_trainer(lengths_reward, mask_truncated_completions=True, max_steps=1))
+    trainer.train()
+    [batch] = trainer._buffer
+    eos = trainer.processing_class.eos_token_id
+    ended = (batch.input_ids == eos).any(1)
+    assert ended.any() and not ended.all()
+    assert torch.equal((batch.target != -100).any(1), ended)
+    assert batch.num_items == (batch.target != -100).sum()
+
+
+def test_long_prompts_lose_their_beginning(make_trainer):
+    trainer = canned(make_trainer(lengths_reward, max_prompt_length=2, max_steps=1))
+    trainer.train()
+    [batch] = trainer._buffer
+    assert (batch.target[:, 0] == -100).all()
+    assert batch.attention_mask.sum(1).max() <= 2 + 4
+
+
+def test_padding_to_a_multiple(make_trainer):
+    trainer = make_trainer(pad_to_multiple_of=16, max_steps=1)
+    trainer.train()
+    assert trainer._buffer[0].input_ids.shape[1] == 16
+
+
+def test_unscored_completions(make_trainer, caplog):
+    trainer = make_trainer(lambda completions, **kwargs: [None] * len(completions), max_steps=1)
+    trainer.train()
+    assert "returned None for 4 of 4" in caplog.text
+    assert trainer._buffer[0].advantages.tolist() == [0.0] * 4
+    [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert log["loss"] == 0 and "reward" not in log
+
+
+def test_two_rewards_with_weights(make_trainer):
+    trainer = make_trainer(["think_format_reward", lengths_reward], reward_weights=[1.0, 2.0])
+    trainer.train()
+    log = next(row for row in trainer.state.log_history if "reward" in row)
+    assert log["reward"] == pytest.approx(2 * log["rewards/lengths_reward/mean"], rel=1e-5)
+    with pytest.raises(ValueError, match="reward_weights: expected 1"):
+        make_trainer(
+            lengths_reward, make_policy(trainer.processing_class, 0), reward_weights=[1, 2]
+        )
+
+
+def test_bf16_on_cpu(make_trainer):
+    trainer = make_trainer(bf16=True, beta=0.1, num_iterations=2, gradient_checkpointing=True)
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert all(row["grad_norm"] == row["grad_norm"] for row in logs)
+    assert next(trainer.model.parameters()).dtype == torch.float32
+
+
+def test_completions_are_written(make_trainer, capsys, tmp_path):
+    make_trainer(log_completions=True, num_completions_to_print=1, max_steps=1).train()
+    assert capsys.readouterr().out.count("step 1  reward") == 1
+    assert (tmp_path / "out" / "completions" / "completions_00001.parquet").exists()
+
+
+def test_wrong_datasets(make_args, policy, tokenizer, dataset):
+    def build(train):
+        return GRPOTrainer(policy, lengths_reward, make_args(), train, processing_class=tokenizer)
+
+    with pytest.raises(
+        ValueError, match="expected a `prompt` column, got columns question, answer"
+    ):
+        build(dataset.rename_column("prompt", "question"))
+    with pytest.raises(ValueError, match="at least 1 prompts"):
+        build(dataset.select([]))
+    with pytest.raises(ValueError, match=r"expected a datasets\.Dataset, got list"):
+        build([{"prompt": "1="}])
