@@ -69,6 +69,7 @@ def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) 
         "per_device_eval_batch_size": EVAL_GROUP * 128,
         "num_generations_eval": EVAL_GROUP,
         "save_strategy": "no",
+        "dataloader_pin_memory": False,
         "seed": seed,
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
