@@ -1,0 +1,25 @@
+"""Huge pages are advice: the tensor is the same, whatever its size and wherever it lies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels.logprob import memory
+
+
+@pytest.mark.parametrize("elements", [0, 1, memory._MIN_BYTES, memory._MIN_BYTES + 12345])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_tensor_stays_what_it_is(elements, offset):
+    values = torch.empty(elements + offset, dtype=torch.uint8)[offset:]
+    assert memory.on_huge_pages(values) is values
+    values.fill_(7)
+    assert (values == 7).all()
+
+
+def test_platform_without_huge_pages(monkeypatch):
+    monkeypatch.delattr(memory.mmap, "MADV_HUGEPAGE", raising=False)
+    memory._madvise.cache_clear()
+    values = torch.empty(memory._MIN_BYTES, dtype=torch.uint8)
+    assert memory.on_huge_pages(values) is values
+    memory._madvise.cache_clear()
