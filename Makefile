@@ -26,10 +26,11 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_layering.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m pytest benchmarks --benchmark-only
+	$(BIN)/python -m benchmarks.report
 
+# with the machine's own torch: a GPU machine has it
 gpu:
-	bash benchmarks/gpu.sh
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/logprob tests/test_fused.py tests/test_pointwise.py
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,8 @@
 // Row kernels over a tile of logits: the C ABI, and the table that one instruction set fills.
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
-// fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability. `grpo_kernels/logprob/cpu.py` mirrors these structs: change both, and kAbiVersion.
+// fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
+// `grpo_kernels/logprob/cpu.py` mirrors these structs: change both, and kAbiVersion.
 #pragma once
 
 #include <cstdint>

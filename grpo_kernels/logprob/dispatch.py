@@ -14,9 +14,11 @@ from grpo_kernels.logprob.rows import RowKernels
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 
-# Default size of the logits tile. On a CPU it bounds memory; on a GPU it is rows, because fewer
-# than about 2048 rows leave the matrix units idle.
-_CPU_WORKSPACE_BYTES = 320 << 20
+# Default size of the logits tile. On a CPU it bounds memory: down to 256 rows the products are as
+# fast, but 16-bit inputs gain from a single chunk, whose weight gradient needs no fp32 accumulator
+# (V * D * 4 bytes). On a GPU it is rows, because fewer than about 2048 leave the matrix units idle.
+_CPU_WORKSPACE_BYTES = 160 << 20
+_CPU_WORKSPACE_BYTES_16BIT = 320 << 20
 _GPU_CHUNK_ROWS = 4096
 
 
@@ -158,7 +160,9 @@ def chunk_rows(
     if max_workspace_bytes is None:
         if device.type != "cpu":
             return _GPU_CHUNK_ROWS
-        max_workspace_bytes = max(_CPU_WORKSPACE_BYTES, row_bytes)
+        wide = dtype.itemsize > 2
+        default = _CPU_WORKSPACE_BYTES if wide else _CPU_WORKSPACE_BYTES_16BIT
+        max_workspace_bytes = max(default, row_bytes)
     rows = max_workspace_bytes // row_bytes
     if rows < 1:
         raise ValueError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.logprob.head import Head, accumulate_dweight, logits_dtype, project
+from grpo_kernels.logprob.memory import on_huge_pages
 from grpo_kernels.logprob.rows import RowKernels, RowStats, concatenate, stats_dtype
 
 # (rows, their statistics) -> dlogp (C,), dentropy (C,) or None
@@ -104,7 +105,8 @@ def _sweep(
     weight = head.weight.to(hidden.dtype)
     columns = weight.shape[0]
     height = max((chunk.stop - chunk.start for chunk in execution.chunks), default=0)
-    tile = hidden.new_empty(height, columns, dtype=logits_dtype(hidden.dtype, execution.precision))
+    dtype = logits_dtype(hidden.dtype, execution.precision)
+    tile = on_huge_pages(hidden.new_empty(height, columns, dtype=dtype))
     gradients = _empty_gradients(hidden, head, needs, len(execution.chunks))
     parts: list[RowStats] = []
     for chunk in execution.chunks:
@@ -139,7 +141,9 @@ def _empty_gradients(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) 
     device = hidden.device
     return Gradients(
         make(hidden.shape, dtype=dhidden_dtype, device=device) if needs.hidden else None,
-        make(head.weight.shape, dtype=dweight_dtype, device=device) if needs.weight else None,
+        on_huge_pages(make(head.weight.shape, dtype=dweight_dtype, device=device))
+        if needs.weight
+        else None,
         torch.zeros(head.weight.shape[0], dtype=wide, device=device) if needs.bias else None,
     )
 
