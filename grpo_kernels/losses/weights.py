@@ -58,7 +58,11 @@ def _window_token_mean(batch: TokenBatch, config: LossConfig) -> Tensor:
     items = batch.num_items_in_batch
     if items is None:
         items = batch.num_tokens * batch.gradient_accumulation_steps
-    items = torch.as_tensor(items, device=batch.advantages.device, dtype=torch.float64)
+    device = batch.advantages.device
+    if isinstance(items, Tensor):
+        items = items.to(device, torch.float64)
+    else:
+        items = torch.full((), items, device=device, dtype=torch.float64)
     # 0 only when no process has a token; a fraction is a window of many processes or steps
     return (1.0 / torch.where(items > 0, items, 1.0)).to(batch.advantages.dtype)
 
