@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -139,13 +138,6 @@ class TokenBatch:
         ).long()
         cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         return self._take(keep, cu_seqlens, tuple(counts.tolist()))
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """Puts per-token ``values`` (T,) back into the caller's layout, 0 elsewhere."""
-        if self.rows is None:
-            return values.reshape(self.layout)
-        flat = values.new_zeros(math.prod(self.layout))
-        return flat.index_copy(0, self.rows, values).reshape(self.layout)
 
     def _take(
         self, index: slice | Tensor, cu_seqlens: Tensor, lengths: tuple[int, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,9 @@ def linear_policy_loss(
     return PolicyLossOutput(loss, _with_skipped(metrics, active, batch))
 
 
+_HEAD_OPTIONS = ("logit_scale", "softcap", *HeadSettings.__dataclass_fields__)
+
+
 class FusedLinearGRPOLoss(nn.Module):
     """Module form of :func:`linear_policy_loss`.
 
@@ -93,31 +97,17 @@ class FusedLinearGRPOLoss(nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(
-        self,
-        *,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
-        precision: str = "fp32",
-        backend: str = "auto",
-        schedule: str = "auto",
-        max_workspace_bytes: int | None = None,
-        **loss: object,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        unknown = sorted(set(loss) - set(LossConfig.__dataclass_fields__))
+        loss_fields, head_fields = set(LossConfig.__dataclass_fields__), set(_HEAD_OPTIONS)
+        unknown = sorted(set(options) - loss_fields - head_fields)
         if unknown:
-            known = ", ".join(LossConfig.__dataclass_fields__)
-            raise ValueError(f"{unknown[0]}: expected a field of LossConfig ({known})")
-        self.config = LossConfig(**loss)  # type: ignore[arg-type]
-        self._options = dict(
-            logit_scale=logit_scale,
-            softcap=softcap,
-            precision=precision,
-            backend=backend,
-            schedule=schedule,
-            max_workspace_bytes=max_workspace_bytes,
-        )
+            known = ", ".join([*LossConfig.__dataclass_fields__, *_HEAD_OPTIONS])
+            raise ValueError(
+                f"{unknown[0]}: expected a field of LossConfig or of the head: {known}"
+            )
+        self.config = LossConfig(**{k: v for k, v in options.items() if k in loss_fields})
+        self._head = {k: v for k, v in options.items() if k in head_fields}
 
     def forward(
         self,
@@ -142,10 +132,10 @@ class FusedLinearGRPOLoss(nn.Module):
             tokens = TokenBatch.from_padded(target, advantages, mask, **batch)  # type: ignore[arg-type]
         else:
             tokens = TokenBatch.from_packed(target, advantages, cu_seqlens, mask, **batch)  # type: ignore[arg-type]
-        return linear_policy_loss(hidden, weight, tokens, self.config, bias=bias, **self._options)  # type: ignore[arg-type]
+        return linear_policy_loss(hidden, weight, tokens, self.config, bias=bias, **self._head)
 
     def extra_repr(self) -> str:
-        return f"{self.config}, " + ", ".join(f"{k}={v!r}" for k, v in self._options.items())
+        return f"{self.config}, " + ", ".join(f"{k}={v!r}" for k, v in self._head.items())
 
 
 def _check_layout(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> None:

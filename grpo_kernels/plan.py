@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,28 +103,21 @@ def make_plan(
 
 
 def explain(
-    hidden: Tensor,
-    weight: Tensor,
-    batch: TokenBatch,
-    config: LossConfig,
-    *,
-    precision: str = "fp32",
-    backend: str = "auto",
-    schedule: str = "auto",
-    max_workspace_bytes: int | None = None,
+    hidden: Tensor, weight: Tensor, batch: TokenBatch, config: LossConfig, **settings: Any
 ) -> Plan:
     """The plan that ``linear_policy_loss`` would follow for the same arguments; print it.
+
+    It is for all tokens of ``batch``: rows of zero advantage, which may need no gradient, are set
+    aside when the loss runs.
+
+    Args:
+        hidden, weight, batch, config: as for ``linear_policy_loss``.
+        settings: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``.
 
     Raises:
         ValueError: as ``linear_policy_loss`` would for these settings.
     """
-    settings = HeadSettings(
-        precision=precision,
-        backend=backend,
-        schedule=schedule,
-        max_workspace_bytes=max_workspace_bytes,
-    )
-    return make_plan(hidden, weight, batch, config, settings)
+    return make_plan(hidden, weight, batch, config, HeadSettings(**settings))
 
 
 def _chunks(batch: TokenBatch, scope: str, size: int) -> tuple[list[slice], str | None]:

@@ -48,7 +48,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, call: Call, needs: Needs):
         stage, stats, gradients = _active_pass(rows, call, needs)
-        logp, entropy = _with_inactive(rows, call, stats)
+        logp, entropy = _with_inactive(rows, call, stats.logp, stats.entropy)
         metrics = policy_loss(logp, call.batch, call.config, entropy).metrics
         ctx.gradients = gradients
         ctx.call, ctx.needs = call, needs
@@ -114,30 +114,31 @@ def _largest_coefficient(batch: TokenBatch, weights: Weights, config: LossConfig
     return torch.where(largest.amax() > 0, largest.amax(), 1.0)
 
 
-def _with_inactive(rows: Tensor, call: Call, stats: RowStats) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy of all rows; those without gradient run forward only."""
+def _with_inactive(
+    rows: Tensor, call: Call, logp: Tensor, entropy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy of all rows, from those of the rows with a gradient.
+
+    The others run forward only.
+    """
     if call.keep is None:
-        return stats.logp, stats.entropy
+        return logp, entropy
     rest = torch.ones_like(call.batch.target, dtype=torch.bool)
     rest = rest.index_fill(0, call.keep, False).nonzero().squeeze(-1)
-    others = _logprobs(rows[rest], call.batch.target[rest], call)
-    empty = stats.logp.new_empty(call.batch.num_tokens)
-    logp = empty.index_copy(0, call.keep, stats.logp).index_copy(0, rest, others[0])
-    entropy = empty.index_copy(0, call.keep, stats.entropy).index_copy(0, rest, others[1])
-    return logp, entropy
+    with torch.no_grad():
+        others = _logprobs(rows[rest], call.batch.target[rest], call)
+    whole = logp.new_empty(call.batch.num_tokens)
+    return (
+        whole.index_copy(0, call.keep, logp).index_copy(0, rest, others[0]),
+        whole.index_copy(0, call.keep, entropy).index_copy(0, rest, others[1]),
+    )
 
 
 def two_pass(rows: Tensor, call: Call) -> tuple[Tensor, Metrics]:
     """Log-probabilities, loss in torch, and a backward that recomputes the logits."""
-    if call.keep is None:
-        logp, entropy = _logprobs(rows, call.batch.target, call)
-    else:
-        kept = _logprobs(rows[call.keep], call.active.target, call)
-        with torch.no_grad():
-            stats = RowStats(kept[0].detach(), kept[1].detach(), kept[0])
-            logp, entropy = _with_inactive(rows, call, stats)
-        logp = logp.index_copy(0, call.keep, kept[0])
-        entropy = entropy.index_copy(0, call.keep, kept[1])
+    active = rows if call.keep is None else rows[call.keep]
+    kept = _logprobs(active, call.active.target, call)
+    logp, entropy = _with_inactive(rows, call, *kept)
     return policy_loss(logp, call.batch, call.config, entropy)
 
 
