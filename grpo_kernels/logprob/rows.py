@@ -95,3 +95,20 @@ def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
     offset = logits.storage_offset() * ratio
     flat = torch.empty(0, dtype=out_dtype, device=logits.device)
     return flat.set_(logits.untyped_storage(), offset, (rows, columns), (row_stride, 1))
+
+
+_CPU_COLUMNS = 32  # columns that a 16-bit product on a CPU reads at a time
+
+
+def clear_row_ends(dlogits: Tensor) -> None:
+    """Zeroes what lies behind the last column of each row, as far as a product may read it.
+
+    On a CPU oneDNN reads the columns of a 16-bit matrix in steps of 32 and multiplies those past
+    the end by zero. Behind narrowed rows lie halves of the fp32 logits, and one that looks like an
+    infinity or a NaN would spoil its row.
+    """
+    (rows, columns), stride = dlogits.shape, dlogits.stride(0)
+    end = min(stride, -columns % _CPU_COLUMNS + columns)
+    if dlogits.device.type == "cpu" and rows and end > columns:
+        first = dlogits.storage_offset() + columns
+        dlogits.as_strided((rows, end - columns), (stride, 1), first).zero_()

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from grpo_kernels.logprob.head import Head, accumulate_dweight, logits_dtype, project
 from grpo_kernels.logprob.memory import on_huge_pages
-from grpo_kernels.logprob.rows import RowKernels, RowStats, concatenate, stats_dtype
+from grpo_kernels.logprob.rows import (
+    RowKernels,
+    RowStats,
+    clear_row_ends,
+    concatenate,
+    stats_dtype,
+)
 
 # (rows, their statistics) -> dlogp (C,), dentropy (C,) or None
 Middle = Callable[[slice, RowStats], tuple[Tensor, Tensor | None]]
@@ -152,6 +158,8 @@ def _add_gradients(
     gradients: Gradients, dlogits: Tensor, rows: Tensor, weight: Tensor, chunk: slice, first: bool
 ) -> None:
     if gradients.hidden is not None:
+        if dlogits.dtype != torch.float32:
+            clear_row_ends(dlogits)
         if gradients.hidden.dtype == dlogits.dtype:
             torch.mm(dlogits, weight, out=gradients.hidden[chunk])
         else:

@@ -15,6 +15,7 @@ from grpo_kernels.logprob.op import (
     linear_logprobs_backward,
     linear_logprobs_forward,
 )
+from grpo_kernels.logprob.rows import clear_row_ends, output_view
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
@@ -247,3 +248,21 @@ def test_more_rows_than_a_grid_dimension(length: int) -> None:
     out = linear_logprobs(hidden, weight, target)
     expected = (hidden @ weight.t()).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
     torch.testing.assert_close(out.logprobs, expected)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 31, 33, 257, 1000, 1024])
+def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
+    tile = torch.full((32, columns), float("nan"))
+    narrowed = output_view(tile, torch.bfloat16)
+    narrowed.normal_()
+    kept = narrowed.clone()
+    clear_row_ends(narrowed)
+    assert torch.equal(narrowed, kept)
+    weight = torch.randn(columns, 32).bfloat16()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the kernel that reads past the end
+    try:
+        product = torch.mm(narrowed, weight)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(product, torch.mm(kept, weight))
