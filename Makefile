@@ -1,5 +1,6 @@
 # make demo | make test | make check | make bench | make gpu: each works alone, from a fresh machine
-# with python3, make and gcc. All goes into .venv.
+# with python3, make and gcc. All goes into .venv. make gpu and make gpu-tune need neither network nor
+# compiler, but a python3 with torch: a GPU machine has it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check bench gpu clean
+.PHONY: demo test check bench results gpu gpu-tune wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m grpo_trainer.demo --out runs/demo
@@ -26,11 +27,32 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_layering.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m pytest benchmarks --benchmark-only --full --results benchmarks/results; \
+	status=$$?; $(BIN)/python -m benchmarks.results; exit $$status
 
-# with the machine's own torch: a GPU machine has it
+# tables, plots and the numbers in README and docs, from the result files
+results: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.results
+
+# tests, benchmarks and a summary in under nine minutes; writes to OUT, by default benchmarks/results
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/logprob tests/test_fused.py tests/test_pointwise.py
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
+
+# rewrites grpo_kernels/logprob/row_configs.py
+gpu-tune:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.tune $(TUNE_OPTIONS)
+
+# the peers for make gpu, where that machine has no network: carry the folder along. With
+# PEERS="benchmarks/peers.txt benchmarks/peers-hopper.txt" also those on the CuTe DSL, a large one.
+PEERS ?= benchmarks/peers.txt
+WHEELS_PYTHON ?= 3.12
+WHEELS_PLATFORMS := _2_28 _2_27 _2_24 _2_17 2014 1
+wheels:
+	rm -rf wheels
+	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \
+		--implementation cp --python-version $(WHEELS_PYTHON) \
+		$(WHEELS_PLATFORMS:%=--platform manylinux%_x86_64) \
+		-d wheels $(PEERS:%=-r %)
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,17 +1,112 @@
-"""``--full`` adds the large shapes to the suite."""
+"""Options of the suite, and the measurements that its tests share."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import time
+from pathlib import Path
 
-from benchmarks.shapes import FULL, QUICK
+import pytest
+import torch
+
+from benchmarks.environment import device_memory
+from benchmarks.measure import Settings, device_is_lost, measure
+from benchmarks.providers import PROVIDERS
+from benchmarks.record import Collector
+from benchmarks.replay import CLOCK
+from benchmarks.row import Row
+from benchmarks.suites import SUITES, Entry
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_COLLECTOR = pytest.StashKey[Collector | None]()
+_ROUNDS = {"cpu": 5, "cuda": 10}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also measure the large shapes")
+    group = parser.getgroup("head benchmarks")
+    group.addoption("--full", action="store_true", help="all cases of this device")
+    group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
+    group.addoption("--results", type=Path, help="folder for the result file; default: none")
+    group.addoption("--deadline", type=float, help="seconds after which nothing new is started")
+    group.addoption("--tests", type=Path, help="JSON of a test run's outcome, to be kept as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("--results")
+    collector = Collector(folder, DEVICE) if folder else None
+    if collector is not None and (tests := config.getoption("--tests")) and tests.exists():
+        collector.add_tests(json.loads(tests.read_text()))
+    config.stash[_COLLECTOR] = collector
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "shape_name" in metafunc.fixturenames:
-        names = FULL if metafunc.config.getoption("--full") else QUICK
-        metafunc.parametrize("shape_name", names, scope="module")
+    if "entry" in metafunc.fixturenames:
+        metafunc.parametrize("entry", suite(metafunc.config), ids=str, scope="session")
+    if "provider_name" in metafunc.fixturenames:
+        metafunc.parametrize("provider_name", PROVIDERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "benchmark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.benchmark(timer=CLOCK.read))
+
+
+def suite(config: pytest.Config) -> list[Entry]:
+    """The cases of the chosen suite that fit into the device's memory."""
+    full = "gpu-full" if DEVICE == "cuda" else "cpu"
+    name = config.getoption("--suite") or (full if config.getoption("--full") else "quick")
+    memory = device_memory(DEVICE)
+    return [entry for entry in SUITES[name]() if entry.case.least_bytes < 0.8 * memory]
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture(scope="session")
+def collector(pytestconfig: pytest.Config) -> Collector | None:
+    return pytestconfig.stash[_COLLECTOR]
+
+
+@pytest.fixture(scope="session")
+def deadline(pytestconfig: pytest.Config) -> float:
+    """The end by ``time.monotonic()``."""
+    seconds = pytestconfig.getoption("--deadline")
+    return time.monotonic() + seconds if seconds else float("inf")
+
+
+@pytest.fixture(scope="session")
+def table(
+    request: pytest.FixtureRequest,
+    entry: Entry,
+    collector: Collector | None,
+    deadline: float,
+) -> dict[str, Row]:
+    """The rows of one case, by provider: of those that the command line selected."""
+    if time.monotonic() > deadline:
+        pytest.skip("not reached: the time was up")
+    wanted = {
+        item.callspec.params["provider_name"]
+        for item in request.session.items
+        if getattr(item, "callspec", None) and item.callspec.params.get("entry") == entry
+    }
+    providers = [
+        provider
+        for name, provider in PROVIDERS.items()
+        if name in wanted and (entry.slow or not (provider.slow_start or provider.timeout))
+    ]
+    settings = Settings(
+        device=DEVICE,
+        rounds=_ROUNDS[DEVICE],
+        budget=float("inf") if entry.slow else 30.0,
+        memory=entry.memory,
+        deadline=deadline,
+    )
+    rows = measure(entry.case, providers, settings)
+    if collector is not None:
+        collector.add_table(entry.case, rows)
+    if device_is_lost(DEVICE):
+        pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
+    return {row.provider: row for row in rows}

@@ -3,103 +3,135 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from benchmarks.check import (
-    Check,
-    check_logprobs,
-    check_loss,
-    reference_logprobs,
-    reference_loss,
-)
-from benchmarks.memory import Memory, measure_memory
-from benchmarks.problem import Problem, make_problem
+from benchmarks.check import compare, reference, same_bits, same_rows
+from benchmarks.child import measured_alone, memory_alone
+from benchmarks.memory import measure_memory
+from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
-from benchmarks.shapes import DTYPES, Shape
+from benchmarks.row import Row, make_row
+from benchmarks.shapes import Case
+from benchmarks.timing import make_timer, quick_collections
 
-WORKS = ("loss", "logprobs")
-
-
-@dataclass
-class Row:
-    """One provider's line of the table; without seconds where it is absent or failed."""
-
-    provider: Provider
-    absent: str | None = None
-    check: Check = field(default_factory=Check)
-    seconds: list[float] = field(default_factory=list)
-    memory: Memory | None = None
-
-    @property
-    def median(self) -> float | None:
-        return statistics.median(self.seconds) if self.seconds else None
-
-    @property
-    def minimum(self) -> float | None:
-        return min(self.seconds, default=None)
-
-    @property
-    def runs(self) -> bool:
-        return self.absent is None and self.check.passed
+_FEWEST_ROUNDS = 3
 
 
-def measure(
-    providers: list[Provider],
-    shape: Shape,
-    dtype: str,
-    work: str,
-    rounds: int,
-    memory: bool = True,
-) -> list[Row]:
-    """Checks every provider, times those that passed, and measures their memory.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How much is measured."""
 
-    A round runs each once, so that a change of the machine's load meets them all. A provider that
-    has no such work, or not this dtype, is left out.
+    device: str = "cpu"
+    rounds: int = 5
+    budget: float = 30.0  # seconds of timing after which no further round starts
+    memory: bool = False  # on a CPU it takes a process for each provider; on a GPU it is free
+    deadline: float = float("inf")  # time.monotonic() after which nothing starts
+
+
+def measure(case: Case, providers: list[Provider], settings: Settings) -> list[Row]:
+    """Checks every provider, measures its memory, and times those that passed.
+
+    A round runs each once, so that a change of the machine's load meets them all.
     """
-    able = [
-        provider
-        for provider in providers
-        if DTYPES[dtype] in provider.dtypes and getattr(provider, work) is not None
-    ]
-    rows = [Row(provider, provider.absent()) for provider in able]
-    present = [row for row in rows if row.absent is None]
-    if memory:  # while this process is small
-        for row in present:
-            row.memory = measure_memory(shape, dtype, work, row.provider.name)
-    problem = make_problem(shape, DTYPES[dtype])
-    _check(present, problem, work)
-    running = [row for row in present if row.runs]
-    for index in range(rounds):
-        # every other round backwards, so that nobody always follows the same one
-        for row in running if index % 2 == 0 else reversed(running):
-            row.seconds.append(seconds(getattr(row.provider, work), problem))
+    rows = [make_row(provider, case, settings.device) for provider in providers]
+    pairs = list(zip(rows, providers, strict=True))
+    if settings.memory and settings.device == "cpu":  # while this process is small
+        for row, provider in pairs:
+            # what compiles inside of the call would count its compiler
+            if row.runs and not row.alone and not provider.slow_start:
+                row.memory = memory_alone(case, provider)
+    problem = make_problem(case, settings.device)
+    here = [pair for pair in pairs if pair[0].runs and not pair[0].alone]
+    _check_all(here, problem, settings)
+    if device_is_lost(settings.device):
+        return rows
+    _time_all([pair for pair in here if pair[0].runs], problem, settings)
+    del problem
+    for row, provider in pairs:
+        if row.runs and row.alone:
+            vars(row).update(measured_alone(case, provider, settings.rounds))
     return rows
 
 
-def seconds(call: Callable[[Problem], Any], problem: Problem) -> float:
-    """Wall time of one call; freeing its result is not part of it."""
+def measure_one(case: Case, provider: Provider, device: str, rounds: int) -> Row:
+    """A provider by itself; for a process that is killed when it hangs."""
+    settings = Settings(device=device, rounds=rounds)
+    row, problem = make_row(provider, case, device), make_problem(case, device)
+    _check_all([(row, provider)], problem, settings)
+    if row.runs:
+        _time_all([(row, provider)], problem, settings)
+    return row
+
+
+def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
+    """These runs are also the warm-up."""
+    exact = reference(problem)
+    for index, (row, provider) in enumerate(pairs):
+        if time.monotonic() > settings.deadline:
+            row.absent = "not reached: the time was up"
+            continue
+        try:
+            _check(row, provider, problem, exact)
+        except Exception as error:  # another library's failure is a result to report
+            row.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+        if device_is_lost(settings.device):
+            for later, _ in pairs[index + 1 :]:
+                later.absent = f"not reached: {row.provider} broke the device"
+            return
+        _free(settings.device)
+
+
+def _check(row: Row, provider: Provider, problem: Problem, exact: Result) -> None:
+    result = provider.run(problem)
+    if provider.checked:
+        check = compare(result, exact, problem)
+        row.errors, row.failure = check.errors, check.failure
+        if not check.passed:
+            return
+        half = problem.half()
+        row.batch_invariant = same_rows(provider.run(half), result, half)
+    if problem.hidden.device.type == "cuda":
+        row.memory, again = measure_memory(provider.run, problem)
+    else:
+        again = provider.run(problem)
+    if provider.checked:
+        row.repeatable = same_bits(result, again, problem)
+
+
+def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
+    timer = make_timer(settings.device)
+    start = time.monotonic()
+    for index in range(settings.rounds):
+        enough = index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget
+        if enough or (index > 0 and time.monotonic() > settings.deadline):
+            break
+        # every other round backwards, so that nobody always follows the same one
+        with quick_collections():
+            for row, provider in pairs if index % 2 == 0 else reversed(pairs):
+                row.seconds.append(timer(_bound(provider.run, problem)))
+
+
+def _bound(run: Callable[[Problem], Result], problem: Problem) -> Callable[[], Result]:
+    return lambda: run(problem)
+
+
+def device_is_lost(device: str) -> bool:
+    """Whether a kernel faulted: after that, nothing of this process runs on the GPU."""
+    if device != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _free(device: str) -> None:
+    """Gives back what a provider or its exception left behind."""
     gc.collect()
-    start = time.perf_counter()
-    result = call(problem)
-    elapsed = time.perf_counter() - start
-    del result
-    return elapsed
-
-
-def _check(rows: list[Row], problem: Problem, work: str) -> None:
-    """This run is also the warm-up."""
-    if work == "loss":
-        reference = reference_loss(problem)
-        for row in rows:
-            row.check = check_loss(row.provider, problem, reference)
-        return
-    with torch.no_grad():
-        logprobs = reference_logprobs(problem)
-    for row in rows:
-        row.check = check_logprobs(row.provider, problem, logprobs)
+    if device == "cuda":
+        torch.cuda.empty_cache()

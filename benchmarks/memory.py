@@ -1,63 +1,46 @@
-"""Peak memory of one call in a fresh process.
-
-The process, ``python -m benchmarks.memory SHAPE DTYPE WORK PROVIDER``, grows from the inputs alone
-to its peak. What the call returns is counted, and reported beside it so that it can be taken off.
-"""
+"""Peak memory of one call: the CUDA allocator's, or a fresh process's resident memory."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.problem import Result, make_problem
-from benchmarks.providers import PROVIDERS
-from benchmarks.shapes import DTYPES, SHAPES, Shape
+import torch
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.problem import Problem, Result
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of resident memory."""
+    """Bytes."""
 
-    growth: int  # from before the call to the peak
-    returned: int  # gradients or log-probabilities that the caller keeps; a part of ``growth``
-
-    @property
-    def extra(self) -> int:
-        return self.growth - self.returned
+    extra: int  # from before the call to its peak, without what it returns
+    returned: int  # gradients or log-probabilities that the caller keeps
+    predicted: int | None = None  # what `grpo-kernels plan` says ``extra`` is
 
 
-def measure_memory(shape: Shape, dtype: str, work: str, provider: str) -> Memory:
-    """Runs this module in its own process."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory", shape.name, dtype, work, provider],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Memory(**json.loads(run.stdout.splitlines()[-1]))
+def measure_memory(run: Callable[[Problem], Result], problem: Problem) -> tuple[Memory, Result]:
+    """Calls once. On a CPU this has to be a fresh process: an old one has memory to reuse."""
+    peak = _cuda_growth if problem.hidden.device.type == "cuda" else _resident_growth
+    result, growth = peak(run, problem)
+    return Memory(growth - result.nbytes, result.nbytes), result
 
 
-def _measure_here(shape: Shape, dtype: str, work: str, name: str) -> Memory:
-    provider = PROVIDERS[name]
-    call = provider.loss if work == "loss" else provider.logprobs
-    assert call is not None
-    call(make_problem(SHAPES["tiny"], DTYPES[dtype]))  # libraries are loaded, threads started
-    problem = make_problem(shape, DTYPES[dtype], constant_old=True)
+def _cuda_growth(run: Callable[[Problem], Result], problem: Problem) -> tuple[Result, int]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run(problem)
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def _resident_growth(run: Callable[[Problem], Result], problem: Problem) -> tuple[Result, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")
-    result = call(problem)
-    peak = _status("VmHWM")
-    tensors = [result.dhidden, result.dweight] if isinstance(result, Result) else [result]
-    return Memory(peak - before, sum(x.nbytes for x in tensors))
+    result = run(problem)
+    return result, _status("VmHWM") - before
 
 
 def _status(field: str) -> int:
@@ -66,8 +49,3 @@ def _status(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-if __name__ == "__main__":
-    measured = _measure_here(SHAPES[sys.argv[1]], *sys.argv[2:5])
-    print(json.dumps(asdict(measured)))

@@ -2,65 +2,152 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Shape
+from benchmarks.shapes import DTYPES, Case, Model
+from benchmarks.work import Work
 from grpo_kernels import LossConfig, TokenBatch
 
-CONFIG = LossConfig(loss_type="dapo", epsilon=0.2)
 _LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
+_BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of the loss. All tokens are valid, and the log-probabilities moved since sampling."""
+    """Inputs of one case. The policy moved since sampling, so that some ratios are clipped."""
 
-    hidden: Tensor  # (B, L, D), a leaf that needs a gradient
-    weight: Tensor  # (V, D), likewise
-    target: Tensor  # (B, L) int64
+    case: Case
+    hidden: Tensor  # (B, L, D), a leaf; needs a gradient unless the work is a forward
+    weight: Tensor  # (V, D), likewise, unless the head is frozen
+    target: Tensor  # (B, L) int64, valid everywhere
+    mask: Tensor  # (B, L) bool, False: padding
     advantages: Tensor  # (B,) fp32
     old_logprobs: Tensor  # (B, L) fp32
+    ref_logprobs: Tensor | None  # (B, L) fp32, where the loss has a KL term
+    dlogprobs: Tensor  # (B, L) fp32, the upstream gradient of a "backward" work
+
+    @property
+    def work(self) -> Work:
+        return self.case.work
+
+    @property
+    def loss(self) -> LossConfig:
+        assert self.work.loss is not None
+        return self.work.loss
+
+    @property
+    def softcap(self) -> float | None:
+        return self.case.model.softcap
 
     def batch(self) -> TokenBatch:
-        return TokenBatch.from_padded(self.target, self.advantages, old_logprobs=self.old_logprobs)
+        return TokenBatch.from_padded(
+            self.target,
+            self.advantages,
+            self.mask,
+            old_logprobs=self.old_logprobs,
+            ref_logprobs=self.ref_logprobs,
+        )
+
+    def half(self) -> Problem:
+        """The first half of the sequences: half of the valid tokens, so half of the normaliser."""
+        count = self.target.shape[0] // 2
+        parts = {
+            field.name: _leaf(getattr(self, field.name), slice(count))
+            for field in fields(self)
+            if field.name not in ("case", "weight")
+        }
+        return replace(self, **parts)
+
+
+def _leaf(x: Tensor | None, rows: slice) -> Tensor | None:
+    if x is None:
+        return None
+    return x.detach()[rows].clone().requires_grad_(x.requires_grad)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a provider returns for the loss: its value and both gradients."""
+    """What a provider returns; the fields named by ``Work.outputs`` have to be there."""
 
-    loss: Tensor  # ()
-    dhidden: Tensor  # (B, L, D)
-    dweight: Tensor  # (V, D)
+    loss: Tensor | None = None  # ()
+    logprobs: Tensor | None = None  # (B, L), masked positions hold anything
+    entropy: Tensor | None = None  # (B, L), likewise
+    dhidden: Tensor | None = None  # (B, L, D)
+    dweight: Tensor | None = None  # (V, D)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (x for field in fields(self) if (x := getattr(self, field.name)) is not None)
 
 
-def make_problem(
-    shape: Shape, dtype: torch.dtype, seed: int = 0, constant_old: bool = False
-) -> Problem:
-    """Random inputs.
+@dataclass(frozen=True)
+class _Inputs:
+    hidden: Tensor  # (B, L, D)
+    weight: Tensor  # (V, D)
+    target: Tensor  # (B, L)
+    logprobs: Tensor  # (B, L) fp32, of unrounded logits; constant where it does not matter
 
-    ``constant_old`` sets the old log-probabilities without a product, so that no library keeps a
-    buffer from it; for measurements of memory, which does not depend on values.
 
-    The logits have a standard deviation of 2. Two fifths of the ratios are clipped, and none is so
-    near to its bound that rounding the logits to 16 bits would move it across.
+def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
+    """Random inputs of ``case``.
+
+    ``exact=False`` leaves out the product behind the old log-probabilities; for measurements of
+    memory, so that no library keeps a buffer from it.
     """
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.empty(shape.sequences, shape.length, shape.hidden, dtype=dtype)
-    weight = torch.empty(shape.vocabulary, shape.hidden, dtype=dtype)
+    inputs = _make_inputs(case.model, case.sequences, case.length, case.dtype, device, exact)
+    work = case.work
+    trains = work.kind != "forward"
+    generator = torch.Generator().manual_seed(1)
+    shape = inputs.target.shape
+    noise = torch.randn(shape, generator=generator)
+    reference = (inputs.logprobs.cpu() + 0.1 * noise).to(device)
+    return Problem(
+        case=case,
+        hidden=inputs.hidden.detach().requires_grad_(trains),
+        weight=inputs.weight.detach().requires_grad_(trains and not work.frozen),
+        target=inputs.target,
+        mask=_mask(case).to(device),
+        advantages=_advantages(case).to(device),
+        old_logprobs=inputs.logprobs - _log_ratios(case, generator).to(device),
+        ref_logprobs=reference if work.loss is not None and work.loss.beta else None,
+        dlogprobs=torch.randn(shape, generator=generator).to(device) / case.tokens,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _make_inputs(
+    model: Model, sequences: int, length: int, dtype: str, device: str, exact: bool
+) -> _Inputs:
+    """Logits of standard deviation 2, with the target's raised to a probability of 0.002 to 0.998.
+
+    So peaked is a policy in RL, and so large are its logits that 16 bits round them visibly.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    options = dict(dtype=DTYPES[dtype], device=device)
+    hidden = torch.empty(sequences, length, model.hidden, **options)
+    weight = torch.empty(model.vocabulary, model.hidden, **options)
     hidden.normal_(generator=generator)
-    weight.normal_(std=2 / shape.hidden**0.5, generator=generator)
-    target = torch.randint(shape.vocabulary, (shape.sequences, shape.length), generator=generator)
-    advantages = torch.linspace(-1.0, 1.5, shape.sequences)
-    if constant_old:
-        old = torch.full(target.shape, -10.0)
-    else:
-        choice = torch.randint(len(_LOG_RATIOS), target.shape, generator=generator)
-        old = _logprobs(hidden, weight, target) - torch.tensor(_LOG_RATIOS)[choice]
-    return Problem(hidden.requires_grad_(), weight.requires_grad_(), target, advantages, old)
+    weight.normal_(std=2 / model.hidden**0.5, generator=generator)
+    target = torch.randint(
+        model.vocabulary, (sequences, length), generator=generator, device=device
+    )
+    # lse of the other tokens is about log V + 2; a unit of weight[target] adds 4 to its logit
+    raised = torch.rand(target.shape, generator=generator, device=device) * 12 - 4
+    boost = (math.log(model.vocabulary) + raised) / 4
+    hidden.add_((boost.unsqueeze(-1) * weight[target].float()).to(hidden.dtype))
+    logprobs = torch.full(target.shape, -1.0, device=device)
+    if exact:
+        logprobs = _logprobs(hidden, weight, target, model.softcap)
+    return _Inputs(hidden, weight, target, logprobs)
 
 
 def detached(problem: Problem, dtype: torch.dtype) -> Problem:
@@ -70,12 +157,41 @@ def detached(problem: Problem, dtype: torch.dtype) -> Problem:
     )
 
 
-def _logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """(B, L) fp32 log-probabilities, a few rows at a time."""
-    rows = hidden.flatten(0, 1).split(32)
-    targets = target.flatten().split(32)
-    parts = [
-        torch.mm(x, weight.t()).float().log_softmax(-1).gather(-1, y[:, None])
-        for x, y in zip(rows, targets, strict=True)
-    ]
+def _mask(case: Case) -> Tensor:
+    """(B, L): all valid, or every other sequence three quarters full and its neighbour one."""
+    mask = torch.ones(case.sequences, case.length, dtype=torch.bool)
+    if case.work.rows == "masked":
+        mask[0::2, 3 * case.length // 4 :] = False
+        mask[1::2, case.length // 4 :] = False
+    return mask
+
+
+def _advantages(case: Case) -> Tensor:
+    """(B,): of both signs, or zero for every other sequence."""
+    advantages = torch.linspace(-1.0, 1.5, case.sequences)
+    if case.work.rows == "zero":
+        advantages[0::2] = 0
+    return advantages
+
+
+def _log_ratios(case: Case, generator: torch.Generator) -> Tensor:
+    """(B, L): two fifths are clipped, and none is so near to its bound that rounding the logits to
+    16 bits would move it across. A loss of sequence ratios gets one value per sequence."""
+    of_tokens = case.work.loss is None or case.work.loss.scope(False) == "token"
+    width = case.length if of_tokens else 1
+    choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
+    return torch.tensor(_LOG_RATIOS)[choice].expand(case.sequences, case.length)
+
+
+def _logprobs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    """(B, L) fp32 log-probabilities of unrounded logits, a few rows at a time."""
+    rows = hidden.flatten(0, 1).split(_BLOCK_ROWS)
+    targets = target.flatten().split(_BLOCK_ROWS)
+    wide = weight.float()
+    parts = []
+    for x, y in zip(rows, targets, strict=True):
+        logits = torch.mm(x.float(), wide.t())
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        parts.append(logits.log_softmax(-1).gather(-1, y[:, None]))
     return torch.cat(parts).view(target.shape)

@@ -1,105 +1,71 @@
-"""Results as JSON, with what is needed to repeat them."""
+"""The result file: raw data, written again after every table so that a kill loses little."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.measure import Row
-from benchmarks.shapes import Shape
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.check import reference_dtype
+from benchmarks.environment import commit, environment, slug
+from benchmarks.row import Row
+from benchmarks.shapes import Case
 
 
-def environment() -> dict[str, Any]:
-    """Machine, versions and commit."""
+class Collector:
+    """One run's file, ``<folder>/<device>/<date>-<commit>.json``."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._data: dict[str, Any] = {
+            "environment": environment(device),
+            "tables": [],
+            "training": [],
+            "tests": None,
+        }
+        self.path = _unused(folder, self._data["environment"])
+
+    def add_table(self, case: Case, rows: list[Row]) -> None:
+        self._data["tables"].append(table(case, rows, self._data["environment"]["kind"]))
+        self._write()
+
+    def add_training(self, entry: dict[str, Any]) -> None:
+        self._data["training"].append(entry)
+        self._write()
+
+    def add_tests(self, outcome: dict[str, Any]) -> None:
+        self._data["tests"] = outcome
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._data, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def table(case: Case, rows: list[Row], device: str) -> dict[str, Any]:
+    """A case and its rows as plain data."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "--", "grpo_kernels", "csrc", "setup.py")),
-        "device": _cpu_model(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "trl", "liger-kernel")},
+        "work": case.work.name,
+        "model": case.model.name,
+        "tokens": case.tokens,
+        "sequences": case.sequences,
+        "hidden": case.model.hidden,
+        "vocabulary": case.model.vocabulary,
+        "softcap": case.model.softcap,
+        "dtype": case.dtype,
+        "reference": str(reference_dtype(case, device)).removeprefix("torch."),
+        "rows": [asdict(row) for row in rows],
     }
 
 
-def record(rows: list[Row], shape: Shape, dtype: str, work: str) -> dict[str, Any]:
-    """One table as plain data."""
-    return {
-        "work": work,
-        "dtype": dtype,
-        "shape": asdict(shape),
-        "environment": environment(),
-        "rows": [_row(row, rows) for row in rows],
-    }
-
-
-def save(data: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Writes ``<work>-<shape>-<dtype>.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{data['work']}-{data['shape']['name']}-{data['dtype']}.json"
-    path.write_text(json.dumps(data, indent=2) + "\n")
+def _unused(folder: Path, facts: dict[str, Any]) -> Path:
+    """A name that no earlier run has."""
+    name = f"{facts['date'][:10]}-{commit()[:12]}"
+    base = folder / slug(facts["device"])
+    path, count = base / f"{name}.json", 1
+    while path.exists():
+        count += 1
+        path = base / f"{name}-{count}.json"
     return path
-
-
-def _row(row: Row, rows: list[Row]) -> dict[str, Any]:
-    others = {other.provider.name: other for other in rows}
-    floor, ours = others.get("floor"), others.get("ours")
-    return {
-        "provider": row.provider.name,
-        "note": row.provider.note,
-        "absent": row.absent,
-        "failure": row.check.failure,
-        "errors": {key: value for key, value in asdict(row.check).items() if key != "failure"},
-        "seconds": row.seconds,
-        "median": row.median,
-        "minimum": row.minimum,
-        "maximum": max(row.seconds, default=None),
-        "to_floor": _ratio(row.median, floor and floor.median),
-        "minimum_to_floor": _ratio(row.minimum, floor and floor.minimum),
-        "to_ours": _ratio(row.median, ours and ours.median),
-        "memory": {**asdict(row.memory), "extra": row.memory.extra} if row.memory else None,
-    }
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value and base else None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).parent.parent
-    try:
-        run = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):  # not a checkout
-        return None
-    return run.stdout.strip()
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

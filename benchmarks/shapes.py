@@ -1,4 +1,4 @@
-"""The shapes that are measured, by name."""
+"""The heads that are measured, and a case: a head, a number of tokens, a dtype and a work."""
 
 from __future__ import annotations
 
@@ -6,37 +6,75 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.work import Work
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LONGEST = 1024  # tokens of a sequence
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Full sequences of one length, before a linear head."""
+class Model:
+    """The LM head of a model."""
 
     name: str
-    sequences: int
-    length: int
-    hidden: int
-    vocabulary: int
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.length
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: T={self.tokens} ({self.sequences} x {self.length}), "
-            f"D={self.hidden}, V={self.vocabulary}"
-        )
+    hidden: int  # D
+    vocabulary: int  # V
+    softcap: float | None = None
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", 3, 8, 32, 257),
-        Shape("small", 4, 64, 256, 32000),
-        Shape("qwen2.5-0.5b", 4, 256, 896, 151936),
+MODELS = {
+    model.name: model
+    for model in (
+        Model("tiny", 32, 257),
+        Model("small", 256, 32000),
+        Model("qwen2.5-0.5b", 896, 151936),
+        Model("qwen3-0.6b", 1024, 151936),
+        Model("qwen3-1.7b", 2048, 151936),
+        Model("llama-3.2-1b", 2048, 128256),
+        Model("gemma-2-2b", 2304, 256000, softcap=30.0),
+        Model("gemma-3-4b", 2560, 262144),
+        Model("qwen3-8b", 4096, 151936),
     )
 }
-QUICK = ("small",)  # what the pytest suite measures without --full
-FULL = ("small", "qwen2.5-0.5b")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: sequences of one padded length before one head."""
+
+    model: Model
+    tokens: int  # T, padding included; a multiple of 16
+    dtype: str  # a name of DTYPES
+    work: Work
+
+    def __post_init__(self) -> None:
+        assert self.tokens % 16 == 0 and self.tokens % self.sequences == 0
+
+    @property
+    def sequences(self) -> int:
+        return max(4, self.tokens // _LONGEST)
+
+    @property
+    def length(self) -> int:
+        return self.tokens // self.sequences
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def flop(self) -> float:
+        """Operations of the products that the work cannot avoid."""
+        rows = self.tokens if self.work.rows == "all" else self.tokens // 2
+        return 2.0 * self.work.products * rows * self.model.hidden * self.model.vocabulary
+
+    @property
+    def least_bytes(self) -> int:
+        """Without which not even the smallest provider can be measured and checked."""
+        weight = self.model.vocabulary * self.model.hidden
+        states = self.tokens * self.model.hidden
+        # inputs and gradients, an fp32 accumulator, and twice fp64 for the reference
+        return (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
+
+    def __str__(self) -> str:
+        return f"{self.work.name}, {self.model.name}, T={self.tokens}, {self.dtype}"

@@ -194,6 +194,7 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
         self._check_groups()
         for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
             options(name, getattr(self, name))
+        self._leave_the_head_to_us()
         self._set_generation_batch()
         if self.eval_strategy != "no":
             self.check_eval_batch()
@@ -224,6 +225,19 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
                 "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
                 f"a multiple of the {self.eval_group_size} completions per prompt, got {batch}"
             )
+
+    def _leave_the_head_to_us(self) -> None:
+        """Liger's patch of the head would replace the forward that computes our loss."""
+        if not self.use_liger_kernel:
+            return
+        patches = dict(self.liger_kernel_config or {})
+        for name in ("fused_linear_cross_entropy", "cross_entropy"):
+            if patches.setdefault(name, False):
+                raise ValueError(
+                    f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
+                    "trainer is fused already"
+                )
+        self.liger_kernel_config = patches
 
     def _check_choices(self) -> None:
         for name, known in (

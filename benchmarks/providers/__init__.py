@@ -1,20 +1,25 @@
-"""The implementations that are compared. Each file has one ``PROVIDER`` or more of one library."""
+"""The implementations that are compared: a file for each library."""
 
 from __future__ import annotations
 
-from benchmarks.providers import eager, floor, liger, ours, trl
+from benchmarks.providers import cce, compile, eager, floor, liger, ours, quack, torch_lce, trl
 from benchmarks.providers.base import Provider
 
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         floor.FLOOR,
-        ours.OURS,
-        ours.OURS_EXACT,
-        ours.OURS_TORCH,
+        *ours.OURS_ALL,
         eager.EAGER,
         eager.EAGER_ENTROPY,
+        compile.COMPILE,
+        torch_lce.TORCH_LCE,
         trl.TRL,
         liger.LIGER,
+        liger.LIGER_TRITON,
+        liger.LIGER_SM90,
+        cce.CCE,
+        cce.CCE_EXACT,
+        quack.QUACK,
     )
 }

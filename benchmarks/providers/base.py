@@ -10,25 +10,33 @@ import torch
 from torch import Tensor
 
 from benchmarks.problem import Problem, Result
+from benchmarks.shapes import Case
+
+
+def does_everything(case: Case) -> str | None:
+    """An ``unable`` for providers without gaps."""
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """One implementation of the loss, and of log-probabilities where it has them."""
+    """One implementation of the works."""
 
     name: str
     note: str  # what exactly is run
-    loss: Callable[[Problem], Result]  # forward, backward, both gradients
-    logprobs: Callable[[Problem], Tensor] | None = None  # (B, L), without gradient
+    run: Callable[[Problem], Result]  # the work of the problem's case
+    unable: Callable[[Case], str | None] = does_everything  # why it has no such work, or not so
+    missing: Callable[[str], str | None] = lambda device: None  # what it lacks on "cpu" or "cuda"
     package: str | None = None  # the distribution that has to be installed
-    checked: bool = True  # False: only products, there is no loss to compare
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    checked: bool = True  # False: only products, there is no result to compare
+    slow_start: bool = False  # compiles for long: left out where a suite is short of time
+    timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
 
-    def absent(self) -> str | None:
-        """None when it can run, else why not."""
+    def absent(self, device: str) -> str | None:
+        """None when it can run here, else why not."""
         if self.package is not None and self.version() is None:
             return f"{self.package} is not installed"
-        return None
+        return self.missing(device)
 
     def version(self) -> str | None:
         if self.package is None:
@@ -39,7 +47,15 @@ class Provider:
             return None
 
 
-def with_gradients(problem: Problem, loss: Tensor) -> Result:
-    """The result of a loss that hangs on the problem's leaves."""
-    dhidden, dweight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
-    return Result(loss.detach(), dhidden, dweight)
+def needs_gpu(device: str) -> str | None:
+    """A ``missing`` for providers of GPU kernels."""
+    return None if device == "cuda" else "needs a GPU"
+
+
+def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = None, **values):
+    """The result whose gradients follow from ``root``, which hangs on the problem's leaves."""
+    leaves = {"dhidden": problem.hidden, "dweight": problem.weight}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(root, tuple(wanted.values()), upstream)
+    detached = {name: value.detach() for name, value in values.items()}
+    return Result(**detached, **dict(zip(wanted, gradients, strict=True)))

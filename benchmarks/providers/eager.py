@@ -2,49 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from benchmarks.problem import CONFIG, Problem, Result
+from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from grpo_kernels import policy_loss
 
-
-def _loss(problem: Problem) -> Result:
-    loss, _ = policy_loss(_selected(_logps(problem), problem), problem.batch(), CONFIG)
-    return with_gradients(problem, loss)
+Head = Callable[[Tensor, Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor | None]]
 
 
-def _loss_with_entropy(problem: Problem) -> Result:
-    logps = _logps(problem)
-    with torch.no_grad():
-        entropy = -(logps.exp() * logps).sum(-1).flatten()
-    loss, _ = policy_loss(_selected(logps, problem), problem.batch(), CONFIG, entropy)
-    return with_gradients(problem, loss)
+def head(
+    hidden: Tensor,  # (B, L, D)
+    weight: Tensor,  # (V, D)
+    target: Tensor,  # (B, L)
+    softcap: float | None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(B, L) fp32 log-probabilities and entropies, as most training scripts write them."""
+    logits = torch.nn.functional.linear(hidden, weight)  # (B, L, V)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logps = logits.log_softmax(-1, dtype=torch.float32)
+    entropy = None
+    if with_entropy:
+        with torch.no_grad():
+            entropy = -(logps.exp() * logps).sum(-1)
+    return logps.gather(-1, target.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def _logprobs(problem: Problem) -> Tensor:
-    with torch.no_grad():
-        return _selected(_logps(problem), problem).view(problem.target.shape)
+def run_with(call: Head, entropy_metric: bool = False) -> Callable[[Problem], Result]:
+    """Every work on top of a head that gives differentiable log-probabilities (B, L).
+
+    ``entropy_metric``: a loss also computes the entropies, for the log.
+    """
+
+    def run(problem: Problem) -> Result:
+        work = problem.work
+        arguments = (problem.hidden, problem.weight, problem.target, problem.softcap)
+        if work.kind == "forward":
+            with torch.no_grad():
+                logprobs, entropy = call(*arguments, work.entropy)
+            return Result(logprobs=logprobs, entropy=entropy)
+        logprobs, entropy = call(*arguments, entropy_metric and work.kind == "loss")
+        return finish(problem, logprobs, entropy)
+
+    return run
 
 
-def _logps(problem: Problem) -> Tensor:
-    logits = torch.nn.functional.linear(problem.hidden, problem.weight)  # (B, L, V)
-    return logits.log_softmax(-1, dtype=torch.float32)
-
-
-def _selected(logps: Tensor, problem: Problem) -> Tensor:
-    return logps.gather(-1, problem.target.unsqueeze(-1)).flatten()
+def finish(problem: Problem, logprobs: Tensor, entropy: Tensor | None = None) -> Result:
+    """What follows differentiable log-probabilities (B, L): the work's loss, and its gradients."""
+    kind = problem.work.kind
+    if kind == "backward":
+        return with_gradients(problem, logprobs, problem.dlogprobs, logprobs=logprobs)
+    if kind == "mean":
+        loss = -logprobs.mean()
+        return with_gradients(problem, loss, loss=loss)
+    rows = problem.mask.flatten().nonzero().squeeze(-1)
+    kept = logprobs.flatten().index_select(0, rows)
+    entropies = None if entropy is None else entropy.flatten().index_select(0, rows)
+    loss, _ = policy_loss(kept, problem.batch(), problem.loss, entropies)
+    return with_gradients(problem, loss, loss=loss)
 
 
 EAGER = Provider(
     name="eager",
-    note="full logits, fp32 log_softmax, autograd; no entropy",
-    loss=_loss,
-    logprobs=_logprobs,
+    note="full logits, fp32 log_softmax, autograd; no entropy in a loss",
+    run=run_with(head),
 )
 EAGER_ENTROPY = Provider(
     name="eager-entropy",
-    note="the same, and the mean entropy for the log, which ours and trl also compute",
-    loss=_loss_with_entropy,
+    note="the same, and in a loss the mean entropy for the log, which ours and trl also compute",
+    run=run_with(head, entropy_metric=True),
+    unable=lambda case: None if case.work.kind == "loss" else "as eager",
 )

@@ -1,40 +1,160 @@
-"""Liger Kernel's chunked GRPO loss."""
+"""Liger Kernel: its chunked GRPO loss, its Triton kernels, and its Hopper kernels in CuTe DSL."""
 
 from __future__ import annotations
 
-from benchmarks.problem import CONFIG, Problem, Result
-from benchmarks.providers.base import Provider, with_gradients
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from benchmarks.problem import Problem, Result
+from benchmarks.providers.base import Provider, needs_gpu, with_gradients
+from benchmarks.providers.eager import run_with
+from benchmarks.providers.peers import (
+    lacking,
+    loss_arguments,
+    needs_hopper,
+    no_entropy,
+    no_softcap,
+    run_cross_entropy,
+)
+from benchmarks.shapes import Case
+
+_PACKAGE = "liger-kernel"
 
 
-def _loss(problem: Problem) -> Result:
-    import torch
+def _chunked(problem: Problem) -> Result:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    high = CONFIG.epsilon if CONFIG.epsilon_high is None else CONFIG.epsilon_high
     # compiling concerns the (B, L) loss formula only, and takes longer than a small run
     function = LigerFusedLinearGRPOLoss(
-        beta=CONFIG.beta,
         compiled=False,
-        use_ref_model=False,
-        epsilon_low=CONFIG.epsilon,
-        epsilon_high=high,
-        loss_type=CONFIG.loss_type,
-        temperature=CONFIG.temperature,
+        use_ref_model=problem.ref_logprobs is not None,
+        **loss_arguments(problem.loss),
     )
-    loss, _ = function(
-        problem.hidden,
-        problem.weight,
+    with _tf32_products(problem):
+        loss, _ = function(
+            problem.hidden,
+            problem.weight,
+            problem.target,
+            problem.mask.int(),
+            problem.advantages,
+            ref_per_token_logps=problem.ref_logprobs,
+            old_per_token_logps=problem.old_logprobs,
+        )
+    return with_gradients(problem, loss, loss=loss)
+
+
+@contextmanager
+def _tf32_products(problem: Problem) -> Iterator[None]:
+    """For 16-bit inputs on a GPU: it multiplies their gradients in fp32, which is slow without."""
+    before = torch.get_float32_matmul_precision()
+    if problem.hidden.is_cuda and problem.case.dtype != "fp32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _only_losses(case: Case) -> str | None:
+    if case.work.kind != "loss":
+        return "a GRPO loss only"
+    return no_softcap(case)
+
+
+def _triton_loss(problem: Problem) -> Result:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    # it wants the logits of L + 1 positions, and ignores the last, as model outputs have it
+    hidden = torch.nn.functional.pad(problem.hidden, (0, 0, 0, 1))
+    logits = torch.nn.functional.linear(hidden, problem.weight)  # (B, L + 1, V)
+    if problem.softcap is not None:
+        logits = problem.softcap * torch.tanh(logits / problem.softcap)
+    settings = loss_arguments(problem.loss)
+    loss, _ = triton_grpo_loss(
+        logits,
+        problem.old_logprobs,
+        problem.ref_logprobs,
         problem.target,
-        torch.ones_like(problem.target),
         problem.advantages,
-        old_per_token_logps=problem.old_logprobs,
+        problem.mask.int(),
+        eps_low=settings.pop("epsilon_low"),
+        eps_high=settings.pop("epsilon_high"),
+        reduce=True,
+        **settings,
     )
-    return with_gradients(problem, loss)
+    return with_gradients(problem, loss, loss=loss)
+
+
+def _cross_entropy(problem: Problem, reduction: str) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    function = LigerFusedLinearCrossEntropyLoss(reduction=reduction, softcap=problem.softcap)
+    return function(problem.weight, problem.hidden.flatten(0, 1), problem.target.flatten())
+
+
+_without_loss = run_cross_entropy(_cross_entropy)
+
+
+def _triton(problem: Problem) -> Result:
+    return _triton_loss(problem) if problem.work.kind == "loss" else _without_loss(problem)
+
+
+def _sm90_head(
+    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+        LigerFusedScaledCrossEntropySM90Function,
+    )
+
+    outputs = LigerFusedScaledCrossEntropySM90Function.apply(
+        hidden.flatten(0, 1),
+        weight,
+        target.flatten(),
+        1.0,  # temperature
+        -100,  # ignored target
+        1,  # has no effect any more
+        with_entropy,
+    )
+    nll, entropy = outputs if with_entropy else (outputs, None)
+    shape = target.shape
+    return -nll.view(shape), None if entropy is None else entropy.view(shape)
+
+
+def _sm90_unable(case: Case) -> str | None:
+    return "bf16 only" if case.dtype != "bf16" else no_softcap(case)
+
+
+def _sm90_missing(device: str) -> str | None:
+    return needs_hopper(device) or lacking("nvidia-cutlass-dsl", "cuda-bindings")
 
 
 LIGER = Provider(
     name="liger",
-    note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled",
-    loss=_loss,
-    package="liger-kernel",
+    note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
+    "allowed for its fp32 products of bf16 inputs on a GPU",
+    run=_chunked,
+    unable=_only_losses,
+    package=_PACKAGE,
+)
+LIGER_TRITON = Provider(
+    name="liger-triton",
+    note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
+    "LigerFusedLinearCrossEntropyLoss with its defaults",
+    run=_triton,
+    unable=no_entropy,
+    missing=needs_gpu,
+    package=_PACKAGE,
+)
+LIGER_SM90 = Provider(
+    name="liger-sm90",
+    note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), the rest eager; no entropy in a "
+    "loss; dweight is computed for a frozen head too",
+    run=run_with(_sm90_head),
+    unable=_sm90_unable,
+    missing=_sm90_missing,
+    package=_PACKAGE,
+    slow_start=True,
 )

@@ -1,71 +1,111 @@
-"""This package."""
+"""This package: its backends, precisions and schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.problem import CONFIG, Problem, Result
+from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
-from grpo_kernels import linear_logprobs, linear_policy_loss
+from benchmarks.shapes import Case
+from grpo_kernels import LossConfig, available_backends, linear_logprobs, linear_policy_loss
+
+_MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 
 
-def _loss(precision: str, backend: str) -> Callable[[Problem], Result]:
+def _runner(schedule: str, **settings: str) -> Callable[[Problem], Result]:
     def run(problem: Problem) -> Result:
-        loss, _ = linear_policy_loss(
+        if problem.work.kind in ("forward", "backward"):
+            return _run_logprobs(problem, settings)
+        return _run_loss(problem, {**settings, "schedule": schedule})
+
+    return run
+
+
+def _run_logprobs(problem: Problem, settings: dict[str, Any]) -> Result:
+    work = problem.work
+    with torch.set_grad_enabled(work.kind == "backward"):
+        out = linear_logprobs(
             problem.hidden,
             problem.weight,
-            problem.batch(),
-            CONFIG,
-            precision=precision,
-            backend=backend,
+            problem.target,
+            softcap=problem.softcap,
+            outputs=("logprobs", "entropy") if work.entropy else ("logprobs",),
+            **settings,
         )
-        return with_gradients(problem, loss)
-
-    return run
-
-
-def _logprobs(precision: str, backend: str) -> Callable[[Problem], Tensor]:
-    def run(problem: Problem) -> Tensor:
-        with torch.no_grad():
-            out = linear_logprobs(
-                problem.hidden,
-                problem.weight,
-                problem.target,
-                precision=precision,
-                backend=backend,
-            )
-        assert out.logprobs is not None
-        return out.logprobs
-
-    return run
+    assert out.logprobs is not None
+    if work.kind == "forward":
+        return Result(logprobs=out.logprobs, entropy=out.entropy)
+    return with_gradients(problem, out.logprobs, problem.dlogprobs, logprobs=out.logprobs)
 
 
-def _provider(name: str, note: str, precision: str, backend: str, **rest) -> Provider:
-    return Provider(
-        name=name,
-        note=note,
-        loss=_loss(precision, backend),
-        logprobs=_logprobs(precision, backend),
-        **rest,
+def _run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
+    if problem.work.kind == "mean":
+        problem = replace(problem, advantages=torch.ones_like(problem.advantages))
+    loss, _ = linear_policy_loss(
+        problem.hidden,
+        problem.weight,
+        problem.batch(),
+        _MEAN if problem.work.kind == "mean" else problem.loss,
+        softcap=problem.softcap,
+        **settings,
     )
+    return with_gradients(problem, loss, loss=loss)
 
 
-OURS = _provider(
-    "ours", 'linear_policy_loss, precision="input" (logits in the input dtype)', "input", "auto"
+def _bf16(case: Case) -> str | None:
+    return None if case.dtype == "bf16" else "the same as ours: nothing is rounded"
+
+
+def _losses(case: Case) -> str | None:
+    return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
+
+
+def _backend(name: str) -> Callable[[str], str | None]:
+    def missing(device: str) -> str | None:
+        best = "triton" if device == "cuda" else "cpu"
+        if name == "triton" and device == "cpu":
+            return "needs a GPU"
+        if name == "cpu" and device == "cuda":
+            return "needs tensors on the CPU"
+        if name not in available_backends():
+            return f"the {name} backend is not available here"
+        return f"it is what ours runs on {device}" if name == best else None
+
+    return missing
+
+
+def _provider(name: str, note: str, schedule: str = "auto", **rest: Any) -> Provider:
+    settings = {key: rest.pop(key) for key in ("precision", "backend") if key in rest}
+    return Provider(name=name, note=note, run=_runner(schedule, **settings), **rest)
+
+
+OURS = _provider("ours", "the defaults: unrounded fp32 logits")
+OURS_INPUT = _provider(
+    "ours-input",
+    'precision="input": logits rounded to the input dtype, as the peers do',
+    precision="input",
+    unable=_bf16,
 )
-OURS_EXACT = _provider(
-    "ours-exact",
-    'linear_policy_loss, precision="fp32" (unrounded logits; differs for 16-bit inputs only)',
-    "fp32",
-    "auto",
-    dtypes=(torch.bfloat16,),
+OURS_TWO_PASS = _provider(
+    "ours-two-pass",
+    'schedule="two_pass": the backward recomputes the logits',
+    "two_pass",
+    unable=_losses,
 )
-OURS_TORCH = _provider(
+OURS_CHUNKED = _provider(
     "ours-chunked",
-    'linear_policy_loss, backend="chunked" (row passes in torch)',
-    "input",
-    "chunked",
+    'backend="chunked": row passes in torch',
+    backend="chunked",
+    missing=_backend("chunked"),
 )
+OURS_REFERENCE = _provider(
+    "ours-reference",
+    'backend="reference": full fp32 logits',
+    backend="reference",
+    missing=_backend("reference"),
+)
+OURS_ALL = (OURS, OURS_INPUT, OURS_TWO_PASS, OURS_CHUNKED, OURS_REFERENCE)

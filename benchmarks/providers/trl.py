@@ -1,73 +1,105 @@
-"""TRL: its chunked log-probabilities under its own trainer's loss."""
+"""TRL: its chunked log-probabilities, and its fused head under its own trainer's loss."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from benchmarks.problem import CONFIG, Problem, Result
+from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
+from benchmarks.providers.eager import run_with
+from benchmarks.providers.peers import lacking, loss_arguments
+
+
+def _run(problem: Problem) -> Result:
+    return _loss(problem) if problem.work.kind == "loss" else _without_loss(problem)
+
+
+def _head(
+    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
+        hidden.flatten(0, 1),
+        weight,
+        None,
+        target.flatten(),
+        1.0,  # temperature
+        _CHUNKED_LOGPROB_CHUNK_SIZE,
+        softcap,
+        1.0,  # scale of the logits
+        ("entropy",) if with_entropy else (),
+    )
+    shape = target.shape
+    return logprobs.view(shape), None if entropy is None else entropy.view(shape)
+
+
+_without_loss = run_with(_head)
 
 
 def _loss(problem: Problem) -> Result:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    sequences, length = problem.target.shape
     inputs = {
         "prompt_ids": problem.target[:, :0],
         "prompt_mask": problem.target[:, :0],
         "completion_ids": problem.target,
-        "completion_mask": torch.ones_like(problem.target),
+        "completion_mask": problem.mask.to(problem.target.dtype),
         "advantages": problem.advantages,
         "old_per_token_logps": problem.old_logprobs,
-        "num_items_in_batch": torch.tensor(float(sequences * length)),
+        "ref_per_token_logps": problem.ref_logprobs,
+        "num_items_in_batch": problem.mask.sum(),
     }
-    return with_gradients(problem, GRPOTrainer._compute_loss(_trainer(problem), None, inputs))
+    loss = GRPOTrainer._compute_loss(_trainer(problem), None, inputs)
+    return with_gradients(problem, loss, loss=loss)
 
 
-def _logprobs(problem: Problem) -> Tensor:
-    with torch.no_grad():
-        return _head(problem, ())[0]
+class _Model:
+    """As much of a causal LM as TRL's fused head reads: the problem's hidden states and head."""
+
+    def __init__(self, problem: Problem) -> None:
+        text = SimpleNamespace(final_logit_softcapping=problem.softcap)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        self._output = SimpleNamespace(last_hidden_state=problem.hidden)
+        self._embeddings = SimpleNamespace(weight=problem.weight, bias=None)
+
+    def base_model(self, **_: Any) -> SimpleNamespace:
+        return self._output
+
+    def get_output_embeddings(self) -> SimpleNamespace:
+        return self._embeddings
+
+    def forward(self) -> None:
+        """What TRL replaces."""
 
 
-def _head(problem: Problem, outputs: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-    from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+def _logprobs(problem: Problem) -> tuple[Tensor, Tensor, None]:
+    """As its trainer calls its fused head, which leaves out the masked tokens on a GPU."""
+    from trl.trainer.utils import add_fused_lm_head
 
-    logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-        problem.hidden.flatten(0, 1),
-        problem.weight,
-        None,
-        problem.target.flatten(),
-        CONFIG.temperature,
-        _CHUNKED_LOGPROB_CHUNK_SIZE,
-        None,
-        1.0,
-        outputs,
-    )
-    shape = problem.target.shape
-    return logprobs.view(shape), entropy.view(shape) if entropy is not None else None
+    model: Any = _Model(problem)
+    add_fused_lm_head(model, problem.loss.temperature, outputs=("log_probs", "entropy"))
+    labels = problem.target.masked_fill(~problem.mask, -100)
+    output = model.forward(fused_lm_head=True, shift_labels=labels)
+    return output.log_probs, output.entropy, None
 
 
 def _trainer(problem: Problem) -> SimpleNamespace:
     """As much of a trainer as TRL's loss reads; the model call becomes the head alone."""
-    high = CONFIG.epsilon if CONFIG.epsilon_high is None else CONFIG.epsilon_high
+    settings = loss_arguments(problem.loss)
     one_process = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
     )
     return SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (*_head(problem, ("entropy",)), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: _logprobs(problem),
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(delta=CONFIG.delta, steps_per_generation=1),
+        args=SimpleNamespace(steps_per_generation=1, **settings),
         accelerator=one_process,
-        loss_type=CONFIG.loss_type,
-        beta=CONFIG.beta,
-        epsilon_low=CONFIG.epsilon,
-        epsilon_high=high,
-        importance_sampling_level="token",
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm=False,
@@ -75,13 +107,20 @@ def _trainer(problem: Problem) -> SimpleNamespace:
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
         _metrics={"train": defaultdict(list)},
+        **settings,
     )
+
+
+def _missing(device: str) -> str | None:
+    """What its modules import besides torch and transformers."""
+    return lacking("accelerate", "datasets", "jinja2", "pandas", "pyarrow")
 
 
 TRL = Provider(
     name="trl",
-    note="trl.kernels.ChunkedLogProbFunction (with entropy) under GRPOTrainer._compute_loss",
-    loss=_loss,
-    logprobs=_logprobs,
+    note="trl.kernels.ChunkedLogProbFunction; in a loss its fused head with entropies, under "
+    "GRPOTrainer._compute_loss with its metrics",
+    run=_run,
+    missing=_missing,
     package="trl",
 )

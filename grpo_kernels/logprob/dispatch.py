@@ -11,15 +11,15 @@ import torch
 
 from grpo_kernels.logprob.head import logits_dtype
 from grpo_kernels.logprob.rows import RowKernels
+from grpo_kernels.logprob.tiles import gpu_chunk_rows
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 
 # Default size of the logits tile. On a CPU it bounds memory: down to 256 rows the products are as
 # fast, but 16-bit inputs gain from a single chunk, whose weight gradient needs no fp32 accumulator
-# (V * D * 4 bytes). On a GPU it is rows, because fewer than about 2048 leave the matrix units idle.
+# (V * D * 4 bytes). On a GPU it is rows.
 _CPU_WORKSPACE_BYTES = 160 << 20
 _CPU_WORKSPACE_BYTES_16BIT = 320 << 20
-_GPU_CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,11 @@ def chunk_rows(
     Raises:
         ValueError: the workspace does not hold one row.
     """
-    row_bytes = max(1, columns) * logits_dtype(dtype, precision).itemsize
+    tile_dtype = logits_dtype(dtype, precision)
+    row_bytes = max(1, columns) * tile_dtype.itemsize
     if max_workspace_bytes is None:
         if device.type != "cpu":
-            return _GPU_CHUNK_ROWS
+            return gpu_chunk_rows(tile_dtype, columns, device)
         wide = dtype.itemsize > 2
         default = _CPU_WORKSPACE_BYTES if wide else _CPU_WORKSPACE_BYTES_16BIT
         max_workspace_bytes = max(default, row_bytes)

@@ -1,9 +1,8 @@
-"""What the Triton row kernels share: the transform, its host-side arguments and the tile sizes."""
+"""What the Triton row kernels share: the transform, its host-side arguments and the checks."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,33 +12,10 @@ from torch import Tensor
 from grpo_kernels.logprob.rows import Transform
 from grpo_kernels.triton_math import tanh
 
-
-@dataclass(frozen=True)
-class RowConfig:
-    """Tile of one kernel: it depends on the kernel and the dtype, never on the row count."""
-
-    num_warps: int
-    depth: int  # 16-byte loads of one thread for one tile
-
-    @property
-    def options(self) -> dict[str, int | bool]:
-        """Launch options. Without fusion of ``a * b + c`` every operation rounds as it is written:
-        ``z - peak`` is exactly 0 at the peak, and the interpreter's numbers are the GPU's."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
-
-    def lanes(self, dtype: torch.dtype) -> int:
-        """Columns that the threads load at once, 16 bytes each."""
-        return self.num_warps * 32 * (16 // dtype.itemsize)
-
-    def columns(self, dtype: torch.dtype) -> int:
-        """Columns of a tile."""
-        return self.lanes(dtype) * self.depth
-
-
-ROW_CONFIGS: dict[str, RowConfig] = {
-    "stats": RowConfig(num_warps=4, depth=4),
-    "dlogits": RowConfig(num_warps=4, depth=4),
-}
+# Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
+# decides nothing but would bring a compilation each.
+_PER_ROW = "target temperature logp entropy lse dlogp dentropy is_top1 sum_sq_probs"
+PER_ROW = [f"{name}_ptr" for name in _PER_ROW.split()]
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.logprob.rows import RowStats, Transform, output_view
+from grpo_kernels.logprob.tiles import RowConfig, row_config
 from grpo_kernels.logprob.triton_common import (
-    ROW_CONFIGS,
+    PER_ROW,
     check_tile,
     on_device,
     row_factor,
@@ -19,7 +20,7 @@ from grpo_kernels.logprob.triton_common import (
 from grpo_kernels.triton_math import tanh
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _dlogits_kernel(
     logits_ptr,  # (C, V)
     out_ptr,  # (C, V), the same storage, of the same or half the width
@@ -94,6 +95,7 @@ def dlogits_(
     dlogp: Tensor,  # (C,) fp32
     dentropy: Tensor | None,  # (C,) fp32
     out_dtype: torch.dtype,
+    config: RowConfig | None = None,  # the table's
 ) -> Tensor:
     """Gradient with respect to the raw logits, in their storage; see :class:`RowKernels`."""
     check_tile(logits, target)
@@ -106,7 +108,7 @@ def dlogits_(
     out = output_view(logits, out_dtype)
     rows, columns = logits.shape
     if rows:
-        config = ROW_CONFIGS["dlogits"]
+        config = config or row_config("dlogits", logits.dtype, columns, logits.device)
         with on_device(logits):
             _dlogits_kernel[(rows,)](
                 logits_ptr=logits,

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.tiles import RowConfig, row_config
 from grpo_kernels.logprob.triton_common import (
-    ROW_CONFIGS,
+    PER_ROW,
     check_tile,
     on_device,
     row_factor,
@@ -42,7 +43,7 @@ def _fold(z, peak, total, moment, squares, EXTRAS: tl.constexpr):
     return new_peak, total, moment, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
     target_ptr,  # (C,) int64
@@ -107,6 +108,7 @@ def row_stats(
     target: Tensor,  # (C,) int64 in [0, V)
     transform: Transform,
     extras: bool,
+    config: RowConfig | None = None,  # the table's
 ) -> RowStats:
     """Statistics of each row in fp32; see :class:`RowStats`."""
     check_tile(logits, target)
@@ -114,7 +116,7 @@ def row_stats(
     logp, entropy, lse, sum_sq_probs = logits.new_empty((4, rows), dtype=torch.float32).unbind(0)
     is_top1 = torch.empty(rows, dtype=torch.bool, device=logits.device)
     if rows:
-        config = ROW_CONFIGS["stats"]
+        config = config or row_config("stats", logits.dtype, columns, logits.device)
         with on_device(logits):
             _row_stats_kernel[(rows,)](
                 logits_ptr=logits,

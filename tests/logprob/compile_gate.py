@@ -28,7 +28,8 @@ from triton.runtime.jit import JITFunction
 
 import grpo_kernels
 from grpo_kernels.logprob import triton_dlogits, triton_reduce, triton_row_stats
-from grpo_kernels.logprob.triton_common import ROW_CONFIGS
+from grpo_kernels.logprob.row_configs import ROW_CONFIGS
+from grpo_kernels.logprob.tiles import DEFAULT_ROW_CONFIG, RowConfig, bits
 from grpo_kernels.pointwise import PointwiseKernel
 
 TARGETS = {
@@ -77,8 +78,8 @@ def kernels() -> dict[str, JITFunction]:
     return found
 
 
-def cases() -> list[Case]:
-    return [*_stats_cases(), *_dlogits_cases(), *_reduce_cases(), _pointwise_case()]
+def cases(target: str) -> list[Case]:
+    return [*_stats_cases(target), *_dlogits_cases(target), *_reduce_cases(), _pointwise_case()]
 
 
 def _row_types(**more: str) -> dict[str, str]:
@@ -87,14 +88,22 @@ def _row_types(**more: str) -> dict[str, str]:
     return {"target_ptr": "*i64", **sizes, **scalars, **more}
 
 
-def _row_case(kernel: Any, config: str, types: dict[str, str], flags: dict[str, Any]) -> Case:
-    chosen, constants = ROW_CONFIGS[config], dict(flags)
+def _configs(kernel: str, dtype: torch.dtype, target: str) -> list[RowConfig]:
+    """What may be launched on ``target``: the default first, then what was tuned there."""
+    tuned = [
+        RowConfig(*v) for k, v in ROW_CONFIGS.items() if k[:3] == (target, kernel, bits(dtype))
+    ]
+    return list(dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned]))
+
+
+def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict[str, Any]) -> Case:
+    constants = dict(flags)
     if flags["ROW_TEMPERATURE"]:
         types = {**types, "temperature_ptr": "*fp32"}
     else:
         constants["temperature_ptr"] = None
-    constants["BLOCK_V"] = chosen.columns(DTYPES[types["logits_ptr"].removeprefix("*")])
-    return Case(kernel, types, constants, chosen.options)
+    constants["BLOCK_V"] = config.columns(DTYPES[types["logits_ptr"].removeprefix("*")])
+    return Case(kernel, types, constants, config.options)
 
 
 def _variants(*names: str, thorough: bool) -> list[dict[str, bool]]:
@@ -105,34 +114,41 @@ def _variants(*names: str, thorough: bool) -> list[dict[str, bool]]:
     return [dict(zip(names, values, strict=True)) for values in chosen]
 
 
-def _stats_cases() -> Iterator[Case]:
+def _stats_cases(target: str) -> Iterator[Case]:
     results = {f"{name}_ptr": "*fp32" for name in ("logp", "entropy", "lse", "sum_sq_probs")}
-    config = ROW_CONFIGS["stats"]
+    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "EXTRAS")
     for name, dtype in DTYPES.items():
         types = _row_types(logits_ptr=f"*{name}", is_top1_ptr="*i1", **results)
-        names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "EXTRAS")
-        for flags in _variants(*names, thorough=name == "fp32"):
-            case = _row_case(triton_row_stats._row_stats_kernel, "stats", types, flags)
-            case.constants["LANES"] = config.lanes(dtype)
-            yield case
-        yield dataclasses.replace(case, aligned=False)
+        for config in _configs("stats", dtype, target):
+            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG
+            for flags in _variants(*names, thorough=thorough):
+                case = _row_case(triton_row_stats._row_stats_kernel, config, types, flags)
+                case.constants["LANES"] = config.lanes(dtype)
+                yield case
+            yield dataclasses.replace(case, aligned=False)
 
 
-def _dlogits_cases() -> Iterator[Case]:
+def _dlogits_cases(target: str) -> Iterator[Case]:
     vectors = {f"{name}_ptr": "*fp32" for name in ("logp", "entropy", "lse", "dlogp")}
     pairs = [("fp32", "bf16"), ("fp32", "fp16"), *((name, name) for name in DTYPES)]
     for dtype, out in pairs:
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
         types["stride_out_row"] = "i64"
-        names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
-        for flags in _variants(*names, thorough=(dtype, out) == ("fp32", "bf16")):
-            kernel = triton_dlogits._dlogits_kernel
-            if flags["HAS_DENTROPY"]:
-                case = _row_case(kernel, "dlogits", {**types, "dentropy_ptr": "*fp32"}, flags)
-            else:
-                case = _row_case(kernel, "dlogits", types, {**flags, "dentropy_ptr": None})
-            yield case
-        yield dataclasses.replace(case, aligned=False)
+        for config in _configs("dlogits", DTYPES[dtype], target):
+            thorough = (dtype, out) == ("fp32", "bf16") and config == DEFAULT_ROW_CONFIG
+            yield from _dlogits_variants(config, types, thorough)
+
+
+def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) -> Iterator[Case]:
+    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
+    for flags in _variants(*names, thorough=thorough):
+        kernel = triton_dlogits._dlogits_kernel
+        if flags["HAS_DENTROPY"]:
+            case = _row_case(kernel, config, {**types, "dentropy_ptr": "*fp32"}, flags)
+        else:
+            case = _row_case(kernel, config, types, {**flags, "dentropy_ptr": None})
+        yield case
+    yield dataclasses.replace(case, aligned=False)
 
 
 def _reduce_cases() -> Iterator[Case]:
@@ -202,7 +218,7 @@ def _hip_usage(asm: dict[str, Any]) -> dict[str, int]:
 
 def main(target: str) -> None:
     print(json.dumps({"kernels": sorted(kernels())}))
-    for case in cases():
+    for case in cases(target):
         print(json.dumps(compile_case(case, target)), flush=True)
 
 

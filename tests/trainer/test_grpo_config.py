@@ -89,3 +89,14 @@ def test_scale_rewards(make_args, given, kept):
 def test_wrong_values(make_args, changes, message):
     with pytest.raises(ValueError, match=message):
         make_args(**changes)
+
+
+def test_liger_leaves_the_head_to_us(make_args):
+    args = make_args(use_liger_kernel=True, liger_kernel_config={"rope": False})
+    assert args.liger_kernel_config == {
+        "rope": False,
+        "fused_linear_cross_entropy": False,
+        "cross_entropy": False,
+    }
+    with pytest.raises(ValueError, match=r"liger_kernel_config\['fused_linear_cross_entropy'\]"):
+        make_args(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True})

@@ -1,0 +1,102 @@
+"""Machine, versions and commit of a run."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).parent.parent
+_SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+)
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What is needed to repeat a run on ``device``, "cpu" or "cuda"."""
+    gpu = device == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "modified": bool(_git("status", "--porcelain", "--", *_SOURCES)),
+        "device": torch.cuda.get_device_name() if gpu else _cpu_model(),
+        "kind": device,
+        "isa": None if gpu else torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(device_memory(device) / 2**30, 1),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def device_memory(device: str) -> int:
+    """Bytes of the device in all."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return psutil.virtual_memory().total
+
+
+def commit() -> str:
+    """The commit, from the variable COMMIT or git; without either, a digest of the sources."""
+    return os.environ.get("COMMIT") or _git("rev-parse", "HEAD") or f"src-{_digest()}"
+
+
+def slug(name: str) -> str:
+    """A device's name as a folder's."""
+    plain = re.sub(r"\((R|TM)\)", "", name, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        path = ROOT / source
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        run = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):  # not a checkout
+        return None
+    return run.stdout.strip()
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,187 @@
+"""What a marker in a document can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from benchmarks import text
+from benchmarks.context import Context, NotMeasuredError, where
+from benchmarks.derive import phase_times, times
+from benchmarks.overview import headline, summary
+from benchmarks.plots import PLOTS
+from benchmarks.providers import PROVIDERS
+from benchmarks.shapes import DTYPES, MODELS
+from benchmarks.standing import ahead, behind, standings
+from benchmarks.table import column_legend, training_table
+from benchmarks.training.providers import PROVIDERS as TRAINERS
+from benchmarks.work import WORKS
+
+NOT_MEASURED = "not measured yet"
+_KINDS = ("cpu", "cuda")
+# parameter -> what it may be
+_CHOICES: dict[str, Collection[str]] = {
+    "WORK": WORKS,
+    "MODEL": MODELS,
+    "DTYPE": DTYPES,
+    "PROVIDER": PROVIDERS,
+    "BASE": PROVIDERS,
+    "OUTPUT": ("loss", "logprobs", "entropy", "dhidden", "dweight"),
+    "PHASE": ("step", "generate", "train"),
+    "TRAINER": [trainer.name for trainer in TRAINERS],
+    "PLOT": [plot.name for plot in PLOTS],
+}
+
+
+def _written(write: Callable[[float], str], value: float | None) -> str:
+    if value is None:
+        raise NotMeasuredError
+    return write(value)
+
+
+def _ratio(context: Context, *names: str) -> str:
+    *which, base = names
+    found = context.figures(*which).times
+    return _written(text.ratio, found.to.get(base) if found else None)
+
+
+def _median(context: Context, *which: str) -> str:
+    found = context.figures(*which).times
+    return _written(text.duration, found.median if found else None)
+
+
+def _extra(context: Context, *which: str) -> str:
+    return _written(lambda x: f"{text.mib(x)} MiB", context.figures(*which).extra)
+
+
+def _rate(context: Context, *which: str) -> str:
+    return _written(lambda x: f"{text.digits(x)} TFLOP/s", context.figures(*which).tflops)
+
+
+def _prediction(context: Context, *which: str) -> str:
+    return _written(text.ratio, context.figures(*which).prediction)
+
+
+def _error(context: Context, *names: str) -> str:
+    *which, output = names
+    return _written(text.error, context.figures(*which).row.errors.get(output))
+
+
+def _step(context: Context, device: str, phase: str, provider: str, base: str) -> str:
+    for table in context.device(device).training:
+        timed = times(table.rows) if phase == "step" else phase_times(table.rows, phase)
+        found = timed.get(provider)
+        if found and base in found.to:
+            return text.ratio(found.to[base])
+    raise NotMeasuredError(provider)
+
+
+def _headline(context: Context, device: str, *which: str) -> str:
+    tables = context.tables(device, *which)
+    table, environment = tables[0], tables[0].environment
+    caption = (
+        f"{WORKS[table.work].title}; {table.model} (D = {table.hidden}, V = {table.vocabulary}), "
+        f"T = {table.tokens}; {where(environment)}; {environment.day}, {environment.source}."
+    )
+    return f"{caption}\n\n{headline(tables)}"
+
+
+def _summary(context: Context, device: str) -> str:
+    link = f"{context.results}/{context.device(device).slug}/report.md"
+    return summary(context.cases(device), link)
+
+
+def _training(context: Context, device: str) -> str:
+    tables = context.device(device).training
+    if not tables:
+        raise NotMeasuredError(device)
+    return "\n\n".join(f"{table.model}:\n\n{training_table(table)}" for table in tables)
+
+
+def _reports(context: Context) -> str:
+    """A line per device that was measured."""
+    lines = [
+        f"* [{where(device.environment)}]({context.results}/{slug}/report.md): "
+        f"{len(device.tables)} cases, {device.environment.day}"
+        for slug, device in context.devices.items()
+    ]
+    return "\n".join(lines) or NOT_MEASURED
+
+
+def _plot(context: Context, device: str, name: str) -> str:
+    slug = context.device(device).slug
+    title = next(plot.title for plot in PLOTS if plot.name == name)
+    return f"![{title}]({context.results}/{slug}/{name}.png)"
+
+
+def _models(context: Context) -> str:
+    rows = (
+        [f"`{x.name}`", str(x.hidden), str(x.vocabulary), f"{x.softcap:g}" if x.softcap else ""]
+        for x in MODELS.values()
+    )
+    return text.markdown_table(["", "hidden", "vocabulary", "softcap"], rows)
+
+
+def _works(context: Context) -> str:
+    return "\n".join(f"* `{name}`: {work.title}" for name, work in WORKS.items())
+
+
+def _providers(context: Context) -> str:
+    return "\n".join(f"* `{name}`: {provider.note}" for name, provider in PROVIDERS.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """One name that a marker can have."""
+
+    call: Callable[..., str]
+    parameters: str = ""
+    block: bool = False  # paragraphs of their own, not a part of a sentence
+
+    def check(self, words: Sequence[str], context: Context) -> None:
+        """Whether ``words`` fit the parameters."""
+        names = self.parameters.split()
+        if len(words) != len(names):
+            raise ValueError(
+                f"expected {self.parameters or 'nothing'}, got {' '.join(words) or 'nothing'}"
+            )
+        for name, word in zip(names, words, strict=True):
+            known = _CHOICES.get(name) or (*_KINDS, *context.devices)
+            if name == "TOKENS" and not (word.isdigit() or word == "most"):
+                raise ValueError(f'TOKENS: expected a number or "most", got {word!r}')
+            if name != "TOKENS" and word not in known:
+                raise ValueError(f"{name}: expected {' | '.join(known)}, got {word!r}")
+
+
+_CASE = "DEVICE WORK MODEL TOKENS"
+_ROW = f"{_CASE} DTYPE PROVIDER"
+GENERATORS = {
+    "ratio": Generator(call=_ratio, parameters=f"{_ROW} BASE"),
+    "median": Generator(call=_median, parameters=_ROW),
+    "extra": Generator(call=_extra, parameters=_ROW),
+    "rate": Generator(call=_rate, parameters=_ROW),
+    "prediction": Generator(call=_prediction, parameters=_ROW),
+    "error": Generator(call=_error, parameters=f"{_ROW} OUTPUT"),
+    "step": Generator(call=_step, parameters="DEVICE PHASE TRAINER TRAINER"),
+    "device": Generator(call=lambda c, d: where(c.device(d).environment), parameters="DEVICE"),
+    "date": Generator(call=lambda c, d: c.device(d).environment.day, parameters="DEVICE"),
+    "commit": Generator(call=lambda c, d: c.device(d).environment.source, parameters="DEVICE"),
+    "headline": Generator(call=_headline, parameters=_CASE, block=True),
+    "summary": Generator(call=_summary, parameters="DEVICE", block=True),
+    "standings": Generator(
+        call=lambda c, d: standings(c.cases(d)), parameters="DEVICE", block=True
+    ),
+    "ahead": Generator(
+        call=lambda c, d, p: ahead(c.cases(d), p), parameters="DEVICE PROVIDER", block=True
+    ),
+    "behind": Generator(
+        call=lambda c, d, p: behind(c.cases(d), p), parameters="DEVICE PROVIDER", block=True
+    ),
+    "training": Generator(call=_training, parameters="DEVICE", block=True),
+    "reports": Generator(call=_reports, block=True),
+    "plot": Generator(call=_plot, parameters="DEVICE PLOT", block=True),
+    "models": Generator(call=_models, block=True),
+    "works": Generator(call=_works, block=True),
+    "columns": Generator(call=lambda c: column_legend(), block=True),
+    "providers": Generator(call=_providers, block=True),
+}

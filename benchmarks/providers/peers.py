@@ -1,0 +1,89 @@
+"""What the peers have in common: what they need, and how their losses are called."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.problem import Problem, Result
+from benchmarks.providers.base import needs_gpu, with_gradients
+from benchmarks.providers.eager import finish
+from benchmarks.shapes import Case
+from grpo_kernels import LossConfig
+
+# their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
+_LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}
+
+_HOPPER = (9, 0)
+
+# (problem, "mean" or "none") to the () mean or the (T,) values of the negative log-likelihood
+CrossEntropy = Callable[[Problem, str], Tensor]
+
+
+def loss_arguments(config: LossConfig) -> dict[str, Any]:
+    """The arguments that TRL's and Liger's GRPO losses share."""
+    named = config.loss
+    return dict(
+        loss_type=_LOSS_TYPES[named.aggregation],
+        importance_sampling_level=config.importance_sampling_level
+        or named.importance_sampling_level,
+        beta=config.beta,
+        epsilon_low=config.epsilon,
+        epsilon_high=config.upper_epsilon,
+        delta=config.delta,
+        use_bias_correction_kl=config.use_bias_correction_kl,
+        temperature=config.temperature,
+    )
+
+
+def run_cross_entropy(call: CrossEntropy) -> Callable[[Problem], Result]:
+    """Every work on top of a linear cross entropy that is differentiable for each token."""
+
+    def run(problem: Problem) -> Result:
+        kind = problem.work.kind
+        if kind == "mean":
+            loss = call(problem, "mean")
+            return with_gradients(problem, loss, loss=loss)
+        with torch.set_grad_enabled(kind != "forward"):
+            logprobs = -call(problem, "none").float().view_as(problem.target)
+        return Result(logprobs=logprobs) if kind == "forward" else finish(problem, logprobs)
+
+    return run
+
+
+def no_entropy(case: Case) -> str | None:
+    """An ``unable`` for cross entropies."""
+    return "no entropy" if case.work.entropy else None
+
+
+def no_softcap(case: Case) -> str | None:
+    return "no softcap" if case.model.softcap is not None else None
+
+
+def lacking(*distributions: str) -> str | None:
+    """Those that are not installed, as the reason to be absent."""
+    missing = [name for name in distributions if not _installed(name)]
+    return f"needs {', '.join(missing)}" if missing else None
+
+
+def needs_hopper(device: str, or_newer: bool = False) -> str | None:
+    """A ``missing`` for kernels of one generation of GPUs, compute capability 9.0."""
+    if device != "cuda":
+        return needs_gpu(device)
+    found = torch.cuda.get_device_capability()
+    if found == _HOPPER or (or_newer and found > _HOPPER):
+        return None
+    wanted = "9.0 or more" if or_newer else "9.0"
+    return f"needs a GPU of compute capability {wanted}, this is {found[0]}.{found[1]}"
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""One provider's line of a table: raw measurements, or the reason why there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from benchmarks.memory import Memory
+from benchmarks.providers.base import Provider
+from benchmarks.shapes import Case
+
+
+@dataclass
+class Row:
+    """The fields are those of the result file."""
+
+    provider: str
+    note: str
+    absent: str | None = None  # what this machine lacks for it
+    unable: str | None = None  # why it does not do this work
+    failure: str | None = None  # stands in place of times
+    errors: dict[str, float] = field(default_factory=dict)  # by output, against the reference
+    seconds: list[float] = field(default_factory=list)  # a sample for each round
+    memory: Memory | None = None
+    repeatable: bool | None = None  # a second run gives the same bits
+    batch_invariant: bool | None = None  # half of the batch gives its rows the same bits
+    alone: bool = False  # measured in a process of its own, not in turn with the others
+
+    @property
+    def runs(self) -> bool:
+        return self.absent is None and self.unable is None and self.failure is None
+
+    @property
+    def why_not(self) -> str | None:
+        """The reason for the missing times, if they miss."""
+        return self.absent or self.unable or self.failure
+
+
+def make_row(provider: Provider, case: Case, device: str) -> Row:
+    """The row before any measurement."""
+    return Row(
+        provider.name,
+        provider.note,
+        absent=provider.absent(device),
+        unable=provider.unable(case),
+        alone=provider.timeout is not None,
+    )

@@ -1,0 +1,84 @@
+"""Which cases are measured, in the order of their weight: a suite may be short of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.shapes import DTYPES, MODELS, Case
+from benchmarks.work import WORKS
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case and how thoroughly it is measured."""
+
+    case: Case
+    memory: bool = False  # also on a CPU, where it takes a process for each provider
+    slow: bool = False  # also the providers that compile for long or need a process; all rounds
+
+    def __str__(self) -> str:
+        case = self.case
+        return f"{case.work.name}-{case.model.name}-{case.tokens}-{case.dtype}"
+
+
+def entry(work: str, model: str, tokens: int, dtype: str, **options: bool) -> Entry:
+    return Entry(Case(MODELS[model], tokens, dtype, WORKS[work]), **options)
+
+
+def _quick() -> list[Entry]:
+    return [entry(work, "small", 128, dtype) for work in WORKS for dtype in DTYPES]
+
+
+def _cpu() -> list[Entry]:
+    """One real head, what matters most at first, and then every work at the small one."""
+    head = "qwen2.5-0.5b"
+    works = ("logprobs-grad", "nll", "gspo-kl", "dapo-frozen", "dapo-masked", "dapo-zero")
+    return [
+        *(entry("dapo", head, 1024, dtype, memory=True, slow=True) for dtype in DTYPES),
+        *(entry("logprobs-entropy", head, 1024, dtype, memory=True) for dtype in DTYPES),
+        *(
+            entry("dapo", head, count, dtype, memory=True)
+            for count in (256, 512)
+            for dtype in DTYPES
+        ),
+        *(entry(work, head, 256, dtype) for work in works for dtype in DTYPES),
+        *_quick(),
+    ]
+
+
+_HEADS = ("qwen3-8b", "gemma-2-2b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-4b")
+
+
+def _gpu() -> list[Entry]:
+    """What matters most, for a machine that is there for minutes."""
+    head = "qwen3-1.7b"
+    tokens = (1024, 2048, 4096, 16384, 32768, 65536)
+    first = ("dapo", "logprobs-entropy", "logprobs-grad", "nll")
+    rest = [name for name in WORKS if name not in (*first, "logprobs")]
+    return [
+        *(entry(work, head, 8192, "bf16", slow=True) for work in first),
+        entry("dapo", "qwen3-8b", 8192, "bf16"),
+        entry("logprobs-entropy", "qwen3-8b", 8192, "bf16"),
+        *(entry("dapo", head, count, "bf16") for count in tokens),
+        *(entry(work, head, 8192, "bf16") for work in rest),
+        *(entry("dapo", name, 8192, "bf16") for name in _HEADS[1:]),
+        *(entry("logprobs-entropy", head, count, "bf16") for count in tokens),
+        *(entry("logprobs-entropy", name, 8192, "bf16") for name in _HEADS[1:]),
+    ]
+
+
+def _gpu_full() -> list[Entry]:
+    """Every work and head over all lengths."""
+    tokens = (1024, 4096, 16384, 65536)
+    every = [
+        entry(work, model, count, "bf16", slow=count == 4096)
+        for work in WORKS
+        for model in ("qwen3-1.7b", *_HEADS)
+        for count in tokens
+    ]
+    wide = [entry(work, "qwen3-1.7b", 4096, "fp32") for work in WORKS]
+    # the first entry of a case counts
+    return list({str(each): each for each in reversed([*_gpu(), *every, *wide])}.values())[::-1]
+
+
+SUITES = {"quick": _quick, "cpu": _cpu, "gpu": _gpu, "gpu-full": _gpu_full}

@@ -1,0 +1,119 @@
+"""A trainer's own ``train()``, one optimisation step at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one optimisation step took."""
+
+    generate: float  # seconds: rollout and scoring
+    train: float  # seconds: the rest, that is forward, backward, optimiser and logging
+    memory: int | None  # bytes of the GPU that the rest needed above what was there before
+
+    @property
+    def seconds(self) -> float:
+        return self.generate + self.train
+
+
+class PausedTraining:
+    """``trainer.train()``, halted at the start of every optimisation step.
+
+    The call lives on a thread of its own, so that several trainers can take turns while each runs
+    its real loop: a second ``train()`` would wrap the model again, and a copy of the loop would
+    measure the copy. Only one thread runs at any time.
+
+    ``train()`` must be allowed more steps than will be asked for.
+
+    Raises (in the constructor and in ``step``): whatever ``train()`` raises.
+    """
+
+    def __init__(self, trainer: Trainer, device: str) -> None:
+        self.trainer = trainer
+        self._cuda = device == "cuda"
+        self._resume, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._closing = False
+        self._error: BaseException | None = None
+        self._generate, self._before = 0.0, 0
+        trainer.add_callback(_AtStepBegin(self._pause))
+        self._prepare_inputs = trainer._prepare_inputs
+        trainer._prepare_inputs = self._timed_inputs  # generates at the first call of a step
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def step(self) -> Step:
+        """Runs to the start of the next step."""
+        self._generate = 0.0
+        start = self._clock()
+        self._resume.release()
+        self._wait()
+        seconds = self._clock() - start
+        memory = torch.cuda.max_memory_allocated() - self._before if self._cuda else None
+        return Step(generate=self._generate, train=seconds - self._generate, memory=memory)
+
+    def close(self) -> None:
+        """Ends ``train()`` where it stands."""
+        self._closing = True
+        self._resume.release()
+        self._thread.join()
+
+    def _train(self) -> None:
+        try:
+            self.trainer.train()
+            self._error = RuntimeError("train() ended before the last measured step")
+        except _Closed:
+            pass
+        except BaseException as error:  # raised again where the step was asked for
+            self._error = error
+        self._paused.release()
+
+    def _pause(self) -> None:
+        self._paused.release()
+        self._resume.acquire()
+        if self._closing:
+            raise _Closed
+
+    def _wait(self) -> None:
+        self._paused.acquire()
+        error, self._error = self._error, None  # it holds the memory of its stack
+        if error is not None:
+            raise error
+
+    def _timed_inputs(self, inputs: Any) -> Any:
+        start = self._clock()
+        first = self._generate == 0.0
+        prepared = self._prepare_inputs(inputs)
+        self._generate += self._clock() - start
+        if self._cuda and first:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        return prepared
+
+    def _clock(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class _Closed(BaseException):
+    """Unwinds ``train()``."""
+
+
+class _AtStepBegin(TrainerCallback):
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._call()

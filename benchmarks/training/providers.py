@@ -1,0 +1,209 @@
+"""The trainers that are compared, with the same settings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.training.batch import SharedBatch
+from benchmarks.training.task import (
+    PAD,
+    SEED,
+    TrainingConfig,
+    make_dataset,
+    make_model,
+    make_tokenizer,
+    reward,
+)
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a trainer is built for."""
+
+    config: TrainingConfig
+    device: str  # "cpu" | "cuda"
+    steps: int  # that the data suffices for
+    folder: Path
+
+    @property
+    def dtype(self) -> str:
+        """fp32, or bf16 autocast over fp32 weights where the GPU has it."""
+        return "bf16" if self.device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerProvider:
+    """One trainer."""
+
+    name: str
+    note: str  # what exactly is run
+    requires: tuple[str, ...]  # modules
+    needs_gpu: bool = False
+    build: Callable[[Job], Trainer]
+    inputs: Callable[[SharedBatch], Any]  # what its ``compute_loss`` takes
+
+    def absent(self, device: str) -> str | None:
+        """None when it can run here, else why not."""
+        missing = [name for name in self.requires if not _installed(name)]
+        if missing:
+            return not_installed(*missing)
+        return "needs a GPU" if self.needs_gpu and device != "cuda" else None
+
+
+def missing_module(error: BaseException) -> str | None:
+    """The module that is not installed, if that is behind an error: a peer may need more."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError) and cause.name and not _installed(cause.name):
+            return cause.name
+        cause = cause.__cause__
+    return None
+
+
+def not_installed(*names: str) -> str:
+    return f"{', '.join(names)} not installed"
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name.partition(".")[0]) is not None
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """Arguments that our configuration and TRL's have in common."""
+    config = job.config
+    return {
+        "output_dir": str(job.folder),
+        "use_cpu": job.device == "cpu",
+        "bf16": job.dtype == "bf16",
+        "gradient_checkpointing": False,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-6,
+        "max_steps": job.steps,
+        "per_device_train_batch_size": config.micro_batch,
+        "gradient_accumulation_steps": config.micro_batches,
+        "num_generations": config.group,
+        "max_completion_length": config.completion_tokens,
+        # no completion ends early
+        "generation_kwargs": {"min_new_tokens": config.completion_tokens},
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "num_iterations": 1,
+        "scale_rewards": "group",
+        "shuffle_dataset": False,
+        "logging_steps": 1,  # whose cost belongs to a step
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": SEED,
+    }
+
+
+def _build(trainer: Callable[..., Trainer], args: Any, job: Job) -> Trainer:
+    from transformers import PrinterCallback
+
+    built = trainer(
+        model=make_model(job.config),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=make_dataset(job.config, job.steps),
+        processing_class=make_tokenizer(job.config),
+    )
+    built.remove_callback(PrinterCallback)
+    return built
+
+
+def _build_ours(job: Job, **changes: Any) -> Trainer:
+    from grpo_trainer import GRPOConfig, GRPOTrainer
+
+    return _build(GRPOTrainer, GRPOConfig(**_settings(job), **changes), job)
+
+
+def _build_trl(job: Job, **changes: Any) -> Trainer:
+    from trl import GRPOConfig, GRPOTrainer
+
+    return _build(GRPOTrainer, GRPOConfig(**_settings(job), **changes), job)
+
+
+def _our_inputs(batch: SharedBatch) -> Any:
+    from grpo_trainer.microbatch import collate
+
+    sequences, completion_tokens = batch.completion_ids.shape
+    inputs = collate(
+        batch.prompt_ids.tolist(),
+        batch.completion_ids.tolist(),
+        [True] * sequences,
+        batch.advantages,
+        # per micro-batch of the window
+        torch.tensor(batch.num_items / batch.micro_batches, device=batch.advantages.device),
+        pad_token_id=PAD,
+    )
+    first = batch.prompt_ids.shape[1] - 1  # the position that predicts the first token
+    inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
+    inputs.old_logprobs[:, first : first + completion_tokens] = batch.old_logprobs
+    return inputs
+
+
+def _trl_inputs(batch: SharedBatch) -> Any:
+    return {
+        "prompt_ids": batch.prompt_ids,
+        "prompt_mask": torch.ones_like(batch.prompt_ids),
+        "completion_ids": batch.completion_ids,
+        "completion_mask": torch.ones_like(batch.completion_ids),
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.old_logprobs,
+        "num_items_in_batch": torch.tensor(batch.num_items, device=batch.advantages.device),
+    }
+
+
+_COMMON = ("transformers", "accelerate", "datasets")
+# TRL sets the second one itself: Liger's fused loss would replace the forward of the model
+_LIGER = {
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"fused_linear_cross_entropy": False},
+}
+OURS = TrainerProvider(
+    name="ours",
+    note="grpo_trainer.GRPOTrainer",
+    requires=_COMMON,
+    build=_build_ours,
+    inputs=_our_inputs,
+)
+OURS_LIGER = TrainerProvider(
+    name="ours-liger",
+    note="the same with Liger's norms, rotary embedding and MLP in the body",
+    requires=("liger_kernel", *_COMMON),
+    needs_gpu=True,
+    build=lambda job: _build_ours(job, **_LIGER),
+    inputs=_our_inputs,
+)
+TRL = TrainerProvider(
+    name="trl",
+    note="trl.GRPOTrainer, its chunked head",
+    requires=("trl", *_COMMON),
+    build=_build_trl,
+    inputs=_trl_inputs,
+)
+TRL_LIGER = TrainerProvider(
+    name="trl-liger",
+    note="the same with use_liger_kernel: Liger's norms, rotary embedding and MLP in the body",
+    requires=("trl", "liger_kernel", *_COMMON),
+    needs_gpu=True,
+    build=lambda job: _build_trl(job, **_LIGER),
+    inputs=_trl_inputs,
+)
+PROVIDERS = (OURS, OURS_LIGER, TRL, TRL_LIGER)

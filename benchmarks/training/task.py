@@ -1,0 +1,138 @@
+"""The model and the task that every trainer is given: made on the spot, the same for all."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+PAD, EOS, FIRST_WORD = 0, 1, 2
+SEED = 0
+_POSITIONS = 32768  # of the real model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Shapes of the model and of one optimisation step."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    prompts: int  # different prompts of a step
+    group: int  # completions of a prompt
+    prompt_tokens: int
+    completion_tokens: int  # of every completion, so that all trainers have the same work
+    micro_batches: int  # of a step
+
+    def __post_init__(self) -> None:
+        if self.sequences % self.micro_batches:
+            raise ValueError(
+                f"micro_batches: expected a divisor of the {self.sequences} completions of a step, "
+                f"got {self.micro_batches}"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group
+
+    @property
+    def micro_batch(self) -> int:
+        """Completions of a micro-batch."""
+        return self.sequences // self.micro_batches
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens of a step: those in the loss."""
+        return self.sequences * self.completion_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"qwen2-shaped, {self.layers} layers, hidden {self.hidden}, "
+            f"vocabulary {self.vocabulary}"
+        )
+
+
+QUICK = TrainingConfig(
+    layers=2, hidden=128, intermediate=512, heads=4, kv_heads=2, vocabulary=8192,
+    prompts=2, group=4, prompt_tokens=16, completion_tokens=32, micro_batches=2,
+)  # fmt: skip
+# the width, the head and the tied embeddings of Qwen2.5-0.5B, which has 24 layers
+FULL = TrainingConfig(
+    layers=2, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
+    prompts=2, group=4, prompt_tokens=32, completion_tokens=64, micro_batches=2,
+)  # fmt: skip
+FULL_GPU = TrainingConfig(
+    layers=4, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
+    prompts=8, group=8, prompt_tokens=64, completion_tokens=256, micro_batches=2,
+)  # fmt: skip
+
+
+def choose(device: str, full: bool) -> TrainingConfig:
+    """The shapes of a suite."""
+    if not full:
+        return QUICK
+    return FULL_GPU if device == "cuda" else FULL
+
+
+def make_model(config: TrainingConfig) -> PreTrainedModel:
+    """The initial policy: fp32, the same random weights at every call."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=config.vocabulary,
+                hidden_size=config.hidden,
+                intermediate_size=config.intermediate,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads,
+                max_position_embeddings=_POSITIONS,
+                tie_word_embeddings=True,
+                pad_token_id=PAD,
+                eos_token_id=EOS,
+                bos_token_id=None,
+            )
+        )
+
+
+def make_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerFast:
+    """One word per entry of the vocabulary: ``w0 w1 w2 ...``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    unknown = f"w{FIRST_WORD}"
+    words = {f"w{index}": index for index in range(config.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}", unk_token=unknown
+    )
+
+
+def make_dataset(config: TrainingConfig, steps: int) -> Dataset:
+    """Prompts of one length, enough for so many steps."""
+    from datasets import Dataset
+
+    draw = random.Random(SEED)
+    prompts = [
+        " ".join(f"w{draw.randrange(FIRST_WORD, config.vocabulary)}" for _ in range(count))
+        for count in [config.prompt_tokens] * (config.prompts * steps)
+    ]
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Differs within a group, so that hardly an advantage is 0."""
+    return [sum(ids) % 1009 / 1009 for ids in completion_ids]

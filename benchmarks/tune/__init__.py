@@ -1,0 +1,1 @@
+"""Sweeps the tile sizes of the GPU path: ``python -m benchmarks.tune``."""

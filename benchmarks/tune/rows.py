@@ -1,0 +1,125 @@
+"""Candidates for the tiles of the row kernels. Needs Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from benchmarks.tune.contest import Candidate
+from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.tiles import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
+from grpo_kernels.logprob.triton_dlogits import dlogits_
+from grpo_kernels.logprob.triton_row_stats import row_stats
+
+_WARPS, _DEPTHS = (2, 4, 8, 16), (1, 2, 4, 8)
+# of the two; beyond it the registers of a multiprocessor no longer hold the tile
+_LARGEST_TILE = 64
+_BLOCK_ROWS = 256
+_TOLERANCE = 1e-5  # of fp32 statistics: their sums differ in order
+
+
+def row_configs() -> list[RowConfig]:
+    """The default first."""
+    every = (RowConfig(*pair) for pair in product(_WARPS, _DEPTHS))
+    kept = (config for config in every if config.num_warps * config.depth <= _LARGEST_TILE)
+    return list(dict.fromkeys([DEFAULT_ROW_CONFIG, *kept]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A tile of logits as in training, and what the default makes of it."""
+
+    source: Tensor  # (C, V)
+    work: Tensor  # (C, V); the gradient is left in it
+    target: Tensor  # (C,)
+    stats: RowStats
+    dlogp: Tensor  # (C,) fp32
+    dlogits: Tensor  # (C, V), 16-bit
+
+
+def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int) -> Tile:
+    """Random logits of standard deviation 2; every row has a gradient."""
+    generator = torch.Generator(device).manual_seed(0)
+    source = torch.empty(rows, columns, dtype=dtype, device=device)
+    source.normal_(std=2.0, generator=generator)
+    target = torch.randint(columns, (rows,), generator=generator, device=device)
+    dlogp = torch.randn(rows, generator=generator, device=device) + 3.0
+    stats = row_stats(source, target, Transform(), False, DEFAULT_ROW_CONFIG)
+    out = torch.bfloat16 if dtype == torch.float32 else dtype
+    work = source.clone()
+    got = dlogits_(work, target, Transform(), stats, dlogp, None, out, DEFAULT_ROW_CONFIG)
+    return Tile(
+        source=source, work=work, target=target, stats=stats, dlogp=dlogp, dlogits=got.clone()
+    )
+
+
+def tile_rows(dtype: torch.dtype, columns: int, free: int) -> int:
+    """Rows of a tile whose copies take half of ``free`` bytes at most."""
+    copies = 3  # source, work and the default's gradient
+    return max(1, min(DEFAULT_CHUNK_ROWS, free // (2 * copies * columns * dtype.itemsize)))
+
+
+def candidates(kernel: str, tile: Tile) -> list[Candidate]:
+    """Of ``kernel``, one of ``ROW_KERNELS``."""
+    make = {"stats": _stats, "dlogits": _dlogits}[kernel]
+    return [make(tile, config) for config in row_configs()]
+
+
+def _stats(tile: Tile, config: RowConfig) -> Candidate:
+    def run() -> RowStats:
+        return row_stats(tile.source, tile.target, Transform(), False, config)
+
+    def check() -> str | None:
+        for name in ("logp", "entropy", "lse"):
+            want, got = getattr(tile.stats, name), getattr(run(), name)
+            if not torch.allclose(got, want, rtol=_TOLERANCE, atol=_TOLERANCE):
+                return f"{name} differs by {(got - want).abs().max().item():.1e}"
+        return None
+
+    return Candidate(value=_value(config), check=check, prepare=lambda: None, run=run)
+
+
+def _dlogits(tile: Tile, config: RowConfig) -> Candidate:
+    def run() -> Tensor:
+        return dlogits_(
+            tile.work, tile.target, Transform(), tile.stats, tile.dlogp, None,
+            tile.dlogits.dtype, config,
+        )  # fmt: skip
+
+    def check() -> str | None:
+        difference = _largest_difference(run(), tile.dlogits)
+        allowed = torch.finfo(tile.dlogits.dtype).eps * _largest(tile.dlogits)
+        return None if difference <= allowed else f"the gradient differs by {difference:.1e}"
+
+    return Candidate(value=_value(config), check=check, prepare=_restore(tile), run=run)
+
+
+def _restore(tile: Tile) -> Callable[[], None]:
+    def restore() -> None:
+        tile.work.copy_(tile.source)
+
+    return restore
+
+
+def _value(config: RowConfig) -> tuple[int, ...]:
+    return config.num_warps, config.depth
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    """NaN where one is."""
+    return float(
+        torch.stack([(x.float() - y.float()).abs().amax() for x, y in _blocks(a, b)]).amax()
+    )
+
+
+def _largest(x: Tensor) -> float:
+    return float(torch.stack([block.abs().amax() for (block,) in _blocks(x)]).amax())
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of rows, so that no large copy is made."""
+    return zip(*(tensor.split(_BLOCK_ROWS) for tensor in tensors), strict=True)

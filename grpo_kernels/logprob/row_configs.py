@@ -1,0 +1,15 @@
+"""Tuned tile sizes. Written by ``make gpu-tune``; a change by hand is lost at its next run.
+
+What is missing here runs with the defaults of ``tiles.py``, which also says what the keys mean.
+"""
+
+from __future__ import annotations
+
+# device class -> what its entries were measured on
+MEASURED_ON: dict[str, dict[str, str]] = {}
+
+# device class, kernel, bits of a logit, vocabulary -> warps, 16-byte loads of a thread
+ROW_CONFIGS: dict[tuple[str, str, int, str], tuple[int, int]] = {}
+
+# device class, bits of a logit, vocabulary -> rows of the logits tile
+CHUNK_ROWS: dict[tuple[str, int, str], int] = {}

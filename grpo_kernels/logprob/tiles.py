@@ -1,0 +1,80 @@
+"""Tile sizes on a GPU: the tuned ones where there are some, else the defaults.
+
+They depend on the device, the kernel, the dtype and the vocabulary, never on the row count: a row's
+bits are the same in every batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from grpo_kernels.logprob.row_configs import CHUNK_ROWS, ROW_CONFIGS
+
+ROW_KERNELS = ("stats", "dlogits")
+# Fewer than about 2048 rows leave the matrix units idle, more cost memory.
+DEFAULT_CHUNK_ROWS = 4096
+_UP_TO = {"small": 65_536, "medium": 196_608}  # columns; beyond: "large"
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Tile of one row kernel."""
+
+    num_warps: int
+    depth: int  # 16-byte loads of one thread for one tile
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch options. Without fusion of ``a * b + c`` every operation rounds as it is written:
+        ``z - peak`` is exactly 0 at the peak, and the interpreter's numbers are the GPU's."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
+
+    def lanes(self, dtype: torch.dtype) -> int:
+        """Columns that the threads load at once, 16 bytes each."""
+        return self.num_warps * 32 * (16 // dtype.itemsize)
+
+    def columns(self, dtype: torch.dtype) -> int:
+        """Columns of a tile."""
+        return self.lanes(dtype) * self.depth
+
+
+DEFAULT_ROW_CONFIG = RowConfig(num_warps=4, depth=4)
+
+
+@functools.cache
+def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.device) -> RowConfig:
+    """Tile of ``kernel``, one of ``ROW_KERNELS``, on (C, ``columns``) logits of ``dtype``."""
+    assert kernel in ROW_KERNELS
+    key = (device_class(device), kernel, bits(dtype), vocabulary_class(columns))
+    tuned = ROW_CONFIGS.get(key)
+    return DEFAULT_ROW_CONFIG if tuned is None else RowConfig(*tuned)
+
+
+def gpu_chunk_rows(dtype: torch.dtype, columns: int, device: torch.device) -> int:
+    """Rows of a logits tile of ``dtype`` with ``columns`` columns."""
+    key = (device_class(device), bits(dtype), vocabulary_class(columns))
+    return CHUNK_ROWS.get(key, DEFAULT_CHUNK_ROWS)
+
+
+def device_class(device: torch.device) -> str:
+    """What one tuning is good for: ``"sm_90"``, ``"gfx942"``; without such a device its type."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    # torch.compile folds this call; it would stop at get_device_capability
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def bits(dtype: torch.dtype) -> int:
+    """Of a logit; both 16-bit dtypes share their entries."""
+    return dtype.itemsize * 8
+
+
+def vocabulary_class(columns: int) -> str:
+    """``"small"``, ``"medium"`` or ``"large"``."""
+    return next((name for name, most in _UP_TO.items() if columns <= most), "large")
