@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.check import compare, reference, same_bits, same_rows
 from benchmarks.child import measured_alone, memory_alone
 from benchmarks.memory import measure_memory
+from benchmarks.predicted import predicted_memory
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
 from benchmarks.row import Row, make_row
@@ -54,6 +55,8 @@ def measure(case: Case, providers: list[Provider], settings: Settings) -> list[R
     for row, provider in pairs:
         if row.runs and row.alone:
             vars(row).update(measured_alone(case, provider, settings.rounds))
+    for row in rows:
+        _add_prediction(row, case, settings.device)
     return rows
 
 
@@ -117,6 +120,12 @@ def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Set
 
 def _bound(run: Callable[[Problem], Result], problem: Problem) -> Callable[[], Result]:
     return lambda: run(problem)
+
+
+def _add_prediction(row: Row, case: Case, device: str) -> None:
+    prediction = predicted_memory(case, row.provider, device)
+    if row.memory is not None and prediction is not None:
+        row.memory = replace(row.memory, predicted=prediction.extra)
 
 
 def device_is_lost(device: str) -> bool:

@@ -75,12 +75,10 @@ class _OnePass(torch.autograd.Function):
 
 
 def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * scale`` in ``dtype``, in place where the dtype allows."""
-    if gradient.dtype != dtype:
-        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
-    if scale.device.type == "cpu" and scale.item() == 1:  # no sync, and a pass saved
-        return gradient
-    return gradient.mul_(scale)
+    """``gradient * scale`` in ``dtype``; the first is used up."""
+    # no sync, and a pass saved
+    unit = scale.device.type == "cpu" and scale.item() == 1
+    return (gradient if unit else gradient.mul_(scale)).to(dtype)
 
 
 def _active_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[MiddleStage, RowStats, Gradients]:

@@ -230,7 +230,7 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
         """Liger's patch of the head would replace the forward that computes our loss."""
         if not self.use_liger_kernel:
             return
-        patches = dict(self.liger_kernel_config or {})
+        patches: dict[str, Any] = dict(self.liger_kernel_config or {})  # type: ignore[has-type]
         for name in ("fused_linear_cross_entropy", "cross_entropy"):
             if patches.setdefault(name, False):
                 raise ValueError(

@@ -86,7 +86,7 @@ def _provider(name: str, note: str, schedule: str = "auto", **rest: Any) -> Prov
 OURS = _provider("ours", "the defaults: unrounded fp32 logits")
 OURS_INPUT = _provider(
     "ours-input",
-    'precision="input": logits rounded to the input dtype, as the peers do',
+    'precision="input": logits rounded to the input dtype, as most peers do',
     precision="input",
     unable=_bf16,
 )

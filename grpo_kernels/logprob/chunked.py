@@ -8,7 +8,7 @@ from torch import Tensor
 from grpo_kernels.logprob.rows import RowStats, Transform, concatenate, output_view, stats_dtype
 
 # One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
-_BLOCK_ELEMENTS = 1 << 23
+BLOCK_ELEMENTS = 1 << 23
 
 
 class TorchRows:
@@ -52,7 +52,7 @@ TORCH_ROWS = TorchRows()
 
 def _blocks(logits: Tensor) -> list[slice]:
     rows, columns = logits.shape
-    step = max(1, _BLOCK_ELEMENTS // max(columns, 1))
+    step = max(1, BLOCK_ELEMENTS // max(columns, 1))
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 

@@ -35,7 +35,7 @@ def logits_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
 
 
 # Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
-_SLICE_COLUMNS = 16384
+SLICE_COLUMNS = 16384
 
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     else:
         upcast = hidden.float()
-        for start in range(0, weight.shape[0], _SLICE_COLUMNS):
-            columns = slice(start, start + _SLICE_COLUMNS)
+        for start in range(0, weight.shape[0], SLICE_COLUMNS):
+            columns = slice(start, start + SLICE_COLUMNS)
             torch.mm(upcast, weight[columns].float().t(), out=out[:, columns])
     if bias is not None:
         out += bias
@@ -72,8 +72,8 @@ def accumulate_dweight(
     elif hidden.is_cuda:
         torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
     else:
-        for start in range(0, dweight.shape[0], _SLICE_COLUMNS):
-            columns = slice(start, start + _SLICE_COLUMNS)
+        for start in range(0, dweight.shape[0], SLICE_COLUMNS):
+            columns = slice(start, start + SLICE_COLUMNS)
             product = torch.mm(dlogits[:, columns].t(), hidden)
             if first:
                 dweight[columns] = product

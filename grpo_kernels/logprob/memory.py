@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Above the largest threshold from which glibc maps an allocation on its own: the advice then ends
 # with the tensor.
-_MIN_BYTES = 32 << 20
+MIN_BYTES = 32 << 20
 
 
 def on_huge_pages(tensor: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
     megabytes of a logits tile these cost a twentieth of the products.
     """
     madvise = _madvise()
-    if madvise is None or tensor.device.type != "cpu" or tensor.nbytes < _MIN_BYTES:
+    if madvise is None or tensor.device.type != "cpu" or tensor.nbytes < MIN_BYTES:
         return tensor
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -8,7 +8,7 @@ import torch
 from grpo_kernels.logprob import memory
 
 
-@pytest.mark.parametrize("elements", [0, 1, memory._MIN_BYTES, memory._MIN_BYTES + 12345])
+@pytest.mark.parametrize("elements", [0, 1, memory.MIN_BYTES, memory.MIN_BYTES + 12345])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_tensor_stays_what_it_is(elements, offset):
     values = torch.empty(elements + offset, dtype=torch.uint8)[offset:]
@@ -20,6 +20,6 @@ def test_tensor_stays_what_it_is(elements, offset):
 def test_platform_without_huge_pages(monkeypatch):
     monkeypatch.delattr(memory.mmap, "MADV_HUGEPAGE", raising=False)
     memory._madvise.cache_clear()
-    values = torch.empty(memory._MIN_BYTES, dtype=torch.uint8)
+    values = torch.empty(memory.MIN_BYTES, dtype=torch.uint8)
     assert memory.on_huge_pages(values) is values
     memory._madvise.cache_clear()

@@ -1,0 +1,70 @@
+"""``grpo-kernels plan`` predicts the memory that is measured."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.child import memory_alone
+from benchmarks.environment import device_memory
+from benchmarks.memory import Memory, measure_memory
+from benchmarks.predicted import predicted_memory
+from benchmarks.problem import make_problem
+from benchmarks.providers import PROVIDERS
+from benchmarks.replay import replay
+from benchmarks.shapes import DTYPES, MODELS, Case
+from benchmarks.work import WORKS
+from grpo_kernels.predict import IMPLEMENTATIONS
+
+# real heads: of a few seconds on a CPU, and one whose full logits fit into 24 GiB of a GPU
+HEADS = {"cpu": ("qwen2.5-0.5b", 1024), "cuda": ("qwen3-1.7b", 8192)}
+ALWAYS = ("ours", "eager", "trl")  # the others, and fp32, with --full
+TOLERANCE = 0.15
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_memory_is_as_predicted(
+    benchmark: Any,
+    pytestconfig: pytest.Config,
+    device: str,
+    deadline: float,
+    name: str,
+    dtype: str,
+) -> None:
+    if not pytestconfig.getoption("--full") and (name not in ALWAYS or dtype == "fp32"):
+        pytest.skip("with --full")
+    if time.monotonic() > deadline:
+        pytest.skip("not reached: the time was up")
+    model, tokens = HEADS[device]
+    case, provider = Case(MODELS[model], tokens, dtype, WORKS["dapo"]), PROVIDERS[name]
+    if (reason := provider.absent(device) or provider.unable(case)) is not None:
+        pytest.skip(reason)
+    prediction = predicted_memory(case, name, device)
+    assert prediction is not None
+    if prediction.total > 0.8 * device_memory(device):
+        pytest.skip(f"needs {prediction.total / 2**30:.0f} GiB")
+    start = time.perf_counter()
+    measured = _measure(case, name, device)
+    replay(benchmark, [time.perf_counter() - start])
+    benchmark.group = "measuring memory, to compare it with grpo-kernels plan"
+    benchmark.extra_info["memory"] = {
+        "measured": measured.extra + measured.returned,
+        "predicted": prediction.growth,
+    }
+    assert prediction.growth == pytest.approx(measured.extra + measured.returned, rel=TOLERANCE), (
+        f"{prediction}; measured: {measured}"
+    )
+
+
+def _measure(case: Case, name: str, device: str) -> Memory:
+    """A fresh process on a CPU; on a GPU a second call, when libraries have their workspaces."""
+    if device == "cpu":
+        memory = memory_alone(case, PROVIDERS[name])
+        assert memory is not None, "the process failed"
+        return memory
+    problem = make_problem(case, device, exact=False)
+    PROVIDERS[name].run(problem)
+    return measure_memory(PROVIDERS[name].run, problem)[0]

@@ -1,0 +1,127 @@
+"""Facts about this machine and installation, as plain data: for bug reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import grpo_kernels
+from grpo_kernels.logprob import cpu
+from grpo_kernels.logprob.dispatch import BACKEND_VARIABLE, BACKENDS, choose_backend, chunk_rows
+
+EXAMPLE_VOCABULARY = 151936  # of the Qwen models
+_PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "vllm")
+_VARIABLES = (
+    BACKEND_VARIABLE,
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def facts() -> dict[str, Any]:
+    """Everything that ``grpo-kernels info`` shows."""
+    return {
+        "versions": versions(),
+        "devices": devices(),
+        "native_isas": _native_isas(),
+        "backends": unavailable_backends(),
+        "example_vocabulary": EXAMPLE_VOCABULARY,
+        "defaults": [_default(device, dtype) for device in device_types() for dtype in _DTYPES],
+        "environment": {name: os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """By name; None for what is not installed."""
+    found = {name: _version(name) for name in _PACKAGES}
+    own = {"grpo-kernels": grpo_kernels.__version__, "python": platform.python_version()}
+    return {**own, **found, "cuda": torch.version.cuda, "rocm": torch.version.hip}
+
+
+def device_types() -> list[str]:
+    """Those that tensors can be on here."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU, then every GPU."""
+    found: list[dict[str, Any]] = [
+        {
+            "device": "cpu",
+            "name": _cpu_name(),
+            "memory_bytes": device_memory("cpu"),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        }
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def device_memory(device: str) -> int:
+    """Bytes of memory in all, of the first device of this type."""
+    if device == "cpu":
+        return psutil.virtual_memory().total
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def unavailable_backends() -> dict[str, str | None]:
+    """Every backend, with the reason why it cannot run here; None for those that can."""
+    return {name: backend.unavailable() for name, backend in BACKENDS.items()}
+
+
+def _native_isas() -> list[str]:
+    """Instruction sets that the native kernels can use here, the one in use first."""
+    return cpu.isas() if cpu.unavailable() is None else []
+
+
+def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What ``backend="auto"`` takes, and the rows of its logits tile."""
+    where = torch.device(device)
+    answer: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        choice = choose_backend("auto", where, dtype)
+    except ValueError as error:  # the environment variable forces one that cannot run
+        return {**answer, "backend": None, "chunk_rows": None, "reasons": [str(error)]}
+    return {
+        **answer,
+        "backend": choice.backend.name,
+        "chunk_rows": chunk_rows(EXAMPLE_VOCABULARY, dtype, "fp32", where, None),
+        "reasons": list(choice.reasons),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,26 @@
+"""Predictions of a head's peak memory and time, from formulas: nothing of the loss is run."""
+
+from grpo_kernels.predict.memory import (
+    IMPLEMENTATIONS,
+    MemoryPrediction,
+    largest_micro_batch,
+    predict_head_memory,
+)
+from grpo_kernels.predict.shape import HeadShape
+from grpo_kernels.predict.speed import GPUS, Speed, datasheet, find_gpu, measured
+from grpo_kernels.predict.time import Work, predict_head_work
+
+__all__ = [
+    "GPUS",
+    "IMPLEMENTATIONS",
+    "HeadShape",
+    "MemoryPrediction",
+    "Speed",
+    "Work",
+    "datasheet",
+    "find_gpu",
+    "largest_micro_batch",
+    "measured",
+    "predict_head_memory",
+    "predict_head_work",
+]

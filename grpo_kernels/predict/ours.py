@@ -1,0 +1,144 @@
+"""Memory of this package's schedules, read off ``logprob/schedule.py`` and ``schedules.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from grpo_kernels.logprob import chunked, cpu, memory
+from grpo_kernels.logprob import head as products
+from grpo_kernels.logprob.dispatch import chunk_rows
+from grpo_kernels.logprob.head import logits_dtype
+from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
+
+
+def one_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list[Moment]:
+    """Gradients in the forward; the backward scales them by the loss's own gradient."""
+    sweep = _Sweep.of(head, setting, precision, cast=head.mixed)
+    rounded = sweep.rounded(head.weight_width)
+    given = sweep.kept + sum(size for _, size in rounded) + sweep.unreturned
+    return [*sweep.moments(), Moment("the gradients in two dtypes", given)]
+
+
+def two_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list[Moment]:
+    """Statistics in the forward, which frees its tile; the backward is the loop of one pass."""
+    sweep = _Sweep.of(head, setting, precision, cast=False)
+    # an fp32 weight is cast before the op, which saves that copy for its backward
+    copy = head.size * head.width if head.mixed else 0
+    given = sweep.kept + sum(size for _, size in sweep.rounded(head.width))
+    moments = [Moment(when, size + copy) for when, size in sweep.moments()]
+    moments.append(Moment("the gradients in two dtypes", copy + given))
+    if head.mixed:
+        both = head.trained * (head.width + head.weight_width)
+        moments.append(Moment("the weight's gradient in two dtypes", sweep.dhidden + both))
+    return moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sweep:
+    """Sizes of the one loop, in bytes."""
+
+    head: HeadShape
+    setting: Setting
+    single: bool  # one chunk: its weight gradient needs no fp32 accumulator
+    exact: bool  # fp32 logits of 16-bit inputs
+    rows: int
+    tile: int
+    passes: int  # temporaries of the row passes
+    copy: int  # of the weight in the dtype of the hidden states
+    dhidden: int
+    dweight: int
+
+    @classmethod
+    def of(cls, head: HeadShape, setting: Setting, precision: str, cast: bool) -> _Sweep:
+        kept = logits_dtype(head.dtype, precision)
+        device = torch.device(setting.device)
+        rows = chunk_rows(
+            head.vocabulary, head.dtype, precision, device, setting.max_workspace_bytes
+        )
+        single = setting.tokens <= rows
+        rows = min(rows, setting.tokens)
+        accumulates = WIDE if head.dtype == torch.float16 else head.width
+        in_place = single and head.dtype != torch.float16 and not cast
+        return cls(
+            head=head,
+            setting=setting,
+            single=single,
+            exact=kept.itemsize > head.width,
+            rows=rows,
+            tile=rows * head.vocabulary * kept.itemsize,
+            passes=_row_pass_bytes(head, setting, rows),
+            copy=head.size * head.width if cast else 0,
+            dhidden=setting.tokens * head.hidden * accumulates,
+            dweight=head.trained * (head.width if in_place else WIDE),
+        )
+
+    @property
+    def kept(self) -> int:
+        """The gradients as the loop leaves them."""
+        return self.dhidden + self.dweight
+
+    def rounded(self, weight_width: int) -> list[tuple[int, int]]:
+        """(bytes of a gradient, bytes in the dtype it is returned in), where these differ."""
+        head = self.head
+        pairs = [
+            (self.dhidden, self.setting.tokens * head.hidden * head.width),
+            (self.dweight, head.trained * weight_width),
+        ]
+        return [pair for pair in pairs if pair[0] != pair[1]]
+
+    def moments(self) -> list[Moment]:
+        """What can be the peak inside the loop."""
+        library = library_bytes(self.setting, fp32_products=self.exact or self.head.width == WIDE)
+        base = self.tile + self.copy + library
+        # fp16: a chunk's dhidden, which is copied into the fp32 result
+        half = self.head.dtype == torch.float16
+        copied = self.rows * self.head.hidden * self.head.width if half else 0
+        # until its first chunk is through, an uninitialised gradient holds no memory of a CPU
+        early = 0 if self.setting.on_cpu and self.single else self.kept
+        moments = [
+            Moment("the tile of logits and the gradients", base + early + self.passes),
+            Moment(
+                "the tile, the gradients and their products",
+                base + self.kept + max(self._accumulating(), copied),
+            ),
+        ]
+        if self.setting.on_cpu and self.exact:
+            moments.append(
+                Moment("the tile and fp32 copies for its product", base + early + self._upcasting())
+            )
+        return moments
+
+    @property
+    def unreturned(self) -> int:
+        """Products of slices that a CPU's allocator keeps: it maps only larger blocks anew."""
+        slices = 2 * self._slice() * self.head.hidden * self.head.width
+        return slices if self._accumulating() and slices < 2 * memory.MIN_BYTES else 0
+
+    def _upcasting(self) -> int:
+        """A CPU's exact logits: fp32 copies of the rows and of a slice of the weight."""
+        return (self.rows + self._slice()) * self.head.hidden * WIDE
+
+    def _accumulating(self) -> int:
+        """A CPU's fp32 accumulator of 16-bit products: a slice of the vocabulary at a time.
+
+        This slice's product, the one before it, and the fp32 copy in which it is added.
+        """
+        rounded = self.dweight > self.head.trained * self.head.width
+        if not (self.setting.on_cpu and rounded):
+            return 0
+        added = 0 if self.single else WIDE
+        return self._slice() * self.head.hidden * (2 * self.head.width + added)
+
+    def _slice(self) -> int:
+        return min(products.SLICE_COLUMNS, self.head.vocabulary)
+
+
+def _row_pass_bytes(head: HeadShape, setting: Setting, rows: int) -> int:
+    """Native and Triton row passes work in place; the torch path copies a block of rows."""
+    if not setting.on_cpu or cpu.unavailable() is None:
+        return 0
+    block = min(rows * head.vocabulary, chunked.BLOCK_ELEMENTS) * WIDE
+    # scores, probabilities, the gradient of the block before; with a softcap tanh and its slope
+    return block * (6 if head.softcap else 3)

@@ -1,0 +1,170 @@
+"""``grpo-kernels check``: values and gradients of every backend on this machine, against fp64.
+
+The yardstick is that of the tests: at most twice the error of eager PyTorch at the same dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.fused import linear_policy_loss
+from grpo_kernels.logprob.dispatch import BACKENDS
+from grpo_kernels.logprob.op import linear_logprobs
+from grpo_kernels.losses import LossConfig
+from grpo_kernels.machine import device_types
+from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Errors that count as exact, relative to the largest element: of values, and of gradients. In 16
+# bits these are one and a half units of the last place: the gradient of the logits is rounded
+# (Triton's interpreter cuts it off), and so is the product with it.
+_VALUE_FLOOR = {torch.float64: 1e-12}
+_DEFAULT_VALUE_FLOOR = 1e-5
+_GRADIENT_FLOOR = {
+    torch.float32: 3e-6,
+    torch.bfloat16: 1.5 * 2**-7,
+    torch.float16: 1.5 * 2**-10,
+    torch.float64: 1e-12,
+}
+_EAGER_SLACK = 10  # times this is what eager PyTorch itself may be off by
+
+# (sequences, length, hidden size, vocabulary), the rows of a tile
+_SHAPES = (
+    ((1, 1, 5, 1), 1),
+    ((4, 7, 16, 53), 8),  # several tiles; the third sequence is wholly masked
+    ((3, 3, 40, 2503), 9),  # several tiles of columns, few enough elements for one thread
+)
+_LOSSES: dict[str, tuple[LossConfig, str]] = {
+    "dapo": (LossConfig(loss_type="dapo", beta=0.05, temperature=0.8), "auto"),
+    "dapo, two_pass": (LossConfig(loss_type="dapo", beta=0.05, temperature=0.8), "two_pass"),
+    "gspo": (LossConfig(loss_type="gspo", temperature=0.8), "auto"),
+    "sapo, entropy bonus": (LossConfig(loss_type="sapo", entropy_coef=0.01), "auto"),
+}
+
+Results = dict[str, Tensor]
+Run = Callable[[Problem, str, int | None], Results]  # problem, backend, tile bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One line: the worst of several shapes and outputs."""
+
+    backend: str
+    device: str
+    dtype: str
+    what: str
+    error: float = float("inf")
+    allowed: float = 0.0
+    failure: str | None = None  # an exception stands in place of the error
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and self.error <= self.allowed
+
+
+def outcomes() -> Iterator[Outcome]:
+    """Every check that this machine can run, one after the other."""
+    for device in device_types():
+        for backend in BACKENDS.values():
+            for dtype in DTYPES:
+                why_not = backend.unavailable() or backend.unsuited(torch.device(device), dtype)
+                if why_not is None:
+                    yield from _check(backend.name, device, dtype)
+
+
+def _check(backend: str, device: str, dtype: torch.dtype) -> Iterator[Outcome]:
+    for what in _RUNS:
+        labels = (backend, device, str(dtype).removeprefix("torch."), what)
+        try:
+            error, allowed = _worst(what, backend, device, dtype)
+        except Exception as problem:  # it is what the user has to report
+            line = str(problem).strip().splitlines()[:1]
+            yield Outcome(*labels, failure=": ".join([type(problem).__name__, *line]))
+        else:
+            yield Outcome(*labels, error, allowed)
+
+
+def _worst(what: str, backend: str, device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """The error that is nearest to, or farthest over, what is allowed."""
+    pairs = [
+        pair
+        for index in range(len(_SHAPES))
+        for pair in _errors(what, index, backend, device, dtype)
+    ]
+    return max(pairs, key=lambda pair: pair[0] / pair[1])
+
+
+def _errors(
+    what: str, index: int, backend: str, device: str, dtype: torch.dtype
+) -> Iterator[tuple[float, float]]:
+    exact = _eager(what, index, "cpu", torch.float64)
+    eager = _eager(what, index, device, dtype)
+    (*_, columns), rows = _SHAPES[index]
+    problem = make_problem(*_SHAPES[index][0]).to(device, dtype)
+    with poisoned_allocations():
+        got = _RUNS[what](problem, backend, rows * columns * max(4, dtype.itemsize))
+    for name, value in got.items():
+        floor = _GRADIENT_FLOOR[dtype]
+        if not name.startswith("d"):
+            floor = _VALUE_FLOOR.get(dtype, _DEFAULT_VALUE_FLOOR)
+        # eager itself, and so what it excuses, is held to a fixed bound
+        bound = _EAGER_SLACK * floor
+        allowed = min(max(2 * relative_error(eager[name], exact[name]), floor), bound)
+        yield relative_error(value, exact[name]), bound if backend == "reference" else allowed
+
+
+@functools.cache
+def _eager(what: str, index: int, device: str, dtype: torch.dtype) -> Results:
+    problem = make_problem(*_SHAPES[index][0]).to(device, dtype)
+    return _RUNS[what](problem, "reference", None)
+
+
+def _logprobs(problem: Problem, backend: str, tile: int | None) -> Results:
+    out = linear_logprobs(
+        problem.hidden,
+        problem.weight,
+        torch.where(problem.mask, problem.target, -100),
+        bias=problem.bias,
+        temperature=0.7,
+        softcap=5.0,
+        outputs=("logprobs", "entropy"),
+        backend=backend,
+        max_workspace_bytes=tile,
+    )
+    assert out.logprobs is not None and out.entropy is not None
+    total = (out.logprobs.double().sin() + 0.3 * out.entropy.double()).sum()
+    return {"logprobs": out.logprobs, "entropy": out.entropy, **_gradients(total, problem)}
+
+
+def _loss(config: LossConfig, schedule: str) -> Run:
+    def run(problem: Problem, backend: str, tile: int | None) -> Results:
+        loss, _ = linear_policy_loss(
+            problem.hidden,
+            problem.weight,
+            problem.batch(num_items_in_batch=17.0),
+            config,
+            bias=problem.bias,
+            backend=backend,
+            schedule=schedule,
+            max_workspace_bytes=tile,
+        )
+        return {"loss": loss, **_gradients(loss, problem)}
+
+    return run
+
+
+def _gradients(root: Tensor, problem: Problem) -> Results:
+    leaves = {"dhidden": problem.hidden, "dweight": problem.weight, "dbias": problem.bias}
+    return dict(zip(leaves, torch.autograd.grad(root, list(leaves.values())), strict=True))
+
+
+_RUNS: dict[str, Run] = {
+    "linear_logprobs": _logprobs,
+    **{f"linear_policy_loss: {name}": _loss(*loss) for name, loss in _LOSSES.items()},
+}
