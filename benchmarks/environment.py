@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -14,6 +13,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from grpo_kernels.machine import cpu_name, installed_version
 
 ROOT = Path(__file__).parent.parent
 _SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py")
@@ -36,14 +37,14 @@ def environment(device: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "modified": bool(_git("status", "--porcelain", "--", *_SOURCES)),
-        "device": torch.cuda.get_device_name() if gpu else _cpu_model(),
+        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
         "kind": device,
         "isa": None if gpu else torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(device_memory(device) / 2**30, 1),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: installed_version(name) for name in _PACKAGES},
     }
 
 
@@ -76,13 +77,6 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _git(*arguments: str) -> str | None:
     try:
         run = subprocess.run(
@@ -91,12 +85,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):  # not a checkout
         return None
     return run.stdout.strip()
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

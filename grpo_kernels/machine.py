@@ -44,7 +44,7 @@ def facts() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """By name; None for what is not installed."""
-    found = {name: _version(name) for name in _PACKAGES}
+    found = {name: installed_version(name) for name in _PACKAGES}
     own = {"grpo-kernels": grpo_kernels.__version__, "python": platform.python_version()}
     return {**own, **found, "cuda": torch.version.cuda, "rocm": torch.version.hip}
 
@@ -59,7 +59,7 @@ def devices() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {
             "device": "cpu",
-            "name": _cpu_name(),
+            "name": cpu_name(),
             "memory_bytes": device_memory("cpu"),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
@@ -111,14 +111,16 @@ def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
