@@ -60,6 +60,12 @@ def suite(config: pytest.Config) -> list[Entry]:
     return [entry for entry in SUITES[name]() if entry.case.least_bytes < 0.8 * memory]
 
 
+def _budget(config: pytest.Config) -> float:
+    """Seconds of timing for a case: the quick suite stops at the fewest rounds."""
+    thorough = config.getoption("--full") or config.getoption("--suite") not in (None, "quick")
+    return 30.0 if thorough else 1.0
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     return DEVICE
@@ -100,7 +106,7 @@ def table(
     settings = Settings(
         device=DEVICE,
         rounds=_ROUNDS[DEVICE],
-        budget=float("inf") if entry.slow else 30.0,
+        budget=float("inf") if entry.slow else _budget(request.config),
         memory=entry.memory,
         deadline=deadline,
     )

@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.problem import make_problem
 from benchmarks.shapes import MODELS, Case
-from benchmarks.tune import __main__ as command
-from benchmarks.tune import chunks, sweep, table
+from benchmarks.tune import chunks, command, sweep, table
 from benchmarks.tune.contest import Candidate, DeviceLostError, choose, gain, hold
 from benchmarks.tune.sweep import CHUNK, Entry, settings
 from benchmarks.work import WORKS
