@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from benchmarks.exact import gradients, statistics
 from benchmarks.problem import Problem, Result, detached
 from benchmarks.shapes import Case
 from grpo_kernels import policy_loss
 
-_BLOCK_ROWS = 128
 _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the reference is fp64
 # Relative to the size of the tensor (Frobenius norm); the loss, of order 1, absolutely. 16-bit
 # logits of a peaked policy carry an error of 2 % each: peers may round them and pass.
@@ -41,12 +40,12 @@ def reference(problem: Problem) -> Result:
     """Everything the work asks for, in blocks of rows."""
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
     rows = exact.hidden.flatten(0, 1), exact.target.flatten()
-    logprobs, entropy = _statistics(*rows, exact.weight, problem.softcap)
+    logprobs, entropy = statistics(*rows, exact.weight, problem.softcap)
     shape = problem.target.shape
     if problem.work.kind == "forward":
         return Result(logprobs=logprobs.view(shape), entropy=entropy.view(shape))
     loss, dlogprobs = _loss(problem, logprobs.view(shape))
-    dhidden, dweight = _gradients(*rows, exact.weight, problem.softcap, dlogprobs.flatten())
+    dhidden, dweight = gradients(*rows, exact.weight, problem.softcap, dlogprobs.flatten())
     return Result(
         loss=loss,
         logprobs=logprobs.view(shape),
@@ -128,41 +127,3 @@ def _loss(problem: Problem, logprobs: Tensor) -> tuple[Tensor | None, Tensor]:
         loss, _ = policy_loss(logprobs[problem.mask], problem.batch(), problem.loss)
     (dlogprobs,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), dlogprobs
-
-
-def _statistics(
-    hidden: Tensor, target: Tensor, weight: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """(T,) log-probabilities and entropies."""
-    logprobs, entropy = hidden.new_empty(len(hidden)), hidden.new_empty(len(hidden))
-    for block in _blocks(hidden):
-        logps = _scores(hidden[block], weight, softcap).log_softmax(-1)
-        logprobs[block] = logps.gather(-1, target[block, None]).squeeze(-1)
-        entropy[block] = -(logps.exp() * logps).sum(-1)
-    return logprobs, entropy
-
-
-def _gradients(
-    hidden: Tensor, target: Tensor, weight: Tensor, softcap: float | None, dlogprobs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(T, D) and (V, D)."""
-    dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
-    for block in _blocks(hidden):
-        scores = _scores(hidden[block], weight, softcap)
-        dlogits = scores.softmax(-1).neg_()
-        dlogits.scatter_add_(-1, target[block, None], torch.ones_like(dlogits[:, :1]))
-        dlogits *= dlogprobs[block, None].to(dlogits)
-        if softcap is not None:
-            dlogits *= 1 - (scores / softcap).square()
-        dhidden[block] = torch.mm(dlogits, weight)
-        dweight.addmm_(dlogits.t(), hidden[block])
-    return dhidden, dweight
-
-
-def _scores(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    logits = torch.mm(hidden, weight.t())
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _blocks(rows: Tensor) -> Iterator[slice]:
-    return (slice(start, start + _BLOCK_ROWS) for start in range(0, len(rows), _BLOCK_ROWS))

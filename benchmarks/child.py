@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,20 @@ _LONGEST = 900.0  # seconds; for those who are not expected to hang
 def memory_alone(case: Case, provider: Provider) -> Memory | None:
     """Peak memory of one call on the CPU; None where the process failed."""
     answer = _ask("memory", case, provider.name, 0, _LONGEST)
-    return Memory(**answer) if "failure" not in answer else None
+    if "failure" in answer:
+        warnings.warn(f"no memory of {provider.name}, {case}: {answer['failure']}", stacklevel=2)
+        return None
+    return Memory(**answer)
 
 
-def measured_alone(case: Case, provider: Provider, rounds: int) -> dict[str, Any]:
-    """The fields of a row, measured on the GPU; a ``failure`` where the process failed."""
+def measured_alone(case: Case, provider: Provider, rounds: int, left: float) -> dict[str, Any]:
+    """The fields of a row, measured on the GPU; a ``failure`` where the process failed.
+
+    ``left``: seconds until the deadline of all.
+    """
     assert provider.timeout is not None
+    if left < provider.timeout:
+        return {"absent": "not reached: too little time was left for it"}
     answer = _ask("row", case, provider.name, rounds, provider.timeout)
     if answer.get("memory"):
         answer["memory"] = Memory(**answer["memory"])

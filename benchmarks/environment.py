@@ -11,13 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from grpo_kernels.machine import cpu_name, installed_version
+from grpo_kernels.machine import cpu_name, device_memory, installed_version
 
 ROOT = Path(__file__).parent.parent
-_SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py")
+_SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py", "benchmarks")
+_NO_RESULTS = ":(exclude)benchmarks/results"
 _PACKAGES = (
     "torch",
     "triton",
@@ -36,7 +36,7 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
-        "modified": bool(_git("status", "--porcelain", "--", *_SOURCES)),
+        "modified": bool(_git("status", "--porcelain", "--", *_SOURCES, _NO_RESULTS)),
         "device": torch.cuda.get_device_name() if gpu else cpu_name(),
         "kind": device,
         "isa": None if gpu else torch.backends.cpu.get_cpu_capability(),
@@ -46,13 +46,6 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: installed_version(name) for name in _PACKAGES},
     }
-
-
-def device_memory(device: str) -> int:
-    """Bytes of the device in all."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return psutil.virtual_memory().total
 
 
 def commit() -> str:

@@ -54,7 +54,8 @@ def measure(case: Case, providers: list[Provider], settings: Settings) -> list[R
     del problem
     for row, provider in pairs:
         if row.runs and row.alone:
-            vars(row).update(measured_alone(case, provider, settings.rounds))
+            left = settings.deadline - time.monotonic()
+            vars(row).update(measured_alone(case, provider, settings.rounds, left))
     for row in rows:
         _add_prediction(row, case, settings.device)
     return rows

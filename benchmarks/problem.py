@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from benchmarks.exact import statistics
 from benchmarks.shapes import DTYPES, Case, Model
 from benchmarks.work import Work
 from grpo_kernels import LossConfig, TokenBatch
 
 _LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
-_BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def _make_inputs(
     hidden.add_((boost.unsqueeze(-1) * weight[target].float()).to(hidden.dtype))
     logprobs = torch.full(target.shape, -1.0, device=device)
     if exact:
-        logprobs = _logprobs(hidden, weight, target, model.softcap)
+        rows = hidden.float().flatten(0, 1), target.flatten()
+        logprobs = statistics(*rows, weight.float(), model.softcap)[0].view_as(target)
     return _Inputs(hidden, weight, target, logprobs)
 
 
@@ -181,17 +182,3 @@ def _log_ratios(case: Case, generator: torch.Generator) -> Tensor:
     width = case.length if of_tokens else 1
     choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
     return torch.tensor(_LOG_RATIOS)[choice].expand(case.sequences, case.length)
-
-
-def _logprobs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    """(B, L) fp32 log-probabilities of unrounded logits, a few rows at a time."""
-    rows = hidden.flatten(0, 1).split(_BLOCK_ROWS)
-    targets = target.flatten().split(_BLOCK_ROWS)
-    wide = weight.float()
-    parts = []
-    for x, y in zip(rows, targets, strict=True):
-        logits = torch.mm(x.float(), wide.t())
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        parts.append(logits.log_softmax(-1).gather(-1, y[:, None]))
-    return torch.cat(parts).view(target.shape)

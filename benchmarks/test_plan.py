@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.child import memory_alone
-from benchmarks.environment import device_memory
 from benchmarks.memory import Memory, measure_memory
 from benchmarks.predicted import predicted_memory
 from benchmarks.problem import make_problem
@@ -16,6 +15,7 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.replay import replay
 from benchmarks.shapes import DTYPES, MODELS, Case
 from benchmarks.work import WORKS
+from grpo_kernels.machine import device_memory
 from grpo_kernels.predict import IMPLEMENTATIONS
 
 # real heads: of a few seconds on a CPU, and one whose full logits fit into 24 GiB of a GPU

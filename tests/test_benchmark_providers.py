@@ -126,7 +126,10 @@ def test_what_the_gpu_lacks_is_said(name, monkeypatch):
     assert missing("cuda").startswith("needs a GPU of compute capability 9.0")
     assert missing("cuda").endswith("this is 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr("benchmarks.providers.peers._installed", lambda name: "nvidia" not in name)
+    monkeypatch.setattr(
+        "benchmarks.providers.peers.installed_version",
+        lambda name: None if "nvidia" in name else "1.0",
+    )
     assert missing("cuda") == "needs nvidia-cutlass-dsl"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.problem import Problem, Result
 from benchmarks.shapes import Case
+from grpo_kernels.machine import installed_version
 
 
 def does_everything(case: Case) -> str | None:
@@ -41,10 +41,7 @@ class Provider:
     def version(self) -> str | None:
         if self.package is None:
             return None
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return installed_version(self.package)
 
 
 def needs_gpu(device: str) -> str | None:

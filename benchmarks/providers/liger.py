@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from benchmarks.exact import capped
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, needs_gpu, with_gradients
 from benchmarks.providers.eager import run_with
@@ -70,11 +71,9 @@ def _triton_loss(problem: Problem) -> Result:
     # it wants the logits of L + 1 positions, and ignores the last, as model outputs have it
     hidden = torch.nn.functional.pad(problem.hidden, (0, 0, 0, 1))
     logits = torch.nn.functional.linear(hidden, problem.weight)  # (B, L + 1, V)
-    if problem.softcap is not None:
-        logits = problem.softcap * torch.tanh(logits / problem.softcap)
     settings = loss_arguments(problem.loss)
     loss, _ = triton_grpo_loss(
-        logits,
+        capped(logits, problem.softcap),
         problem.old_logprobs,
         problem.ref_logprobs,
         problem.target,

@@ -11,7 +11,8 @@ import torch
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from benchmarks.shapes import Case
-from grpo_kernels import LossConfig, available_backends, linear_logprobs, linear_policy_loss
+from grpo_kernels import LossConfig, linear_logprobs, linear_policy_loss
+from grpo_kernels.logprob.dispatch import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 
@@ -64,16 +65,10 @@ def _losses(case: Case) -> str | None:
     return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
 
 
-def _backend(name: str) -> Callable[[str], str | None]:
+def _unless_default(name: str) -> Callable[[str], str | None]:
     def missing(device: str) -> str | None:
-        best = "triton" if device == "cuda" else "cpu"
-        if name == "triton" and device == "cpu":
-            return "needs a GPU"
-        if name == "cpu" and device == "cuda":
-            return "needs tensors on the CPU"
-        if name not in available_backends():
-            return f"the {name} backend is not available here"
-        return f"it is what ours runs on {device}" if name == best else None
+        default = choose_backend("auto", torch.device(device), torch.float32).backend.name
+        return f"it is what ours runs on {device}" if name == default else None
 
     return missing
 
@@ -100,12 +95,12 @@ OURS_CHUNKED = _provider(
     "ours-chunked",
     'backend="chunked": row passes in torch',
     backend="chunked",
-    missing=_backend("chunked"),
+    missing=_unless_default("chunked"),
 )
 OURS_REFERENCE = _provider(
     "ours-reference",
     'backend="reference": full fp32 logits',
     backend="reference",
-    missing=_backend("reference"),
+    missing=_unless_default("reference"),
 )
 OURS_ALL = (OURS, OURS_INPUT, OURS_TWO_PASS, OURS_CHUNKED, OURS_REFERENCE)

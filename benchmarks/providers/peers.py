@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from benchmarks.providers.base import needs_gpu, with_gradients
 from benchmarks.providers.eager import finish
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
+from grpo_kernels.machine import installed_version
 
 # their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
 _LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}
@@ -66,7 +66,7 @@ def no_softcap(case: Case) -> str | None:
 
 def lacking(*distributions: str) -> str | None:
     """Those that are not installed, as the reason to be absent."""
-    missing = [name for name in distributions if not _installed(name)]
+    missing = [name for name in distributions if installed_version(name) is None]
     return f"needs {', '.join(missing)}" if missing else None
 
 
@@ -79,11 +79,3 @@ def needs_hopper(device: str, or_newer: bool = False) -> str | None:
         return None
     wanted = "9.0 or more" if or_newer else "9.0"
     return f"needs a GPU of compute capability {wanted}, this is {found[0]}.{found[1]}"
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

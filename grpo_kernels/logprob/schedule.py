@@ -158,8 +158,7 @@ def _add_gradients(
     gradients: Gradients, dlogits: Tensor, rows: Tensor, weight: Tensor, chunk: slice, first: bool
 ) -> None:
     if gradients.hidden is not None:
-        if dlogits.dtype != torch.float32:
-            clear_row_ends(dlogits)
+        clear_row_ends(dlogits)
         if gradients.hidden.dtype == dlogits.dtype:
             torch.mm(dlogits, weight, out=gradients.hidden[chunk])
         else:
