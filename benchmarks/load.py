@@ -81,7 +81,7 @@ class TrainingRow:
     seconds: list[float]
     phases: dict[str, list[float]] = field(default_factory=dict)  # seconds by phase
     memory: dict[str, int] | None = None  # peak bytes by phase
-    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)  # of each step, before clipping
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,6 @@ class Row:
     def runs(self) -> bool:
         return self.absent is None and self.unable is None and self.failure is None
 
-    @property
-    def why_not(self) -> str | None:
-        """The reason for the missing times, if they miss."""
-        return self.absent or self.unable or self.failure
-
 
 def make_row(provider: Provider, case: Case, device: str) -> Row:
     """The row before any measurement."""

@@ -150,9 +150,9 @@ def training_table(table: TrainingTable) -> str:
         for cells, row in zip(columns, rows, strict=True):
             found = of_phase.get(row.provider)
             cells += [unit.of(found.median), _to_ours(found)] if found else ["", ""]
-    header += ["train: peak MiB", "errors", "loss: first step, last"]
+    header += ["train: peak MiB", "errors", "gradient norm: first step, last"]
     for cells, row in zip(columns, rows, strict=True):
-        cells += [_peak(row), _error_list(row), _losses(row)]
+        cells += [_peak(row), _error_list(row), _norms(row)]
     return _with_missing(text.markdown_table(*text.without_empty(header, columns)), table.rows)
 
 
@@ -171,5 +171,6 @@ def _peak(row: TrainingRow) -> str:
     return text.mib(mib(row.memory["train"])) if row.memory and "train" in row.memory else ""
 
 
-def _losses(row: TrainingRow) -> str:
-    return f"{row.loss[0]:.3g}, {row.loss[-1]:.3g}" if row.loss else ""
+def _norms(row: TrainingRow) -> str:
+    """The loss of an on-policy step is 0 but for rounding; its gradient is not."""
+    return f"{row.grad_norm[0]:.3g}, {row.grad_norm[-1]:.3g}" if row.grad_norm else ""

@@ -138,7 +138,7 @@ def training() -> dict[str, Any]:
         "dtype": "fp32",
         "shape": {"layers": 2},
         "rows": [
-            {**ours, "seconds": [1.2, 1.4], "phases": phases, "loss": [0.5, 0.25]},
+            {**ours, "seconds": [1.2, 1.4], "phases": phases, "grad_norm": [0.5, 0.25]},
             {**ours, "provider": "trl", "seconds": [2.6, 2.6], "phases": {"train": [1.6]}},
             {**ours, "provider": "trl-liger", "absent": "needs a GPU", "seconds": []},
         ],

@@ -171,11 +171,8 @@ def _trl_inputs(batch: SharedBatch) -> Any:
 
 
 _COMMON = ("transformers", "accelerate", "datasets")
-# TRL sets the second one itself: Liger's fused loss would replace the forward of the model
-_LIGER = {
-    "use_liger_kernel": True,
-    "liger_kernel_config": {"fused_linear_cross_entropy": False},
-}
+# both trainers keep Liger off the head
+_LIGER = {"use_liger_kernel": True}
 OURS = TrainerProvider(
     name="ours",
     note="grpo_trainer.GRPOTrainer",
