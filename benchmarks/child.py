@@ -38,13 +38,24 @@ def measured_alone(case: Case, provider: Provider, rounds: int, left: float) -> 
 
     ``left``: seconds until the deadline of all.
     """
-    assert provider.timeout is not None
-    if left < provider.timeout:
-        return {"absent": "not reached: too little time was left for it"}
-    answer = _ask("row", case, provider.name, rounds, provider.timeout)
+    answer = _before_timeout("row", case, provider, rounds, left)
     if answer.get("memory"):
         answer["memory"] = Memory(**answer["memory"])
     return answer
+
+
+def accuracy_alone(case: Case, provider: Provider, left: float) -> dict[str, Any]:
+    """The same of an accuracy table's row."""
+    return _before_timeout("accuracy", case, provider, 0, left)
+
+
+def _before_timeout(
+    what: str, case: Case, provider: Provider, rounds: int, left: float
+) -> dict[str, Any]:
+    assert provider.timeout is not None
+    if left < provider.timeout:
+        return {"absent": "not reached: too little time was left for it"}
+    return _ask(what, case, provider.name, rounds, provider.timeout)
 
 
 def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[str, Any]:
@@ -68,12 +79,14 @@ def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[
 
 
 def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
-    from benchmarks.measure import measure_one  # it asks for the memory of others
+    from benchmarks import accuracy, measure  # they ask for processes themselves
     from benchmarks.providers import PROVIDERS
 
     provider = PROVIDERS[name]
     if what == "row":
-        return asdict(measure_one(case, provider, "cuda", rounds))
+        return asdict(measure.measure_one(case, provider, "cuda", rounds))
+    if what == "accuracy":
+        return asdict(accuracy.measure_one(case, provider, "cuda"))
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
     provider.run(make_problem(tiny))  # libraries are loaded, threads started
     memory, _ = measure_memory(provider.run, make_problem(case, exact=False))

@@ -14,8 +14,7 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.record import Collector
 from benchmarks.replay import CLOCK
 from benchmarks.row import Row
-from benchmarks.suites import SUITES, Entry
-from grpo_kernels.machine import device_memory
+from benchmarks.suites import ACCURACY, SUITES, Entry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COLLECTOR = pytest.StashKey[Collector | None]()
@@ -41,7 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry" in metafunc.fixturenames:
-        metafunc.parametrize("entry", suite(metafunc.config), ids=str, scope="session")
+        entries = SUITES[suite(metafunc.config)]()
+        metafunc.parametrize("entry", entries, ids=str, scope="session")
+    if "accuracy_entry" in metafunc.fixturenames:
+        entries = ACCURACY[suite(metafunc.config)]
+        metafunc.parametrize("accuracy_entry", entries, ids=str, scope="session")
     if "provider_name" in metafunc.fixturenames:
         metafunc.parametrize("provider_name", PROVIDERS)
 
@@ -52,11 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.benchmark(timer=CLOCK.read))
 
 
-def suite(config: pytest.Config) -> list[Entry]:
-    """The cases of the chosen suite."""
+def suite(config: pytest.Config) -> str:
+    """The name of the chosen suite."""
     full = "gpu-full" if DEVICE == "cuda" else "cpu"
-    name = config.getoption("--suite") or (full if config.getoption("--full") else "quick")
-    return SUITES[name]()
+    return config.getoption("--suite") or (full if config.getoption("--full") else "quick")
 
 
 def _budget(config: pytest.Config) -> float:
@@ -92,8 +94,8 @@ def table(
     """The rows of one case, by provider: of those that the command line selected."""
     if time.monotonic() > deadline:
         pytest.skip("not reached: the time was up")
-    if entry.case.least_bytes > 0.8 * device_memory(DEVICE):
-        pytest.skip(f"needs {entry.case.least_bytes / 2**30:.0f} GiB of memory")
+    if (reason := entry.too_large(DEVICE)) is not None:
+        pytest.skip(reason)
     wanted = {
         item.callspec.params["provider_name"]
         for item in request.session.items

@@ -32,6 +32,20 @@ def statistics(
     return logprobs, entropy
 
 
+def sample(
+    hidden: Tensor,  # (T, D)
+    weight: Tensor,  # (V, D)
+    softcap: float | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """(T,) a token from each row's distribution."""
+    target = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    for block in _blocks(hidden):
+        probs = capped(torch.mm(hidden[block], weight.t()), softcap).softmax(-1)
+        target[block] = torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    return target
+
+
 def gradients(
     hidden: Tensor,  # (T, D)
     target: Tensor,  # (T,)

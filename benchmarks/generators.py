@@ -6,6 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from benchmarks import text
+from benchmarks.accuracy.derive import accuracy_figures
+from benchmarks.accuracy.providers import PROVIDERS as COMPARED
+from benchmarks.accuracy.table import LEGEND, accuracy_table, caption
+from benchmarks.accuracy.table import in_order as accuracy_in_order
 from benchmarks.context import Context, NotMeasuredError, where
 from benchmarks.derive import phase_times, times
 from benchmarks.overview import headline, summary
@@ -26,6 +30,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "DTYPE": DTYPES,
     "PROVIDER": PROVIDERS,
     "BASE": PROVIDERS,
+    "COMPARED": COMPARED,
     "OUTPUT": ("loss", "logprobs", "entropy", "dhidden", "dweight"),
     "PHASE": ("step", "generate", "train"),
     "TRAINER": [trainer.name for trainer in TRAINERS],
@@ -98,6 +103,24 @@ def _training(context: Context, device: str) -> str:
     return "\n\n".join(f"{table.model}:\n\n{training_table(table)}" for table in tables)
 
 
+def _accuracy(context: Context, device: str) -> str:
+    if not (tables := context.device(device).accuracy):
+        raise NotMeasuredError(device)
+    parts = [LEGEND]
+    for table in accuracy_in_order(tables):
+        where_and_when = f"{where(table.environment)}; {table.environment.day}."
+        parts += [f"{caption(table)} {where_and_when}", accuracy_table(table)]
+    return "\n\n".join(parts)
+
+
+def _noise(context: Context, device: str, model: str, dtype: str, provider: str) -> str:
+    for table in context.device(device).accuracy:
+        if (table.model, table.dtype) == (model, dtype):
+            found = accuracy_figures(table).get(provider)
+            return _written(text.error, found.noise if found else None)
+    raise NotMeasuredError(f"{device} {model} {dtype}")
+
+
 def _reports(context: Context) -> str:
     """A line per device that was measured."""
     lines = [
@@ -127,7 +150,7 @@ def _works(context: Context) -> str:
 
 
 def _providers(context: Context) -> str:
-    return "\n".join(f"* `{name}`: {provider.note}" for name, provider in PROVIDERS.items())
+    return "\n".join(f"* `{name}`: {provider.note}" for name, provider in COMPARED.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +200,8 @@ GENERATORS = {
     "behind": Generator(
         call=lambda c, d, p: behind(c.cases(d), p), parameters="DEVICE PROVIDER", block=True
     ),
+    "noise": Generator(call=_noise, parameters="DEVICE MODEL DTYPE COMPARED"),
+    "accuracy": Generator(call=_accuracy, parameters="DEVICE", block=True),
     "training": Generator(call=_training, parameters="DEVICE", block=True),
     "reports": Generator(call=_reports, block=True),
     "plot": Generator(call=_plot, parameters="DEVICE PLOT", block=True),

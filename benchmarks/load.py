@@ -13,8 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from benchmarks.row import Row
-from benchmarks.shapes import DTYPES
+from benchmarks.row import AccuracyRow, Row
+from benchmarks.shapes import DTYPES, MODELS
 from benchmarks.work import WORKS
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,6 +101,27 @@ class TrainingTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AccuracyTable:
+    """All providers on one policy's distributions, token by token."""
+
+    model: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    softcap: float | None
+    dtype: str
+    reference: str  # dtype of what the errors are against
+    logprobs: list[float]  # the exact ones
+    entropy: list[float]
+    rows: list[AccuracyRow]
+    environment: Environment
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.model, self.tokens, self.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tests:
     """What the test suite gave on the machine."""
 
@@ -118,6 +139,7 @@ class Run:
     tables: list[Table]
     training: list[TrainingTable]
     tests: Tests | None
+    accuracy: list[AccuracyTable] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +161,10 @@ class Device:
     @property
     def training(self) -> list[TrainingTable]:
         return list({table.key: table for run in self.runs for table in run.training}.values())
+
+    @property
+    def accuracy(self) -> list[AccuracyTable]:
+        return list({table.key: table for run in self.runs for table in run.accuracy}.values())
 
     @property
     def tested(self) -> Run | None:
@@ -170,11 +196,31 @@ def load_run(path: Path) -> Run:
     environment = {"environment": data["environment"]}
     tables = [{**table, **environment} for table in data["tables"]]
     training = [{**_with_facts(entry), **environment} for entry in data["training"]]
-    run = _build(Run, {**data, "tables": tables, "training": training}, f"{path}: run")
+    accuracy = [{**table, **environment} for table in data.get("accuracy", [])]
+    lists = {"tables": tables, "training": training, "accuracy": accuracy}
+    run = _build(Run, {**data, **lists}, f"{path}: run")
     for table in run.tables:
         _check_name("work", table.work, WORKS, path)
-        _check_name("dtype", table.dtype, DTYPES, path)
+    for each in (*run.tables, *run.accuracy):
+        _check_name("dtype", each.dtype, DTYPES, path)
+    for measured in run.accuracy:
+        _check_name("model", measured.model, MODELS, path)
+        _check_lengths(measured, path)
     return run
+
+
+def _check_lengths(table: AccuracyTable, path: Path) -> None:
+    """A value for every token, or none."""
+    exact = {"logprobs": table.logprobs, "entropy": table.entropy}
+    for name, values in exact.items():
+        if len(values) != table.tokens:
+            raise ValueError(f"{path}: {name}: expected {table.tokens} values, got {len(values)}")
+    for row in table.rows:
+        for values in filter(None, (row.logprobs, row.entropy)):
+            if len(values) != table.tokens:
+                raise ValueError(
+                    f"{path}: {row.provider}: expected {table.tokens} values, got {len(values)}"
+                )
 
 
 def _check_name(field: str, name: str, known: Collection[str], path: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks.memory import measure_memory
 from benchmarks.predicted import predicted_memory
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
-from benchmarks.row import Row, make_row
+from benchmarks.row import Row, describe, make_row
 from benchmarks.shapes import Case
 from benchmarks.timing import make_timer, quick_collections
 
@@ -81,12 +81,12 @@ def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Se
         try:
             _check(row, provider, problem, exact)
         except Exception as error:  # another library's failure is a result to report
-            row.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+            row.failure = describe(error)
         if device_is_lost(settings.device):
             for later, _ in pairs[index + 1 :]:
                 later.absent = f"not reached: {row.provider} broke the device"
             return
-        _free(settings.device)
+        free(settings.device)
 
 
 def _check(row: Row, provider: Provider, problem: Problem, exact: Result) -> None:
@@ -140,7 +140,7 @@ def device_is_lost(device: str) -> bool:
     return False
 
 
-def _free(device: str) -> None:
+def free(device: str) -> None:
     """Gives back what a provider or its exception left behind."""
     gc.collect()
     if device == "cuda":

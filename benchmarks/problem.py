@@ -90,7 +90,9 @@ class Result:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
+    """What a head gets, and what it makes of it."""
+
     hidden: Tensor  # (B, L, D)
     weight: Tensor  # (V, D)
     target: Tensor  # (B, L)
@@ -103,8 +105,14 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
     ``exact=False`` leaves out the product behind the old log-probabilities; for measurements of
     memory, so that no library keeps a buffer from it.
     """
-    inputs = _make_inputs(case.model, case.sequences, case.length, case.dtype, device, exact)
-    work = case.work
+    return assemble(
+        case, _make_inputs(case.model, case.sequences, case.length, case.dtype, device, exact)
+    )
+
+
+def assemble(case: Case, inputs: Inputs) -> Problem:
+    """``inputs`` as the batch of ``case``, with all else that belongs to a batch."""
+    work, device = case.work, inputs.target.device
     trains = work.kind != "forward"
     generator = torch.Generator().manual_seed(1)
     shape = inputs.target.shape
@@ -126,7 +134,7 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
 @functools.lru_cache(maxsize=1)
 def _make_inputs(
     model: Model, sequences: int, length: int, dtype: str, device: str, exact: bool
-) -> _Inputs:
+) -> Inputs:
     """Logits of standard deviation 2, with the target's raised to a probability of 0.002 to 0.998.
 
     So peaked is a policy in RL, and so large are its logits that 16 bits round them visibly.
@@ -148,7 +156,7 @@ def _make_inputs(
     if exact:
         rows = hidden.float().flatten(0, 1), target.flatten()
         logprobs = statistics(*rows, weight.float(), model.softcap)[0].view_as(target)
-    return _Inputs(hidden, weight, target, logprobs)
+    return Inputs(hidden, weight, target, logprobs)
 
 
 def detached(problem: Problem, dtype: torch.dtype) -> Problem:

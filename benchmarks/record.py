@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from benchmarks.check import reference_dtype
 from benchmarks.environment import commit, environment, slug
 from benchmarks.row import Row
 from benchmarks.shapes import Case
+
+# a list of numbers, which JSON with an indent spreads over as many lines
+_NUMBERS = re.compile(r"\[(?:\s+(?:-?\d[-+.\de]*|-?Infinity|NaN),?)+\s+\]")
 
 
 class Collector:
@@ -21,6 +25,7 @@ class Collector:
             "environment": environment(device),
             "tables": [],
             "training": [],
+            "accuracy": [],
             "tests": None,
         }
         self.path = _unused(folder, self._data["environment"])
@@ -33,6 +38,10 @@ class Collector:
         self._data["training"].append(entry)
         self._write()
 
+    def add_accuracy(self, entry: dict[str, Any]) -> None:
+        self._data["accuracy"].append(entry)
+        self._write()
+
     def add_tests(self, outcome: dict[str, Any]) -> None:
         self._data["tests"] = outcome
         self._write()
@@ -40,7 +49,7 @@ class Collector:
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._data, indent=1) + "\n")
+        partial.write_text(_NUMBERS.sub(_in_a_line, json.dumps(self._data, indent=1)) + "\n")
         partial.replace(self.path)
 
 
@@ -58,6 +67,10 @@ def table(case: Case, rows: list[Row], device: str) -> dict[str, Any]:
         "reference": str(reference_dtype(case, device)).removeprefix("torch."),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def _in_a_line(numbers: re.Match[str]) -> str:
+    return f"[{' '.join(numbers[0][1:-1].split())}]"
 
 
 def _unused(folder: Path, facts: dict[str, Any]) -> Path:

@@ -14,9 +14,20 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks import text
+from benchmarks.accuracy.table import LEGEND, accuracy_table, caption
+from benchmarks.accuracy.table import in_order as accuracy_in_order
 from benchmarks.context import threads
 from benchmarks.derive import case
-from benchmarks.load import RESULTS, Device, Environment, Table, Tests, TrainingTable, load
+from benchmarks.load import (
+    RESULTS,
+    AccuracyTable,
+    Device,
+    Environment,
+    Table,
+    Tests,
+    TrainingTable,
+    load,
+)
 from benchmarks.markers import rewrite_documents
 from benchmarks.overview import in_order, summary
 from benchmarks.plots import PLOTS, save_plots
@@ -60,6 +71,9 @@ def report(device: Device, place: Path) -> str:
     if device.training:
         parts.append("## Training step")
         parts += [part for table in device.training for part in _training(table)]
+    if device.accuracy:
+        parts += ["## Errors on a policy's distributions", LEGEND]
+        parts += [part for table in accuracy_in_order(device.accuracy) for part in _accuracy(table)]
     plots = [plot for plot in PLOTS if (place / plot.file).exists()]
     if plots:
         parts.append("## Plots")
@@ -154,6 +168,15 @@ def _training(table: TrainingTable) -> Iterable[str]:
         f"{listed}; {_when(table.environment)}.",
         training_table(table),
         "\n".join(f"* `{row.provider}`: {row.note}." for row in table.rows),
+    )
+
+
+def _accuracy(table: AccuracyTable) -> Iterable[str]:
+    return (
+        f"### {table.model}, {table.dtype}",
+        f"{caption(table)} {_when(table.environment).capitalize()}.",
+        accuracy_table(table),
+        "\n".join(f"* `{row.provider}`: {row.note}." for row in table.rows if row.logprobs),
     )
 
 

@@ -1,4 +1,7 @@
-"""One provider's line of a table: raw measurements, or the reason why there are none."""
+"""One provider's line of a table: raw measurements, or the reason why there are none.
+
+The fields are those of the result file.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,24 @@ from benchmarks.shapes import Case
 
 
 @dataclass
-class Row:
-    """The fields are those of the result file."""
+class Line:
+    """Of any table."""
 
     provider: str
     note: str
     absent: str | None = None  # what this machine lacks for it
     unable: str | None = None  # why it does not do this work
-    failure: str | None = None  # stands in place of times
+    failure: str | None = None  # stands in place of what was measured
+
+    @property
+    def runs(self) -> bool:
+        return self.absent is None and self.unable is None and self.failure is None
+
+
+@dataclass
+class Row(Line):
+    """Of a case: time, memory, errors."""
+
     errors: dict[str, float] = field(default_factory=dict)  # by output, against the reference
     seconds: list[float] = field(default_factory=list)  # a sample for each round
     memory: Memory | None = None
@@ -25,9 +38,13 @@ class Row:
     batch_invariant: bool | None = None  # half of the batch gives its rows the same bits
     alone: bool = False  # measured in a process of its own, not in turn with the others
 
-    @property
-    def runs(self) -> bool:
-        return self.absent is None and self.unable is None and self.failure is None
+
+@dataclass
+class AccuracyRow(Line):
+    """Of an accuracy table: the provider's value less the exact one, token by token."""
+
+    logprobs: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)  # empty where it has none
 
 
 def make_row(provider: Provider, case: Case, device: str) -> Row:
@@ -39,3 +56,8 @@ def make_row(provider: Provider, case: Case, device: str) -> Row:
         unable=provider.unable(case),
         alone=provider.timeout is not None,
     )
+
+
+def describe(error: Exception) -> str:
+    """One line, as a ``failure``."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]

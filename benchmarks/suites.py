@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.shapes import DTYPES, MODELS, Case
 from benchmarks.work import WORKS
+from grpo_kernels.machine import device_memory
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,13 @@ class Entry:
     case: Case
     memory: bool = False  # also on a CPU, where it takes a process for each provider
     slow: bool = False  # also the providers that compile for long or need a process; all rounds
+
+    def too_large(self, device: str) -> str | None:
+        """Why the case is not measured on this machine; None where it fits."""
+        needed = self.case.least_bytes
+        if needed <= 0.8 * device_memory(device):
+            return None
+        return f"needs {needed / 2**30:.0f} GiB of memory"
 
     def __str__(self) -> str:
         case = self.case
@@ -85,4 +93,33 @@ def _gpu_full() -> list[Entry]:
     return list({str(each): each for each in reversed([*_gpu(), *every, *wide])}.values())[::-1]
 
 
-SUITES = {"quick": _quick, "cpu": _cpu, "gpu": _gpu, "gpu-full": _gpu_full}
+def _gpu_forward() -> list[Entry]:
+    """Every real head without a gradient."""
+    counts = (8192, 4096, 32768)
+    heads = ("qwen3-1.7b", *_HEADS)
+    return [entry("logprobs-entropy", model, count, "bf16") for count in counts for model in heads]
+
+
+SUITES = {
+    "quick": _quick,
+    "cpu": _cpu,
+    "gpu": _gpu,
+    "gpu-forward": _gpu_forward,
+    "gpu-full": _gpu_full,
+}
+
+
+def _policies(model: str, tokens: int) -> list[Entry]:
+    return [
+        entry("logprobs-entropy", model, tokens, dtype, slow=True) for dtype in ("bf16", "fp32")
+    ]
+
+
+# errors on a policy's distributions, by suite; every token is kept, so they are few
+ACCURACY = {
+    "quick": [replace(each, slow=False) for each in _policies("small", 64)],
+    "cpu": _policies("qwen2.5-0.5b", 512),
+    "gpu": [replace(x, slow=x.case.dtype == "bf16") for x in _policies("qwen3-1.7b", 1024)],
+    "gpu-forward": _policies("qwen3-1.7b", 1024),
+    "gpu-full": [*_policies("qwen3-1.7b", 1024), *_policies("qwen3-8b", 1024)],
+}

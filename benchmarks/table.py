@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks import text
 from benchmarks.derive import FLOOR, QUOTED, Figures, Times, figures, here, mib, phase_times, times
 from benchmarks.load import Table, TrainingRow, TrainingTable
-from benchmarks.row import Row
+from benchmarks.row import Line, Row
 
 _SHORT = {"logprobs": "logp", "entropy": "H"}
 
@@ -112,7 +112,7 @@ def case_table(table: Table) -> str:
     columns["extra MiB"] = text.bold_least(extras, columns["extra MiB"])
     header = ["", *(f"median, {unit.name}" if title == "median" else title for title in columns)]
     body = zip(map(_name, rows.values()), *columns.values(), strict=True)
-    return _with_missing(text.markdown_table(*text.without_empty(header, body)), table.rows)
+    return with_missing(text.markdown_table(*text.without_empty(header, body)), table.rows)
 
 
 def _name(x: Figures) -> str:
@@ -120,7 +120,7 @@ def _name(x: Figures) -> str:
     return text.bold(name) if x.row.provider in QUOTED else name
 
 
-def _with_missing(table: str, rows: Sequence[Row] | Sequence[TrainingRow]) -> str:
+def with_missing(table: str, rows: Sequence[Line] | Sequence[TrainingRow]) -> str:
     """Under the table, who is not in it, by reason."""
     absent = _by_reason((row.provider, row.absent) for row in rows)
     unable = _by_reason((row.provider, row.unable) for row in rows if row.absent is None)
@@ -153,7 +153,7 @@ def training_table(table: TrainingTable) -> str:
     header += ["train: peak MiB", "errors", "gradient norm: first step, last"]
     for cells, row in zip(columns, rows, strict=True):
         cells += [_peak(row), _error_list(row), _norms(row)]
-    return _with_missing(text.markdown_table(*text.without_empty(header, columns)), table.rows)
+    return with_missing(text.markdown_table(*text.without_empty(header, columns)), table.rows)
 
 
 def _times_cells(row: TrainingRow, timed: Times | None, unit: text.Unit) -> list[str]:

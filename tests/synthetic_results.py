@@ -123,6 +123,37 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
+def accuracy(**changes: Any) -> dict[str, Any]:
+    """Four tokens: two likely, one open, one rare."""
+    exact = {"logprobs": [-1e-3, -1e-2, -0.5, -9.0], "entropy": [0.01, 0.1, 1.5, 3.0]}
+    ours = {"logprobs": [1e-7, -3e-7, 2e-6, -4e-6], "entropy": [1e-7, 1e-7, 2e-6, 4e-6]}
+    rounded = {"logprobs": [1e-3, -3e-3, 0.0, 0.0625], "entropy": []}
+    base: dict[str, Any] = {
+        "model": "small",
+        "tokens": 4,
+        "hidden": 256,
+        "vocabulary": 32000,
+        "softcap": None,
+        "dtype": "bf16",
+        "reference": "float64",
+        **exact,
+        "rows": [
+            accuracy_row("trl", **rounded),
+            accuracy_row("ours", **ours),
+            accuracy_row("eager", failure="ValueError: a|b"),
+            accuracy_row("cce", absent="needs a GPU"),
+            accuracy_row("liger", unable="a GRPO loss only"),
+        ],
+    }
+    return {**base, **changes}
+
+
+def accuracy_row(provider: str, **changes: Any) -> dict[str, Any]:
+    reasons = {"absent": None, "unable": None, "failure": None}
+    values: dict[str, Any] = {"logprobs": [], "entropy": []}
+    return {"provider": provider, "note": f"what {provider} runs", **reasons, **values, **changes}
+
+
 def device(tmp_path: Path, *runs: dict[str, Any]) -> Device:
     for data in runs:
         write(tmp_path, data)

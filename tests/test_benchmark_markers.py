@@ -7,7 +7,7 @@ import pytest
 from benchmarks.context import Context
 from benchmarks.load import Device, load
 from benchmarks.markers import rewrite
-from tests.synthetic_results import NEWER, device, row, rows, run, table, training, write
+from tests.synthetic_results import NEWER, accuracy, device, row, rows, run, table, training, write
 
 
 def fill(devices: dict[str, Device], call: str) -> str:
@@ -39,12 +39,26 @@ def fill(devices: dict[str, Device], call: str) -> str:
         ("ratio cpu dapo qwen2.5-0.5b 1024 fp32 quack ours", "not measured yet"),
         ("error cpu dapo qwen2.5-0.5b 1024 fp32 ours entropy", "not measured yet"),
         ("headline cuda dapo qwen2.5-0.5b 1024", "\n\nnot measured yet\n\n"),
+        ("noise cpu small bf16 trl", "2e-2"),
+        ("noise cpu small bf16 cce", "not measured yet"),
+        ("noise cpu small bf16 eager", "not measured yet"),
+        ("noise cpu small fp32 trl", "not measured yet"),
+        ("accuracy cuda", "\n\nnot measured yet\n\n"),
         ("training cuda", "\n\nnot measured yet\n\n"),
     ],
 )  # fmt: skip
 def test_markers(tmp_path, call, expected):
-    found = device(tmp_path, run([table(rows())], training=[training()]))
+    data = run([table(rows())], training=[training()], accuracy=[accuracy()])
+    found = device(tmp_path, data)
     assert fill({"test-cpu": found}, call) == expected
+
+
+def test_accuracy_marker_names_who_is_not_in_the_table(tmp_path):
+    found = {"test-cpu": device(tmp_path, run([], accuracy=[accuracy()]))}
+    said = fill(found, "accuracy cpu")
+    assert "Ratio noise: " in said and "small (D = 256, V = 32000), bf16; T = 4 tokens" in said
+    assert "Test CPU, 2 threads; 2026-01-02." in said
+    assert "Not here: cce (needs a GPU). Not able: liger (a GRPO loss only)." in said
 
 
 def test_links_are_relative_to_the_document(tmp_path):
@@ -57,7 +71,7 @@ def test_links_are_relative_to_the_document(tmp_path):
 @pytest.mark.parametrize(
     "call, message",
     [
-        ("speed cpu", "doc.md: results: expected one of ahead, .* got 'speed cpu'"),
+        ("speed cpu", "doc.md: results: expected one of accuracy, .* got 'speed cpu'"),
         ("commit", "commit: expected DEVICE, got nothing"),
         ("commit cdua", "DEVICE: expected cpu | cuda | test-cpu, got 'cdua'"),
         ("median cpu dapo qwen2.5-0.5b 1k fp32 trl", 'TOKENS: expected a number or "most"'),

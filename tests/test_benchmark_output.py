@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from benchmarks import text
+from benchmarks.accuracy.derive import accuracy_figures
+from benchmarks.accuracy.table import accuracy_table
 from benchmarks.derive import figures, times
 from benchmarks.load import load
 from benchmarks.markers import ROOT
@@ -21,6 +23,8 @@ from benchmarks.table import case_table, training_table
 from benchmarks.work import WORKS
 from tests.synthetic_results import (
     NEWER,
+    accuracy,
+    accuracy_row,
     device,
     full_table,
     row,
@@ -54,6 +58,12 @@ def test_the_newest_file_that_has_a_case_counts(tmp_path):
         (run([], training=[{"tokens": 3}]), r"training\[0\]: expected a field 'model'"),
         (run([table([], work="fly")]), "work: expected one of logprobs, .* got 'fly'"),
         (run([table([], tokens="many")]), r"tokens: expected int, got 'many'"),
+        (run([], accuracy=[accuracy(logprobs=[-1.0])]), "logprobs: expected 4 values, got 1"),
+        (
+            run([], accuracy=[accuracy(rows=[accuracy_row("ours", entropy=[0.0])])]),
+            "ours: expected 4 values, got 1",
+        ),
+        (run([], accuracy=[accuracy(model="huge")]), "model: expected one of .* got 'huge'"),
     ],
 )
 def test_an_unknown_format_is_an_error(tmp_path, data, message):
@@ -138,6 +148,31 @@ def test_training_table(tmp_path):
     assert lines[3].startswith("| trl | 2.60 | 2.60 to 2.60 | 2.00 |  |  | 1.60 | 2.00 |")
     assert lines[-1] == "Not here: trl-liger (needs a GPU)."
     assert "layers 2" in report(found, tmp_path)
+
+
+def test_accuracy_table(tmp_path):
+    found = device(tmp_path, run([], accuracy=[accuracy()]))
+    lines = accuracy_table(found.accuracy[0]).splitlines()
+    assert lines[0].startswith("|  | logp, p > 0.98: median | max | logp, p 0.5 to 0.98: median |")
+    assert lines[2] == (
+        "| **ours** | **2e-7** | **3e-7** | 2e-6 | 2e-6 | **4e-6** | **4e-6** "
+        "| **2e-6** | **4e-6** | **1e-6** | **4e-6** |"
+    )
+    assert lines[3].startswith("| trl | 2e-3 | 3e-3 | **0** | **0** | 6e-2 | 6e-2 | 2e-2 | 6e-2 |")
+    assert lines[3].endswith("| none |  |")
+    assert lines[4].startswith(r"| eager | FAILED: ValueError: a\|b |  |")
+    assert lines[-1] == "Not here: cce (needs a GPU). Not able: liger (a GRPO loss only)."
+    said = report(found, tmp_path)
+    assert "50 % p > 0.98, 25 % p 0.5 to 0.98, 25 % p < 0.5; the rarest 1e-4." in said
+    assert "### small, bf16" in said and "* `trl`: what trl runs." in said
+
+
+def test_the_newest_accuracy_of_a_head_counts(tmp_path):
+    new = accuracy(rows=[accuracy_row("ours", logprobs=[0.0] * 4)])
+    runs = run([], accuracy=[accuracy()]), run([], accuracy=[new], environment=NEWER)
+    (table,) = device(tmp_path, *runs).accuracy
+    assert [row.provider for row in table.rows] == ["ours"]
+    assert accuracy_figures(table)["ours"].noise == 0.0
 
 
 def test_report_says_where_each_case_was_measured(tmp_path):

@@ -133,7 +133,7 @@ def test_result_file_is_well_formed(path: Path) -> None:
     assert environment.kind in ("cpu", "cuda")
     assert path.parent.name == machine.slug(environment.device)
     assert path.name.startswith(f"{environment.day}-{environment.commit[:12]}")
-    assert run.tables or run.training
+    assert run.tables or run.training or run.accuracy
     for table in run.tables:
         assert table.work in WORKS and table.dtype in DTYPES
         assert min(table.tokens, table.sequences, table.hidden, table.vocabulary) > 0
