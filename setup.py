@@ -1,4 +1,4 @@
-"""Builds the native CPU row kernels. All else about the package is in pyproject.toml.
+"""Builds the native CPU kernels. All else about the package is in pyproject.toml.
 
 The extension is a plain shared library, loaded with ctypes: it uses neither Python's nor torch's
 headers. It is optional: where it cannot be compiled the package installs without it.

@@ -1,10 +1,6 @@
 // The C entry points: pick the instruction set, spread the rows over threads.
-#include <algorithm>
-#include <atomic>
-#include <thread>
-#include <vector>
-
-#include "rows.h"
+#include "linear.h"
+#include "threads.h"
 
 #if defined(_WIN32)
 #define GRPO_EXPORT extern "C" __declspec(dllexport)
@@ -20,8 +16,10 @@ std::vector<const RowKernels*> runnable() {
   std::vector<const RowKernels*> found;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (amx_granted()) found.push_back(&kAmx);
     found.push_back(&kAvx512);
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
 #endif
   found.push_back(&kBaseline);
@@ -33,21 +31,13 @@ const std::vector<const RowKernels*>& kernels() {
   return found;
 }
 
-// Threads live for one call. Starting one takes tens of microseconds, a tile milliseconds; and
-// there is no pool that would spin beside torch's, or be lost in a fork.
 template <class Work>
 void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
   constexpr int64_t kElementsPerThread = 1 << 16;
-  std::atomic<int64_t> next{0};
-  const auto run = [&] {
-    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < tile.rows;) work(row);
-  };
   const int64_t useful = tile.rows * tile.columns / kElementsPerThread;
-  const int64_t helpers = std::min<int64_t>({threads, tile.rows, useful}) - 1;
-  std::vector<std::thread> started;
-  for (int64_t i = 0; i < helpers; ++i) started.emplace_back(run);
-  run();
-  for (std::thread& thread : started) thread.join();
+  share(tile.rows, std::min<int64_t>(threads, useful), [&](const auto& next) {
+    for (int64_t row; (row = next()) < tile.rows;) work(row);
+  });
 }
 
 }  // namespace
@@ -71,4 +61,10 @@ GRPO_EXPORT void grpo_dlogits(const grpo::Tile* tile, const grpo::Gradient* grad
                               int32_t threads) {
   const auto kernel = grpo::kernels()[rank]->dlogits;
   grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *grad, row); });
+}
+
+// Fills what `out` has pointers for, and the tile of logits if `linear` has one.
+GRPO_EXPORT void grpo_linear(const grpo::Linear* linear, const grpo::Stats* out, int32_t rank,
+                             int32_t threads) {
+  grpo::linear_stats(*linear, *out, *grpo::kernels()[rank]->linear, threads);
 }

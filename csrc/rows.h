@@ -9,7 +9,7 @@
 
 namespace grpo {
 
-constexpr int32_t kAbiVersion = 2;
+constexpr int32_t kAbiVersion = 3;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -28,7 +28,7 @@ struct Tile {
   int64_t rows;
   int64_t columns;
   int64_t row_stride;
-  const int64_t* target;         // (rows,), each in [0, columns)
+  const int64_t* target;         // (rows,); in dlogits one outside [0, columns) is no target here
   const float* row_temperature;  // (rows,), or null: `temperature` holds for every row
   double temperature;
   double logit_scale;
@@ -40,8 +40,10 @@ struct Stats {
   float* logp;          // (rows,)
   float* entropy;       // (rows,) nats
   double* lse;          // (rows,)
-  bool* is_top1;        // (rows,), or null with sum_sq_probs
+  bool* is_top1;        // (rows,), or null with the rest
   float* sum_sq_probs;  // (rows,), or null
+  float* max_logit;     // (rows,) of the scores, or null
+  float* min_logit;     // (rows,) of the scores, or null
 };
 
 // What the gradient of a tile needs besides the tile. The result overwrites the logits.
@@ -54,17 +56,37 @@ struct Gradient {
   int32_t out_dtype;      // the tile's dtype, or a 16-bit one for fp32 logits
 };
 
+// z = slope * u, where u is the logit, or tanh(inner * logit) with a softcap.
+struct Scores {
+  bool capped;
+  float inner;
+  float slope;
+  float dlogit;  // dz / dlogit, without the tanh's derivative
+
+  Scores(const Tile& tile, int64_t row) {
+    const double t = tile.row_temperature ? tile.row_temperature[row] : tile.temperature;
+    capped = tile.softcap != 0;
+    inner = capped ? float(tile.logit_scale / tile.softcap) : 1.0f;
+    dlogit = float(tile.logit_scale / t);
+    slope = capped ? float(tile.softcap / t) : dlogit;
+  }
+};
+
+struct LinearKernels;  // linear.h
+
 // One row each: rows share nothing, so a row's result depends neither on the others nor on threads.
 struct RowKernels {
   const char* isa;
   void (*stats)(const Tile&, const Stats&, int64_t row);
   void (*dlogits)(const Tile&, const Gradient&, int64_t row);
+  const LinearKernels* linear;
 };
 
 extern const RowKernels kBaseline;
 #if defined(__x86_64__)
 extern const RowKernels kAvx2;
 extern const RowKernels kAvx512;
+extern const RowKernels kAmx;  // kAvx512, but for products of bf16
 #endif
 
 }  // namespace grpo

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "rows.h"
+#include "linear.h"
 
 #define GRPO_LANES 8
 
@@ -20,6 +20,8 @@ namespace grpo::avx2 {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
+#include "product_fp32.inc"
+#include "fold.inc"
 }  // namespace grpo::avx2
 
 #if defined(__clang__)
@@ -27,6 +29,6 @@ namespace grpo::avx2 {
 #endif
 
 namespace grpo {
-const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits};
+const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits, &avx2::kLinear};
 }
 #endif

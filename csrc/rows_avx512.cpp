@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "rows.h"
+#include "linear.h"
 
 #define GRPO_LANES 16
 
@@ -21,6 +21,8 @@ namespace grpo::avx512 {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
+#include "product_fp32.inc"
+#include "fold.inc"
 }  // namespace grpo::avx512
 
 #if defined(__clang__)
@@ -28,6 +30,15 @@ namespace grpo::avx512 {
 #endif
 
 namespace grpo {
-const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits};
+const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, &avx512::kLinear};
+
+namespace {
+const Product* amx_product(int32_t dtype) {
+  return dtype == kBFloat16 ? &kAmxProduct : avx512::product(dtype);
+}
+constexpr LinearKernels kAmxLinear = {avx512::kLanes, amx_product, avx512::fold, avx512::merge};
+}  // namespace
+
+const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kAmxLinear};
 }
 #endif

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "rows.h"
+#include "linear.h"
 
 #define GRPO_LANES 4
 
@@ -12,8 +12,10 @@ namespace grpo::baseline {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
+#include "product_fp32.inc"
+#include "fold.inc"
 }  // namespace grpo::baseline
 
 namespace grpo {
-const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits};
+const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits, &baseline::kLinear};
 }

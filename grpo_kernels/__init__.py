@@ -2,16 +2,21 @@
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.fused import FusedLinearGRPOLoss, linear_policy_loss
+from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.dispatch import available_backends
+from grpo_kernels.logprob.explain import LogprobsPlan, explain_logprobs
 from grpo_kernels.logprob.op import LinearLogprobs, linear_logprobs
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.plan import Plan, explain
+from grpo_kernels.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "FusedLinearGRPOLoss",
+    "KeptSet",
     "LinearLogprobs",
+    "LogprobsPlan",
     "LossConfig",
     "Metrics",
     "Plan",
@@ -19,6 +24,7 @@ __all__ = [
     "TokenBatch",
     "available_backends",
     "explain",
+    "explain_logprobs",
     "linear_logprobs",
     "linear_policy_loss",
     "policy_loss",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from grpo_kernels.kept import KeptSet
 from grpo_kernels.packing import LOGPROB_FIELDS, check_cu_seqlens, check_target, packed_fields
 
 
@@ -18,7 +19,10 @@ class OptionalFields(TypedDict, total=False):
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
+    kept: KeptSet | None
     num_items_in_batch: Tensor | float | None
+    num_tokens_in_micro_batch: Tensor | float | None
+    entropy_scale: Tensor | float | None
     gradient_accumulation_steps: int
 
 
@@ -40,7 +44,10 @@ class TokenBatch:
     old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
+    kept: KeptSet | None = None  # of the T tokens, what sampling left to choose from
     num_items_in_batch: Tensor | float | None = None
+    num_tokens_in_micro_batch: Tensor | float | None = None
+    entropy_scale: Tensor | float | None = None
     gradient_accumulation_steps: int = 1
 
     @classmethod
@@ -58,9 +65,17 @@ class TokenBatch:
             advantages: (B,) one per sequence, or (B, L) one per token; finite.
             mask: (B, L) bool or 0/1, 1 where the token counts. Default: where target is not -100.
             optional: ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: (B, L) or None.
+                ``kept``: a :class:`KeptSet` of the B * L rows, or None. With it the policy is the
+                distribution that top-p, top-k or min-p sampling drew from: its log-probabilities
+                are renormalised over the kept ids, in ratios, KL and metrics; the entropy is that
+                of the whole vocabulary. Old and reference log-probabilities must be of the same
+                kind (``kept_logprobs`` of ``linear_logprobs``).
                 ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
                 the valid tokens of the accumulation window per data-parallel process; None: the
                 valid tokens here times ``gradient_accumulation_steps``.
+                ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the entropy
+                bonus) divide by, its valid tokens per data-parallel process; None: those here.
+                ``entropy_scale``: a factor on the entropy bonus that changes during a run; None: 1.
                 ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
 
         Raises:
@@ -148,6 +163,7 @@ class TokenBatch:
             target=self.target[index],
             advantages=self.advantages[index],
             rows=self.rows[index] if self.rows is not None else None,
+            kept=self.kept.take(index) if self.kept is not None else None,
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             **{name: value[index] for name, value in fields.items() if value is not None},

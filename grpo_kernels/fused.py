@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.logprob.check import check_device, check_target_range, prepare_head
+from grpo_kernels.logprob.check import (
+    check_device,
+    check_kept_range,
+    check_target_range,
+    prepare_head,
+)
 from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.rows import Transform
 from grpo_kernels.logprob.schedule import Needs
@@ -32,6 +37,7 @@ def linear_policy_loss(
     backend: str = "auto",
     schedule: str = "auto",
     max_workspace_bytes: int | None = None,
+    batch_invariant: bool = False,
 ) -> PolicyLossOutput:
     """The policy loss of a linear head and its gradients, without the (tokens, vocabulary) logits.
 
@@ -43,11 +49,14 @@ def linear_policy_loss(
         config: the loss; ``config.temperature`` divides the logits.
         bias: (V,) or None.
         logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`.
-        precision: ``"fp32"`` (exact) or ``"input"``, as in ``linear_logprobs``.
+        precision: ``"fp32"`` (exact), ``"input"`` or ``"tf32"``, as in ``linear_logprobs``.
         backend: a name of ``available_backends()`` or ``"auto"``.
         schedule: ``"one_pass"`` (gradients in the forward, three products), ``"two_pass"``
             (recompute, four) or ``"auto"``.
         max_workspace_bytes: bound on the logits tile; None: the backend's default.
+        batch_invariant: a row's log-probability and entropy have the bits that ``linear_logprobs``
+            gives them in this mode, whatever the batch: on-policy, the log-ratio is exactly 0. It
+            may cost the fourth product, which ``explain`` says.
 
     Returns:
         :class:`PolicyLossOutput`; the loss can be scaled and differentiated more than once, but not
@@ -61,6 +70,7 @@ def linear_policy_loss(
         backend=backend,
         schedule=schedule,
         max_workspace_bytes=max_workspace_bytes,
+        batch_invariant=batch_invariant,
     )
     check_loss_inputs(batch, config)
     transform = Transform(float(logit_scale), softcap, config.temperature)
@@ -72,7 +82,7 @@ def linear_policy_loss(
     needs = _needs(rows, head)
     keep = _rows_with_gradient(batch, config) if needs.any else None
     active = batch if keep is None else batch.select(keep)
-    plan = make_plan(rows, weight, active, config, settings)
+    plan = make_plan(rows, head, active, config, settings)
     call = Call(head, batch, config, plan, settings, keep, active)
     if plan.schedule == "one_pass" and needs.any:
         loss, metrics = one_pass(rows, call, needs)
@@ -88,7 +98,7 @@ class FusedLinearGRPOLoss(nn.Module):
     """Module form of :func:`linear_policy_loss`.
 
     Keyword arguments are :class:`LossConfig`'s, and ``logit_scale``, ``softcap``, ``precision``,
-    ``backend``, ``schedule`` and ``max_workspace_bytes``.
+    ``backend``, ``schedule``, ``max_workspace_bytes`` and ``batch_invariant``.
 
     Example:
         >>> loss_fn = FusedLinearGRPOLoss(loss_type="dapo", beta=0.04)
@@ -124,7 +134,7 @@ class FusedLinearGRPOLoss(nn.Module):
         """Padded: hidden (B, L, D), target (B, L); packed: (T, D), (T,), ``cu_seqlens`` (B + 1,).
 
         ``advantages``, ``mask`` and the further keyword arguments (``old_logprobs``,
-        ``ref_logprobs``, ``rollout_logprobs``, ``num_items_in_batch``,
+        ``ref_logprobs``, ``rollout_logprobs``, ``kept``, ``num_items_in_batch``,
         ``gradient_accumulation_steps``) are those of :meth:`TokenBatch.from_padded` and
         :meth:`TokenBatch.from_packed`.
         """
@@ -146,6 +156,8 @@ def _check_layout(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> None:
         )
     check_device("batch", batch.target, hidden)
     check_target_range(0, batch.max_target, weight.shape[0])
+    if batch.kept is not None:
+        check_kept_range(batch.kept.max_id, weight.shape[0])
 
 
 def _needs(rows: Tensor, head: Head) -> Needs:

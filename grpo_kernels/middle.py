@@ -1,4 +1,4 @@
-"""The middle stage inside a schedule: torch ops, or one printed Triton kernel."""
+"""The middle stage inside a schedule: torch ops, or a device function inside the row kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.logprob.rows import RowStats
+from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.schedule import StatsGradients
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.losses.stage import (
     StageOutput,
@@ -25,8 +26,14 @@ from grpo_kernels.losses.weights import Weights
 class MiddleChoice(NamedTuple):
     """How the middle stage runs, and why."""
 
-    kind: str  # "torch" | "printed" | "triton segments"
+    kind: str  # "torch" | "row kernel" | "printed" | "triton segments"
     reason: str
+
+
+def middle_stage(batch: TokenBatch, weights: Weights, config: LossConfig, kind: str) -> MiddleStage:
+    """The stage of a ``kind`` that :func:`choose_middle` gave."""
+    made = RowKernelStage if kind == "row kernel" else MiddleStage
+    return made(batch, weights, config, kind)
 
 
 class MiddleStage:
@@ -36,13 +43,14 @@ class MiddleStage:
         self.batch, self.weights, self.config, self.kind = batch, weights, config, kind
         self._contributions: list[Tensor] = []
 
-    def __call__(self, rows: slice, stats: RowStats) -> tuple[Tensor, Tensor | None]:
-        part = self.batch.narrow(rows.start, rows.stop)
-        weights = Weights(*(weight[rows] for weight in self.weights))
-        x = token_inputs(stats.logp, stats.entropy, part, weights)
-        output = self._run(x, part)
+    def __call__(self, rows: slice, stats: RowStats) -> StatsGradients:
+        part, weights = self._part(rows)
+        logp = stats.logp if stats.kept_logp is None else stats.kept_logp
+        output = self._run(token_inputs(logp, stats.entropy, part, weights), part)
         self._contributions.append(output.contributions)
-        return output.dlogp, output.dentropy
+        if stats.kept_logp is None:
+            return StatsGradients(output.dlogp, output.dentropy)
+        return StatsGradients(None, output.dentropy, output.dlogp)
 
     def loss(self, dtype: torch.dtype) -> Tensor:
         """The () loss of all rows seen, summed in fp64 and in a fixed order."""
@@ -55,19 +63,51 @@ class MiddleStage:
 
         return weighted_sum(each, torch.ones_like(each))
 
+    def _part(self, rows: slice) -> tuple[TokenBatch, Weights]:
+        weights = Weights(*(weight[rows] for weight in self.weights))
+        return self.batch.narrow(rows.start, rows.stop), weights
+
     def _run(self, x: TokenInputs, part: TokenBatch) -> StageOutput:
         if self.kind == "torch":
             return run_stage(x, segments_of(part), self.config)
         if self.kind == "triton segments":
             return run_stage(x, _triton_segments(part), self.config)
-        present = _present(part)
-        kernel = _printed_stage(self.config, present)
-        each, dlogp, *rest = kernel(*(getattr(x, name) for name in present))
+        kernel = _printed_stage(self.config, _present(part))
+        # what is absent is not read
+        each, dlogp, *rest = kernel(*(x.logprobs if value is None else value for value in x))
         return StageOutput(each, dlogp, rest[0] if rest else None)
 
 
-def choose_middle(backend: str, scope: str, batch: TokenBatch, config: LossConfig) -> MiddleChoice:
-    """A printed kernel for Triton and token scope, if the loss can be traced; else torch ops."""
+class RowKernelStage(MiddleStage):
+    """The stage inside the Triton row kernel, between a row's statistics and its gradient."""
+
+    def gradient_(
+        self,
+        rows: slice,
+        logits: Tensor,
+        target: Tensor,
+        transform: Transform,
+        out_dtype: torch.dtype,
+    ) -> tuple[RowStats, Tensor]:
+        """Statistics of a tile's rows, and the gradient of its raw logits in their storage."""
+        from grpo_kernels.logprob.triton_row_loss import RowFunction, row_loss_
+
+        part, weights = self._part(rows)
+        printed = _printed_stage(self.config, _present(part))
+        function = RowFunction(
+            device_function=printed.device_function,
+            has_dentropy=len(printed.output_dtypes) > 2,
+        )
+        values = token_inputs(weights.policy.float(), None, part, weights)[2:]
+        stats, each, dlogits = row_loss_(logits, target, transform, function, values, out_dtype)
+        self._contributions.append(each)
+        return stats, dlogits
+
+
+def choose_middle(
+    backend: str, scope: str, batch: TokenBatch, config: LossConfig, dtype: torch.dtype
+) -> MiddleChoice:
+    """A printed function for Triton and token scope, if the loss can be traced; else torch ops."""
     if backend != "triton":
         return MiddleChoice("torch", "middle stage: torch ops")
     if scope != "token":
@@ -76,7 +116,10 @@ def choose_middle(backend: str, scope: str, batch: TokenBatch, config: LossConfi
     why_not = _why_not_printed(config, _present(batch))
     if why_not is not None:
         return MiddleChoice("torch", f"middle stage: torch ops, because {why_not}")
-    return MiddleChoice("printed", "middle stage: one Triton kernel, printed from the loss")
+    # these need the gradients of the statistics themselves: to scale them, or to spread them
+    if dtype == torch.float16 or batch.kept is not None:
+        return MiddleChoice("printed", "middle stage: a Triton kernel, printed from the loss")
+    return MiddleChoice("row kernel", "middle stage: in the row kernel, printed from the loss")
 
 
 def _present(batch: TokenBatch) -> tuple[str, ...]:
@@ -99,16 +142,21 @@ def _why_not_printed(config: LossConfig, present: tuple[str, ...]) -> str | None
 
 @functools.lru_cache(maxsize=256)
 def _printed_stage(config: LossConfig, present: tuple[str, ...]) -> Any:
-    """The kernel of ``run_stage`` for this loss: traced, derivative included, and printed."""
+    """The kernel of ``run_stage`` for this loss: traced, derivative included, and printed.
+
+    It takes all fields of :class:`TokenInputs`, and reads those that are ``present``.
+    """
     from grpo_kernels.pointwise import PointwiseKernel
 
+    names = TokenInputs._fields
+
     def stage(*vectors: Tensor) -> tuple[Tensor, ...]:
-        fields: dict[str, Tensor | None] = dict.fromkeys(TokenInputs._fields)
-        fields.update(zip(present, vectors, strict=True))
-        output = run_stage(TokenInputs(**fields), _NO_SEGMENTS, config)  # type: ignore[arg-type]
+        given = dict(zip(names, vectors, strict=True))
+        x = TokenInputs(*(given[name] if name in present else None for name in names))  # type: ignore[arg-type]
+        output = run_stage(x, _NO_SEGMENTS, config)
         return tuple(vector for vector in output if vector is not None)
 
-    return PointwiseKernel.trace(stage, len(present), present)
+    return PointwiseKernel.trace(stage, len(names), names)
 
 
 def _no_segments(values: Tensor) -> Tensor:

@@ -5,33 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import nn
+
+from grpo_kernels.model_head import LMHead, lm_head, runs_in_fp32
+from grpo_kernels.model_router import router_loss
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
+__all__ = ["HeadFn", "LMHead", "add_fused_head", "backbone", "lm_head"]
 
-class LMHead(NamedTuple):
-    """What a model's LM head is made of: ``softcap * tanh(scale * logits / softcap)``."""
-
-    weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,)
-    logit_scale: float
-    softcap: float | None
-
-
-HeadFn = Callable[[Tensor, LMHead], Any]
-
-# config attribute -> the factor on the logits that it stands for, by model family
-_SCALES: dict[str, Callable[[float], float]] = {
-    "logit_scale": lambda value: value,  # Cohere
-    "output_multiplier": lambda value: value,  # Muse Glimmer
-    "lm_head_multiplier": lambda value: value,  # Falcon-H1
-    "logits_scaling": lambda value: 1.0 / value,  # Granite, MiniCPM3
-}
-_MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
+HeadFn = Callable[[torch.Tensor, LMHead], Any]
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
@@ -50,8 +37,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: expected a causal LM with output embeddings, got {type(model).__name__}"
         )
-    if model.base_model is model:
-        raise ValueError(f"model: expected a model with a head, got {type(model).__name__}")
+    backbone(model)
     own_forward = model.forward
 
     # the original signature stays visible: `generate` and `Trainer` inspect it
@@ -65,49 +51,41 @@ def add_fused_head(model: PreTrainedModel) -> None:
     model._grpo_fused_head = True
 
 
-def lm_head(model: PreTrainedModel) -> LMHead:
-    """The head's parameters and the logit transform that the model's config declares.
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part of ``model`` that gives the last hidden states.
 
     Raises:
-        ValueError: the head is not a plain linear layer (for example under a LoRA adapter).
+        ValueError: there is none.
     """
-    layer = model.get_output_embeddings()
-    weight = getattr(layer, "weight", None)
-    if hasattr(layer, "base_layer") or weight is None or weight.dim() != 2:
-        raise ValueError(
-            f"model: expected a plain linear LM head, got {type(layer).__name__}; "
-            "exclude the head from the adapter's target modules"
-        )
-    config = model.config.get_text_config()
-    return LMHead(weight, getattr(layer, "bias", None), logit_scale(config), _softcap(config))
-
-
-def logit_scale(config: PretrainedConfig) -> float:
-    """The factor on the logits, 1.0 where the family has none."""
-    for name, factor in _SCALES.items():
-        value = getattr(config, name, None)
-        if value is None:
-            continue
-        if name == "logits_scaling" and config.model_type in _MULTIPLIES_BY_LOGITS_SCALING:
-            return float(value)
-        return factor(float(value))
-    return 1.0
-
-
-def _softcap(config: PretrainedConfig) -> float | None:
-    value = getattr(config, "final_logit_softcapping", None)
-    return None if value is None else float(value)
+    if model.base_model is not model:
+        return model.base_model
+    part = getattr(model, "model", None)  # Llama 4's text model, whose prefix names another part
+    if not isinstance(part, nn.Module):
+        raise ValueError(f"model: expected a model with a head, got {type(model).__name__}")
+    return part
 
 
 def _head_forward(
     model: PreTrainedModel, head_fn: HeadFn, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    if kwargs.get("labels") is not None:
+        raise ValueError("labels: expected None with head_fn (it makes the loss), got a value")
+    # wrappers pass on every argument of a causal LM, as None where it was not given; a backbone
+    # need not know it
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
     kwargs["use_cache"] = False
-    outputs = model.base_model(*args, **kwargs)
+    outputs = backbone(model)(*args, **kwargs)
     # looked up on every call: wrappers may replace backbone and head after patching
     head = lm_head(model)
     hidden = outputs.last_hidden_state.to(head.weight.device)
-    return _output_class()(head=head_fn(hidden, head))
+    routers = None
+    if kwargs.get("output_router_logits"):
+        routers = router_loss(model, outputs, kwargs.get("attention_mask"))
+    if not runs_in_fp32(model):
+        return _output_class()(head=head_fn(hidden, head), aux_loss=routers)
+    with torch.autocast(hidden.device.type, enabled=False):
+        merged = head_fn(hidden.to(head.weight.dtype), head)
+    return _output_class()(head=merged, aux_loss=routers)
 
 
 @functools.cache
@@ -117,8 +95,9 @@ def _output_class() -> type:
 
     @dataclass
     class FusedHeadOutput(ModelOutput):
-        """The result of ``head_fn``."""
+        """The result of ``head_fn``, and the routers' loss if their logits were asked for."""
 
         head: Any = None
+        aux_loss: torch.Tensor | None = None
 
     return FusedHeadOutput

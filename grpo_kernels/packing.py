@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.kept import check_kept
+
 IGNORE_INDEX = -100
 LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "entropy_scale")
 
 
 def packed_fields(
@@ -17,7 +20,7 @@ def packed_fields(
     advantages: Tensor,
     mask: Tensor | None,
     starts: Tensor,  # (B + 1,) offsets in the caller's flattened layout
-    optional: Mapping[str, Any],  # the fields of LOGPROB_FIELDS and the two counts below
+    optional: Mapping[str, Any],  # LOGPROB_FIELDS, SCALAR_FIELDS, kept, gradient_accumulation_steps
 ) -> dict[str, Any]:
     """The fields of a ``TokenBatch`` that holds the valid tokens.
 
@@ -28,14 +31,18 @@ def packed_fields(
     mask = _valid_mask(target, mask)
     advantages = _token_advantages(advantages, target, starts)
     logprobs = {name: _token_values(name, optional.get(name), target) for name in LOGPROB_FIELDS}
-    items = optional.get("num_items_in_batch")
+    kept = optional.get("kept")
+    if kept is not None:
+        check_kept(kept, target)
+    scalars = {name: optional.get(name) for name in SCALAR_FIELDS}
     counts = torch.segment_reduce(
         mask.reshape(-1).double(), "sum", lengths=starts.diff(), unsafe=True, initial=0
     ).long()
-    flags = _value_flags(target, mask, advantages, logprobs, items)
+    flags = _value_flags(target, mask, advantages, logprobs, scalars)
     low, high, *bad_and_lengths = torch.cat([flags, counts]).tolist()
-    _raise_on_flags(low, bad_and_lengths[:5], items)
-    lengths = bad_and_lengths[5:]
+    kinds = len(flags) - 2
+    _raise_on_flags(low, bad_and_lengths[:kinds], scalars)
+    lengths = bad_and_lengths[kinds:]
     total = sum(lengths)
     keep = None
     if total < mask.numel():  # a nonzero() that needs no second transfer
@@ -53,6 +60,7 @@ def packed_fields(
         "rows": keep,
         "layout": tuple(target.shape),
         "max_target": high,
+        "kept": kept.take(keep) if kept is not None and keep is not None else kept,
         **{name: take(value) if value is not None else None for name, value in logprobs.items()},
     }
 
@@ -133,9 +141,9 @@ def _value_flags(
     mask: Tensor,
     advantages: Tensor,
     logprobs: Mapping[str, Tensor | None],
-    num_items_in_batch: Tensor | float | None,
+    scalars: Mapping[str, Tensor | float | None],
 ) -> Tensor:
-    """(7,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
+    """(9,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
 
     def bad(value: Tensor | None, nan_is_fine: bool = False) -> Tensor:
         if value is None:
@@ -145,12 +153,15 @@ def _value_flags(
 
     valid = torch.where(mask, target, 0)
     low, high = (valid.amin(), valid.amax()) if target.numel() else (valid.sum(), valid.sum())
-    items = target.new_zeros(())
-    if num_items_in_batch is not None:
-        count = torch.as_tensor(num_items_in_batch, device=target.device, dtype=torch.float64)
-        if count.dim():
-            raise ValueError(f"num_items_in_batch: expected a scalar, got {tuple(count.shape)}")
-        items = (~(count.isfinite() & (count >= 0))).long()
+
+    def bad_scalar(name: str) -> Tensor:
+        if scalars[name] is None:
+            return target.new_zeros(())
+        value = torch.as_tensor(scalars[name], device=target.device, dtype=torch.float64)
+        if value.dim():
+            raise ValueError(f"{name}: expected a scalar, got {tuple(value.shape)}")
+        return (~(value.isfinite() & (value >= 0))).long()
+
     flags = [
         low,
         high,
@@ -158,23 +169,24 @@ def _value_flags(
         bad(logprobs["old_logprobs"]),
         bad(logprobs["ref_logprobs"]),
         bad(logprobs["rollout_logprobs"], nan_is_fine=True),
+        *(bad_scalar(name) for name in SCALAR_FIELDS),
     ]
-    return torch.stack([*flags, items])
+    return torch.stack(flags)
 
 
-def _raise_on_flags(low: int, bad: list[int], items: object) -> None:
+def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object]) -> None:
     if low < 0:
         raise ValueError(f"target: expected ids >= 0 (or -100 for no loss), got {low}")
-    *bad_values, bad_items = bad
-    for name, flag in zip(("advantages", *LOGPROB_FIELDS), bad_values, strict=True):
-        if flag:
-            raise ValueError(f"{name}: expected finite values on valid tokens, got NaN or infinity")
-    if bad_items:
-        raise ValueError(f"num_items_in_batch: expected a finite number >= 0, got {items!r}")
+    for name, flag in zip(("advantages", *LOGPROB_FIELDS, *SCALAR_FIELDS), bad, strict=True):
+        if not flag:
+            continue
+        if name in scalars:
+            raise ValueError(f"{name}: expected a finite number >= 0, got {scalars[name]!r}")
+        raise ValueError(f"{name}: expected finite values on valid tokens, got NaN or infinity")
 
 
 def _check_optional(optional: Mapping[str, Any]) -> None:
-    known = (*LOGPROB_FIELDS, "num_items_in_batch", "gradient_accumulation_steps")
+    known = (*LOGPROB_FIELDS, *SCALAR_FIELDS, "kept", "gradient_accumulation_steps")
     for name in optional:
         if name not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}")

@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.logprob.dispatch import BACKENDS
 from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.op import linear_logprobs
 from grpo_kernels.logprob.rows import RowStats
 from grpo_kernels.logprob.schedule import (
-    Execution,
     Gradients,
     Needs,
     forward_backward,
@@ -22,7 +20,7 @@ from grpo_kernels.logprob.schedule import (
 )
 from grpo_kernels.losses import LossConfig, Metrics, policy_loss
 from grpo_kernels.losses.weights import Weights, static_weights
-from grpo_kernels.middle import MiddleStage
+from grpo_kernels.middle import MiddleStage, middle_stage
 from grpo_kernels.plan import HeadSettings, Plan
 
 
@@ -82,24 +80,27 @@ def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _active_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[MiddleStage, RowStats, Gradients]:
-    """The rows with a gradient: logits, statistics, middle stage and products, chunk by chunk."""
+    """The rows with a gradient: logits, statistics, middle stage and products, chunk by chunk.
+
+    The statistics' ``logp`` is that of the policy: renormalised where the batch has a kept set.
+    """
     batch, config = call.active, call.config
     weights = static_weights(call.batch, config)
     if call.keep is not None:
         rows = rows[call.keep]
         weights = Weights(*(weight[call.keep] for weight in weights))
-    kernels = BACKENDS[call.plan.backend].kernels
-    assert kernels is not None  # the reference never gets here
-    stage = MiddleStage(batch, weights, config, call.plan.middle)
+    stage = middle_stage(batch, weights, config, call.plan.middle)
     stats, gradients = forward_backward(
         rows,
         call.head,
         batch.target,
-        Execution(kernels(), call.plan.chunks, call.plan.precision),
+        call.plan.path.execution(call.plan.chunks, kept=batch.kept),
         stage,
         needs,
         fp16_gradient_scale(rows, _largest_coefficient(batch, weights, config)),
     )
+    if stats.kept_logp is not None:
+        stats = stats._replace(logp=stats.kept_logp)
     return stage, stats, gradients
 
 
@@ -124,7 +125,7 @@ def _with_inactive(
     rest = torch.ones_like(call.batch.target, dtype=torch.bool)
     rest = rest.index_fill(0, call.keep, False).nonzero().squeeze(-1)
     with torch.no_grad():
-        others = _logprobs(rows[rest], call.batch.target[rest], call)
+        others = _logprobs(rows[rest], call.batch.select(rest), call)
     whole = logp.new_empty(call.batch.num_tokens)
     return (
         whole.index_copy(0, call.keep, logp).index_copy(0, rest, others[0]),
@@ -135,27 +136,31 @@ def _with_inactive(
 def two_pass(rows: Tensor, call: Call) -> tuple[Tensor, Metrics]:
     """Log-probabilities, loss in torch, and a backward that recomputes the logits."""
     active = rows if call.keep is None else rows[call.keep]
-    kept = _logprobs(active, call.active.target, call)
-    logp, entropy = _with_inactive(rows, call, *kept)
+    logp, entropy = _with_inactive(rows, call, *_logprobs(active, call.active, call))
     return policy_loss(logp, call.batch, call.config, entropy)
 
 
-def _logprobs(rows: Tensor, target: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _logprobs(rows: Tensor, batch: TokenBatch, call: Call) -> tuple[Tensor, Tensor]:
+    """The policy's log-probabilities of ``batch.target``, and its entropy."""
     transform = call.head.transform
+    kind = "logprobs" if batch.kept is None else "kept_logprobs"
     with torch.autocast(rows.device.type, enabled=False):
         weight = call.head.weight.to(rows.dtype)
         out = linear_logprobs(
             rows,
             weight,
-            target,
+            batch.target,
             bias=call.head.bias,
             temperature=transform.temperature,
             logit_scale=transform.logit_scale,
             softcap=transform.softcap,
-            outputs=("logprobs", "entropy"),
+            outputs=(kind, "entropy"),
             precision=call.plan.precision,
             backend=call.plan.backend,
             max_workspace_bytes=call.settings.max_workspace_bytes,
+            kept=batch.kept,
+            batch_invariant=call.settings.batch_invariant,
         )
-    assert out.logprobs is not None and out.entropy is not None
-    return out.logprobs, out.entropy
+    logp = getattr(out, kind)
+    assert logp is not None and out.entropy is not None
+    return logp, out.entropy

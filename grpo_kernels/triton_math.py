@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 # exp(x) = 2**n exp(r), r = x - n ln 2. HIGH has few enough bits that n * HIGH is exact.
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440054690583e-4)
 # exp is 0 or inf in fp32 well inside of these
@@ -27,7 +28,7 @@ def precise_exp(x):
     """exp to about 2 ulp for any fp32 ``x``; the hardware's loses ``|x|`` ulp."""
     x = tl.maximum(x, -_EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, _EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    n = tl.floor(x * _LOG2_E + 0.5)
+    n = tl.floor(x * LOG2_E + 0.5)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     # two factors: 2**n alone overflows where 2**n exp(r) does not
     half = tl.floor(n * 0.5)

@@ -16,8 +16,10 @@ from grpo_kernels import (
     explain,
     linear_policy_loss,
 )
+from grpo_kernels import plan as plans
 from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate
 from grpo_kernels.losses.surrogates import SURROGATES
+from grpo_kernels.middle import MiddleChoice
 from grpo_kernels.plan import sequence_chunks
 from grpo_kernels.testing import (
     Problem,
@@ -205,6 +207,19 @@ def test_all_masked_batch_gives_zero_with_a_live_graph(name: str, schedule: str)
 
 
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+def test_entropy_coefficient_that_comes_with_the_batch(schedule: str) -> None:
+    """A factor of the batch is the same as a coefficient of the config, and needs no new config."""
+    problem = make_problem().to("cpu", torch.float32)
+    fixed = run(problem, config_for("bnpo", entropy_coef=0.3), schedule=schedule)
+    batch = problem.batch(
+        num_items_in_batch=17.0, gradient_accumulation_steps=2, entropy_scale=torch.tensor(0.3)
+    )
+    scaled = run(problem, config_for("bnpo", entropy_coef=1.0), batch=batch, schedule=schedule)
+    for name in ("loss", "dhidden", "dweight"):
+        torch.testing.assert_close(scaled[name], fixed[name])
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
 def test_scaled_and_repeated_backward(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     config = config_for("dapo")
@@ -381,7 +396,10 @@ def test_plans_say_whether_the_middle_stage_is_printed(monkeypatch: pytest.Monke
     batch = problem.batch(rollout_logprobs=None)
     args = (problem.hidden, problem.weight, batch)
     token = explain(*args, LossConfig(), backend="triton")
-    assert token.middle == "printed" and "printed from the loss" in str(token)
+    assert token.middle == "row kernel" and "printed from the loss" in str(token)
+    half = make_problem(2, 3).to("cpu", torch.float16)
+    scaled = explain(half.hidden, half.weight, batch, LossConfig(), backend="triton")
+    assert scaled.middle == "printed"
     sequence = explain(*args, LossConfig(loss_type="gspo"), backend="triton")
     assert sequence.middle == "triton segments" and "sequence scope" in str(sequence)
 
@@ -396,6 +414,23 @@ def test_plans_say_whether_the_middle_stage_is_printed(monkeypatch: pytest.Monke
     monkeypatch.setitem(LOSSES, "sorted", named)
     untraced = explain(*args, LossConfig(loss_type="sorted"), backend="triton")
     assert untraced.middle == "torch" and "torch ops, because" in str(untraced)
+
+
+@pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name,coefficient", [("dapo", 0.0), ("cispo", 0.1), ("sapo", 0.0)])
+def test_one_row_kernel_gives_the_bits_of_three(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str, coefficient: float
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = config_for(name, beta=0.1, entropy_coef=coefficient)
+    problem = make_problem(2, 3).to(device, dtype)
+    one = run(problem, config, backend="triton", max_workspace_bytes=TILE)
+    separate = MiddleChoice("printed", "as the test wants it")
+    monkeypatch.setattr(plans, "choose_middle", lambda *_: separate)
+    three = run(problem, config, backend="triton", max_workspace_bytes=TILE)
+    for key, value in one.items():
+        assert torch.equal(value, three[key]), key
 
 
 def test_sequence_chunks_end_where_sequences_end() -> None:

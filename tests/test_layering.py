@@ -15,24 +15,41 @@ PACKAGES = ("grpo_kernels", "grpo_trainer", "benchmarks", "tests")
 # module prefix -> the prefixes of this project that it may import; the longest prefix that fits
 # a module is its rule
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "grpo_kernels.packing": (),
-    "grpo_kernels.batch": ("grpo_kernels.packing",),
+    "grpo_kernels.version": (),
+    "grpo_kernels.kept": (),
+    "grpo_kernels.packing": ("grpo_kernels.kept",),
+    "grpo_kernels.batch": ("grpo_kernels.kept", "grpo_kernels.packing"),
     "grpo_kernels.pointwise": ("grpo_kernels.pointwise", "grpo_kernels.triton_math"),
     "grpo_kernels.triton_math": (),
     "grpo_kernels.losses": ("grpo_kernels.losses", "grpo_kernels.batch"),
     "grpo_kernels.logprob": (
+        "grpo_kernels.kept",
         "grpo_kernels.logprob",
         "grpo_kernels.packing",
         "grpo_kernels.triton_math",
+        "grpo_kernels.version",
     ),
-    "grpo_kernels.modeling": (),
+    "grpo_kernels.model_head": (),
+    "grpo_kernels.model_router": (),
+    "grpo_kernels.modeling": ("grpo_kernels.model_head", "grpo_kernels.model_router"),
+    "grpo_kernels.model_check": ("grpo_kernels.model_head", "grpo_kernels.modeling"),
     "grpo_kernels": ("grpo_kernels",),
     "grpo_trainer": ("grpo_trainer", "grpo_kernels"),
     "benchmarks": ("benchmarks", "grpo_kernels", "grpo_trainer"),
     "tests": PACKAGES,
 }
 # imported by nobody above them in the packages: they join what lies below
-_TOP = ("fused", "schedules", "plan", "middle", "testing", "modeling", "selfcheck", "cli")
+_TOP = (
+    "fused",
+    "schedules",
+    "plan",
+    "middle",
+    "testing",
+    "modeling",
+    "model_check",
+    "selfcheck",
+    "cli",
+)
 TOP = tuple(f"grpo_kernels.{name}" for name in _TOP)
 
 

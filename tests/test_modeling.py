@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.modeling import LMHead, add_fused_head
+from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss, modeling
+from grpo_kernels.model_check import check_fused_head
+from grpo_kernels.model_head import LMHead, lm_head, logit_scale, softcap
+from grpo_kernels.modeling import HeadFn, add_fused_head
 
 SMALL = dict(
     vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -17,30 +21,62 @@ SMALL = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 
-# family -> what its config needs besides; each has its own way to form logits
+# family -> what its config needs besides; each has its own way to form logits, or its own names
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "mistral": {},
     "gemma2": {"final_logit_softcapping": 5.0},
+    "gemma3_text": {"final_logit_softcapping": 5.0, "tie_word_embeddings": True},
+    "recurrent_gemma": {"logits_soft_cap": 5.0, "lru_width": 32, "num_hidden_layers": 3},
+    "nanochat": {"final_logit_softcapping": 5.0},
     "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 4.0},
     "granite": {"logits_scaling": 4.0},
+    "granitemoe": {"logits_scaling": 4.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minicpm3": {  # divides before the head, by hidden_size / dim_model_base
+        "dim_model_base": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "num_key_value_heads": 4,
+    },
+    "hyperclovax": {"logits_scaling": 0.25},
+    "falcon_h1": {
+        "lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+        "mamba_d_state": 8, "mamba_chunk_size": 8,
+    },
     "phi": {"partial_rotary_factor": 0.5},  # a head with a bias
+    "gptj": {"rotary_dim": 4},  # the same
+    "gpt2": {},
+    "opt": {},
+    "mpt": {"logit_scale": 0.25},  # which transformers does not apply
+    "gpt_neox": {},
     "qwen3_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
-    "gpt_neox": {},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48},
+    "glm4": {},
+    "nemotron": {},
+    "olmo2": {},
+    "stablelm": {},
 }  # fmt: skip
+REFUSED = ("modernbert-decoder", "roberta")  # more than a linear layer on the last hidden states
+
+# names by which some families call the sizes of SMALL
+OTHER_NAMES = dict(
+    n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=48, d_model=32, n_heads=4, n_layers=2,
+    max_seq_len=64, ffn_dim=48, word_embed_proj_dim=32, is_decoder=True,
+)  # fmt: skip
 
 
 def tiny_model(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**{**SMALL, **FAMILIES[family]})
+    known = CONFIG_MAPPING[family]()
+    sizes = {name: size for name, size in (SMALL | OTHER_NAMES).items() if hasattr(known, name)}
+    config = CONFIG_MAPPING[family](**{**sizes, **FAMILIES.get(family, {})})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():  # spread the logits, so that a scale or a cap shows
         model.get_output_embeddings().weight.mul_(20)
-        if model.get_output_embeddings().bias is not None:
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
             model.get_output_embeddings().bias.normal_()
     return model.eval()
 
@@ -53,13 +89,8 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_head_equals_the_models_own_logits(family: str) -> None:
-    model = tiny_model(family)
-    ids, mask = tokens()
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    expected = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+def logprobs_fn(ids: Tensor) -> HeadFn:
+    """Log-probabilities of ``ids[:, 1:]``."""
 
     def logprobs(hidden: Tensor, head: LMHead) -> Tensor:
         out = linear_logprobs(
@@ -69,10 +100,76 @@ def test_head_equals_the_models_own_logits(family: str) -> None:
         assert out.logprobs is not None
         return out.logprobs
 
-    add_fused_head(model)
+    return logprobs
+
+
+def own_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def assert_head_equals_own_logits(model: PreTrainedModel) -> None:
+    ids, mask = tokens()
     with torch.no_grad():
-        got = model(input_ids=ids, attention_mask=mask, head_fn=logprobs).head
-    torch.testing.assert_close(got[:, 2:], expected[:, 2:], rtol=1e-4, atol=1e-4)
+        expected = own_logprobs(model, ids, mask)
+        got = model(input_ids=ids, attention_mask=mask, head_fn=logprobs_fn(ids)).head
+    # padded positions may be anything
+    torch.testing.assert_close(got[:, 2:], expected[:, 2:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_equals_the_models_own_logits(family: str) -> None:
+    model = tiny_model(family)
+    add_fused_head(model)
+    assert_head_equals_own_logits(model)
+    check_fused_head(model)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_head_that_is_not_understood_is_refused(family: str) -> None:
+    model = tiny_model(family)
+    add_fused_head(model)
+    with pytest.raises(ValueError, match="its head is not supported"):
+        check_fused_head(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("cohere", "logit_scale", 0.26),
+        ("granite", "logits_scaling", 1.0),
+        ("gemma2", "final_logit_softcapping", None),
+        ("qwen2", "final_logit_softcapping", 50.0),
+    ],
+)
+def test_check_sees_what_the_logits_do_not_do(family: str, field: str, value: object) -> None:
+    """The weights are small, so that own logits hardly tell a softcap."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    add_fused_head(model)
+    check_fused_head(model.bfloat16())
+    model.float()
+    said = copy.deepcopy(model.config)
+    setattr(said, field, value)
+
+    def wrong_head(head_of_model: PreTrainedModel) -> LMHead:
+        right = lm_head(head_of_model)
+        return right._replace(logit_scale=logit_scale(said), softcap=softcap(said))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling, "lm_head", wrong_head)
+        with pytest.raises(ValueError, match="relative error"):
+            check_fused_head(model)
+
+
+def test_check_leaves_no_trace() -> None:
+    model = tiny_model("qwen2").train()
+    add_fused_head(model)
+    state = torch.get_rng_state()
+    check_fused_head(model)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert not model.model._forward_hooks
 
 
 def test_without_head_fn_nothing_changes() -> None:
@@ -117,13 +214,110 @@ def test_models_that_cannot_carry_it_are_refused() -> None:
         add_fused_head(model.model)
 
 
-def test_adapter_on_the_head_is_refused() -> None:
-    peft = pytest.importorskip("peft")
+def test_labels_are_refused() -> None:
     model = tiny_model("llama")
     add_fused_head(model)
-    wrapped = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
-    )
+    ids, _ = tokens()
+    with pytest.raises(ValueError, match="labels: expected None"):
+        model(input_ids=ids, labels=ids, head_fn=lambda hidden, head: hidden)
+
+
+def adapted(family: str, **lora: object) -> PreTrainedModel:
+    """A model under LoRA, with weights that make a difference."""
+    peft = pytest.importorskip("peft")
+    model = tiny_model(family)
+    add_fused_head(model)
+    settings = {"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM"} | lora
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return wrapped.eval()
+
+
+ADAPTED = {
+    "layers": dict(target_modules=["q_proj", "down_proj"]),
+    "head": dict(target_modules=["q_proj", "lm_head"]),
+    "head, rslora": dict(target_modules=["lm_head"], use_rslora=True),
+    "whole head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "embedding": dict(target_modules=["q_proj", "embed_tokens"]),
+    "tied": dict(target_modules=["q_proj", "lm_head"], ensure_weight_tying=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's, on tied weights
+@pytest.mark.parametrize("family", ["llama", "qwen2", "cohere"])  # the last two are tied
+@pytest.mark.parametrize("lora", ADAPTED)
+def test_adapters_wherever_they_are(family: str, lora: str) -> None:
+    model = adapted(family, **ADAPTED[lora])
+    assert_head_equals_own_logits(model)
+    check_fused_head(model.get_base_model())
+    with model.disable_adapter():
+        assert_head_equals_own_logits(model)
+
+
+@pytest.mark.parametrize("lora", ["layers", "head", "whole head"])
+def test_gradients_of_adapters(lora: str) -> None:
+    model = adapted("llama", **ADAPTED[lora])
     ids, mask = tokens()
-    with pytest.raises(ValueError, match="plain linear LM head.*exclude the head"):
-        wrapped(input_ids=ids, attention_mask=mask, head_fn=lambda hidden, head: hidden)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = list(named.values())
+    assert len(named) < len(list(model.parameters()))
+    expected = torch.autograd.grad(own_logprobs(model, ids, mask)[:, 2:].sum(), trained)
+    fused = model(input_ids=ids, attention_mask=mask, head_fn=logprobs_fn(ids)).head
+    gradients = torch.autograd.grad(fused[:, 2:].sum(), trained)
+    for name, got, want in zip(named, gradients, expected, strict=True):
+        scale = float(want.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+def test_small_updates_of_a_bf16_head_are_not_rounded_away() -> None:
+    model = adapted("llama", target_modules=["lm_head"])
+    base = model.get_base_model()
+    base.lm_head.base_layer.bfloat16()
+    with torch.no_grad():
+        base.lm_head.lora_B["default"].weight.mul_(1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        head = lm_head(base)
+        assert head.weight.dtype == torch.float32
+        ids, _ = tokens()
+        seen = model(input_ids=ids, head_fn=lambda hidden, head: hidden.dtype).head
+    assert seen == torch.float32
+    change = head.weight - base.lm_head.base_layer.weight.float()
+    expected = 7 / 3 * base.lm_head.lora_B["default"].weight @ base.lm_head.lora_A["default"].weight
+    torch.testing.assert_close(change, expected, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lora", "problem"),
+    [
+        (dict(lora_dropout=0.1), "lora_dropout=0.1"),
+        (dict(use_dora=True), "DoRA"),
+        (
+            dict(trainable_token_indices={"lm_head": [3]}, target_modules=["q_proj"]),
+            "single tokens",
+        ),
+    ],
+)
+def test_adapters_of_the_head_that_are_refused(lora: dict[str, object], problem: str) -> None:
+    model = adapted("llama", **{"target_modules": ["lm_head"], **lora})
+    with pytest.raises(ValueError, match=problem):
+        lm_head(model.get_base_model())
+
+
+def test_other_methods_on_the_head_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    config = peft.LoHaConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="adapter of type"):
+        lm_head(peft.get_peft_model(model, config).get_base_model())
+
+
+def test_a_quantised_head_is_refused() -> None:
+    model = tiny_model("llama")
+    packed = torch.zeros(99 * 16, 1, dtype=torch.uint8)
+    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match="leave it out of the quantisation"):
+        lm_head(model)

@@ -98,14 +98,14 @@ def one_pass_on_a_gpu(monkeypatch, head: HeadShape, tokens: int, precision: str)
     """Bytes at the peak of the schedule itself, on tensors without storage."""
     # on a GPU, a product writes its result and nothing else
     monkeypatch.setattr(schedule, "project", lambda rows, weight, bias, out: out)
-    monkeypatch.setattr(schedule, "accumulate_dweight", lambda *_: None)
+    monkeypatch.setattr(schedule, "accumulate", lambda *_, **__: None)
     hidden = torch.empty(tokens, D, dtype=head.dtype, device="meta")
     weight = torch.empty(V, D, dtype=head.weight_dtype or head.dtype, device="meta")
     target = torch.zeros(tokens, dtype=torch.int64, device="meta")
     chunks = schedule.row_chunks(tokens, chunk_rows(V, head.dtype, precision, CUDA, None))
 
-    def middle(rows: slice, stats: RowStats) -> tuple[Tensor, None]:
-        return stats.logp, None
+    def middle(rows: slice, stats: RowStats) -> schedule.StatsGradients:
+        return schedule.StatsGradients(stats.logp)
 
     with torch.no_grad(), LiveBytes(hidden, weight, target) as live:
         _, gradients = schedule.forward_backward(

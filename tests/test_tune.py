@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from benchmarks.problem import make_problem
-from benchmarks.shapes import MODELS, Case
+from benchmarks.shapes import MODELS, Case, Model
 from benchmarks.tune import chunks, command, sweep, table
 from benchmarks.tune.contest import Candidate, DeviceLostError, choose, gain, hold
 from benchmarks.tune.sweep import CHUNK, Entry, settings
 from benchmarks.work import WORKS
+from grpo_kernels.logprob.linear_tiles import LINEAR_KERNELS, default_config
 from grpo_kernels.logprob.tiles import (
     DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
@@ -123,41 +124,53 @@ def test_a_sweep_goes_on_after_a_failure_and_stops_when_the_device_is_lost() -> 
     assert entries[1].skipped == "MemoryError: the tile does not fit"
     assert entries[2].skipped == "the default failed: wrong"
     assert entries[3].skipped.startswith("DeviceLostError")
-    assert entries[4].skipped.startswith("not reached: the device was lost at stats")
+    assert entries[4].skipped.startswith(f"not reached: the device was lost at {chosen[3]}")
     late = list(sweep.sweep(chosen[:1], make, timer({}), never, end=0.0))
     assert late[0].skipped == "not reached: the time was up"
 
 
 def test_every_kernel_dtype_and_vocabulary_is_a_setting() -> None:
     chosen = settings()
-    assert len(set(chosen)) == 18
+    assert len(set(chosen)) == len(chosen) == 18 + 14
+    assert {setting.kernel for setting in chosen} == {*ROW_KERNELS, *LINEAR_KERNELS, CHUNK}
+    assert {setting.width for setting in chosen} == {None, "narrow", "wide"}
     for setting in chosen:
         assert vocabulary_class(setting.head.vocabulary) == setting.head.name
 
 
 def entries() -> list[Entry]:
-    """Of two kernels and the chunks; the second value is twice as fast."""
+    """Of three kernels and the chunks; the second value is twice as fast."""
     made = []
-    for kernel, values in (("stats", [(4, 4), (8, 2)]), (CHUNK, [(4096,), (2048,)])):
+    contests = {
+        "stats": [(4, 4), (8, 2)],
+        "linear": [(128, 256, 64, 8, 3, 2, 8, 16, 1, 0), (128, 128, 64, 4, 3, 2, 16, 16, 1, 0)],
+        "linear_softcap": [(128, 256, 64, 8, 3, 2, 8, 16, 1, 0), ()],
+        CHUNK: [(4096,), (2048,)],
+    }
+    for kernel, values in contests.items():
         trials = hold(
             [candidate(value, lambda: None) for value in values],
             lambda run, first=values[0]: 1.0 if run() == first else 0.5,
             never,
         )
-        made.append(
-            Entry(kernel=kernel, bits=32, vocabulary="medium", columns=151936, trials=trials)
-        )
+        facts = dict(kernel=kernel, bits=32, vocabulary="medium", columns=151936)
+        width = "narrow" if kernel.startswith("linear") else None
+        made.append(Entry(**facts, width=width, trials=trials))
     skipped = Entry(kernel="dlogits", bits=32, vocabulary="small", columns=9, skipped="no time")
     return [*made, skipped]
 
 
-EMPTY = table.Table(measured_on={}, row_configs={}, chunk_rows={})
+EMPTY = table.Table(measured_on={}, row_configs={}, linear_configs={}, chunk_rows={})
 
 
 def test_the_table_survives_being_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "row_configs.py"
     new = sweep.updated(EMPTY, SOURCE, entries())
     assert new.row_configs == {("sm_90", "stats", 32, "medium"): (8, 2)}
+    assert new.linear_configs == {
+        ("sm_90", "linear", 32, "narrow", "medium"): (128, 128, 64, 4, 3, 2, 16, 16, 1, 0),
+        ("sm_90", "linear_softcap", 32, "narrow", "medium"): (),
+    }
     assert new.chunk_rows == {("sm_90", 32, "medium"): 2048}
     assert new.measured_on["sm_90"] == {
         "device": "Test GPU",
@@ -208,7 +221,7 @@ def test_the_table_follows_from_the_stored_measurements(
     assert command.main() == 1  # one entry is missing
     printed = capsys.readouterr().out
     assert '("sm_90", "stats", 32, "medium"): (8, 2),' in printed
-    assert "1 of 3 entries are missing" in printed
+    assert "1 of 5 entries are missing" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -225,6 +238,12 @@ def test_the_first_candidate_is_the_default() -> None:
     assert rows.row_configs()[0] == DEFAULT_ROW_CONFIG
     assert len(set(rows.row_configs())) == len(rows.row_configs()) > 10
     assert chunks.chunk_rows()[0] == DEFAULT_CHUNK_ROWS
+    linear = pytest.importorskip("benchmarks.tune.linear")
+    for device in ("sm_80", "sm_90", "sm_120", "gfx942", "sm_75"):
+        configs = linear.linear_configs(device)
+        assert configs[0] == default_config(device)
+        assert len(set(configs)) == len(configs) >= 7
+        assert {config.descriptors for config in configs} == {configs[0].descriptors}
 
 
 def test_every_candidate_gives_the_defaults_result() -> None:
@@ -242,6 +261,25 @@ def test_every_candidate_gives_the_defaults_result() -> None:
     assert wrong.check() == "the gradient differs by nan"
     tile.stats.entropy.add_(1.0)
     assert rows.candidates("stats", tile)[0].check() == "entropy differs by 1.0e+00"
+
+
+@pytest.mark.parametrize("precision", ("fp32", "input"))
+def test_every_forward_gives_the_same_statistics(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = pytest.importorskip("benchmarks.tune.linear")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the interpreter is off")
+    monkeypatch.setattr(linear, "_SLICE", slice(5, 20))
+    model = Model("small", 24, 300, softcap=5.0)
+    problem = linear.make_forward(model, 20, precision, torch.device("cpu"), torch.float16)
+    engine, pointers = (linear.candidates(problem, device) for device in ("sm_90", "sm_80"))
+    assert engine[-1].value == linear.TILES_OF_LOGITS
+    for one in (engine[0], engine[-1], pointers[0]):
+        assert one.check() is None, one.value
+        assert len(one.run().logp) == 20
+    problem.want.entropy[3] += 1.0
+    assert engine[-1].check().startswith("entropy differs by 1.0")
 
 
 @pytest.mark.parametrize("precision", ("fp32", "input"))

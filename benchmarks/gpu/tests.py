@@ -16,7 +16,12 @@ from benchmarks.gpu.job import Finished, Job
 from benchmarks.gpu.log import Log
 from benchmarks.gpu.parts import Outcome
 
-TESTS = ("tests/logprob", "tests/test_fused.py", "tests/test_pointwise.py")
+TESTS = (
+    "tests/logprob",
+    "tests/test_fused.py",
+    "tests/test_kept_loss.py",
+    "tests/test_pointwise.py",
+)
 MARKER = "gpu"
 TALLY = "tests.json"
 _MOST_SHARDS = 8

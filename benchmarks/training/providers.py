@@ -140,16 +140,17 @@ def _build_trl(job: Job, **changes: Any) -> Trainer:
 
 
 def _our_inputs(batch: SharedBatch) -> Any:
-    from grpo_trainer.microbatch import collate
+    from grpo_trainer.microbatch import TokenCounts, collate
 
+    tokens = batch.num_items / batch.micro_batches
+    count = torch.tensor(tokens, device=batch.advantages.device)
     sequences, completion_tokens = batch.completion_ids.shape
     inputs = collate(
         batch.prompt_ids.tolist(),
         batch.completion_ids.tolist(),
         [True] * sequences,
         batch.advantages,
-        # per micro-batch of the window
-        torch.tensor(batch.num_items / batch.micro_batches, device=batch.advantages.device),
+        TokenCounts(count, count),
         pad_token_id=PAD,
     )
     first = batch.prompt_ids.shape[1] - 1  # the position that predicts the first token

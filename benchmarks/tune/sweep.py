@@ -19,6 +19,7 @@ from benchmarks.tune import chunks
 from benchmarks.tune.contest import Candidate, Timer, Trial, choose, gain, hold
 from benchmarks.tune.table import Table
 from benchmarks.work import WORKS
+from grpo_kernels.logprob.linear_tiles import LINEAR_KERNELS, width_class
 from grpo_kernels.logprob.tiles import ROW_KERNELS, bits, device_class, vocabulary_class
 
 CHUNK = "chunk"
@@ -28,6 +29,17 @@ _HEADS = (
     Model("large", 2560, 262144),
     Model("small", 2048, 32000),
 )
+# Of the forward without gradient: the hidden size counts, and what happens to a logit.
+_LINEAR_HEADS = (
+    Model("medium", 2048, 151936),
+    Model("medium", 4096, 151936),
+    Model("large", 2560, 262144),
+    Model("large", 2304, 256000, softcap=30.0),
+    Model("large", 4608, 256000, softcap=30.0),
+    Model("small", 2048, 32000),
+    Model("small", 4096, 32000),
+)
+_LINEAR_ROWS = 8192
 _DTYPES = (torch.float32, torch.bfloat16)  # of the logits
 _TOKENS = 16384  # two of the largest chunks
 
@@ -36,12 +48,18 @@ _TOKENS = 16384  # two of the largest chunks
 class Setting:
     """One entry of the table."""
 
-    kernel: str  # one of ROW_KERNELS, or CHUNK
+    kernel: str  # one of ROW_KERNELS or LINEAR_KERNELS, or CHUNK
     dtype: torch.dtype  # of the logits
     head: Model
 
+    @property
+    def width(self) -> str | None:
+        """Class of the hidden size, where it counts."""
+        return width_class(self.head.hidden) if self.kernel in LINEAR_KERNELS else None
+
     def __str__(self) -> str:
-        return f"{self.kernel}, {bits(self.dtype)}-bit logits, {self.head.name} vocabulary"
+        width = f", {self.width}" if self.width else ""
+        return f"{self.kernel}, {bits(self.dtype)}-bit logits, {self.head.name} vocabulary{width}"
 
 
 @dataclass(kw_only=True)
@@ -52,14 +70,20 @@ class Entry:
     bits: int
     vocabulary: str
     columns: int
+    width: str | None = None
     trials: list[Trial] = field(default_factory=list)
     skipped: str | None = None  # why it has no place in the table
 
 
 def settings() -> list[Setting]:
     """In the order of their weight."""
-    kernels = (*ROW_KERNELS, CHUNK)
-    return [Setting(kernel, d, head) for d in _DTYPES for head in _HEADS for kernel in kernels]
+    chosen = []
+    for dtype in _DTYPES:
+        for head in _LINEAR_HEADS:
+            chosen.append(Setting(LINEAR_KERNELS[head.softcap is not None], dtype, head))
+        kernels = (*ROW_KERNELS, CHUNK)
+        chosen += [Setting(kernel, dtype, head) for head in _HEADS for kernel in kernels]
+    return chosen
 
 
 Maker = Callable[[Setting], list[Candidate]]
@@ -101,7 +125,12 @@ def gpu_candidates(setting: Setting) -> list[Candidate]:
     if setting.kernel == CHUNK:
         case = Case(setting.head, _TOKENS, "bf16", WORKS["dapo"])
         return chunks.candidates(make_problem(case, "cuda"), chunks.precision_of(setting.dtype))
-    from benchmarks.tune import rows  # imports Triton
+    from benchmarks.tune import linear, rows  # import Triton
+
+    if setting.kernel in LINEAR_KERNELS:
+        precision = chunks.precision_of(setting.dtype)
+        forward = linear.make_forward(setting.head, _LINEAR_ROWS, precision, device, torch.bfloat16)
+        return linear.candidates(forward, device_class(device))
 
     columns = setting.head.vocabulary
     count = rows.tile_rows(setting.dtype, columns, torch.cuda.mem_get_info(device)[0])
@@ -122,14 +151,22 @@ def updated(table: Table, source: dict[str, Any], entries: Sequence[Entry]) -> T
     return table.with_device(
         source["device_class"],
         {**told, **versions},
-        {(e.kernel, e.bits, e.vocabulary): _pair(e) for e in made if e.kernel != CHUNK},
-        {(e.bits, e.vocabulary): choose(e.trials)[0] for e in made if e.kernel == CHUNK},
+        {
+            "row_configs": {
+                (e.kernel, e.bits, e.vocabulary): choose(e.trials)
+                for e in made
+                if e.kernel in ROW_KERNELS
+            },
+            "linear_configs": {
+                (e.kernel, e.bits, e.width, e.vocabulary): choose(e.trials)
+                for e in made
+                if e.kernel in LINEAR_KERNELS
+            },
+            "chunk_rows": {
+                (e.bits, e.vocabulary): choose(e.trials)[0] for e in made if e.kernel == CHUNK
+            },
+        },
     )
-
-
-def _pair(entry: Entry) -> tuple[int, int]:
-    warps, depth = choose(entry.trials)
-    return warps, depth
 
 
 def _entry(setting: Setting) -> Entry:
@@ -139,6 +176,7 @@ def _entry(setting: Setting) -> Entry:
         bits=bits(setting.dtype),
         vocabulary=vocabulary_class(columns),
         columns=columns,
+        width=setting.width,
     )
 
 

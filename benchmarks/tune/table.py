@@ -15,7 +15,8 @@ PATH = Path(row_configs.__file__)
 _HEADER = '''\
 """Tuned tile sizes. Written by ``make gpu-tune``; a change by hand is lost at its next run.
 
-What is missing here runs with the defaults of ``tiles.py``, which also says what the keys mean.
+What is missing here runs with the defaults of ``tiles.py`` and ``linear_tiles.py``, which also say
+what the keys mean.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _PARTS = (
         "dict[tuple[str, str, int, str], tuple[int, int]]",
     ),
     (
+        "LINEAR_CONFIGS",
+        "device class, kernel, bits of a logit, width, vocabulary -> see ``LinearConfig``",
+        "dict[tuple[str, str, int, str, str], tuple[int, ...]]",
+    ),
+    (
         "CHUNK_ROWS",
         "device class, bits of a logit, vocabulary -> rows of the logits tile",
         "dict[tuple[str, int, str], int]",
@@ -42,42 +48,36 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The three dictionaries of the file."""
+    """The dictionaries of the file."""
 
     measured_on: dict[str, dict[str, str]]
     row_configs: dict[tuple[str, str, int, str], tuple[int, int]]
+    linear_configs: dict[tuple[str, str, int, str, str], tuple[int, ...]]
     chunk_rows: dict[tuple[str, int, str], int]
 
     def with_device(
         self,
         device_class: str,
         facts: dict[str, str],
-        rows: Mapping[tuple[str, int, str], tuple[int, int]],
-        chunks: Mapping[tuple[int, str], int],
+        entries: Mapping[str, Mapping[tuple[Any, ...], Any]],
     ) -> Table:
-        """All entries of one device replaced, so that the facts hold for each of them."""
+        """All entries of one device replaced, so that the facts hold for each of them.
 
-        def others(entries: Mapping[Any, Any]) -> dict[Any, Any]:
-            return {key: value for key, value in entries.items() if key[0] != device_class}
+        ``entries`` has those of each dictionary but the first, by its name; their keys lack the
+        device.
+        """
 
-        return replace(
-            self,
-            measured_on={**self.measured_on, device_class: facts},
-            row_configs={
-                **others(self.row_configs),
-                **{(device_class, *key): value for key, value in rows.items()},
-            },
-            chunk_rows={
-                **others(self.chunk_rows),
-                **{(device_class, *key): value for key, value in chunks.items()},
-            },
-        )
+        changed = {}
+        for name, its_entries in entries.items():
+            others = {k: v for k, v in getattr(self, name).items() if k[0] != device_class}
+            changed[name] = others | {(device_class, *k): v for k, v in its_entries.items()}
+        return replace(self, measured_on={**self.measured_on, device_class: facts}, **changed)
 
     def text(self) -> str:
         """The file; formatted as ruff would."""
-        values = (self.measured_on, self.row_configs, self.chunk_rows)
         parts = [_HEADER]
-        for (name, comment, kind), entries in zip(_PARTS, values, strict=True):
+        for name, comment, kind in _PARTS:
+            entries = getattr(self, name.lower())
             parts.append(f"# {comment}\n{name}: {kind} = {_dict(entries)}\n")
         return "\n".join(parts)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.logprob.head import PRECISIONS, Head
+from grpo_kernels.logprob.precision import tf32_unavailable
 from grpo_kernels.logprob.rows import Transform, stats_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -55,8 +56,7 @@ def prepare_head(
         check_device("bias", bias, hidden)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; got {precision!r}")
+    check_precision(precision, hidden)
     _check_transform(transform)
     return hidden, Head(weight, bias, transform)
 
@@ -74,6 +74,21 @@ def check_device(name: str, value: Tensor, hidden: Tensor) -> None:
         raise ValueError(f"{name}: expected device {hidden.device} (of hidden), got {value.device}")
 
 
+def check_precision(precision: str, hidden: Tensor) -> None:
+    """Raises ValueError for an unknown precision, or one these tensors cannot be multiplied in."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; got {precision!r}")
+    why_not = tf32_unavailable(hidden.device, hidden.dtype) if precision == "tf32" else None
+    if why_not is not None:
+        raise ValueError(f"precision: {why_not}")
+
+
+def check_kept_range(max_id: int, columns: int) -> None:
+    """Raises ValueError for a kept id outside of the vocabulary."""
+    if max_id >= columns:
+        raise ValueError(f"kept: expected ids in [0, {columns}), got {max_id}")
+
+
 def check_target_range(low: int, high: int, columns: int) -> None:
     """Raises ValueError for target ids outside of the vocabulary."""
     if low < 0 or high >= columns:
@@ -88,7 +103,7 @@ def row_temperature(
 ) -> float | Tensor:
     """A float, or the flattened per-row temperatures in the statistics dtype."""
     if not isinstance(temperature, Tensor):
-        return temperature
+        return float(temperature)
     if temperature.requires_grad:
         raise ValueError("temperature: expected a tensor that needs no gradient")
     if temperature.dim() == 0:

@@ -51,13 +51,18 @@ TORCH_ROWS = TorchRows()
 
 
 def _blocks(logits: Tensor) -> list[slice]:
+    """Ranges of a power of two of rows.
+
+    A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
+    many rows it is given.
+    """
     rows, columns = logits.shape
-    step = max(1, BLOCK_ELEMENTS // max(columns, 1))
+    step = 1 << (max(1, BLOCK_ELEMENTS // max(columns, 1)).bit_length() - 1)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 
-def _scores(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None]:
-    """The transformed logits in the statistics dtype, and tanh of the softcap if there is one."""
+def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None]:
+    """The scores of (C, V) logits in the statistics dtype, and tanh of the softcap if any."""
     scores = logits.to(stats_dtype(logits.dtype), copy=True)
     if transform.logit_scale != 1.0:
         scores *= transform.logit_scale
@@ -69,12 +74,30 @@ def _scores(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None
     return scores, tanh
 
 
+def slope(gradient: Tensor, transform: Transform, tanh: Tensor | None) -> Tensor:
+    """A (C, V) gradient by the scores turned, in place, into the one by the logits."""
+    gradient *= _per_row(transform.logit_scale / transform.temperature)
+    if tanh is not None:
+        gradient *= 1 - tanh * tanh
+    return gradient
+
+
 def _per_row(value: float | Tensor) -> float | Tensor:
     return value.unsqueeze(-1) if isinstance(value, Tensor) else value
 
 
+def _aligned(scores: Tensor) -> Tensor:
+    """The same rows, lengthened by scores of -inf to a multiple of 32 columns.
+
+    All rows then begin at the same alignment, by which a GPU's reductions group their terms.
+    """
+    return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
+
+
 def _stats(logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
-    scores, _ = _scores(logits, transform)  # (C, V)
+    scores, _ = transformed(logits, transform)  # (C, V)
+    lowest = scores.amin(-1) if extras else None
+    scores = _aligned(scores)
     top, first = (
         scores.max(-1, keepdim=True) if scores.numel() else (scores[:, :1], target[:, None])
     )
@@ -91,9 +114,11 @@ def _stats(logits: Tensor, target: Tensor, transform: Transform, extras: bool) -
     return RowStats(
         logp=shifted_target - log_total,
         entropy=entropy,
-        lse=top.squeeze(-1) + log_total,
+        lse=top.squeeze(-1).double() + log_total.double(),
         is_top1=is_top1,
         sum_sq_probs=sum_sq,
+        max_logit=top.squeeze(-1) if extras else None,
+        min_logit=lowest,
     )
 
 
@@ -106,16 +131,17 @@ def _dlogits(
     dlogp: Tensor,
     dentropy: Tensor | None,
 ) -> Tensor:
-    scores, tanh = _scores(logits, transform)
-    logp = scores.sub_(lse.unsqueeze(-1))
+    scores, tanh = transformed(logits, transform)
+    anchor = lse.to(scores.dtype)
+    logp = scores.sub_(anchor.unsqueeze(-1)).sub_((lse - anchor).to(scores.dtype).unsqueeze(-1))
     p = logp.exp()
     coefficient = -dlogp.unsqueeze(-1)
     if dentropy is not None:
         bounded = logp.clamp_(min=torch.finfo(logp.dtype).min)
         coefficient = coefficient - dentropy.unsqueeze(-1) * (bounded + entropy.unsqueeze(-1))
     gradient = p.mul_(coefficient)
-    gradient.scatter_add_(-1, target.unsqueeze(-1), dlogp.unsqueeze(-1))
-    gradient *= _per_row(transform.logit_scale / transform.temperature)
-    if tanh is not None:
-        gradient *= 1 - tanh * tanh
-    return gradient
+    inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
+    gradient.scatter_add_(
+        -1, (target * inside).unsqueeze(-1), torch.where(inside, dlogp, 0).unsqueeze(-1)
+    )
+    return slope(gradient, transform, tanh)

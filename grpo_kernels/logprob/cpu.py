@@ -17,12 +17,12 @@ from torch import Tensor
 
 from grpo_kernels.logprob.rows import RowStats, Transform, output_view
 
-ABI_VERSION = 2  # kAbiVersion of csrc/rows.h
+ABI_VERSION = 3  # kAbiVersion of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
 
 
-class _Tile(ctypes.Structure):
+class Tile(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p),
         ("rows", c_int64),
@@ -38,13 +38,29 @@ class _Tile(ctypes.Structure):
     kept: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
 
 
-class _Stats(ctypes.Structure):
+class Stats(ctypes.Structure):
     _fields_ = [
         ("logp", c_void_p),
         ("entropy", c_void_p),
         ("lse", c_void_p),
         ("is_top1", c_void_p),
         ("sum_sq_probs", c_void_p),
+        ("max_logit", c_void_p),
+        ("min_logit", c_void_p),
+    ]
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [
+        ("hidden", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("depth", c_int64),
+        ("hidden_stride", c_int64),
+        ("weight_stride", c_int64),
+        ("dtype", c_int32),
+        ("rounded", c_int32),
+        ("tile", Tile),
     ]
 
 
@@ -71,14 +87,16 @@ def _load() -> ctypes.CDLL | str:
         return f"the native CPU extension {spec.origin} belongs to another version of grpo-kernels"
     library.grpo_isa.argtypes = [c_int32]
     library.grpo_isa.restype = c_char_p
-    library.grpo_stats.argtypes = [POINTER(_Tile), POINTER(_Stats), c_int32, c_int32]
+    library.grpo_stats.argtypes = [POINTER(Tile), POINTER(Stats), c_int32, c_int32]
     library.grpo_stats.restype = None
-    library.grpo_dlogits.argtypes = [POINTER(_Tile), POINTER(_Gradient), c_int32, c_int32]
+    library.grpo_dlogits.argtypes = [POINTER(Tile), POINTER(_Gradient), c_int32, c_int32]
     library.grpo_dlogits.restype = None
+    library.grpo_linear.argtypes = [POINTER(Linear), POINTER(Stats), c_int32, c_int32]
+    library.grpo_linear.restype = None
     return library
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     library = _load()
     assert isinstance(library, ctypes.CDLL), library
     return library
@@ -91,9 +109,9 @@ def unavailable() -> str | None:
 
 
 def isas() -> list[str]:
-    """The instruction sets this machine can run, best first, of "avx512", "avx2", "baseline"."""
+    """What this machine can run, best first, of "amx", "avx512", "avx2" and "baseline"."""
     names: list[str] = []
-    while (name := _library().grpo_isa(len(names))) is not None:
+    while (name := library().grpo_isa(len(names))) is not None:
         names.append(name.decode())
     return names
 
@@ -129,19 +147,11 @@ class NativeRows:
         self._isa_rank = isa_rank  # index into ``isas()``
 
     def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
-        def per_row(dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-
-        stats = RowStats(
-            per_row(),
-            per_row(),
-            per_row(torch.float64),
-            per_row(torch.bool) if extras else None,
-            per_row() if extras else None,
-        )
-        tile = _tile(logits, target, transform)
-        out = _Stats(*(_pointer(field) for field in stats))
-        _library().grpo_stats(tile, out, self._isa_rank, torch.get_num_threads())
+        rows, columns = logits.shape
+        stats = empty_stats(rows, extras)
+        tile = tile_view(logits, rows, columns, target, transform)
+        out = stats_pointers(stats)
+        library().grpo_stats(tile, out, self._isa_rank, torch.get_num_threads())
         return stats
 
     def dlogits_(
@@ -157,8 +167,8 @@ class NativeRows:
         assert out_dtype == logits.dtype or (
             logits.dtype == torch.float32 and out_dtype in DTYPES
         ), out_dtype
-        tile = _tile(logits, target, transform)
-        rows = logits.shape[0]
+        rows, columns = logits.shape
+        tile = tile_view(logits, rows, columns, target, transform)
         vectors = [
             _row_vector(stats.logp, rows),
             _row_vector(stats.entropy, rows),
@@ -166,16 +176,31 @@ class NativeRows:
             _row_vector(dlogp, rows),
             None if dentropy is None else _row_vector(dentropy, rows),
         ]
-        gradient = _Gradient(*(_pointer(vector) for vector in vectors), DTYPES[out_dtype])
-        _library().grpo_dlogits(tile, gradient, self._isa_rank, torch.get_num_threads())
+        gradient = _Gradient(*(pointer(vector) for vector in vectors), DTYPES[out_dtype])
+        library().grpo_dlogits(tile, gradient, self._isa_rank, torch.get_num_threads())
         return output_view(logits, out_dtype)
 
 
 NATIVE_ROWS = NativeRows()
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def stats_pointers(stats: RowStats) -> Stats:
+    """The C view of the fields that the kernels fill."""
+    return Stats(*(pointer(field) for field in stats[: len(Stats._fields_)]))
+
+
+def empty_stats(rows: int, extras: bool) -> RowStats:
+    """Uninitialised results."""
+    logp, entropy = torch.empty(rows), torch.empty(rows)
+    lse = torch.empty(rows, dtype=torch.float64)
+    if not extras:
+        return RowStats(logp, entropy, lse)
+    is_top1 = torch.empty(rows, dtype=torch.bool)
+    return RowStats(logp, entropy, lse, is_top1, *(torch.empty(rows) for _ in range(3)))
 
 
 def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -184,27 +209,32 @@ def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -
     return vector.detach().contiguous()
 
 
-def _tile(logits: Tensor, target: Tensor, transform: Transform) -> _Tile:
-    """The C view of a tile; the caller keeps ``logits`` alive."""
-    rows, columns = logits.shape
-    assert logits.dtype in DTYPES and logits.device.type == "cpu", (logits.dtype, logits.device)
-    assert columns > 0 and (columns == 1 or logits.stride(1) == 1), logits.stride()
-    assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
-    assert transform.logit_scale > 0 and (transform.softcap is None or transform.softcap > 0)
+def tile_view(
+    logits: Tensor | None, rows: int, columns: int, target: Tensor, transform: Transform
+) -> Tile:
+    """The C view of a tile of this shape; the caller keeps ``logits`` alive."""
+    assert 0 < columns < 2**31 and transform.logit_scale > 0
+    assert transform.softcap is None or transform.softcap > 0
+    if logits is not None:
+        assert logits.dtype in DTYPES and logits.device.type == "cpu", logits.dtype
+        assert logits.shape == (rows, columns) and (columns == 1 or logits.stride(1) == 1), (
+            logits.stride()
+        )
+        assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
     target = _row_vector(target, rows, torch.int64)
     temperature = transform.temperature
     row_temperature = _row_vector(temperature, rows) if isinstance(temperature, Tensor) else None
-    tile = _Tile(
-        logits=logits.data_ptr(),
+    tile = Tile(
+        logits=pointer(logits),
         rows=rows,
         columns=columns,
-        row_stride=logits.stride(0),
+        row_stride=columns if logits is None else logits.stride(0),
         target=target.data_ptr(),
-        row_temperature=_pointer(row_temperature),
+        row_temperature=pointer(row_temperature),
         temperature=0.0 if isinstance(temperature, Tensor) else temperature,
         logit_scale=transform.logit_scale,
         softcap=transform.softcap or 0.0,
-        dtype=DTYPES[logits.dtype],
+        dtype=DTYPES[torch.float32 if logits is None else logits.dtype],
     )
     tile.kept = (target, row_temperature)
     return tile

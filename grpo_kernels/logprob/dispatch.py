@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from grpo_kernels.logprob.head import logits_dtype
-from grpo_kernels.logprob.rows import RowKernels
+from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.linear_tiles import LinearCase
+from grpo_kernels.logprob.rows import LinearStats, RowKernels
 from grpo_kernels.logprob.tiles import gpu_chunk_rows
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
@@ -30,6 +32,8 @@ class Backend:
     kernels: Callable[[], RowKernels] | None  # None: the eager reference, which has no tiles
     unavailable: Callable[[], str | None]  # why this machine cannot run it
     unsuited: Callable[[torch.device, torch.dtype], str | None]  # why these tensors cannot use it
+    # (hidden states, head, precision) -> the forward without logits in memory, where there is one
+    linear_stats: Callable[[Tensor, Head, str], LinearStats | None] = lambda *_: None
 
 
 def _module(name: str):
@@ -57,12 +61,14 @@ BACKENDS: dict[str, Backend] = {
             lambda: _module("triton_rows").TRITON_ROWS,
             lambda: _triton_unavailable(),
             _triton_unsuited,
+            lambda hidden, head, precision: _triton_linear_stats(hidden, head, precision),
         ),
         Backend(
             "cpu",
-            lambda: _module("cpu").NATIVE_ROWS,
+            lambda: _module("cpu_linear").NATIVE_HEAD_ROWS,
             lambda: _module("cpu").unavailable(),
             _cpu_unsuited,
+            lambda *_: _module("cpu_linear").NATIVE_LINEAR,
         ),
         Backend(
             "chunked",
@@ -73,6 +79,12 @@ BACKENDS: dict[str, Backend] = {
         Backend("reference", None, lambda: None, lambda device, dtype: None),
     )
 }
+
+
+def _triton_linear_stats(hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+    if not LinearCase.of(hidden, head, precision).pays:
+        return None
+    return _module("triton_linear_stats").linear_stats
 
 
 def _triton_unavailable() -> str | None:
@@ -94,6 +106,10 @@ class Choice:
     def kernels(self) -> RowKernels:
         assert self.backend.kernels is not None
         return self.backend.kernels()
+
+    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+        """The forward without logits in memory; None where it does not exist for these."""
+        return self.backend.linear_stats(hidden, head, precision)
 
 
 def available_backends() -> tuple[str, ...]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.logprob import mkl
 from grpo_kernels.logprob.rows import Transform
 
-PRECISIONS = ("fp32", "input")
+PRECISIONS = ("fp32", "input", "tf32")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         torch.mm(hidden, weight.t(), out=out)
     elif hidden.is_cuda:
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    elif mkl.available(hidden.dtype):
+        mkl.matmul(hidden, weight.t(), out)
     else:
         upcast = hidden.float()
         for start in range(0, weight.shape[0], SLICE_COLUMNS):
@@ -58,24 +61,23 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     return out
 
 
-def accumulate_dweight(
-    dweight: Tensor,  # (V, D), fp32 or the dtype of hidden
-    dlogits: Tensor,  # (C, V)
-    hidden: Tensor,  # (C, D)
+def accumulate(
+    out: Tensor,  # (M, N), fp32 or the dtype of the factors
+    a: Tensor,  # (M, K)
+    b: Tensor,  # (K, N)
     first: bool,
 ) -> None:
-    """``dweight += dlogits.T @ hidden``, or ``=`` for the first chunk."""
-    if dweight.dtype == hidden.dtype:
-        torch.addmm(dweight, dlogits.t(), hidden, beta=0 if first else 1, out=dweight)
-    elif hidden.is_cuda and first:
-        torch.mm(dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
-    elif hidden.is_cuda:
-        torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
+    """``out += a @ b``, or ``=`` for the ``first`` product; an fp32 sum is not rounded between."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=0 if first else 1, out=out)
+    elif a.is_cuda and first:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    elif mkl.available(a.dtype):
+        mkl.matmul(a, b, out, accumulate=not first)
     else:
-        for start in range(0, dweight.shape[0], SLICE_COLUMNS):
-            columns = slice(start, start + SLICE_COLUMNS)
-            product = torch.mm(dlogits[:, columns].t(), hidden)
-            if first:
-                dweight[columns] = product
-            else:
-                dweight[columns] += product
+        wide = b.float()
+        for start in range(0, out.shape[0], SLICE_COLUMNS):
+            rows = slice(start, start + SLICE_COLUMNS)
+            torch.addmm(out[rows], a[rows].float(), wide, beta=0 if first else 1, out=out[rows])

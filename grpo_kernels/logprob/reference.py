@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.precision import products
 from grpo_kernels.logprob.rows import RowStats, stats_dtype
 
 
-def reference_logprobs(hidden: Tensor, head: Head, target: Tensor, precision: str) -> RowStats:
-    """Statistics of (T,) targets, every output differentiable in hidden, weight and bias."""
+def reference_logprobs(
+    hidden: Tensor, head: Head, target: Tensor, precision: str, kept: KeptSet | None = None
+) -> RowStats:
+    """Statistics of (T,) targets, differentiable in hidden, weight and bias.
+
+    The products of its backward are torch's own, and follow torch's precision switches.
+    """
     product_dtype = logits_dtype(hidden.dtype, precision)
-    logits = hidden.to(product_dtype) @ head.weight.to(product_dtype).t()
+    with products(hidden.device, precision):
+        logits = hidden.to(product_dtype) @ head.weight.to(product_dtype).t()
     if head.bias is not None:
         logits = logits + head.bias
     scores = logits.to(stats_dtype(hidden.dtype)) * head.transform.logit_scale
@@ -26,7 +34,19 @@ def reference_logprobs(hidden: Tensor, head: Head, target: Tensor, precision: st
         logp=logp.gather(-1, target[:, None]).squeeze(-1),
         # a logit of -inf has probability 0 and adds nothing
         entropy=-(p * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1),
-        lse=scores.logsumexp(-1),
+        lse=scores.logsumexp(-1).double(),
         is_top1=scores.argmax(-1) == target,
         sum_sq_probs=(p * p).sum(-1),
+        max_logit=scores.amax(-1),
+        min_logit=scores.amin(-1),
+        kept_logp=_kept_logp(scores, target, kept) if kept is not None else None,
     )
+
+
+def _kept_logp(scores: Tensor, target: Tensor, kept: KeptSet) -> Tensor:
+    """log p[target] of the softmax over each row's kept ids and its target."""
+    member = torch.zeros_like(scores, dtype=torch.bool)
+    member[kept.rows, kept.indices] = True
+    member.scatter_(-1, target[:, None], True)
+    own = scores.gather(-1, target[:, None]).squeeze(-1)
+    return own - scores.masked_fill(~member, float("-inf")).logsumexp(-1)

@@ -8,10 +8,13 @@ the tile, in place.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from grpo_kernels.logprob.head import Head
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,22 @@ class Transform:
 class RowStats(NamedTuple):
     """Statistics of each row, in fp32 (fp64 for fp64 logits).
 
-    A backend may keep ``lse`` in fp64 for its own ``dlogits_``; the public op casts it.
+    ``lse`` is fp64 throughout, for ``dlogits_``, whose probabilities are ``exp(z - lse)``: fp32
+    would round an lse of 1e4 by 5e-4. The public op casts it.
     """
 
     logp: Tensor  # (C,) log-probability of the target
     entropy: Tensor  # (C,) nats
-    lse: Tensor  # (C,) logsumexp of the transformed logits
+    lse: Tensor  # (C,) fp64, logsumexp of the transformed logits
     is_top1: Tensor | None = None  # (C,) bool, the target is the first argmax
     sum_sq_probs: Tensor | None = None  # (C,) sum_j p_j^2
+    max_logit: Tensor | None = None  # (C,) largest of the transformed logits
+    min_logit: Tensor | None = None  # (C,) smallest of them
+    kept_logp: Tensor | None = None  # (C,) logp renormalised over a kept set; no backend fills it
+
+    def rows(self, index: slice) -> RowStats:
+        """The same for a range of the rows."""
+        return RowStats(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
 def concatenate(parts: list[RowStats]) -> RowStats:
@@ -77,6 +88,34 @@ class RowKernels(Protocol):
         Returns a (C, V) tensor of ``out_dtype``. A 16-bit result of fp32 logits lives in the first
         half of each row's bytes, so its row stride is twice that of ``logits``.
         """
+        ...
+
+
+@runtime_checkable
+class FormsLogits(Protocol):
+    """Row kernels that also form the tile of logits, along with its statistics.
+
+    A row's bits then depend on that row alone.
+    """
+
+    def forms(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        """Whether they form such logits of inputs of ``dtype``."""
+        ...
+
+    def logits_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
+    ) -> RowStats:
+        """Fills ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``."""
+        ...
+
+
+class LinearStats(Protocol):
+    """One backend's forward without a tile of logits."""
+
+    def __call__(
+        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
+    ) -> RowStats:
+        """Statistics of the rows of ``hidden`` (T, D) before ``head`` for ``target`` (T,)."""
         ...
 
 

@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import Transform
+from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.triton_math import tanh
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
 # decides nothing but would bring a compilation each.
-_PER_ROW = "target temperature logp entropy lse dlogp dentropy is_top1 sum_sq_probs"
-PER_ROW = [f"{name}_ptr" for name in _PER_ROW.split()]
+_STATS = ("logp", "entropy", "lse")
+_EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
+_INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
+PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *_EXTRAS)]
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,12 +31,63 @@ def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
 
 
 @triton.jit
-def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
-    """z of raw logits ``x``; any shape."""
+def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
+    """What the factor of :func:`row_factor` multiplies, of raw logits ``x``; any shape."""
     x = x.to(tl.float32)
     if HAS_SOFTCAP:
         x = tanh(x * inner)
-    return x * factor
+    return x
+
+
+@triton.jit
+def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
+    """z of raw logits ``x``; any shape."""
+    return bounded(x, inner, HAS_SOFTCAP) * factor
+
+
+@triton.jit
+def softmax_results(d_target, peak, total, moment):
+    """logp, entropy and fp64 lse from ``total`` = sum e and ``moment`` = sum e d, d = z - peak."""
+    log_total = tl.log(total)
+    lse = peak.to(tl.float64) + log_total.to(tl.float64)
+    return d_target - log_total, log_total - moment / total, lse
+
+
+@triton.jit
+def store_extras(
+    at,
+    mask,
+    total,
+    squares,  # sum e^2
+    is_top1,
+    largest,  # score
+    least,
+    is_top1_ptr,
+    sum_sq_probs_ptr,
+    max_logit_ptr,
+    min_logit_ptr,
+):
+    """The statistics beyond those of every call. A NaN among the logits shows in all of them."""
+    collision = squares / (total * total)
+    tl.store(sum_sq_probs_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
+    tl.store(is_top1_ptr + at, is_top1, mask=mask)
+    tl.store(max_logit_ptr + at, tl.where(total == total, largest, total), mask=mask)
+    tl.store(min_logit_ptr + at, tl.where(total == total, least, total), mask=mask)
+
+
+def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
+    """Uninitialised, each of its own storage: outputs of an op may not share their memory."""
+
+    def empty(name: str) -> Tensor:
+        dtype = {"is_top1": torch.bool, "lse": torch.float64}.get(name, torch.float32)
+        return torch.empty(rows, dtype=dtype, device=device)
+
+    return RowStats(**{name: empty(name) for name in (*_STATS, *(_EXTRAS if extras else ()))})
+
+
+def pointers(stats: RowStats) -> dict[str, Tensor | None]:
+    """What :func:`empty_stats` made as kernel arguments."""
+    return {f"{name}_ptr": getattr(stats, name) for name in (*_STATS, *_EXTRAS)}
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:

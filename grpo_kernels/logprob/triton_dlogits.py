@@ -20,60 +20,44 @@ from grpo_kernels.logprob.triton_common import (
 from grpo_kernels.triton_math import tanh
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
-def _dlogits_kernel(
-    logits_ptr,  # (C, V)
-    out_ptr,  # (C, V), the same storage, of the same or half the width
-    target_ptr,  # (C,) int64
-    temperature_ptr,  # (C,) or None
-    logp_ptr,  # (C,) fp32, as the next four
-    entropy_ptr,
-    lse_ptr,
-    dlogp_ptr,
-    dentropy_ptr,  # or None
-    stride_row,
-    stride_out_row,
+@triton.jit
+def write_gradient(
+    logits_ptr,  # of one row
+    out_ptr,
     num_columns,
+    target,  # outside of [0, num_columns): in no column of this tile
+    entropy,
+    lse,  # fp64
+    dlogp,
+    dentropy,
     inner,
-    outer,
+    factor,
     HAS_DENTROPY: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride_row
-    out_ptr += row * stride_out_row
-    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
-    target = tl.load(target_ptr + row).to(tl.int32)
-    logp = tl.load(logp_ptr + row)
-    lse = tl.load(lse_ptr + row)
-    dlogp = tl.load(dlogp_ptr + row)
+    """The gradient of a row's raw logits, over them."""
     active = dlogp != 0.0
     if HAS_DENTROPY:
-        entropy = tl.load(entropy_ptr + row)
-        dentropy = tl.load(dentropy_ptr + row)
         active = active | (dentropy != 0.0)
     # a row without weight is not even read, so what it holds cannot leak into its zeros
     num_active = tl.where(active, num_columns, 0)
 
-    # log p_j = z_j - lse = (z_j - z_y) + logp. The subtrahend is rounded to its own magnitude, so
-    # the smaller one is the more accurate: logits that carry a large offset cost no digits.
-    near = tl.abs(logp) < tl.abs(lse)
-    z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
-    anchor = tl.where(near, z_target, lse)
-    shift = tl.where(near, logp, 0.0)
+    # log p_j = z_j - lse. A fp32 anchor near lse first, whose difference is exact where it counts,
+    # then what it leaves of lse: logits that carry a large offset cost no digits.
+    anchor = lse.to(tl.float32)
+    rest = (lse - anchor.to(tl.float64)).to(tl.float32)
 
     offs_v = tl.arange(0, BLOCK_V)
     for start in range(0, num_columns, BLOCK_V):
         columns = start + offs_v
         mask_active = columns < num_active
         x = tl.load(logits_ptr + columns, mask=mask_active, other=0.0)
-        # The stores below hit bytes that this or an earlier iteration loads (z_target, too), and
-        # not always in the warp that loaded them. No warp stores before all have loaded. A later
+        # The stores below hit bytes that this or an earlier iteration loads, and not always in the
+        # warp that loaded them. No warp stores before all have loaded. A later
         # iteration's loads lie behind this iteration's stores: an output is never wider.
         tl.debug_barrier()
-        logq = (scores(x, inner, factor, HAS_SOFTCAP) - anchor) + shift
+        logq = (scores(x, inner, factor, HAS_SOFTCAP) - anchor) - rest
         p = tl.exp(logq)
         dz = dlogp * (tl.where(columns == target, 1.0, 0.0) - p)
         if HAS_DENTROPY:
@@ -87,9 +71,62 @@ def _dlogits_kernel(
         tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+def _dlogits_kernel(
+    logits_ptr,  # (C, V)
+    out_ptr,  # (C, V), the same storage, of the same or half the width
+    target_ptr,  # (C,) int64
+    temperature_ptr,  # (C,) or None
+    entropy_ptr,  # (C,) fp32, or None
+    lse_ptr,  # (C,) fp64
+    dlogp_ptr,  # (C,) fp32
+    dentropy_ptr,  # (C,) fp32, or None
+    stride_row,
+    stride_out_row,
+    num_columns,
+    inner,
+    outer,
+    HAS_DENTROPY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    entropy, dentropy = 0.0, 0.0
+    if HAS_DENTROPY:
+        entropy = tl.load(entropy_ptr + row)
+        dentropy = tl.load(dentropy_ptr + row)
+    write_gradient(
+        logits_ptr + row * stride_row,
+        out_ptr + row * stride_out_row,
+        num_columns,
+        tl.load(target_ptr + row).to(tl.int32),
+        entropy,
+        tl.load(lse_ptr + row),
+        tl.load(dlogp_ptr + row),
+        dentropy,
+        inner,
+        row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE),
+        HAS_DENTROPY,
+        HAS_SOFTCAP,
+        BLOCK_V,
+    )
+
+
+def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Where the gradient of ``logits`` is written: in their storage."""
+    half_of_fp32 = logits.dtype == torch.float32 and out_dtype.itemsize == 2
+    if out_dtype != logits.dtype and not half_of_fp32:
+        raise ValueError(
+            f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
+            f"got {out_dtype}"
+        )
+    return output_view(logits, out_dtype)
+
+
 def dlogits_(
     logits: Tensor,  # (C, V) fp32, bf16 or fp16, columns contiguous; overwritten
-    target: Tensor,  # (C,) int64 in [0, V)
+    target: Tensor,  # (C,) int64; outside of [0, V): the target is in no column of this tile
     transform: Transform,
     stats: RowStats,
     dlogp: Tensor,  # (C,) fp32
@@ -99,13 +136,7 @@ def dlogits_(
 ) -> Tensor:
     """Gradient with respect to the raw logits, in their storage; see :class:`RowKernels`."""
     check_tile(logits, target)
-    half_of_fp32 = logits.dtype == torch.float32 and out_dtype.itemsize == 2
-    if out_dtype != logits.dtype and not half_of_fp32:
-        raise ValueError(
-            f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
-            f"got {out_dtype}"
-        )
-    out = output_view(logits, out_dtype)
+    out = gradient_view(logits, out_dtype)
     rows, columns = logits.shape
     if rows:
         config = config or row_config("dlogits", logits.dtype, columns, logits.device)
@@ -114,8 +145,7 @@ def dlogits_(
                 logits_ptr=logits,
                 out_ptr=out,
                 target_ptr=target.contiguous(),
-                logp_ptr=stats.logp.contiguous(),
-                entropy_ptr=stats.entropy.contiguous(),
+                entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
                 lse_ptr=stats.lse.contiguous(),
                 dlogp_ptr=dlogp.contiguous(),
                 dentropy_ptr=None if dentropy is None else dentropy.contiguous(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,9 +11,13 @@ from grpo_kernels.logprob.tiles import RowConfig, row_config
 from grpo_kernels.logprob.triton_common import (
     PER_ROW,
     check_tile,
+    empty_stats,
     on_device,
+    pointers,
     row_factor,
     scores,
+    softmax_results,
+    store_extras,
     transform_arguments,
 )
 
@@ -43,6 +46,52 @@ def _fold(z, peak, total, moment, squares, EXTRAS: tl.constexpr):
     return new_peak, total, moment, squares
 
 
+@triton.jit
+def row_sums(
+    logits_ptr,  # of one row
+    num_columns,
+    target,
+    z_target,
+    inner,
+    factor,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The row's peak, its sums relative to it, whether an earlier column equals the target's score
+    and the least score; the last three only with ``EXTRAS``."""
+    depth = tl.arange(0, BLOCK_V // LANES)
+    offs_v = depth[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    peak = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    moment = tl.zeros((LANES,), tl.float32)
+    squares = tl.zeros((LANES,), tl.float32)
+    least = tl.full((LANES,), float("inf"), tl.float32)
+    rivals = tl.zeros((LANES,), tl.int32)
+    for start in range(0, num_columns, BLOCK_V):
+        columns = start + offs_v
+        mask_v = columns < num_columns
+        x = tl.load(logits_ptr + columns, mask=mask_v, other=0.0)
+        # masked after the transform: a softcap would turn -inf into a finite score
+        z = tl.where(mask_v, scores(x, inner, factor, HAS_SOFTCAP), float("-inf"))
+        peak, total, moment, squares = _fold(z, peak, total, moment, squares, EXTRAS)
+        if EXTRAS:
+            least = tl.minimum(least, tl.min(tl.where(mask_v, z, float("inf")), axis=0))
+            equal = (z == z_target) & (columns < target)
+            rivals |= tl.max(equal.to(tl.int32), axis=0)
+
+    row_peak = tl.max(peak, axis=0)
+    # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros and must not add inf * 0
+    drop = tl.where(peak == float("-inf"), 0.0, peak - row_peak)
+    weight = tl.exp(drop)
+    row_total = tl.sum(weight * total, axis=0)
+    row_moment = tl.sum(weight * (moment + drop * total), axis=0)
+    row_squares = tl.sum(weight * weight * squares, axis=0)
+    rival = tl.max(rivals, axis=0) != 0
+    return row_peak, row_total, row_moment, row_squares, rival, tl.min(least, axis=0)
+
+
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
@@ -50,9 +99,11 @@ def _row_stats_kernel(
     temperature_ptr,  # (C,) or None
     logp_ptr,  # (C,) fp32, as the other results
     entropy_ptr,
-    lse_ptr,
+    lse_ptr,  # fp64
     is_top1_ptr,  # bool
     sum_sq_probs_ptr,
+    max_logit_ptr,
+    min_logit_ptr,
     stride_row,
     num_columns,
     inner,
@@ -68,39 +119,20 @@ def _row_stats_kernel(
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
     target = tl.load(target_ptr + row).to(tl.int32)
     z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
-
-    depth = tl.arange(0, BLOCK_V // LANES)
-    offs_v = depth[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    peak = tl.full((LANES,), float("-inf"), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    moment = tl.zeros((LANES,), tl.float32)
-    squares = tl.zeros((LANES,), tl.float32)
-    rivals = tl.zeros((LANES,), tl.int32)
-    for start in range(0, num_columns, BLOCK_V):
-        columns = start + offs_v
-        mask_v = columns < num_columns
-        x = tl.load(logits_ptr + columns, mask=mask_v, other=0.0)
-        # masked after the transform: a softcap would turn -inf into a finite score
-        z = tl.where(mask_v, scores(x, inner, factor, HAS_SOFTCAP), float("-inf"))
-        peak, total, moment, squares = _fold(z, peak, total, moment, squares, EXTRAS)
-        if EXTRAS:
-            ahead = (z > z_target) | ((z == z_target) & (columns < target))
-            rivals |= tl.max(ahead.to(tl.int32), axis=0)
-
-    row_peak = tl.max(peak, axis=0)
-    # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros and must not add inf * 0
-    drop = tl.where(peak == float("-inf"), 0.0, peak - row_peak)
-    weight = tl.exp(drop)
-    row_total = tl.sum(weight * total, axis=0)
-    row_moment = tl.sum(weight * (moment + drop * total), axis=0)
-    log_total = tl.log(row_total)
-    tl.store(logp_ptr + row, (z_target - row_peak) - log_total)
-    tl.store(entropy_ptr + row, log_total - row_moment / row_total)
-    tl.store(lse_ptr + row, row_peak + log_total)
+    peak, total, moment, squares, rival, least = row_sums(
+        logits_ptr, num_columns, target, z_target, inner, factor,
+        HAS_SOFTCAP, EXTRAS, BLOCK_V, LANES,
+    )  # fmt: skip
+    logp, entropy, lse = softmax_results(z_target - peak, peak, total, moment)
+    tl.store(logp_ptr + row, logp)
+    tl.store(entropy_ptr + row, entropy)
+    tl.store(lse_ptr + row, lse)
     if EXTRAS:
-        collision = tl.sum(weight * weight * squares, axis=0) / (row_total * row_total)
-        tl.store(sum_sq_probs_ptr + row, tl.where(collision > 1.0, 1.0, collision))
-        tl.store(is_top1_ptr + row, tl.max(rivals, axis=0) == 0)
+        is_top1 = (z_target == peak) & (not rival)
+        store_extras(
+            row, None, total, squares, is_top1, peak, least,
+            is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr,
+        )  # fmt: skip
 
 
 def row_stats(
@@ -113,19 +145,14 @@ def row_stats(
     """Statistics of each row in fp32; see :class:`RowStats`."""
     check_tile(logits, target)
     rows, columns = logits.shape
-    logp, entropy, lse, sum_sq_probs = logits.new_empty((4, rows), dtype=torch.float32).unbind(0)
-    is_top1 = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    stats = empty_stats(rows, logits.device, extras)
     if rows:
         config = config or row_config("stats", logits.dtype, columns, logits.device)
         with on_device(logits):
             _row_stats_kernel[(rows,)](
                 logits_ptr=logits,
                 target_ptr=target.contiguous(),
-                logp_ptr=logp,
-                entropy_ptr=entropy,
-                lse_ptr=lse,
-                is_top1_ptr=is_top1,
-                sum_sq_probs_ptr=sum_sq_probs,
+                **pointers(stats),
                 stride_row=logits.stride(0),
                 num_columns=columns,
                 EXTRAS=extras,
@@ -134,6 +161,4 @@ def row_stats(
                 **config.options,
                 **transform_arguments(transform, logits),
             )
-    if not extras:
-        return RowStats(logp, entropy, lse)
-    return RowStats(logp, entropy, lse, is_top1, sum_sq_probs)
+    return stats

@@ -4,7 +4,7 @@ from grpo_kernels.losses.config import LossConfig
 from grpo_kernels.losses.metrics import Metrics, Stat
 from grpo_kernels.losses.policy_loss import PolicyLossOutput, policy_loss
 from grpo_kernels.losses.registry import LOSSES, NamedLoss, register_loss
-from grpo_kernels.losses.surrogates import Surrogate
+from grpo_kernels.losses.surrogates import Surrogate, register_surrogate
 
 __all__ = [
     "LOSSES",
@@ -16,4 +16,5 @@ __all__ = [
     "Surrogate",
     "policy_loss",
     "register_loss",
+    "register_surrogate",
 ]

@@ -97,6 +97,9 @@ def _metrics(
         stats["kl"] = mean_stat(evaluation.kl)
     if x.entropy is not None:
         stats["entropy"] = mean_stat(x.entropy)
+    if x.entropy is not None and evaluation.entropy_gate is not None:
+        gate = evaluation.entropy_gate.double()
+        stats["entropy_top"] = Stat("mean", (x.entropy * gate).sum(), gate.sum())
     if config.entropy_coef != 0:
         stats["policy_loss"] = _policy_loss_stat(x, evaluation, batch, config)
     stats |= indicator_stats(

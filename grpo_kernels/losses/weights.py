@@ -45,7 +45,7 @@ def _sequence_sum(batch: TokenBatch, config: LossConfig) -> Tensor:
 
 
 def _token_mean(batch: TokenBatch, config: LossConfig) -> Tensor:
-    return batch.advantages.new_full((), 1.0 / max(batch.num_tokens, 1))
+    return _inverse(_tokens_in_micro_batch(batch), batch)
 
 
 def _fixed_length(batch: TokenBatch, config: LossConfig) -> Tensor:
@@ -58,13 +58,23 @@ def _window_token_mean(batch: TokenBatch, config: LossConfig) -> Tensor:
     items = batch.num_items_in_batch
     if items is None:
         items = batch.num_tokens * batch.gradient_accumulation_steps
+    return _inverse(items, batch)
+
+
+def _tokens_in_micro_batch(batch: TokenBatch) -> Tensor | float:
+    given = batch.num_tokens_in_micro_batch
+    return batch.num_tokens if given is None else given
+
+
+def _inverse(count: Tensor | float, batch: TokenBatch) -> Tensor:
+    """``1 / count``, (), or 1 for a count of 0."""
     device = batch.advantages.device
-    if isinstance(items, Tensor):
-        items = items.to(device, torch.float64)
+    if isinstance(count, Tensor):
+        count = count.to(device, torch.float64)
     else:
-        items = torch.full((), items, device=device, dtype=torch.float64)
-    # 0 only when no process has a token; a fraction is a window of many processes or steps
-    return (1.0 / torch.where(items > 0, items, 1.0)).to(batch.advantages.dtype)
+        count = torch.full((), count, device=device, dtype=torch.float64)
+    # 0 only when no process has a token; a fraction is a share of several processes or steps
+    return (1.0 / torch.where(count > 0, count, 1.0)).to(batch.advantages.dtype)
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
@@ -83,6 +93,8 @@ def static_weights(batch: TokenBatch, config: LossConfig) -> Weights:
     policy = aggregation.weight(batch, config)
     if aggregation.per_micro_batch:
         policy = policy / steps
-    entropy = batch.advantages.new_full((), 1.0 / (max(batch.num_tokens, 1) * steps))
+    entropy = _inverse(_tokens_in_micro_batch(batch), batch) / steps
+    if batch.entropy_scale is not None:
+        entropy = entropy * batch.entropy_scale
     shape = batch.advantages.shape
     return Weights(policy.expand(shape), entropy.expand(shape))

@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from grpo_kernels.pointwise.ops import UntraceableError
-from grpo_kernels.pointwise.printer import KERNEL_NAME, print_kernel
+from grpo_kernels.pointwise.printer import KERNEL_NAME, VALUES_NAME, print_kernel
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -86,9 +86,14 @@ class PointwiseKernel:
         return cls(source, names, tuple(node.meta["val"].dtype for node in results))
 
     @property
+    def kernel(self) -> Any:
+        """The ``triton.jit`` kernel of :attr:`source`, which loads, computes and stores."""
+        return getattr(_load(self.source), KERNEL_NAME)
+
+    @property
     def device_function(self) -> Any:
-        """The ``triton.jit`` function of :attr:`source`."""
-        return _load(self.source)
+        """What other kernels can call on vectors of ``BLOCK`` values: ``(*inputs, BLOCK)``."""
+        return getattr(_load(self.source), VALUES_NAME)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
@@ -101,7 +106,7 @@ class PointwiseKernel:
         arguments |= {f"out{index}_ptr": output for index, output in enumerate(outputs)}
         with _on_device(inputs[0]):
             # without fusion of a * b + c every operation rounds as torch's does
-            self.device_function[(-(-length // _BLOCK),)](
+            self.kernel[(-(-length // _BLOCK),)](
                 **arguments,
                 length=length,
                 BLOCK=_BLOCK,
@@ -150,15 +155,15 @@ def _outputs_of(fn: PointwiseFunction) -> PointwiseFunction:
 
 
 @functools.cache
-def _load(source: str) -> Any:
-    """The kernel of a printed module, built once per content."""
+def _load(source: str) -> types.ModuleType:
+    """A printed module, built once per content."""
     name = f"grpo_kernels_pointwise_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     filename = f"<{name}>"
     # triton.jit reads the source back through inspect, which asks linecache
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(name)
     exec(compile(source, filename, "exec"), module.__dict__)
-    return getattr(module, KERNEL_NAME)
+    return module
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:

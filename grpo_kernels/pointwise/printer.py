@@ -21,12 +21,19 @@ from grpo_kernels.pointwise.ops import (
 )
 
 KERNEL_NAME = "_pointwise_kernel"
+VALUES_NAME = "pointwise_values"
 
 _TEMPLATE = """\
 import triton
 import triton.language as tl
 
 from grpo_kernels import triton_math as tm
+
+
+@triton.jit
+def {values}({inputs}, BLOCK: tl.constexpr):
+{body}
+    return {results}
 
 
 @triton.jit(
@@ -36,7 +43,9 @@ from grpo_kernels import triton_math as tm
 def {name}({pointers}, length, BLOCK: tl.constexpr):
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask_t = offs_t < length
-{body}
+{loads}
+    {outputs} = {values}({inputs}, BLOCK)
+{stores}
 """
 
 
@@ -61,22 +70,26 @@ class _Printer:
         _refuse_shared_mutation(self.nodes)
         needed = _needed(self.outputs)
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        for node, name in zip(placeholders, self.input_names, strict=True):
-            if node in needed:
-                self._assign(node, f"tl.load({name}_ptr + offs_t, mask=mask_t, other=0.0)")
+        self.names.update(zip(placeholders, self.input_names, strict=True))
         for node in self.nodes:
             if node in needed and node.op != "placeholder":
                 self._check(node)
                 self._assign(node, render(node, self._operand))
-        for index, node in enumerate(self.outputs):
-            self.lines.append(f"tl.store(out{index}_ptr + offs_t, {self.names[node]}, mask=mask_t)")
-        pointers = [f"{name}_ptr" for name in self.input_names]
-        pointers += [f"out{index}_ptr" for index in range(len(self.outputs))]
+        outputs = [f"out{index}" for index in range(len(self.outputs))]
+        pointers = [f"{name}_ptr" for name in (*self.input_names, *outputs)]
+        loads = [f"{x} = tl.load({x}_ptr + offs_t, mask=mask_t)" for x in self.input_names]
+        stores = [f"tl.store({x}_ptr + offs_t, {x}, mask=mask_t)" for x in outputs]
         return _TEMPLATE.format(
+            values=VALUES_NAME,
             name=KERNEL_NAME,
+            inputs=", ".join(self.input_names),
+            outputs=", ".join(outputs),
+            results=", ".join(self.names[node] for node in self.outputs),
             pointers=", ".join(pointers),
             quoted=", ".join(f'"{pointer}"' for pointer in pointers),
-            body="\n".join(f"    {line}" for line in self.lines),
+            body=_indented(self.lines),
+            loads=_indented(loads),
+            stores=_indented(stores),
         )
 
     def _outputs(self) -> list[Node]:
@@ -111,6 +124,10 @@ class _Printer:
         shape = tuple(value_of(node).shape)
         if shape not in ((), (self.length,)):
             raise UntraceableError(f"{node.target}: its result of shape {shape} is not (T,)")
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _refuse_shared_mutation(nodes: Sequence[Node]) -> None:

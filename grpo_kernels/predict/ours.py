@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_kernels.logprob import chunked, cpu, memory
+from grpo_kernels.logprob import chunked, cpu, mkl
 from grpo_kernels.logprob import head as products
 from grpo_kernels.logprob.dispatch import chunk_rows
 from grpo_kernels.logprob.head import logits_dtype
+from grpo_kernels.logprob.recompute import cut
 from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
 
 
@@ -17,22 +18,46 @@ def one_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list
     """Gradients in the forward; the backward scales them by the loss's own gradient."""
     sweep = _Sweep.of(head, setting, precision, cast=head.mixed)
     rounded = sweep.rounded(head.weight_width)
-    given = sweep.kept + sum(size for _, size in rounded) + sweep.unreturned
+    given = sweep.kept + sum(size for _, size in rounded)
     return [*sweep.moments(), Moment("the gradients in two dtypes", given)]
 
 
 def two_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list[Moment]:
-    """Statistics in the forward, which frees its tile; the backward is the loop of one pass."""
-    sweep = _Sweep.of(head, setting, precision, cast=False)
+    """Statistics first; the backward takes a slice of the vocabulary at a time."""
+    kept = logits_dtype(head.dtype, precision)
+    fit = chunk_rows(
+        head.vocabulary,
+        head.dtype,
+        precision,
+        torch.device(setting.device),
+        setting.max_workspace_bytes,
+    )
+    slices = cut(setting.tokens, head.vocabulary, fit * head.vocabulary)
+    tile = slices.elements * kept.itemsize
     # an fp32 weight is cast before the op, which saves that copy for its backward
     copy = head.size * head.width if head.mixed else 0
-    given = sweep.kept + sum(size for _, size in sweep.rounded(head.width))
-    moments = [Moment(when, size + copy) for when, size in sweep.moments()]
-    moments.append(Moment("the gradients in two dtypes", copy + given))
+    dhidden, dweight = setting.tokens * head.hidden * WIDE, head.trained * head.width
+    waits = head.dtype == torch.float16 or (len(slices.rows) > 1 and head.width < WIDE)
+    columns = max(part.stop - part.start for part in slices.columns)
+    waiting = columns * head.hidden * WIDE if waits and head.trained else 0
+    library = library_bytes(setting, fp32_products=head.width == WIDE)
+    rounded = setting.tokens * head.hidden * head.width if head.width < WIDE else 0
+    forward = 0 if _fused(head, setting) else min(fit, setting.tokens) * head.vocabulary
+    moments = [
+        Moment("the forward's tile of logits", copy + forward * kept.itemsize),
+        Moment("a slice's logits and the gradients", copy + tile + dhidden + dweight + waiting),
+        Moment("the gradients in two dtypes", copy + dhidden + rounded + dweight),
+    ]
+    moments = [Moment(each.when, each.bytes + library) for each in moments]
     if head.mixed:
         both = head.trained * (head.width + head.weight_width)
-        moments.append(Moment("the weight's gradient in two dtypes", sweep.dhidden + both))
+        moments.append(Moment("the weight's gradient in two dtypes", rounded + both))
     return moments
+
+
+def _fused(head: HeadShape, setting: Setting) -> bool:
+    """Whether the forward forms no tile of logits."""
+    return cpu.unavailable() is None if setting.on_cpu else head.width < WIDE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,44 +117,36 @@ class _Sweep:
         """What can be the peak inside the loop."""
         library = library_bytes(self.setting, fp32_products=self.exact or self.head.width == WIDE)
         base = self.tile + self.copy + library
-        # fp16: a chunk's dhidden, which is copied into the fp32 result
-        half = self.head.dtype == torch.float16
-        copied = self.rows * self.head.hidden * self.head.width if half else 0
         # until its first chunk is through, an uninitialised gradient holds no memory of a CPU
         early = 0 if self.setting.on_cpu and self.single else self.kept
         moments = [
             Moment("the tile of logits and the gradients", base + early + self.passes),
             Moment(
                 "the tile, the gradients and their products",
-                base + self.kept + max(self._accumulating(), copied),
+                base + self.kept + self._accumulating(),
             ),
         ]
-        if self.setting.on_cpu and self.exact:
+        if self.setting.on_cpu and self.exact and cpu.unavailable() is not None and self._upcasts:
             moments.append(
                 Moment("the tile and fp32 copies for its product", base + early + self._upcasting())
             )
         return moments
 
     @property
-    def unreturned(self) -> int:
-        """Products of slices that a CPU's allocator keeps: it maps only larger blocks anew."""
-        slices = 2 * self._slice() * self.head.hidden * self.head.width
-        return slices if self._accumulating() and slices < 2 * memory.MIN_BYTES else 0
+    def _upcasts(self) -> bool:
+        """Whether a CPU needs fp32 copies of 16-bit factors for an fp32 product."""
+        return not mkl.available(self.head.dtype)
 
     def _upcasting(self) -> int:
-        """A CPU's exact logits: fp32 copies of the rows and of a slice of the weight."""
+        """Exact logits: fp32 copies of the rows and of a slice of the weight."""
         return (self.rows + self._slice()) * self.head.hidden * WIDE
 
     def _accumulating(self) -> int:
-        """A CPU's fp32 accumulator of 16-bit products: a slice of the vocabulary at a time.
-
-        This slice's product, the one before it, and the fp32 copy in which it is added.
-        """
+        """The fp32 weight gradient: fp32 copies of the rows and of a slice of the dlogits."""
         rounded = self.dweight > self.head.trained * self.head.width
-        if not (self.setting.on_cpu and rounded):
+        if not (self.setting.on_cpu and rounded and self._upcasts):
             return 0
-        added = 0 if self.single else WIDE
-        return self._slice() * self.head.hidden * (2 * self.head.width + added)
+        return self.rows * (self.head.hidden + self._slice()) * WIDE
 
     def _slice(self) -> int:
         return min(products.SLICE_COLUMNS, self.head.vocabulary)

@@ -60,8 +60,9 @@ def eager(
     entropy = -(probs * logps).sum(-1)
     (dlogits,) = torch.autograd.grad((logp, entropy), logits, tuple(g.to(dtype) for g in grads))
     is_top1 = scores.argmax(-1) == target
-    stats = RowStats(logp, entropy, scores.logsumexp(-1), is_top1, probs.square().sum(-1))
-    return RowStats(*(field.detach() for field in stats)), dlogits
+    extras = (is_top1, probs.square().sum(-1), scores.amax(-1), scores.amin(-1))
+    stats = RowStats(logp, entropy, scores.logsumexp(-1), *extras)
+    return RowStats(*(x.detach() if x is not None else None for x in stats)), dlogits
 
 
 def assert_within_twice_eager(actual: Tensor, eager: Tensor, exact: Tensor, what: str) -> None:
@@ -98,7 +99,7 @@ def check(
     assert torch.equal(tile, logits)
     assert stats.lse.dtype == torch.float64
     public = stats._replace(lse=stats.lse.float())
-    for name in ("logp", "entropy", "lse", "sum_sq_probs"):
+    for name in ("logp", "entropy", "lse", "sum_sq_probs", "max_logit", "min_logit"):
         results = (getattr(s, name) for s in (public, eager_stats, exact_stats))
         assert_within_twice_eager(*results, name)
     assert (stats.entropy >= 0).all()
@@ -184,6 +185,7 @@ def test_top1_is_the_first_of_equal_maxima(rows):
 def test_extras_only_when_asked(rows):
     stats = rows.stats(*tile(2, 9, FP32), Transform(), extras=False)
     assert stats.is_top1 is None and stats.sum_sq_probs is None
+    assert stats.max_logit is None and stats.min_logit is None
 
 
 @pytest.mark.parametrize("out_dtype", [FP32, BF16, FP16])
@@ -245,7 +247,7 @@ def test_same_bits_for_any_threads_and_batch(rows, dtypes):
         x, y, transform = logits[part].clone(), target[part], Transform(temperature=0.8)
         stats = rows.stats(x, y, transform, extras=True)
         dlogits = rows.dlogits_(x, y, transform, stats, *grads[:, part].unbind(), dtypes[1])
-        return [*stats, dlogits]
+        return [*(x for x in stats if x is not None), dlogits]
 
     whole = run(slice(None), 1)
     for threads in (1, 2, 3):
@@ -253,6 +255,25 @@ def test_same_bits_for_any_threads_and_batch(rows, dtypes):
     for row in range(9):
         alone = run(slice(row, row + 1), 2)
         assert all(torch.equal(a[row : row + 1], b) for a, b in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("outside", [-1, -(2**40), 1003, 2**40])
+def test_target_outside_the_tile_takes_no_gradient(rows, outside, dtypes):
+    logits, target = tile(4, 1003, dtypes[0])
+    one = torch.ones(4)
+    stats = rows.stats(logits, target, Transform(), extras=False)
+    args = (Transform(), stats, one, one, dtypes[1])
+    whole = rows.dlogits_(logits.clone(), target, *args)
+    away = torch.where(torch.arange(4) < 2, outside, target)
+    dlogits = rows.dlogits_(logits.clone(), away, *args)
+    assert torch.equal(dlogits[2:], whole[2:])
+    off_target = torch.arange(1003) != target[:, None]
+    assert torch.equal(dlogits[off_target], whole[off_target])
+    p = stats.logp[:2].double().exp()
+    expected = -p * (1 + stats.logp[:2] + stats.entropy[:2])
+    at_target = dlogits[:2].gather(1, target[:2, None])[:, 0].double()
+    torch.testing.assert_close(at_target, expected, rtol=1e-2, atol=1e-6)
 
 
 def test_absence_is_announced_once(monkeypatch):

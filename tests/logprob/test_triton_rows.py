@@ -29,7 +29,7 @@ def device(device: torch.device) -> torch.device:
 
 
 def eager(x: Tensor, target: Tensor, transform: Transform) -> tuple[Tensor, ...]:
-    """logp, entropy, lse, is_top1, sum_sq_probs in x's dtype, differentiable."""
+    """The fields of RowStats in x's dtype, differentiable."""
     z = x * transform.logit_scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -42,7 +42,9 @@ def eager(x: Tensor, target: Tensor, transform: Transform) -> tuple[Tensor, ...]
     plogp = p * torch.where(p > 0, logq, 0.0)
     top = z.argmax(-1) if x.numel() else target
     logp = logq.gather(-1, target[:, None])[:, 0]
-    return logp, -plogp.sum(-1), z.logsumexp(-1), top == target, p.square().sum(-1)
+    largest, least = (z.amax(-1), z.amin(-1)) if x.numel() else (logp, logp)
+    lse = z.logsumexp(-1)
+    return logp, -plogp.sum(-1), lse, top == target, p.square().sum(-1), largest, least
 
 
 def eager_dlogits(
@@ -81,7 +83,7 @@ def check(
     stats = TRITON_ROWS.stats(logits, target, transform, extras=True)
     assert torch.equal(logits, before)
     lean = TRITON_ROWS.stats(logits, target, transform, extras=False)
-    assert lean.is_top1 is None and lean.sum_sq_probs is None
+    assert lean[3:] == (None,) * len(lean[3:])
     assert all(torch.equal(a, b) for a, b in zip(lean[:3], stats[:3], strict=True))
 
     want32, want64 = eager(x32, target, transform), eager(x64, target, transform)
@@ -89,6 +91,8 @@ def check(
         index = RowStats._fields.index(name)
         assert_twice_eager(stats[index], want32[index], want64[index])
     assert torch.equal(stats.is_top1, want32[3])
+    for got, want in zip((stats.max_logit, stats.min_logit), want64[5:], strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
     assert (stats.entropy >= 0).all()
 
     generator = torch.Generator().manual_seed(3)
@@ -226,11 +230,27 @@ def test_target_of_probability_zero(device: torch.device) -> None:
     assert torch.allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ("temperature", "all"))
+def test_gradient_of_a_slice_of_the_vocabulary(name: str, device: torch.device) -> None:
+    """With the statistics of the whole; the target lies in one slice, outside of the others."""
+    logits, target = tile(4, 1007, device)
+    target[:2] = torch.tensor([3, 1006], device=device)
+    transform, vectors = TRANSFORMS[name], torch.randn(2, 4, device=device)
+    stats = TRITON_ROWS.stats(logits, target, transform, extras=False)
+    exact = eager_dlogits(logits.double(), target, transform, *vectors)
+    for columns in (slice(0, 5), slice(5, 600), slice(600, 1007)):
+        part = logits[:, columns].clone()
+        got = TRITON_ROWS.dlogits_(
+            part, target - columns.start, transform, stats, *vectors, torch.float32
+        )
+        torch.testing.assert_close(got.double(), exact[:, columns], rtol=1e-4, atol=1e-6)
+
+
 def test_nan_spreads_through_its_own_row_only(device: torch.device) -> None:
     logits, target = tile(3, 1007, device)
     logits[1, 500] = float("nan")
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=False)
-    for values in stats[:3]:
+    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=True)
+    for values in (*stats[:3], *stats[4:7]):
         assert values.isnan().tolist() == [False, True, False]
 
 
@@ -260,7 +280,7 @@ def test_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
     for row in range(5):
         part = slice(row, row + 1)
         alone = TRITON_ROWS.stats(logits[part], target[part], Transform(), extras=True)
-        assert all(torch.equal(a[part], b) for a, b in zip(together, alone, strict=True))
+        assert all(torch.equal(a[part], b) for a, b in zip(together[:7], alone[:7], strict=True))
 
 
 def test_narrowing_in_place_is_the_rounded_fp32_gradient(device: torch.device) -> None:

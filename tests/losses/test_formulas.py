@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,29 @@ def test_aggregation(name: str, expected: float) -> None:
     logprobs, batch = uneven()
     config = LossConfig(loss_type=name, max_completion_length=5)
     torch.testing.assert_close(policy_loss(logprobs, batch, config).loss.item(), expected)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_micro_batch_that_is_part_of_a_larger_one(as_tensor: bool) -> None:
+    """bnpo and the entropy bonus divide by the larger one's tokens; the bonus has a factor."""
+    logprobs, batch = uneven()
+    given = [8.0, 0.25]
+    tokens, factor = [torch.tensor(value) for value in given] if as_tensor else given
+    batch = replace(batch, num_tokens_in_micro_batch=tokens, entropy_scale=factor)
+    entropy = torch.tensor([1.0, 2.0, 3.0, 2.0], dtype=torch.float64)
+    config = LossConfig(loss_type="bnpo", entropy_coef=0.5)
+    loss = policy_loss(logprobs, batch, config, entropy).loss.item()
+    torch.testing.assert_close(loss, (7 - 0.5 * 0.25 * 8) / 8 / 2)
+    dapo = policy_loss(logprobs, batch, LossConfig()).loss.item()
+    torch.testing.assert_close(dapo, 7 / 10)
+
+
+def test_entropy_of_the_tokens_in_the_top_quantile() -> None:
+    logprobs, batch = uneven()
+    entropy = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64)
+    metrics = policy_loss(logprobs, batch, LossConfig(top_entropy_quantile=0.5), entropy).metrics
+    assert metrics["entropy_top"] == 4.0
+    assert "entropy_top" not in policy_loss(logprobs, batch, LossConfig(), entropy).metrics
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+// Statistics of a linear head without its logits in memory: the C ABI, and what one instruction set
+// provides for it.
+//
+// Logits are formed transposed, tokens side by side in a vector: every sum over the vocabulary is
+// then a sum of vectors. A block of logits lives in the cache between product and fold:
+//
+//   block[group][row][lane]: vocabulary row `row`, token `group * lanes + lane`
+//
+// Tokens share nothing, and the vocabulary is cut at the same places for any number of them: the
+// bits of a token's results depend neither on the other tokens nor on threads.
+#pragma once
+
+#include "rows.h"
+
+namespace grpo {
+
+constexpr int64_t kBlockRows = 128;     // vocabulary rows of a block
+constexpr int64_t kStretchRows = 1024;  // whole blocks, whose sums one thread folds
+
+// logits = hidden @ weight^T + bias. `cpu_linear.py` mirrors this.
+struct Linear {
+  const void* hidden;  // (tile.rows, depth)
+  const void* weight;  // (tile.columns, depth)
+  const float* bias;   // (tile.columns,), or null
+  int64_t depth;
+  int64_t hidden_stride;
+  int64_t weight_stride;
+  int32_t dtype;          // of hidden and weight
+  int32_t rounded;        // the product, and its sum with the bias, are rounded to `dtype`
+  Tile tile;              // its rows are the tokens; its fp32 logits are written, unless null
+};
+
+// Tokens [first, first + count), and what is prepared for them once. Vectors are padded to whole
+// groups.
+struct Chunk {
+  int64_t first;
+  int64_t count;
+  int64_t padded;         // count in whole groups
+  const void* packed;     // hidden, as the product wants it
+  const int32_t* target;  // -1: none
+  const float* slope;     // Scores::slope
+};
+
+// One way to form logits.
+struct Product {
+  int64_t chunk_tokens;  // whole panels; they stay in L2 while the vocabulary streams past
+  int64_t panel_tokens;  // whole groups, which are packed together
+  // Bytes of `padded` packed tokens, and of what a thread needs in `block`.
+  int64_t (*packed_bytes)(const Linear&, int64_t padded);
+  int64_t (*scratch_bytes)(const Linear&);
+  // Packs the panel that begins with the chunk's token `at`; tokens past the last are zeros.
+  void (*pack)(const Linear&, const Chunk&, int64_t at, void* packed);
+  // The block of rows [row, row + rows), without bias. Of hidden and weight only elements are read,
+  // nothing beside them.
+  void (*block)(const Linear&, const Chunk&, int64_t row, int64_t rows, void* scratch,
+                float* block);
+};
+
+// Sums of each token of a chunk over each stretch: (stretches, padded tokens). Sums in
+// row_kernels.inc says what they are; `best` is the first block that holds `top`.
+struct Partials {
+  double* e;
+  double* ed;
+  double* ee;
+  float* top;
+  float* bottom;
+  int32_t* best;
+};
+
+// What is known of each token's target.
+struct AtTarget {
+  float* u;
+  int32_t* first;  // no row before it in its block is as large
+};
+
+struct LinearKernels {
+  int64_t lanes;
+  const Product* (*product)(int32_t dtype);
+  // Folds a block into the sums that begin at `sums`, or starts them with it; uses the block up.
+  void (*fold)(const Linear&, const Chunk&, int64_t row, int64_t rows, float* block,
+               const Partials&, int64_t sums, bool extras, const AtTarget&);
+  // Results of the group that begins with the chunk's token `at`.
+  void (*merge)(const Linear&, const Chunk&, int64_t at, const Partials&, const AtTarget&,
+                const Stats&);
+};
+
+void linear_stats(const Linear&, const Stats&, const LinearKernels&, int32_t threads);
+
+#if defined(__x86_64__)
+// Products of bf16 in the matrix registers, in groups of sixteen tokens.
+extern const Product kAmxProduct;
+// Whether this machine has them, the compiler knew them and the system lets this process use them.
+bool amx_granted();
+#endif
+
+}  // namespace grpo

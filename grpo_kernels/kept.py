@@ -1,0 +1,158 @@
+"""KeptSet: for each token the ids that sampling kept, in CSR form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSet:
+    """The token ids that top-p, top-k or min-p sampling left to choose from, for each of T rows.
+
+    Rows are those of ``target.reshape(-1)``. A row's target counts as a member even where it is not
+    listed; so a row without ids is a token that was forced, with log-probability 0. A KeptSet is a
+    record of the rollout: it carries no gradient, and does not change when the policy does.
+
+    Rollout engines return such sets, one list of ids per generated token: where an engine reports
+    log-probabilities after its sampling filters, these are the ids whose value is finite. Build a
+    KeptSet with the class methods: they check and sort the ids, with one host transfer.
+    """
+
+    indices: Tensor  # (N,) int64 ids, ascending within a row, none twice
+    offsets: Tensor  # (T + 1,) int64, where the rows begin in ``indices``
+    bounds: Tensor  # (T + 1,) int64 on the CPU, the same: slices need no transfer
+    max_id: int  # the largest id, so that a vocabulary can be checked without a transfer
+
+    @classmethod
+    def from_csr(cls, indices: Tensor, offsets: Tensor) -> KeptSet:
+        """From ``indices`` (N,) and ``offsets`` (T + 1,): row t owns indices[o[t]:o[t + 1]].
+
+        Both are int64 or int32 tensors of one device; an id that a row lists twice counts once.
+
+        Raises:
+            ValueError: a shape, dtype, device or value is wrong; the message names the argument.
+        """
+        _check_integers("indices", indices, "(N,)")
+        _check_integers("offsets", offsets, "(T + 1,)")
+        if offsets.device != indices.device:
+            raise ValueError(
+                f"offsets: expected device {indices.device} (of indices), got {offsets.device}"
+            )
+        offsets = offsets.long()
+        steps, count = offsets.diff(), indices.numel()
+        found = torch.stack([offsets[0], offsets[-1], (steps < 0).sum()]).tolist()
+        if found != [0, count, 0]:
+            raise ValueError(
+                f"offsets: expected values rising from 0 to N = {count}, got {found[0]} to "
+                f"{found[1]} with {found[2]} of them falling"
+            )
+        rows = torch.repeat_interleave(steps, output_size=count)
+        return _sorted(rows, indices.long(), steps.numel(), "indices")
+
+    @classmethod
+    def from_lists(
+        cls, ids: Sequence[Sequence[int]], device: torch.device | str | None = None
+    ) -> KeptSet:
+        """From one sequence of ids per row.
+
+        Raises:
+            ValueError: an id is negative.
+        """
+        lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64, device=device)
+        flat = torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int64, device=device)
+        rows = torch.repeat_interleave(lengths, output_size=flat.numel())
+        return _sorted(rows, flat, len(ids), "ids")
+
+    @classmethod
+    def from_padded(cls, ids: Tensor) -> KeptSet:
+        """From (..., K) int64 or int32 ids, -1 where a row has fewer than K; T rows in all.
+
+        Raises:
+            ValueError: the shape or dtype is wrong, or an id is below -1.
+        """
+        if not isinstance(ids, Tensor) or ids.dim() < 2:
+            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"ids: expected a (..., K) integer tensor, got {got}")
+        _check_dtype("ids", ids)
+        flat = ids.reshape(-1, ids.shape[-1]).long()
+        rows, columns = (flat != -1).nonzero(as_tuple=True)
+        return _sorted(rows, flat[rows, columns], flat.shape[0], "ids")
+
+    @property
+    def num_rows(self) -> int:
+        return self.bounds.numel() - 1
+
+    @property
+    def rows(self) -> Tensor:
+        """(N,) row of each id."""
+        return torch.repeat_interleave(self.offsets.diff(), output_size=self.indices.numel())
+
+    def take(self, index: slice | Tensor) -> KeptSet:
+        """The rows of a range, or of an int64 index; that needs one host transfer."""
+        return self._range(index.start, index.stop) if isinstance(index, slice) else self._at(index)
+
+    def _range(self, start: int, stop: int) -> KeptSet:
+        bounds = self.bounds[start : stop + 1]
+        first, end = int(bounds[0]), int(bounds[-1])
+        return KeptSet(
+            indices=self.indices[first:end],
+            offsets=self.offsets[start : stop + 1] - first,
+            bounds=bounds - first,
+            max_id=self.max_id,
+        )
+
+    def _at(self, rows: Tensor) -> KeptSet:
+        counts = self.offsets.diff()[rows]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        bounds = offsets.cpu()
+        count = int(bounds[-1])
+        shifts = torch.repeat_interleave(
+            self.offsets[rows] - offsets[:-1], counts, output_size=count
+        )
+        source = torch.arange(count, device=rows.device) + shifts
+        return KeptSet(
+            indices=self.indices[source], offsets=offsets, bounds=bounds, max_id=self.max_id
+        )
+
+
+def check_kept(kept: KeptSet, target: Tensor) -> None:
+    """Raises ValueError unless ``kept`` has a row for each element of ``target``."""
+    if not isinstance(kept, KeptSet) or kept.num_rows != target.numel():
+        got = f"{kept.num_rows} rows" if isinstance(kept, KeptSet) else type(kept).__name__
+        raise ValueError(
+            f"kept: expected a KeptSet of {target.numel()} rows (one for each target), got {got}"
+        )
+    device = kept.indices.device
+    if device != target.device:
+        raise ValueError(f"kept: expected device {target.device} (of target), got {device}")
+
+
+def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> KeptSet:
+    """Ids ascending within their rows, each once: a gradient is then added to each logit once."""
+    low, high = torch.aminmax(ids) if ids.numel() else (ids.sum(), ids.sum())
+    lowest, max_id = torch.stack([low, high]).tolist()
+    if lowest < 0:
+        raise ValueError(f"{name}: expected token ids >= 0, got {lowest}")
+    keys = torch.unique(rows * (max_id + 1) + ids)
+    indices = keys % (max_id + 1)
+    borders = torch.arange(num_rows + 1, device=ids.device) * (max_id + 1)
+    offsets = torch.searchsorted(keys, borders)
+    return KeptSet(indices=indices, offsets=offsets, bounds=offsets.cpu(), max_id=max_id)
+
+
+def _check_integers(name: str, value: Tensor, shape: str) -> None:
+    least = 1 if name == "offsets" else 0
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < least:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}: expected a {shape} integer tensor, got {got}")
+    _check_dtype(name, value)
+
+
+def _check_dtype(name: str, value: Tensor) -> None:
+    if value.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {value.dtype}")

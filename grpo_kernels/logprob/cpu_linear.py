@@ -1,0 +1,92 @@
+"""The native forward of a linear head: statistics without a tile of logits, or along with one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.cpu import (
+    DTYPES,
+    Linear,
+    NativeRows,
+    empty_stats,
+    library,
+    pointer,
+    stats_pointers,
+    tile_view,
+)
+from grpo_kernels.logprob.head import Head
+from grpo_kernels.logprob.rows import RowStats
+
+
+class NativeLinear:
+    """``LinearStats`` for fp32, bf16 and fp16 on a CPU.
+
+    The product's sums are fp32. A row's bits depend neither on the other rows nor on
+    ``torch.get_num_threads()``. ``RowStats.lse`` is fp64, as that of ``NativeRows``.
+    """
+
+    def __init__(self, isa_rank: int = 0) -> None:
+        self._isa_rank = isa_rank  # index into ``cpu.isas()``
+
+    def __call__(
+        self,
+        hidden: Tensor,  # (T, D)
+        head: Head,
+        target: Tensor,  # (T,)
+        precision: str,
+        extras: bool,
+        logits: Tensor | None = None,  # (T, V) fp32, filled before the transform
+    ) -> RowStats:
+        assert precision in ("fp32", "input"), precision
+        assert hidden.dtype in DTYPES and hidden.device.type == "cpu", (hidden.dtype, hidden.device)
+        assert logits is None or logits.dtype == torch.float32, logits
+        hidden, weight = _unit_stride(hidden), _unit_stride(head.weight.to(hidden.dtype))
+        bias = None if head.bias is None else head.bias.float().contiguous()
+        rows, columns = hidden.shape[0], weight.shape[0]
+        assert weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
+        assert bias is None or bias.shape == (columns,), bias.shape
+        stats = empty_stats(rows, extras)
+        # a name of its own: `linear` gets a copy, which keeps nothing alive
+        tile = tile_view(logits, rows, columns, target, head.transform)
+        linear = Linear(
+            hidden=hidden.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=pointer(bias),
+            depth=hidden.shape[1],
+            hidden_stride=hidden.stride(0),
+            weight_stride=weight.stride(0),
+            dtype=DTYPES[hidden.dtype],
+            rounded=precision == "input",
+            tile=tile,
+        )
+        threads = torch.get_num_threads()
+        library().grpo_linear(linear, stats_pointers(stats), self._isa_rank, threads)
+        return stats
+
+
+class NativeHeadRows(NativeRows):
+    """``NativeRows`` that also form the fp32 logits of 16-bit inputs, with their statistics."""
+
+    def __init__(self, isa_rank: int = 0) -> None:
+        super().__init__(isa_rank)
+        self._linear = NativeLinear(isa_rank)
+
+    def forms(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        """Whether ``logits_stats`` is the way; what torch multiplies as exactly is left to it."""
+        return dtype != torch.float32 and logits_dtype == torch.float32 and dtype in DTYPES
+
+    def logits_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
+    ) -> RowStats:
+        """Fills ``out`` (C, V) with the raw logits; the statistics have ``NativeLinear``'s bits."""
+        return self._linear(hidden, head, target, "fp32", extras, out)
+
+
+NATIVE_LINEAR = NativeLinear()
+NATIVE_HEAD_ROWS = NativeHeadRows()
+
+
+def _unit_stride(matrix: Tensor) -> Tensor:
+    matrix = matrix.detach()
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,0 +1,94 @@
+"""Log-probabilities renormalised over the kept ids of each row, read from a tile of logits.
+
+``log p[y] - log(sum_{j in S} p_j)`` is ``z_y - logsumexp_{j in S}(z_j)``. The second form needs no
+statistic of the whole row: nothing cancels where the set holds nearly all of the mass, nothing
+underflows where it holds nearly none, and it is exactly 0 where the target is the only member. It
+is evaluated in fp64, which costs nothing beside a product over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.kept import KeptSet
+from grpo_kernels.logprob.chunked import slope, transformed
+from grpo_kernels.logprob.rows import Transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scores:
+    """Some logits of a tile after the transform."""
+
+    values: Tensor  # (N,) fp64
+    slopes: Tensor  # (N,) fp64, their derivative by the raw logit
+
+    @staticmethod
+    def at(logits: Tensor, transform: Transform, rows: Tensor, columns: Tensor) -> _Scores:
+        picked = logits[rows, columns].double().unsqueeze(-1)
+        of_rows = transform.rows(rows)
+        values, tanh = transformed(picked, of_rows)
+        slopes = slope(torch.ones_like(picked), of_rows, tanh)
+        return _Scores(values=values.squeeze(-1), slopes=slopes.squeeze(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """The kept ids of a tile's C rows, with what their gradient needs once the logits are gone."""
+
+    ids: Tensor  # (N,)
+    rows: Tensor  # (N,)
+    others: Tensor  # (N,) fp64: an id's share of the kept mass times its slope, 0 for the target
+    target: Tensor  # (C,)
+    target_slope: Tensor  # (C,) fp64
+    logp: Tensor  # (C,) fp64, the kept log-probability of the target
+
+    @staticmethod
+    def of(logits: Tensor, target: Tensor, transform: Transform, kept: KeptSet) -> KeptRows:
+        """From raw ``logits`` (C, V), ``target`` (C,) and the sets of the same rows."""
+        ids, rows = kept.indices, kept.rows
+        all_rows = torch.arange(target.numel(), device=target.device)
+        own = _Scores.at(logits, transform, all_rows, target)
+        listed = _Scores.at(logits, transform, rows, ids)
+        is_target = ids == target[rows]
+        scores = listed.values.masked_fill(is_target, float("-inf"))  # it is added below
+        peak = torch.maximum(_reduce("max", scores, kept, float("-inf")), own.values)
+        others = (scores - peak[rows]).exp()
+        # the mass in units of the peak's, less 1: nothing is lost of a mass that is hardly over 1
+        excess = _reduce("sum", others, kept, 0.0) + torch.expm1(own.values - peak)
+        return KeptRows(
+            ids=ids,
+            rows=rows,
+            others=others / (1 + excess)[rows] * listed.slopes,
+            target=target,
+            target_slope=own.slopes,
+            logp=own.values - peak - excess.log1p(),
+        )
+
+    def add_gradient_(self, dlogits: Tensor, dkept: Tensor) -> None:
+        """Adds ``dkept (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
+
+        Each logit is read and written once, so no addition can come before another.
+        """
+        dkept = dkept.double()
+        gradient = -dkept[self.rows] * self.others
+        gradient += dlogits[self.rows, self.ids].double()
+        dlogits[self.rows, self.ids] = gradient.to(dlogits.dtype)
+        own = torch.arange(self.target.numel(), device=self.target.device)
+        gradient = dkept * -torch.expm1(self.logp) * self.target_slope
+        gradient += dlogits[own, self.target].double()
+        dlogits[own, self.target] = gradient.to(dlogits.dtype)
+
+
+def _reduce(how: str, values: Tensor, kept: KeptSet, initial: float) -> Tensor:
+    """(C,) sums or maxima of the (N,) ``values`` of each row, in the order of the ids.
+
+    As a matrix of one column: a GPU then walks through each row's values one by one, so that the
+    result depends on nothing else.
+    """
+    column = values.unsqueeze(-1)
+    lengths = kept.offsets.diff()
+    reduced = torch.segment_reduce(column, how, lengths=lengths, unsafe=True, initial=initial)
+    return reduced.squeeze(-1)

@@ -1,0 +1,143 @@
+"""Tiles of the product whose logits stay on the chip, and whether that product is used at all.
+
+As in ``tiles.py`` all depends on the device, the dtype and the head, never on the row count: a
+row's bits are the same in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.row_configs import LINEAR_CONFIGS
+from grpo_kernels.logprob.tiles import bits, device_class, vocabulary_class
+
+LINEAR_KERNELS = ("linear", "linear_softcap")
+_NARROW = 3072  # hidden sizes up to it; beyond: "wide"
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tile of the fused product.
+
+    An entry of the table is these fields in this order, or ``()`` where tiles of logits from the
+    library's product are the faster.
+    """
+
+    block_t: int
+    block_v: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    parts: int  # of a tile, 1 or 2, folded one after the other: fewer live registers
+    tiles: int  # of a stretch, the share of the vocabulary that one program folds
+    group: int  # row blocks that run side by side
+    descriptors: int  # 1: the copy engine (Hopper and later) brings the operands
+    flat: int = 0  # 1: the loads of all tiles are one pipeline
+
+    @property
+    def stretch(self) -> int:
+        """Columns of a stretch."""
+        return self.block_v * self.tiles
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch options. ``a * b + c`` may be rounded once: no difference of logits is one."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What the kernel is specialised on."""
+        return {
+            "DESCRIPTORS": bool(self.descriptors),
+            "BLOCK_T": self.block_t,
+            "BLOCK_V": self.block_v,
+            "BLOCK_D": self.block_d,
+            "PARTS": self.parts,
+            "TILES": self.tiles,
+            "GROUP": self.group,
+            "FLAT": bool(self.flat),
+        }
+
+    def of_one_part(self) -> LinearConfig:
+        """Tiles as wide as a part: the same stretches, in the same steps, with fewer registers."""
+        part = self.block_v // self.parts
+        return replace(self, block_v=part, parts=1, tiles=self.tiles * self.parts)
+
+
+_HOPPER = LinearConfig(128, 256, 64, 8, 3, parts=2, tiles=8, group=16, descriptors=1)
+_AMPERE = LinearConfig(128, 128, 32, 8, 4, parts=2, tiles=16, group=16, descriptors=0)
+_DEVICES = {
+    "sm_80": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": _HOPPER,
+    "sm_120": _AMPERE,  # half the shared memory of sm_100, and products of the older kind
+    "gfx942": LinearConfig(128, 128, 64, 8, 2, parts=1, tiles=16, group=16, descriptors=0),
+}
+# Of devices that are not named; it fits into registers and shared memory everywhere.
+_ANY_DEVICE = LinearConfig(128, 128, 32, 8, 2, parts=1, tiles=16, group=16, descriptors=0)
+# Of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one.
+UNALIGNED_CONFIG = LinearConfig(64, 64, 32, 8, 1, parts=1, tiles=32, group=16, descriptors=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCase:
+    """All that decides how the log-probabilities of a head are formed."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the hidden states
+    logits: torch.dtype  # to which they are rounded, if at all
+    columns: int  # V
+    depth: int  # D
+    softcap: bool
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head, precision: str) -> LinearCase:
+        """For ``hidden`` (T, D) before ``head``."""
+        columns, depth = head.weight.shape
+        return LinearCase(
+            device=hidden.device,
+            dtype=hidden.dtype,
+            logits=logits_dtype(hidden.dtype, precision),
+            columns=columns,
+            depth=depth,
+            softcap=head.transform.softcap is not None,
+        )
+
+    @property
+    def key(self) -> tuple[str, str, int, str, str]:
+        """Of an entry of the table."""
+        kernel = LINEAR_KERNELS[self.softcap]
+        classes = width_class(self.depth), vocabulary_class(self.columns)
+        return device_class(self.device), kernel, bits(self.logits), *classes
+
+    @property
+    def config(self) -> LinearConfig:
+        """The tile for rows on 16-byte boundaries."""
+        values = LINEAR_CONFIGS.get(self.key)
+        return LinearConfig(*values) if values else default_config(device_class(self.device))
+
+    @property
+    def pays(self) -> bool:
+        """Whether the fused product is used, rather than tiles of logits from the library's.
+
+        The library is the faster for fp32 inputs, and where the table says so.
+        """
+        return self.dtype.itemsize == 2 and LINEAR_CONFIGS.get(self.key) != ()
+
+
+def default_config(device: str) -> LinearConfig:
+    """The tile where none was tuned, by the class of the device."""
+    return _DEVICES.get(device, _ANY_DEVICE)
+
+
+def width_class(depth: int) -> str:
+    """``"narrow"`` or ``"wide"``, of a hidden size."""
+    return "narrow" if depth <= _NARROW else "wide"

@@ -1,0 +1,150 @@
+"""Gradients from saved statistics, a slice of the vocabulary at a time.
+
+The logits of a slice are formed again, turned into their gradient in place and multiplied. A slice
+of dweight is one product over all rows, rounded once, and dhidden is summed in fp32: there is no
+fp32 (V, D) buffer, and the tile of logits is as small as asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.head import Head, accumulate, logits_dtype, project
+from grpo_kernels.logprob.memory import on_huge_pages
+from grpo_kernels.logprob.path import Path
+from grpo_kernels.logprob.precision import products
+from grpo_kernels.logprob.rows import RowStats, clear_row_ends, stats_dtype
+from grpo_kernels.logprob.schedule import Gradients, Needs, StatsGradients, row_chunks
+from grpo_kernels.logprob.valid_rows import Rows
+
+# Narrower slices starve the products, wider ones gain nothing.
+_MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """How rows and vocabulary are cut."""
+
+    rows: list[slice]
+    columns: list[slice]
+
+    @property
+    def elements(self) -> int:
+        """Of the largest tile."""
+        return _longest(self.rows) * _longest(self.columns)
+
+
+def cut(rows: int, columns: int, elements: int) -> Slices:
+    """All rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
+    width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
+    width = min(width // _ALIGNMENT * _ALIGNMENT, columns)
+    height = max(1, min(rows, elements // max(width, 1)))
+    return Slices(rows=row_chunks(rows, height), columns=row_chunks(columns, width))
+
+
+def recompute_backward(
+    rows: Rows,
+    stats: RowStats,  # of these rows
+    outer: StatsGradients,
+    path: Path,
+    needs: Needs,
+    gradient_scale: Tensor | None = None,
+) -> Gradients:
+    """Gradients of hidden, weight and bias.
+
+    ``gradient_scale`` is that of :func:`grpo_kernels.logprob.schedule.forward_backward`.
+    """
+    hidden, weight = rows.hidden, rows.head.weight.to(rows.hidden.dtype)
+    slices = cut(hidden.shape[0], weight.shape[0], path.tile_rows * weight.shape[0])
+    dtype = logits_dtype(hidden.dtype, path.precision)
+    tile = on_huge_pages(hidden.new_empty(slices.elements, dtype=dtype))
+    task = _Task(rows, stats, outer.times(gradient_scale), path, tile)
+    results = _zeros(hidden, rows.head, needs)
+    for columns in slices.columns:
+        bias = rows.head.bias[columns] if rows.head.bias is not None else None
+        head = Head(weight[columns], bias, rows.head.transform)
+        dweight = _place(results.weight, columns, hidden.dtype, len(slices.rows))
+        for part in slices.rows:
+            dlogits = task.dlogits(part, head, columns)
+            with products(hidden.device, path.precision):
+                if results.hidden is not None:
+                    clear_row_ends(dlogits)
+                    accumulate(results.hidden[part], dlogits, head.weight, columns.start == 0)
+                if dweight is not None:
+                    accumulate(dweight, dlogits.t(), hidden[part], part.start == 0)
+            if results.bias is not None:
+                results.bias[columns] += torch.sum(dlogits, 0, dtype=results.bias.dtype)
+        if dweight is not None and results.weight is not None:
+            _store(results.weight[columns], dweight, gradient_scale)
+    for result in (results.hidden, results.bias):
+        if result is not None and gradient_scale is not None:
+            result.div_(gradient_scale)
+    return results
+
+
+@dataclass(frozen=True)
+class _Task:
+    rows: Rows
+    stats: RowStats
+    outer: StatsGradients
+    path: Path
+    tile: Tensor  # flat
+
+    def dlogits(self, part: slice, head: Head, columns: slice) -> Tensor:
+        """Gradient of the raw logits of some rows and columns, in the tile."""
+        hidden = self.rows.hidden[part]
+        size = (hidden.shape[0], head.weight.shape[0])
+        logits = self.tile[: size[0] * size[1]].view(size)
+        with products(hidden.device, self.path.precision):
+            project(hidden, head.weight, head.bias, logits)
+        dlogp, dentropy, _ = self.outer.rows(part)
+        stats = self.stats.rows(part)
+        return self.path.choice.kernels().dlogits_(
+            logits,
+            # relative to the slice; the target of another slice is in none of its columns
+            self.rows.target[part] - columns.start,
+            head.transform.rows(part),
+            stats,
+            dlogp if dlogp is not None else torch.zeros_like(stats.logp),
+            dentropy,
+            hidden.dtype,
+        )
+
+
+def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
+    def make(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return on_huge_pages(torch.zeros(shape, dtype=dtype, device=hidden.device))
+
+    wide = stats_dtype(hidden.dtype)
+    return Gradients(
+        make(hidden.shape, wide) if needs.hidden else None,
+        make(head.weight.shape, head.weight.dtype) if needs.weight else None,
+        make(head.weight.shape[:1], wide) if needs.bias else None,
+    )
+
+
+def _place(
+    dweight: Tensor | None, columns: slice, dtype: torch.dtype, num_parts: int
+) -> Tensor | None:
+    """Where the products of a slice are summed: its place in the result, if nothing is lost."""
+    if dweight is None or num_parts == 0:  # without rows the zeros stay
+        return None
+    place, wide = dweight[columns], stats_dtype(dtype)
+    whole = place.dtype == wide or (place.dtype == dtype and num_parts == 1)
+    direct = whole and dtype != torch.float16  # fp16 sums wait in fp32 for the loss scale
+    return place if direct else torch.empty_like(place, dtype=wide)
+
+
+def _store(place: Tensor, summed: Tensor, scale: Tensor | None) -> None:
+    if scale is not None:
+        summed.div_(scale)
+    if summed.data_ptr() != place.data_ptr():
+        place.copy_(summed)
+
+
+def _longest(parts: list[slice]) -> int:
+    return max((part.stop - part.start for part in parts), default=0)

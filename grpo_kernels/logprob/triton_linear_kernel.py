@@ -1,0 +1,205 @@
+"""Log-probabilities without a gradient: softmax statistics in the epilogue of the logits product.
+
+A program owns a block of rows and a stretch of the vocabulary. It forms one tile of fp32 logits
+after the other and folds each into the sums of its rows, so that no logit leaves the chip. A second
+kernel (:mod:`triton_merge`) merges the stretches in their order. What a stretch is depends on the
+head alone: a row's bits are the same in every batch.
+
+Each row keeps a running maximum. Sums relative to the target's logit would need none, but that
+logit would have to come first, from a product of another summation order, and rows whose target is
+too improbable would have to be done again; the maximum costs one operation of about ten per logit.
+The target's own logit is picked in the few tiles that hold a target of the block.
+
+A tile is folded in two parts where one would not fit into the registers beside its temporaries.
+With extras a tile is a single part: the same parts in the same order, so the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from grpo_kernels.logprob.triton_common import PER_ROW, bounded, row_factor
+from grpo_kernels.logprob.triton_merge import COUNTS
+from grpo_kernels.triton_math import LOG2_E
+
+_NO_COLUMN = tl.constexpr(2**31 - 1)
+# exp2 of less is 0 in fp32; bounds e * t where a logit of -inf makes that 0 * -inf
+_LOG2_UNDERFLOW = tl.constexpr(-150.0)
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    weight_ptr,
+    first_row,
+    first_column,
+    num_rows,
+    num_columns,
+    depth,
+    stride_wv,
+    DESCRIPTORS: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """x @ weight.T for a tile, fp32 (BLOCK_T, BLOCK_V)."""
+    rows = first_row + tl.arange(0, BLOCK_T)
+    columns = first_column + tl.arange(0, BLOCK_V)
+    offs_d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    for start in range(0, depth, BLOCK_D):
+        if DESCRIPTORS:  # zeros beyond the ends
+            x = x_ptr.load([first_row, start])
+            w = weight_ptr.load([first_column, start])
+        else:
+            x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * depth + (start + offs_d)[None, :]
+            w_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * stride_wv
+            w_ptrs += (start + offs_d)[None, :]
+            mask_x, mask_w = (rows < num_rows)[:, None], (columns < num_columns)[:, None]
+            if not EVEN_D:
+                mask_d = (start + offs_d < depth)[None, :]
+                mask_x, mask_w = mask_x & mask_d, mask_w & mask_d
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0)
+        if UPCAST:  # Triton's interpreter multiplies bf16 wrongly
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """fp32 ``x`` with the digits of ``DTYPE``."""
+    if UPCAST and DTYPE.is_bf16():  # Triton's interpreter truncates
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
+    """Adds bounded logits (rows, columns) to each row's sums.
+
+    All are relative to the row's ``peak``: with t = f2 (y - peak) and e = 2**t, ``total`` = sum e,
+    ``moment`` = sum e t, ``squares`` = sum e^2; ``best`` is the first column of the peak. To take
+    the peak off before anything is scaled costs no digits where logits carry a large offset.
+    """
+    peak, total, moment, squares, least, best = sums
+    its_peak = tl.max(y, axis=1)
+    new_peak = tl.maximum(peak, its_peak)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
+    drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)  # the sums are 0 at the start
+    shrink = tl.exp2(drop)
+    if EXTRAS:
+        least = tl.minimum(least, tl.min(tl.where(mask_v[None, :], y, float("inf")), axis=1))
+        at_peak = tl.where(y == its_peak[:, None], columns[None, :], _NO_COLUMN)
+        best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
+    t = (y - base[:, None]) * f2[:, None]
+    e = tl.exp2(t)
+    moment = shrink * (moment + drop * total)
+    moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=1)
+    total = shrink * total + tl.sum(e, axis=1)
+    if EXTRAS:
+        squares = shrink * shrink * squares + tl.sum(e * e, axis=1)
+    return new_peak, total, moment, squares, least, best
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
+def linear_stats_kernel(
+    x_ptr,  # (T, D), contiguous, or its descriptor
+    weight_ptr,  # (V, D), or its descriptor
+    bias_ptr,  # (V,) or None
+    target_ptr,  # (T,) int64
+    temperature_ptr,  # (T,) or None
+    y_target_ptr,  # (T,) fp32, the target's bounded logit
+    peak_ptr,  # (stretches, T) fp32, as the next two
+    total_ptr,
+    moment_ptr,
+    squares_ptr,  # (stretches, T) fp32 or None, as the next
+    least_ptr,
+    best_ptr,  # (stretches, T) int32 or None
+    num_rows,
+    num_columns,
+    depth,  # D
+    stride_wv,
+    num_stretches,
+    inner,
+    outer,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    ROUND_TO: tl.constexpr,  # dtype of the logits, or None: fp32 accumulators as they are
+    DESCRIPTORS: tl.constexpr,
+    EVEN_D: tl.constexpr,  # D is a multiple of BLOCK_D
+    UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,  # 1 or 2, of a tile, folded one after the other
+    TILES: tl.constexpr,  # of a stretch
+    GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
+    FLAT: tl.constexpr,  # one pipeline of loads through all tiles
+):
+    pid = tl.program_id(0)
+    num_blocks = tl.cdiv(num_rows, BLOCK_T)
+    first_block = pid // (GROUP * num_stretches) * GROUP
+    group = tl.minimum(num_blocks - first_block, GROUP)
+    within = pid % (GROUP * num_stretches)
+    stretch = within // group
+    first_column = stretch * (TILES * BLOCK_V)
+    PART_V: tl.constexpr = BLOCK_V // PARTS
+
+    first_row = (first_block + within % group) * BLOCK_T
+    rows = first_row + tl.arange(0, BLOCK_T)
+    mask_t = rows < num_rows
+    target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
+    inside = tl.minimum(rows, num_rows - 1)
+    zero = tl.zeros((BLOCK_T,), tl.float32)
+    f2 = zero + row_factor(outer, temperature_ptr, inside, ROW_TEMPERATURE) * LOG2_E
+    infinite = tl.full((BLOCK_T,), float("inf"), tl.float32)
+    best = tl.full((BLOCK_T,), _NO_COLUMN, tl.int32)
+    sums = (-infinite, zero, zero, zero, infinite, best)
+    tiles = tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)
+    for tile in tl.range(0, tiles, flatten=FLAT):
+        tile_column = first_column + tile * BLOCK_V
+        acc = _product(
+            x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
+            DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
+        parts = (acc,)
+        if PARTS == 2:
+            parts = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, PART_V)), (0, 2, 1)))
+        for part in tl.static_range(PARTS):
+            part_column = tile_column + part * PART_V
+            offs_v = part_column + tl.arange(0, PART_V)
+            mask_v = offs_v < num_columns
+            x = parts[part]
+            if ROUND_TO is not None:
+                x = _rounded(x, ROUND_TO, UPCAST)
+            if HAS_BIAS:
+                x += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)[None, :]
+                if ROUND_TO is not None:
+                    x = _rounded(x, ROUND_TO, UPCAST)
+            y = bounded(x, inner, HAS_SOFTCAP)
+            here = (target >= part_column) & (target < part_column + PART_V)
+            if tl.max(here.to(tl.int32), axis=0) > 0:
+                y_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], y, 0.0), axis=1)
+                tl.store(y_target_ptr + rows, y_target, mask=mask_t & here)
+            # masked after the transform: a softcap would turn -inf into a finite value
+            y = tl.where(mask_v[None, :], y, float("-inf"))
+            sums = _fold(y, offs_v, mask_v, f2, sums, EXTRAS)
+
+    peak, total, moment, squares, least, best = sums
+    at = stretch.to(tl.int64) * num_rows + rows
+    tl.store(peak_ptr + at, peak, mask=mask_t)
+    tl.store(total_ptr + at, total, mask=mask_t)
+    tl.store(moment_ptr + at, moment, mask=mask_t)
+    if EXTRAS:
+        tl.store(squares_ptr + at, squares, mask=mask_t)
+        tl.store(least_ptr + at, least, mask=mask_t)
+        tl.store(best_ptr + at, best, mask=mask_t)

@@ -1,0 +1,151 @@
+"""Log-probabilities without a gradient: softmax statistics in the epilogue of the logits product.
+
+See :mod:`triton_linear_kernel` for what runs. No logits tile is in memory, only a few sums for each
+row and stretch of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.linear_tiles import UNALIGNED_CONFIG, LinearCase, LinearConfig
+from grpo_kernels.logprob.rows import RowStats
+from grpo_kernels.logprob.triton_common import empty_stats, on_device, transform_arguments
+from grpo_kernels.logprob.triton_linear_kernel import linear_stats_kernel
+from grpo_kernels.logprob.triton_merge import merge_stretches
+
+_ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# of the sums of the stretches; longer batches are launched in pieces
+_PARTIAL_BYTES = 32 << 20
+_PIECE_ROWS = 2048  # or a multiple
+
+
+def linear_stats(
+    hidden: Tensor,  # (T, D) bf16 or fp16
+    head: Head,  # multiplied in the dtype of ``hidden``
+    target: Tensor,  # (T,) int64 in [0, V)
+    precision: str,
+    extras: bool,
+    config: LinearConfig | None = None,  # the table's
+) -> RowStats:
+    """Statistics of every row of a 16-bit head; see :class:`RowStats`."""
+    config = config or config_of(hidden, head, precision)
+    weight = head.weight.to(hidden.dtype)
+    head = Head(weight if weight.stride(1) == 1 else weight.contiguous(), head.bias, head.transform)
+    hidden = _packed(hidden)
+    logits = logits_dtype(hidden.dtype, precision)
+    if extras:
+        config = config.of_one_part()
+    rows = hidden.shape[0]
+    stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
+    with on_device(hidden):
+        for piece in _pieces(rows, triton.cdiv(weight.shape[0], config.stretch)):
+            its_head, its_stats = head.rows(piece), stats.rows(piece)
+            _piece(hidden[piece], its_head, target[piece], logits, its_stats, config)
+    return stats
+
+
+def config_of(hidden: Tensor, head: Head, precision: str) -> LinearConfig:
+    """What :func:`linear_stats` runs with for these, whatever their rows."""
+    weight = head.weight
+    # what is converted or transposed is a fresh copy
+    copied = weight.dtype != hidden.dtype or weight.stride(1) != 1
+    whole = weight.shape[1] * hidden.element_size() % 16 == 0
+    if whole and (copied or _on_16_bytes(weight)):
+        return LinearCase.of(hidden, head, precision).config
+    return UNALIGNED_CONFIG
+
+
+def _packed(hidden: Tensor) -> Tensor:
+    """Rows without gaps between them, the first on a 16-byte boundary: which kernel runs on a row
+    must not depend on where in memory its batch lies."""
+    if hidden.is_contiguous() and hidden.data_ptr() % 16 == 0:
+        return hidden
+    return hidden.clone(memory_format=torch.contiguous_format)
+
+
+def _on_16_bytes(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    return _row_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _row_stride(x: Tensor) -> int:
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # that of a single row may be anything
+
+
+def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [_row_stride(x), 1], list(block))
+
+
+def _pieces(rows: int, stretches: int) -> list[slice]:
+    """Row ranges whose sums fit into ``_PARTIAL_BYTES``."""
+    fitting = _PARTIAL_BYTES // (4 * 3 * stretches)
+    size = max(1, fitting // _PIECE_ROWS) * _PIECE_ROWS
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _piece(
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    logits: torch.dtype,
+    stats: RowStats,
+    config: LinearConfig,
+) -> None:
+    """Fills ``stats``."""
+    (rows, depth), columns = hidden.shape, head.weight.shape[0]
+    extras = stats.is_top1 is not None
+    stretches = triton.cdiv(columns, config.stretch)
+    y_target = hidden.new_empty(rows, dtype=torch.float32)
+    partials = _partials(stretches, rows, hidden.device, extras)
+    transform = transform_arguments(head.transform, hidden)
+    x, weight = hidden, head.weight
+    if config.descriptors:
+        x = _descriptor(x, config.block_t, config.block_d)
+        weight = _descriptor(weight, config.block_v, config.block_d)
+    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * stretches,)](
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=head.bias,
+        target_ptr=target,
+        y_target_ptr=y_target,
+        num_rows=rows,
+        num_columns=columns,
+        depth=depth,
+        stride_wv=_row_stride(head.weight),
+        num_stretches=stretches,
+        HAS_BIAS=head.bias is not None,
+        EXTRAS=extras,
+        **partials,
+        **transform,
+        **constants(config, depth, logits),
+    )
+    merge_stretches(target, y_target, partials, transform, stats)
+
+
+def _partials(
+    stretches: int, rows: int, device: torch.device, extras: bool
+) -> dict[str, Tensor | None]:
+    """Uninitialised sums, by the kernels' names."""
+    shape, names = (stretches, rows), ("peak", "total", "moment", "squares", "least")
+    sums = torch.empty(5 if extras else 3, *shape, device=device).unbind(0)
+    best = torch.empty(shape, dtype=torch.int32, device=device) if extras else None
+    partials = {f"{name}_ptr": None for name in names} | {"best_ptr": best}
+    return partials | {f"{name}_ptr": x for name, x in zip(names, sums, strict=False)}
+
+
+def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str, object]:
+    """What the kernel is specialised on besides its flags."""
+    return {
+        "ROUND_TO": _ROUNDED.get(logits),
+        "EVEN_D": depth % config.block_d == 0,
+        "UPCAST": knobs.runtime.interpret,
+        **config.constants,
+        **config.options,
+    }

@@ -1,0 +1,115 @@
+"""Statistics of rows from sums over stretches of the vocabulary, added in the stretches' order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import RowStats
+from grpo_kernels.logprob.triton_common import (
+    PER_ROW,
+    pointers,
+    row_factor,
+    softmax_results,
+    store_extras,
+)
+from grpo_kernels.triton_math import LN2, LOG2_E
+
+_BLOCK = 128
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# of these a new value brings no compilation
+COUNTS = ["num_rows", "num_stretches"]
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
+def _merge_stretches_kernel(
+    target_ptr,  # (T,) int64
+    temperature_ptr,  # (T,) or None
+    y_target_ptr,  # (T,) fp32
+    peak_ptr,  # (stretches, T) fp32, as the next two
+    total_ptr,
+    moment_ptr,
+    squares_ptr,  # (stretches, T) fp32 or None, as the next
+    least_ptr,
+    best_ptr,  # (stretches, T) int32 or None
+    logp_ptr,  # (T,) fp32, as the other results
+    entropy_ptr,
+    lse_ptr,  # fp64
+    is_top1_ptr,  # bool
+    sum_sq_probs_ptr,
+    max_logit_ptr,
+    min_logit_ptr,
+    num_rows,
+    num_stretches,
+    outer,
+    ROW_TEMPERATURE: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    factor = row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1), ROW_TEMPERATURE)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    least = tl.full((BLOCK,), float("inf"), tl.float32)
+    best = tl.zeros((BLOCK,), tl.int32)
+    at = rows
+    for _ in range(0, num_stretches):
+        its_peak = tl.load(peak_ptr + at, mask=mask, other=0.0)
+        its_total = tl.load(total_ptr + at, mask=mask, other=1.0)
+        its_moment = tl.load(moment_ptr + at, mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, its_peak)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
+        drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * (factor * LOG2_E))
+        its_drop = tl.where(its_peak == float("-inf"), 0.0, (its_peak - base) * (factor * LOG2_E))
+        shrink, its_shrink = tl.exp2(drop), tl.exp2(its_drop)
+        moment = shrink * (moment + drop * total)
+        moment += its_shrink * (its_moment + its_drop * its_total)
+        total = shrink * total + its_shrink * its_total
+        if EXTRAS:
+            its_squares = tl.load(squares_ptr + at, mask=mask, other=0.0)
+            squares = shrink * shrink * squares + its_shrink * its_shrink * its_squares
+            least = tl.minimum(least, tl.load(least_ptr + at, mask=mask, other=0.0))
+            best = tl.where(its_peak > peak, tl.load(best_ptr + at, mask=mask, other=0), best)
+        peak = new_peak
+        at += num_rows
+
+    d_target = (tl.load(y_target_ptr + rows, mask=mask, other=0.0) - peak) * factor
+    logp, entropy, lse = softmax_results(d_target, peak * factor, total, moment * LN2)
+    tl.store(logp_ptr + rows, logp, mask=mask)
+    tl.store(entropy_ptr + rows, entropy, mask=mask)
+    tl.store(lse_ptr + rows, lse, mask=mask)
+    if EXTRAS:
+        is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best
+        store_extras(
+            rows, mask, total, squares, is_top1, peak * factor, least * factor,
+            is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr,
+        )  # fmt: skip
+
+
+def merge_stretches(
+    target: Tensor,  # (T,) int64
+    y_target: Tensor,  # (T,) fp32
+    partials: dict[str, Tensor | None],  # (stretches, T) each, by the kernels' names
+    transform: dict[str, object],  # of ``transform_arguments``
+    stats: RowStats,  # (T,) each, filled
+) -> None:
+    peak = partials["peak_ptr"]
+    assert peak is not None
+    stretches, rows = peak.shape
+    names = ("temperature_ptr", "outer", "ROW_TEMPERATURE")
+    _merge_stretches_kernel[(triton.cdiv(rows, _BLOCK),)](
+        target_ptr=target,
+        y_target_ptr=y_target,
+        num_rows=rows,
+        num_stretches=stretches,
+        EXTRAS=stats.is_top1 is not None,
+        BLOCK=_BLOCK,
+        **partials,
+        **{name: transform[name] for name in names},
+        **pointers(stats),
+        **_OPTIONS,
+    )

@@ -1,0 +1,158 @@
+"""Statistics of a row, a caller's function of them and the gradient of its logits, in one kernel.
+
+The row is read for its statistics and, while it is still in the cache, once more for its gradient.
+Between the two runs the caller's device function, which knows what the statistics are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.tiles import RowConfig, row_config
+from grpo_kernels.logprob.triton_common import (
+    PER_ROW,
+    check_tile,
+    empty_stats,
+    on_device,
+    row_factor,
+    scores,
+    softmax_results,
+    transform_arguments,
+)
+from grpo_kernels.logprob.triton_dlogits import gradient_view, write_gradient
+from grpo_kernels.logprob.triton_row_stats import row_sums
+
+MAX_VALUES = 6
+_VALUES = [f"value{index}_ptr" for index in range(MAX_VALUES)]
+
+
+@triton.jit
+def _value(value_ptr, row):
+    """One value as a vector of one, which is what printed functions work on; 0 for None."""
+    if value_ptr is None:
+        value = tl.zeros((1,), tl.float32)
+    else:
+        value = tl.load(value_ptr + row + tl.arange(0, 1))
+    return value
+
+
+@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, *_VALUES, "each_ptr"])
+def _row_loss_kernel(
+    logits_ptr,  # (C, V)
+    out_ptr,  # (C, V), the same storage, of the same or half the width
+    target_ptr,  # (C,) int64
+    temperature_ptr,  # (C,) or None
+    value0_ptr,  # (C,) fp32 or None, as the others: further arguments of FUNCTION
+    value1_ptr,
+    value2_ptr,
+    value3_ptr,
+    value4_ptr,
+    value5_ptr,
+    logp_ptr,  # (C,) fp32, as the other results
+    entropy_ptr,
+    lse_ptr,  # fp64
+    each_ptr,
+    stride_row,
+    stride_out_row,
+    num_columns,
+    inner,
+    outer,
+    FUNCTION: tl.constexpr,  # (logp, entropy, 6 values, 1) -> what it adds to the loss, dlogp, ...
+    HAS_DENTROPY: tl.constexpr,  # ... dentropy
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_row
+    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
+    target = tl.load(target_ptr + row).to(tl.int32)
+    z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
+    peak, total, moment, _, _, _ = row_sums(
+        logits_ptr, num_columns, target, z_target, inner, factor,
+        HAS_SOFTCAP, False, BLOCK_V, LANES,
+    )  # fmt: skip
+    logp, entropy, lse = softmax_results(z_target - peak, peak, total, moment)
+    tl.store(logp_ptr + row, logp)
+    tl.store(entropy_ptr + row, entropy)
+    tl.store(lse_ptr + row, lse)
+
+    single = tl.zeros((1,), tl.float32)
+    dentropy = 0.0
+    if HAS_DENTROPY:
+        each, dlogp, dh = FUNCTION(
+            single + logp, single + entropy,
+            _value(value0_ptr, row), _value(value1_ptr, row), _value(value2_ptr, row),
+            _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row), 1,
+        )  # fmt: skip
+        dentropy = tl.sum(dh, axis=0)
+    else:
+        each, dlogp = FUNCTION(
+            single + logp, single + entropy,
+            _value(value0_ptr, row), _value(value1_ptr, row), _value(value2_ptr, row),
+            _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row), 1,
+        )  # fmt: skip
+    tl.store(each_ptr + row, tl.sum(each, axis=0))
+    write_gradient(
+        logits_ptr, out_ptr + row * stride_out_row, num_columns, target,
+        entropy, lse, tl.sum(dlogp, axis=0), dentropy, inner, factor,
+        HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFunction:
+    """A device function of a row's statistics and of further values."""
+
+    device_function: Any  # (logp, entropy, values..., BLOCK) -> (each, dlogp[, dentropy])
+    has_dentropy: bool
+
+
+def row_loss_(
+    logits: Tensor,  # (C, V) fp32, bf16 or fp16, columns contiguous; overwritten
+    target: Tensor,  # (C,) int64 in [0, V)
+    transform: Transform,
+    function: RowFunction,
+    values: Sequence[Tensor | None],  # (C,) fp32 each; ``MAX_VALUES`` of them
+    out_dtype: torch.dtype,
+    config: RowConfig | None = None,  # the table's
+) -> tuple[RowStats, Tensor, Tensor]:
+    """Statistics, what each row adds to the loss (C,), and the gradient in the logits' storage."""
+    check_tile(logits, target)
+    out = gradient_view(logits, out_dtype)
+    rows, columns = logits.shape
+    stats = empty_stats(rows, logits.device, extras=False)
+    each = torch.empty_like(stats.logp)
+    if rows:
+        config = config or row_config("dlogits", logits.dtype, columns, logits.device)
+        contiguous = (x if x is None else x.contiguous() for x in values)
+        with on_device(logits):
+            _row_loss_kernel[(rows,)](
+                logits_ptr=logits,
+                out_ptr=out,
+                target_ptr=target.contiguous(),
+                **dict(zip(_VALUES, contiguous, strict=True)),
+                logp_ptr=stats.logp,
+                entropy_ptr=stats.entropy,
+                lse_ptr=stats.lse,
+                each_ptr=each,
+                stride_row=logits.stride(0),
+                stride_out_row=out.stride(0),
+                num_columns=columns,
+                FUNCTION=function.device_function,
+                HAS_DENTROPY=function.has_dentropy,
+                BLOCK_V=config.columns(logits.dtype),
+                LANES=config.lanes(logits.dtype),
+                **config.options,
+                **transform_arguments(transform, logits),
+            )
+    return stats, each, out

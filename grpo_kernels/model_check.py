@@ -1,0 +1,120 @@
+"""Compares the fused head's idea of a model with the model's own logits, before it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from grpo_kernels.model_head import LMHead, lm_head
+from grpo_kernels.modeling import backbone
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TOKENS = 4
+_LARGE = 64.0  # logits of this size show every softcap in use
+_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.03}  # of the largest logit; fp32: below
+_TIGHT = 1e-3
+
+
+def check_fused_head(model: PreTrainedModel) -> None:
+    """Raises unless :func:`lm_head` describes how ``model`` makes its logits.
+
+    Two forwards over a few tokens: the model's own, and one with ``head_fn``. In both the last
+    hidden states are enlarged until the logits are large, so that a scale, a bound, a bias or a
+    step between backbone and head that is not understood shows whatever the weights are.
+
+    Args:
+        model: one that :func:`add_fused_head` was applied to, where its weights are in use.
+
+    Raises:
+        ValueError: the logits differ.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids = torch.full((1, _TOKENS), _some_token(model), device=device)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad(), _evaluating(model), _enlarged(model) as enlarge:
+        own = model(**batch, use_cache=False).logits
+        enlarge.repeat()
+        fused = model(**batch, head_fn=_eager_logits).head
+    if own.shape != fused.shape:
+        difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
+    else:
+        error = (own.to(fused) - fused).abs().max() / fused.abs().max()
+        if error <= _TOLERANCE.get(own.dtype, _TIGHT):
+            return
+        difference = f"a relative error of {float(error):.1e}"
+    raise ValueError(
+        f"model: expected logits softcap * tanh(scale * (W h + b) / softcap) of the last hidden "
+        f"states, as its config declares them, but {type(model).__name__} makes others "
+        f"({difference}): its head is not supported"
+    )
+
+
+class _Enlarge:
+    """Hook on the backbone: multiplies the last hidden states by a power of two."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._factor: float | None = None
+        self._repeating = False
+
+    def repeat(self) -> None:
+        """From here on the factor of the first forward is used, 1 if that did not come by."""
+        self._repeating = True
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        if self._factor is None:
+            self._factor = 1.0 if self._repeating else self._to_large_logits(hidden)
+        output.last_hidden_state = hidden * self._factor
+        return output
+
+    def _to_large_logits(self, hidden: Tensor) -> float:
+        head = lm_head(self._model)
+        largest = linear(hidden.to(head.weight), head.weight).abs().max() * head.logit_scale
+        return float(torch.exp2((_LARGE / largest.float().clamp(min=1e-6)).log2().round()))
+
+
+@contextmanager
+def _enlarged(model: PreTrainedModel) -> Iterator[_Enlarge]:
+    hook = _Enlarge(model)
+    handle = backbone(model).register_forward_hook(hook)
+    try:
+        yield hook
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and without a trace in the random state."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _eager_logits(hidden: Tensor, head: LMHead) -> Tensor:
+    weight = head.weight.float()
+    bias = None if head.bias is None else head.bias.float()
+    logits = linear(hidden.float(), weight, bias) * head.logit_scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _some_token(model: PreTrainedModel) -> int:
+    """A token that stands for text; the padding token's embedding may be zero."""
+    config = model.config.get_text_config()
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    return 1

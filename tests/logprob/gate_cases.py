@@ -1,0 +1,244 @@
+"""Every variant of every Triton kernel that the package launches, for :mod:`compile_gate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_kernels.logprob import (
+    triton_dlogits,
+    triton_linear_kernel,
+    triton_linear_stats,
+    triton_merge,
+    triton_reduce,
+    triton_row_loss,
+    triton_row_stats,
+)
+from grpo_kernels.logprob.linear_tiles import UNALIGNED_CONFIG, LinearConfig, default_config
+from grpo_kernels.logprob.row_configs import LINEAR_CONFIGS, ROW_CONFIGS
+from grpo_kernels.logprob.tiles import DEFAULT_ROW_CONFIG, RowConfig, bits
+from grpo_kernels.pointwise import PointwiseKernel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One variant of a kernel that the package launches."""
+
+    kernel: Any  # triton.jit function
+    types: dict[str, str]  # argument -> Triton type; a pointer is taken as 16-byte aligned
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    aligned: bool = True  # rows start at a multiple of 16 elements, as in most vocabularies
+
+    @property
+    def label(self) -> str:
+        parts = [f"{k}={v}" for k, v in self.constants.items() if isinstance(v, bool)]
+        kinds = [
+            self.types[name] for name in ("logits_ptr", "out_ptr", "x_ptr") if name in self.types
+        ]
+        return " ".join([self.kernel.__name__, *kinds, *parts, f"aligned={self.aligned}"])
+
+
+def cases(target: str) -> list[Case]:
+    rows = (*_stats_cases(target), *_dlogits_cases(target), *_row_loss_cases(target))
+    linear = (*_linear_cases(target), *_merge_cases())
+    return [*rows, *linear, *_reduce_cases(), _pointwise_case()]
+
+
+def _row_types(**more: str) -> dict[str, str]:
+    scalars = dict.fromkeys(("inner", "outer"), "fp32")
+    sizes = {"stride_row": "i64", "num_columns": "i32"}
+    return {"target_ptr": "*i64", **sizes, **scalars, **more}
+
+
+def _configs(kernel: str, dtype: torch.dtype, target: str) -> list[RowConfig]:
+    """What may be launched on ``target``: the default first, then what was tuned there."""
+    tuned = [
+        RowConfig(*v) for k, v in ROW_CONFIGS.items() if k[:3] == (target, kernel, bits(dtype))
+    ]
+    return list(dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned]))
+
+
+def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict[str, Any]) -> Case:
+    if flags["ROW_TEMPERATURE"]:
+        types = {**types, "temperature_ptr": "*fp32"}
+    logits = DTYPES[types["logits_ptr"].removeprefix("*")]
+    constants = {**flags, "BLOCK_V": config.columns(logits)}
+    return Case(kernel, types, _absent(kernel, types, constants), config.options)
+
+
+def _variants(*names: str, thorough: bool) -> list[dict[str, bool]]:
+    """Every setting of the flags, or all off and all on."""
+    count = len(names)
+    settings = itertools.product((False, True), repeat=count)
+    chosen = settings if thorough else ((False,) * count, (True,) * count)
+    return [dict(zip(names, values, strict=True)) for values in chosen]
+
+
+def _stats_cases(target: str) -> Iterator[Case]:
+    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "EXTRAS")
+    for name, dtype in DTYPES.items():
+        types = _row_types(logits_ptr=f"*{name}", **_BASICS)
+        for config in _configs("stats", dtype, target):
+            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG
+            for flags in _variants(*names, thorough=thorough):
+                results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
+                case = _row_case(triton_row_stats._row_stats_kernel, config, results, flags)
+                case.constants["LANES"] = config.lanes(dtype)
+                yield case
+            yield dataclasses.replace(case, aligned=False)
+
+
+def _dlogits_cases(target: str) -> Iterator[Case]:
+    vectors = {"lse_ptr": "*fp64", "dlogp_ptr": "*fp32"}
+    pairs = [("fp32", "bf16"), ("fp32", "fp16"), *((name, name) for name in DTYPES)]
+    for dtype, out in pairs:
+        types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
+        types["stride_out_row"] = "i64"
+        for config in _configs("dlogits", DTYPES[dtype], target):
+            thorough = (dtype, out) == ("fp32", "bf16") and config == DEFAULT_ROW_CONFIG
+            yield from _dlogits_variants(config, types, thorough)
+
+
+def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) -> Iterator[Case]:
+    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
+    for flags in _variants(*names, thorough=thorough):
+        entropy = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"} if flags["HAS_DENTROPY"] else {}
+        case = _row_case(triton_dlogits._dlogits_kernel, config, {**types, **entropy}, flags)
+        yield case
+    yield dataclasses.replace(case, aligned=False)
+
+
+def _row_loss_cases(target: str) -> Iterator[Case]:
+    """Statistics, a loss with all of its inputs, and the gradient."""
+    values = {f"value{index}_ptr": "*fp32" for index in range(triton_row_loss.MAX_VALUES)}
+    kernel = triton_row_loss._row_loss_kernel
+    for dtype, out in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")):
+        types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **_BASICS, **values)
+        types |= {"each_ptr": "*fp32", "stride_out_row": "i64"}
+        for config in _configs("dlogits", DTYPES[dtype], target):
+            for flags in _variants(
+                "HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY", thorough=False
+            ):
+                case = _row_case(kernel, config, types, flags)
+                case.constants["LANES"] = config.lanes(DTYPES[dtype])
+                case.constants["FUNCTION"] = _loss(flags["HAS_DENTROPY"])
+                yield case
+
+
+def _loss(has_dentropy: bool) -> Any:
+    """A loss of eight inputs with its derivative, printed."""
+
+    def fn(logp: torch.Tensor, entropy: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        advantage, weight, old, reference, rollout, other = x
+        logp = logp.detach().requires_grad_()
+        ratio = (logp - old).clamp(-20, 20).exp()
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        kl = (reference - logp).clamp(-20, 20)
+        loss = (loss + 0.1 * (kl.exp() - kl - 1)) * (old - rollout).exp() * weight
+        (dlogp,) = torch.autograd.grad(loss.sum(), logp)
+        return (loss, dlogp, *([other * entropy] if has_dentropy else []))
+
+    return PointwiseKernel.trace(fn, 2 + triton_row_loss.MAX_VALUES).device_function
+
+
+_SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
+_EXTRA_SUMS = {"squares_ptr": "*fp32", "least_ptr": "*fp32", "best_ptr": "*i32"}
+_COUNTS = dict.fromkeys(("num_rows", "num_stretches"), "i32")
+_BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
+_EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
+_EXTRAS |= {"is_top1_ptr": "*i1"}
+
+
+def _linear_cases(target: str) -> Iterator[Case]:
+    """The fused product: every kind of epilogue, with all of a head's options or none of them."""
+    tuned = [LinearConfig(*v) for k, v in LINEAR_CONFIGS.items() if k[0] == target and v]
+    first, *others = dict.fromkeys([default_config(target), *tuned])
+    names = ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
+    for flags in _variants(*names, thorough=True):
+        yield _linear_case("bf16", first, flags)
+    for config, dtype in ((first, "fp16"), *((config, "bf16") for config in others)):
+        for flags in _variants(*names, thorough=False):
+            yield _linear_case(dtype, config, flags)
+    yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, flags), aligned=False)
+
+
+def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Case:
+    """``OPTIONS``: a bias, row temperatures, and a D that is no multiple of the tile."""
+    config = config.of_one_part() if flags["EXTRAS"] else config
+    some = flags["OPTIONS"]
+    optional = {"bias_ptr": f"*{dtype}", "temperature_ptr": "*fp32"} if some else {}
+    optional |= _EXTRA_SUMS if flags["EXTRAS"] else {}
+    logits = DTYPES[dtype] if flags["ROUND"] else torch.float32
+    launched = triton_linear_stats.constants(config, config.block_d + 8 * some, logits)
+    constants = {k: v for k, v in launched.items() if k not in config.options} | {
+        "HAS_SOFTCAP": flags["HAS_SOFTCAP"],
+        "HAS_BIAS": some,
+        "ROW_TEMPERATURE": some,
+        "EXTRAS": flags["EXTRAS"],
+        "UPCAST": False,
+    }
+    types = {**_SUMS, **_COUNTS, **optional, "target_ptr": "*i64"}
+    types |= _linear_types(dtype, config)
+    kernel = triton_linear_kernel.linear_stats_kernel
+    return Case(kernel, types, _absent(kernel, types, constants), config.options)
+
+
+def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
+    scalars = {"num_columns": "i32", "depth": "i32", "inner": "fp32", "outer": "fp32"}
+    operands = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"}
+    if config.descriptors:
+        shapes = {"x_ptr": config.block_t, "weight_ptr": config.block_v}
+        operands = {
+            operand: f"tensordesc<{dtype}[{size},{config.block_d}]>"
+            for operand, size in shapes.items()
+        }
+    return {**scalars, "stride_wv": "i64", **operands}
+
+
+def _merge_cases() -> Iterator[Case]:
+    kernel = triton_merge._merge_stretches_kernel
+    for some in (False, True):
+        types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
+        if some:
+            types |= {**_EXTRA_SUMS, **_EXTRAS, "temperature_ptr": "*fp32"}
+        flags = {"BLOCK": triton_merge._BLOCK, "EXTRAS": some, "ROW_TEMPERATURE": some}
+        yield Case(kernel, types, _absent(kernel, types, flags), triton_merge._OPTIONS)
+
+
+def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants`` with the pointers that are not passed."""
+    pointers = (name for name in kernel.arg_names if name.endswith("_ptr") and name not in types)
+    return {**constants, **dict.fromkeys(pointers)}
+
+
+def _reduce_cases() -> Iterator[Case]:
+    constants = {"BLOCK": triton_reduce._BLOCK}
+    options = triton_reduce._OPTIONS
+    partial = {"values_ptr": "*fp32", "weights_ptr": "*fp32", "partials_ptr": "*fp64"}
+    types = {**partial, "length": "i32"}
+    yield Case(triton_reduce._weighted_partials_kernel, types, constants, options)
+    for dtype in ("fp32", "fp64"):
+        types = {"values_ptr": f"*{dtype}", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
+        yield Case(triton_reduce._segment_sum_kernel, types, constants, options)
+
+
+def _pointwise_case() -> Case:
+    """A printed kernel with the shared device functions and every kind of expression."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ratio = (x - y).clamp(-20, 20).exp()
+        gate = torch.where((x > y) & (y != 0), torch.sigmoid(ratio), torch.tanh(y))
+        return torch.minimum(ratio, y.log1p()) / gate.sqrt(), x > 0
+
+    kernel = PointwiseKernel.trace(fn, 2, names=("x", "y"))
+    types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out0_ptr": "*fp32", "out1_ptr": "*i1"}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, options)

@@ -1,0 +1,175 @@
+"""The native forward: a row's bits are its own, and only the arguments' memory is touched."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.cpu_linear import NativeHeadRows, NativeLinear
+from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.schedule import Execution, Needs, StatsGradients, forward_backward
+from tests.logprob.linear_problems import (
+    BF16,
+    DTYPES,
+    FP16,
+    ISAS,
+    logits_of,
+    problem,
+    same,
+    statistics,
+)
+
+
+@pytest.fixture(params=ISAS)
+def linear(request: pytest.FixtureRequest) -> NativeLinear:
+    return NativeLinear(ISAS.index(request.param))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_stays_in_its_row(linear, dtype, bad):
+    hidden, head, target = problem(37, 40, 1500, dtype)
+    clean = linear(hidden, head, target, "fp32", extras=True)
+    hidden[5, 39] = bad
+    stats = linear(hidden, head, target, "fp32", extras=True)
+    others = torch.arange(37) != 5
+    for before, after in zip(clean[:7], stats[:7], strict=True):
+        assert torch.equal(before[others], after[others])
+        assert after.dtype == torch.bool or after[5].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(linear, dtype):
+    hidden, head, target = problem(19, 33, 1100, dtype)
+    expected = linear(hidden, head, target, "fp32", extras=True)
+
+    def embedded(x: Tensor) -> Tensor:
+        storage = torch.full((2 * x.shape[0], x.shape[1] + 5), math.nan, dtype=x.dtype)
+        view = storage[::2, 3 : 3 + x.shape[1]]
+        return view.copy_(x)
+
+    strided = replace(head, weight=embedded(head.weight))
+    assert same(expected, linear(embedded(hidden), strided, target, "fp32", extras=True))
+    columns = replace(head, weight=head.weight.t().contiguous().t())
+    assert same(expected, linear(hidden, columns, target, "fp32", extras=True))
+
+
+def test_row_vectors_with_strides(linear):
+    """The kernel reads contiguous copies, which must live as long as the call."""
+    hidden, head, target = problem(8, 33, 1100, torch.float32)
+    temperature = 0.5 + torch.rand(8)
+    rows = replace(head, transform=Transform(temperature=temperature))
+    expected = linear(hidden, rows, target, "fp32", extras=True)
+    target, temperature = (torch.stack([x, x], -1)[:, 0] for x in (target, temperature))
+    rows = replace(head, transform=Transform(temperature=temperature))
+    assert same(expected, linear(hidden, rows, target, "fp32", extras=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "input"])
+def test_same_bits_for_any_threads_and_batch(linear, dtype, precision):
+    hidden, head, target = problem(600, 70, 3000, dtype)
+    temperature = torch.rand(600) + 0.5
+    head = replace(head, transform=Transform(temperature=temperature))
+
+    def run(rows: slice | Tensor, threads: int) -> RowStats:
+        torch.set_num_threads(threads)
+        return linear(hidden[rows], head.rows(rows), target[rows], precision, extras=True)
+
+    def part(rows: slice | Tensor) -> RowStats:
+        return RowStats(*(x[rows] if x is not None else None for x in whole))
+
+    whole = run(slice(None), 1)
+    for threads in (1, 2, 3):
+        assert same(whole, run(slice(None), threads))
+    order = torch.randperm(600)
+    for rows in (order, order[:50], slice(599, 600), slice(3, 4), slice(100, 117), slice(1, 550)):
+        assert same(part(rows), run(rows, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_along_with_their_statistics(linear, dtype):
+    hidden, head, target = problem(21, 70, 1300, dtype)
+    head = replace(head, transform=Transform(softcap=4.0, temperature=0.7))
+    storage = torch.full((21, 1303), math.nan)
+    logits = storage[:, :1300]
+    stats = linear(hidden, head, target, "fp32", True, logits)
+    assert same(stats, linear(hidden, head, target, "fp32", extras=True))
+    assert storage[:, 1300:].isnan().all()
+    exact = logits_of(hidden, head, "fp32", torch.float64)
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("fixed_rows", [None, 16])
+def test_training_has_the_statistics_of_the_forward(linear, dtype, fixed_rows):
+    hidden, head, target = problem(21, 70, 1300, dtype)
+    rows = NativeHeadRows(linear._isa_rank)
+    chunks = [slice(0, 16), slice(16, 21)]
+    execution = Execution(rows, chunks, "fp32", extras=True, fixed_rows=fixed_rows)
+
+    def middle(chunk: slice, stats: RowStats) -> StatsGradients:
+        return StatsGradients(dlogp=torch.ones_like(stats.logp))
+
+    stats, gradients = forward_backward(
+        hidden, head, target, execution, middle, Needs(True, True, True)
+    )
+    assert same(stats, linear(hidden, head, target, "fp32", extras=True))
+    inputs = [x.double().requires_grad_() for x in (hidden, head.weight, head.bias)]
+    logits = inputs[0] @ inputs[1].t() + inputs[2]
+    exact = torch.autograd.grad(statistics(logits, target, Transform()).logp.sum(), inputs)
+    for actual, expected in zip(gradients, exact, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < 0.01, error
+
+
+_GUARDED = """
+import ctypes, mmap, sys, torch
+from grpo_kernels.logprob.cpu_linear import NativeLinear
+from grpo_kernels.logprob.head import Head
+from grpo_kernels.logprob.rows import Transform
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+def at_the_end(x):  # of a mapping, before a page that cannot be read
+    pages = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    assert libc.mprotect(whole.data_ptr() + pages, mmap.PAGESIZE, 0) == 0
+    return whole[pages - x.nbytes : pages].view(x.dtype).view(x.shape).copy_(x)
+
+linear = NativeLinear(int(sys.argv[1]))
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for tokens, depth, columns in ((1, 1, 1), (3, 33, 17), (17, 100, 1025), (50, 257, 130)):
+        hidden, weight = (at_the_end(torch.randn(n, depth).to(dtype)) for n in (tokens, columns))
+        target = at_the_end(torch.randint(columns, (tokens,)))
+        bias = at_the_end(torch.randn(columns).to(dtype))
+        logits = at_the_end(torch.empty(tokens, columns))
+        linear(hidden, Head(weight, bias, Transform()), target, "fp32", True, logits)
+print("inside")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page protection")
+@pytest.mark.parametrize("rank", range(len(ISAS)), ids=ISAS)
+def test_touches_nothing_beyond_its_arguments(rank):
+    done = subprocess.run(
+        [sys.executable, "-c", _GUARDED, str(rank)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "inside", done.stderr

@@ -1,0 +1,242 @@
+"""Kept sets: construction, log-probabilities over them, and their gradients against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from grpo_kernels import KeptSet, available_backends, linear_logprobs
+from grpo_kernels.logprob.library import (
+    HeadOptions,
+    Tensors,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
+)
+from grpo_kernels.testing import (
+    Problem,
+    assert_as_exact_as,
+    make_problem,
+    poisoned_allocations,
+)
+from tests.targets import targets
+
+BACKENDS = [name for name in available_backends() if name != "reference"]
+FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
+HEADS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "capped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
+    "per_token": {"temperature": "per token", "softcap": 5.0},
+}
+
+
+def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> KeptSet:
+    """Sets of very different sizes: none, one, some, all; ids out of order and some twice."""
+    g = torch.Generator().manual_seed(3)
+    sizes = [(0, 1, 5, columns)[row % 4] for row in range(rows)]
+    lists = [torch.randint(0, columns, (size,), generator=g).tolist() for size in sizes]
+    lists = [list(range(columns)) if len(ids) == columns else ids for ids in lists]
+    return KeptSet.from_lists(lists, device=device)
+
+
+def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
+    """Kept log-probabilities, and the gradients of a combination of all that have one."""
+    target = torch.where(problem.mask, problem.target, -100)
+    options = dict(HEADS[head])
+    g = torch.Generator().manual_seed(7)
+    if options.get("temperature") == "per token":
+        per_token = 0.5 + torch.rand(target.shape, generator=g)
+        options["temperature"] = per_token.to(target.device)
+    kept = random_sets(target.numel(), problem.weight.shape[0], target.device)
+    out = linear_logprobs(
+        problem.hidden, problem.weight, target, bias=problem.bias, kept=kept,
+        outputs=("kept_logprobs", "logprobs", "entropy"), **options, **kwargs,
+    )  # fmt: skip
+    outer = torch.randn(3, *target.shape, generator=g, dtype=torch.float64).to(target.device)
+    values = (out.kept_logprobs, out.logprobs, out.entropy)
+    loss = sum((x.double() * dx).sum() for x, dx in zip(values, outer, strict=True))
+    kept_only = (out.kept_logprobs.double() * outer[0]).sum()
+    inputs = {"dhidden": problem.hidden, "dweight": problem.weight, "dbias": problem.bias}
+    results = {"kept": out.kept_logprobs}
+    for label, root in (("of all", loss), ("of kept", kept_only)):
+        gradients = torch.autograd.grad(root, list(inputs.values()), retain_graph=True)
+        results |= {f"{name} {label}": x for name, x in zip(inputs, gradients, strict=True)}
+    return results
+
+
+@pytest.mark.parametrize("backend,device", targets())
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_matches_fp64(backend: str, device: torch.device, head: str, dtype: torch.dtype) -> None:
+    problem = make_problem(vocab_size=37)
+    exact = run(problem, head, backend="reference")
+    eager = run(problem.to(device, dtype), head, backend="reference")
+    with poisoned_allocations():
+        got = run(problem.to(device, dtype), head, backend=backend)
+    for name, value in got.items():
+        floor = FLOOR[dtype] if name.startswith("d") else 2e-6
+        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+
+
+def test_gradcheck() -> None:
+    problem = make_problem(2, 3, hidden_size=4, vocab_size=11)
+    kept = random_sets(6, 11)
+
+    def kept_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_logprobs(
+            hidden, weight, problem.target, bias=bias, temperature=0.7, softcap=4.0, kept=kept,
+            outputs=("kept_logprobs",), backend="chunked",
+        ).kept_logprobs  # fmt: skip
+
+    inputs = (problem.hidden, problem.weight, problem.bias)
+    assert torch.autograd.gradcheck(kept_logprobs, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_whole_vocabulary_is_the_plain_logprob(backend: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    rows, columns = problem.target.numel(), problem.weight.shape[0]
+    everything = KeptSet.from_padded(torch.arange(columns).expand(rows, columns))
+    out = linear_logprobs(
+        problem.hidden, problem.weight, problem.target, kept=everything, backend=backend,
+        outputs=("logprobs", "kept_logprobs"),
+    )  # fmt: skip
+    torch.testing.assert_close(out.kept_logprobs, out.logprobs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("listed", (True, False))
+def test_a_lone_target_has_logprob_zero_and_no_gradient(backend: str, listed: bool) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    ids = problem.target.reshape(-1, 1)
+    kept = KeptSet.from_padded(ids if listed else torch.full_like(ids, -1))
+    out = linear_logprobs(
+        problem.hidden, problem.weight, problem.target, kept=kept, softcap=3.0,
+        outputs=("kept_logprobs",), backend=backend,
+    )  # fmt: skip
+    assert torch.equal(out.kept_logprobs, torch.zeros(problem.target.shape))
+    (gradient,) = torch.autograd.grad(out.kept_logprobs.sum(), problem.hidden)
+    assert gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gap", (14.0, 60.0))
+def test_exact_near_all_and_near_none_of_the_mass(backend: str, gap: float) -> None:
+    """One id outweighs all others; the target is that one, or one of two that hardly weigh."""
+    weight = torch.zeros(9, 1)
+    weight[3] = gap
+    hidden, target = torch.ones(2, 1), torch.tensor([3, 5])
+    kept = KeptSet.from_lists([[3, 5], [6]])
+    out = linear_logprobs(
+        hidden, weight, target, kept=kept, outputs=("kept_logprobs",), backend=backend
+    )
+    expected = -torch.log1p(torch.tensor([-gap, 0.0], dtype=torch.float64).exp())
+    torch.testing.assert_close(out.kept_logprobs.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_tiles_and_masked_rows(backend: str) -> None:
+    problem = make_problem(vocab_size=37).to("cpu", torch.float32)
+    whole = run(problem, "capped", backend=backend)
+    split = run(problem, "capped", backend=backend, max_workspace_bytes=37 * 4 * 3)
+    assert torch.equal(whole["kept"][~problem.mask], torch.zeros(int((~problem.mask).sum())))
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_nothing_to_do(backend: str) -> None:
+    hidden = torch.randn(0, 4, requires_grad=True)
+    kept = KeptSet.from_lists([])
+    out = linear_logprobs(
+        hidden, torch.randn(9, 4), torch.zeros(0, dtype=torch.int64), kept=kept, backend=backend,
+        outputs=("kept_logprobs",),
+    )  # fmt: skip
+    out.kept_logprobs.sum().backward()
+    assert out.kept_logprobs.shape == (0,)
+
+
+def test_opcheck() -> None:
+    problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
+    kept = random_sets(5, problem.weight.shape[0])
+    tensors = Tensors(
+        problem.hidden[0], problem.weight, problem.bias, problem.target[0], None,
+        kept.indices, kept.offsets, kept.bounds,
+    )  # fmt: skip
+    options = HeadOptions(1.5, 1.0, None, "fp32", "chunked", 2, False)
+    opcheck(linear_logprobs_forward, (*tensors, *options, True))
+    plain = [x.detach() if x is not None else None for x in tensors]
+    outer = (None, None, torch.randn(5))
+    found = linear_logprobs_forward(*plain, *options, True)[:3]
+    opcheck(linear_logprobs_backward, (*plain, *options, *found, *outer, [True, True, False]))
+
+
+def test_ways_to_build_one() -> None:
+    lists = [[7, 2, 7], [], [0]]
+    built = [
+        KeptSet.from_lists(lists),
+        KeptSet.from_padded(torch.tensor([[7, 2, 7], [-1, -1, -1], [-1, 0, -1]])),
+        KeptSet.from_csr(torch.tensor([7, 2, 7, 0]), torch.tensor([0, 3, 3, 4])),
+        KeptSet.from_csr(torch.tensor([7, 2, 7, 0]).int(), torch.tensor([0, 3, 3, 4]).int()),
+    ]
+    for kept in built:
+        assert kept.indices.tolist() == [2, 7, 0] and kept.indices.dtype == torch.int64
+        assert kept.offsets.tolist() == kept.bounds.tolist() == [0, 2, 2, 3]
+        assert kept.num_rows == 3 and kept.max_id == 7 and kept.rows.tolist() == [0, 0, 2]
+    empty = KeptSet.from_lists([[], []])
+    assert empty.num_rows == 2 and empty.indices.numel() == 0
+
+
+def test_rows_of_one() -> None:
+    kept = KeptSet.from_lists([[1, 4], [], [3], [0, 2, 5]])
+    for index in (slice(1, 4), torch.tensor([1, 2, 3])):
+        part = kept.take(index)
+        assert part.indices.tolist() == [3, 0, 2, 5]
+        assert part.offsets.tolist() == part.bounds.tolist() == [0, 0, 1, 4]
+    turned = kept.take(torch.tensor([3, 0]))
+    assert turned.indices.tolist() == [0, 2, 5, 1, 4] and turned.offsets.tolist() == [0, 3, 5]
+    assert kept.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
+
+
+IDS, OFFSETS = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "build,message",
+    [
+        (lambda: KeptSet.from_csr([1], OFFSETS), r"indices: expected a \(N,\) .* got list"),
+        (lambda: KeptSet.from_csr(IDS.float(), OFFSETS), "indices: expected int32 or int64, got"),
+        (lambda: KeptSet.from_csr(IDS, OFFSETS[None]), r"offsets: expected a \(T \+ 1,\) integer"),
+        (lambda: KeptSet.from_csr(IDS, OFFSETS.short()), "offsets: expected int32 or int64"),
+        (lambda: KeptSet.from_csr(IDS, OFFSETS.to(META)), "offsets: expected device cpu"),
+        (lambda: KeptSet.from_csr(IDS, OFFSETS[:2]), "offsets: expected values rising from 0 to N"),
+        (lambda: KeptSet.from_csr(IDS, torch.tensor([0, 4, 3])), "offsets: .* 1 of them falling"),
+        (lambda: KeptSet.from_csr(IDS - 2, OFFSETS), "indices: expected token ids >= 0, got -1"),
+        (lambda: KeptSet.from_lists([[-5]]), "ids: expected token ids >= 0, got -5"),
+        (lambda: KeptSet.from_padded(IDS), r"ids: expected a \(\.\.\., K\) integer tensor"),
+        (lambda: KeptSet.from_padded(IDS[None].half()), "ids: expected int32 or int64"),
+        (lambda: KeptSet.from_padded(IDS[None] - 4), "ids: expected token ids >= 0, got -3"),
+    ],
+)
+def test_bad_sets(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    "kept,message",
+    [
+        (None, "kept: expected a KeptSet for the output 'kept_logprobs', got None"),
+        ([[1]], "kept: expected a KeptSet of 2 rows .* got list"),
+        (KeptSet.from_lists([[1]]), r"kept: expected a KeptSet of 2 rows .* got 1 rows"),
+        (KeptSet.from_lists([[1], [9]]), r"kept: expected ids in \[0, 9\), got 9"),
+    ],
+)
+def test_sets_that_do_not_fit(kept, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(
+            torch.ones(2, 4), torch.ones(9, 4), torch.tensor([1, 2]), kept=kept,
+            outputs=("kept_logprobs",),
+        )  # fmt: skip

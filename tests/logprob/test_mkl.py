@@ -1,0 +1,46 @@
+"""oneMKL's products with fp32 results against fp64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob import mkl
+
+DTYPES = [
+    pytest.param(dtype, marks=pytest.mark.skipif(not mkl.available(dtype), reason="no such MKL"))
+    for dtype in (torch.bfloat16, torch.float16)
+]
+SHAPES = [(1, 1, 1), (3, 5, 7), (33, 17, 70), (64, 1, 9), (1, 40, 3), (5, 4, 0), (0, 3, 2)]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool, gap: int) -> Tensor:
+    """Random values in either layout, with ``gap`` unused elements behind each row of memory."""
+    shape = (columns, rows) if transposed else (rows, columns)
+    memory = torch.full((shape[0], shape[1] + gap), float("nan"), dtype=dtype)
+    memory[:, : shape[1]] = torch.randn(shape)
+    x = memory[:, : shape[1]]
+    return x.t() if transposed else x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_equals_fp64(dtype: torch.dtype, shape: tuple[int, int, int], accumulate: bool) -> None:
+    rows, columns, depth = shape
+    torch.manual_seed(rows + columns)
+    for transposed_a, transposed_b, gap in itertools.product((False, True), (False, True), (0, 3)):
+        a = matrix(rows, depth, dtype, transposed_a, gap)
+        b = matrix(depth, columns, dtype, transposed_b, gap)
+        out = matrix(rows, columns, torch.float32, False, gap)
+        exact = a.double() @ b.double() + (out.double() if accumulate else 0)
+        assert mkl.matmul(a, b, out, accumulate) is out
+        # only the fp32 sums round: a 16-bit result would be off by 1e-3
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_dtypes_are_not_available() -> None:
+    assert not mkl.available(torch.float64) and not mkl.available(torch.float32)

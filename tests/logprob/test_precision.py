@@ -1,0 +1,163 @@
+"""Precision is the argument's: torch's global switches change neither results nor themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels.logprob.precision import products, tf32_unavailable
+from grpo_kernels.testing import Problem, make_problem, relative_error
+
+BACKENDS = list(available_backends())
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MKLDNN, CUBLAS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+
+
+def _medium() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+def _new_switches() -> None:
+    MKLDNN.fp32_precision = "bf16"
+    CUBLAS.fp32_precision = "tf32"
+
+
+def _one_for_all() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+SWITCHES: dict[str, Callable[[], None]] = {
+    "medium": _medium,
+    "per backend": _new_switches,
+    "for all": _one_for_all,
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision = "none"
+    MKLDNN.fp32_precision = CUBLAS.fp32_precision = "none"
+
+
+def run(problem: Problem, backend: str) -> dict[str, Tensor]:
+    out = linear_logprobs(
+        problem.hidden, problem.weight, problem.target, outputs=("logprobs", "entropy"),
+        backend=backend,
+    )  # fmt: skip
+    results = {"logprobs": out.logprobs, "entropy": out.entropy}
+    if backend == "reference":  # its backward is torch's own
+        return results
+    inputs = (problem.hidden, problem.weight)
+    gradients = torch.autograd.grad((out.logprobs * out.entropy).sum(), inputs)
+    return {**results, "dhidden": gradients[0], "dweight": gradients[1]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_bits_do_not_depend_on_global_switches(
+    backend: str, switch: str, dtype: torch.dtype
+) -> None:
+    problem = make_problem(2, 9, hidden_size=64, vocab_size=80, values_in=torch.float32)
+    problem = problem.to("cpu", dtype)
+    expected = run(problem, backend)
+    SWITCHES[switch]()
+    before = (MKLDNN.fp32_precision, CUBLAS.fp32_precision)
+    got = run(problem, backend)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert (MKLDNN.fp32_precision, CUBLAS.fp32_precision) == before
+
+
+def test_the_switches_do_something() -> None:
+    """Else the test above would show nothing."""
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    exact = a @ b
+    _medium()
+    if torch.equal(a @ b, exact):
+        pytest.skip("this CPU multiplies fp32 matrices in fp32 only")
+    with products(CPU, "fp32"):
+        assert torch.equal(a @ b, exact)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("device", (CPU, CUDA))
+def test_switches_are_restored(switch: str, device: torch.device) -> None:
+    SWITCHES[switch]()
+
+    def state() -> tuple[object, ...]:
+        return (
+            torch.backends.fp32_precision,
+            MKLDNN.fp32_precision,
+            CUBLAS.fp32_precision,
+            CUBLAS.allow_fp16_accumulation,
+            CUBLAS.allow_bf16_reduced_precision_reduction,
+            CUBLAS.allow_fp16_reduced_precision_reduction,
+        )
+
+    before = state()
+    with products(device, "fp32"):
+        backend = MKLDNN if device == CPU else CUBLAS
+        assert backend.fp32_precision == "ieee"
+        if device == CUDA:
+            assert not CUBLAS.allow_bf16_reduced_precision_reduction
+            assert not CUBLAS.allow_fp16_reduced_precision_reduction
+    assert state() == before
+
+    def fail() -> None:
+        with products(device, "fp32"):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert state() == before
+    if switch == "medium":  # the older functions still answer
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_an_inherited_switch_stays_inherited() -> None:
+    _one_for_all()
+    for device in (CPU, CUDA):
+        with products(device, "fp32"):
+            pass
+    torch.backends.fp32_precision = "ieee"
+    assert MKLDNN.fp32_precision == CUBLAS.fp32_precision == "ieee"
+
+
+def test_tf32_sets_the_gpu_switch() -> None:
+    with products(CUDA, "tf32"):
+        assert CUBLAS.fp32_precision == "tf32"
+    assert CUBLAS.fp32_precision in ("none", "ieee")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_tf32_is_refused_elsewhere(dtype: torch.dtype) -> None:
+    problem = make_problem(1, 3).to("cpu", dtype)
+    with pytest.raises(ValueError, match=r"precision: 'tf32' expects fp32 tensors on a CUDA dev"):
+        linear_logprobs(problem.hidden, problem.weight, problem.target, precision="tf32")
+    assert tf32_unavailable(CUDA, torch.float16) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("cpu", "reference")])
+def test_tf32_on_a_gpu(backend: str) -> None:
+    if tf32_unavailable(CUDA, torch.float32) is not None:
+        pytest.skip("this GPU has no tf32")
+    problem = make_problem(4, 16, hidden_size=256, vocab_size=500, values_in=torch.float32)
+    exact = linear_logprobs(problem.hidden, problem.weight, problem.target).logprobs
+    posed = problem.to("cuda", torch.float32)
+    args = (posed.hidden, posed.weight, posed.target)
+    errors = {
+        precision: relative_error(
+            linear_logprobs(*args, precision=precision, backend=backend).logprobs, exact
+        )
+        for precision in ("fp32", "tf32")
+    }
+    assert errors["fp32"] < 2e-6 < errors["tf32"] < 5e-3
