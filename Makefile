@@ -11,14 +11,27 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check bench results gpu gpu-tune wheels clean
+.PHONY: demo test test-vllm check bench results gpu gpu-tune wheels clean
 
+# ROLLOUT=vllm: vLLM generates
+ROLLOUT ?= transformers
+ifeq ($(ROLLOUT),transformers)
 demo: $(VENV)/.demo
 	$(BIN)/python -m grpo_trainer.demo --out runs/demo
+else
+demo:
+	tests/vllm/install.sh .venv-vllm $(PYTHON)
+	PYTHONPATH=. .venv-vllm/bin/python -m grpo_trainer.demo --rollout $(ROLLOUT) --out runs/demo-$(ROLLOUT)
+endif
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 	OMP_NUM_THREADS=1 tests/triton_compat.sh .venv-triton36 $(BIN)/python
+	tests/vllm/run.sh .venv-vllm $(PYTHON)
+
+# real vLLM, in an environment of its own; where it cannot be installed this says so
+test-vllm:
+	tests/vllm/run.sh .venv-vllm $(PYTHON)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -77,4 +90,4 @@ $(VENV)/.dev: $(VENV)/.torch $(NATIVE)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-triton36 build runs *.egg-info
+	rm -rf $(VENV) .venv-triton36 .venv-vllm build runs *.egg-info

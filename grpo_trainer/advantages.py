@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
+NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
 
 
 class Advantages(NamedTuple):
@@ -41,12 +42,27 @@ def compute_advantages(
     grouped = rewards.reshape(-1, group_size, rewards.shape[1])
     total = _weighted_sum(rewards, weights)
     centred, std = AGGREGATIONS[aggregation](grouped, weights, scale)
-    zero_std = (std < 1e-8).expand_as(centred)
+    zero_std = (std < NO_SPREAD).expand_as(centred)
     if scale != "none" or aggregation == "normalize_then_sum":
         centred = centred / (std + STD_OFFSET)
     advantages = centred.reshape(-1)
     advantages = torch.where(advantages.isfinite(), advantages, 0.0)
     return Advantages(advantages, total, zero_std.reshape(-1))
+
+
+def groups_with_signal(
+    rewards: Tensor,  # (N, F)
+    weights: Tensor,  # (F,)
+    group_size: int,
+    aggregation: str = "sum_then_normalize",
+) -> Tensor:
+    """(N / group_size,) bool: the group's completions get different advantages."""
+    grouped = rewards.reshape(-1, group_size, rewards.shape[1])
+    centred, _ = AGGREGATIONS[aggregation](grouped, weights, "none")
+    # equal rewards stay equal when centred, while their standard deviation may be rounding
+    highest = centred.masked_fill(centred.isnan(), -torch.inf).amax(1)
+    lowest = centred.masked_fill(centred.isnan(), torch.inf).amin(1)
+    return highest - lowest >= NO_SPREAD
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, get_type_hints
 
-import yaml
 from transformers import HfArgumentParser, ProgressCallback
 
+from grpo_trainer.adapter_arguments import AdapterArguments
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import load_prompts, looks_local
 from grpo_trainer.progress import RewardProgress
+from grpo_trainer.run_file import RunFile, read_run_file
 from grpo_trainer.trainer import GRPOTrainer
 
 
@@ -24,8 +25,12 @@ def _help(text: str) -> dict[str, str]:
 
 
 @dataclass
-class RunArguments:
-    """What is trained, on what, by which rewards."""
+class RunArguments(AdapterArguments):
+    """What is trained, on what, by which rewards.
+
+    Construction imports ``import_modules``, so it comes before that of GRPOConfig, which knows only
+    the losses that are registered by then.
+    """
 
     model_name_or_path: str | None = field(default=None, metadata=_help("Model folder or hub id."))
     dataset_name: str | None = field(
@@ -34,7 +39,14 @@ class RunArguments:
     )
     reward_funcs: list[str] | None = field(
         default=None,
-        metadata=_help("Built-in rewards or import paths package.module.function."),
+        metadata=_help(
+            "Built-in rewards, import paths package.module.function, reward models (a folder or a "
+            "hub id owner/name). Settings stand in parentheses: name(key=value, ...)."
+        ),
+    )
+    import_modules: list[str] | None = field(
+        default=None,
+        metadata=_help("Modules to import first: they register losses that loss_type may name."),
     )
     eval_dataset_name: str | None = field(
         default=None, metadata=_help("Prompts for evaluation, named in the same way.")
@@ -53,21 +65,35 @@ class RunArguments:
         for name in ("model_name_or_path", "dataset_name", "reward_funcs"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
+        super().__post_init__()
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # modules beside the user's data
+        for name in self.import_modules or ():
+            _import(name)
 
 
 class _Parser(HfArgumentParser):
+    source = ""  # where the words come from, for messages
+
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        fail(self.source + message)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, and leaves the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
 
+    ``serve ...`` starts a vLLM server instead.
+
     What the user can put right ends in one line on stderr and exit code 2.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "serve":
+        from grpo_trainer.serve import main as serve
+
+        return serve(argv[1:])
     try:
-        trainer = build_trainer(sys.argv[1:] if argv is None else argv)
-    except ValueError as error:
+        trainer = build_trainer(argv)
+    except (ValueError, ImportError) as error:
         fail(str(error))
     resume = trainer.args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
@@ -88,9 +114,15 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     evaluation = None
     if run.eval_dataset_name is not None:
         evaluation = load_prompts(run.eval_dataset_name, run.dataset_test_split, run.dataset_config)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # reward modules beside the user's data
-    trainer = GRPOTrainer(model, run.reward_funcs, args, train, evaluation)
+    trainer = GRPOTrainer(
+        model,
+        run.reward_funcs,
+        args,
+        train,
+        evaluation,
+        quantization_config=run.quantization_config(args),
+        peft_config=run.peft_config(),
+    )
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgress())
@@ -98,13 +130,26 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
 
 
 def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
-    """Command line over ``--config`` file over defaults."""
+    """Command line over ``--config`` file over defaults.
+
+    Raises:
+        ValueError: the file is wrong, or a value is out of range.
+    """
     parser = _Parser((RunArguments, GRPOConfig), prog="grpo-train", allow_abbrev=False)
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
     parser.add_argument("--config", help="YAML file with arguments; the command line overrides it.")
-    file = parser.parse_known_args(list(argv))[0].config
-    if file is not None:
-        parser.set_defaults(**_read_config(Path(file)))
-    run, args, _ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    path = parser.parse_known_args(list(argv))[0].config
+    file = RunFile()
+    if path is not None:
+        hints = get_type_hints(RunArguments) | get_type_hints(GRPOConfig)
+        file = read_run_file(Path(path), actions, hints, GRPOConfig._VALID_DICT_FIELDS)
+        parser.set_defaults(**file.values)
+        parser.source = f"--config: {path}: "
+        parser.parse_args(file.words)  # what is wrong here is wrong in the file
+        parser.source = ""
+    run, args, _ = parser.parse_args_into_dataclasses(
+        [*file.words, *argv], look_for_args_file=False
+    )
     return run, args
 
 
@@ -114,20 +159,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"--config: no such file {str(path)!r}")
+def _import(module: str) -> None:
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config: {path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--config: expected `name: value` lines in {path}")
-    fields = (*dataclasses.fields(RunArguments), *dataclasses.fields(GRPOConfig))
-    unknown = sorted(set(values) - {item.name for item in fields})
-    if unknown:
-        raise ValueError(f"--config: {path} has unknown arguments: {', '.join(unknown)}")
-    return values
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--import_modules: {module!r} cannot be imported: {error}") from error
 
 
 def _existing_model(name: str | None) -> str:

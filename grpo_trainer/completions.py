@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
 from datasets import Dataset
+
+from grpo_trainer.scored import Rollout
 
 _SHOWN_CHARACTERS = 200
 
@@ -14,23 +17,29 @@ _SHOWN_CHARACTERS = 200
 class CompletionLog:
     """Collects rows of (prompt, completion, reward, advantage) between two log calls."""
 
-    def __init__(self, folder: Path, to_print: int | None) -> None:
+    def __init__(self, folder: Path, to_print: int | None, unique_prompts: bool = False) -> None:
         self._folder = folder
         self._to_print = to_print
+        self._unique_prompts = unique_prompts
         self._rows: list[dict[str, Any]] = []
 
     def add(
-        self,
-        prompts: list[Any],
-        completions: list[Any],
-        rewards: list[float],
-        advantages: list[float],
+        self, rollouts: Sequence[Rollout], rewards: list[float], advantages: list[float]
     ) -> None:
-        for prompt, completion, reward, advantage in zip(
-            prompts, completions, rewards, advantages, strict=True
-        ):
-            row = {"prompt": _text(prompt), "completion": _text(completion)}
-            self._rows.append(row | {"reward": reward, "advantage": advantage})
+        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
+            row: dict[str, Any] = {
+                "prompt": _text(rollout.prompt),
+                "completion": _text(rollout.completion),
+            }
+            row |= {"reward": reward, "advantage": advantage}
+            self._rows.append(row | (rollout.extra or {}))
+
+    def state(self) -> list[dict[str, Any]]:
+        """The rows that are not written yet."""
+        return list(self._rows)
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        self._rows = list(state)
 
     def flush(self, step: int, is_main_process: bool) -> None:
         """Called by all processes; the main one prints and writes."""
@@ -38,6 +47,8 @@ class CompletionLog:
         self._rows = []
         if not is_main_process or not rows:
             return
+        if self._unique_prompts:  # the first completion of each
+            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
         for row in rows[: self._to_print]:
             print(
                 f"step {step}  reward {row['reward']:.3f}  advantage {row['advantage']:+.3f}  "
@@ -45,7 +56,9 @@ class CompletionLog:
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"completions_{step:05d}.parquet"
-        Dataset.from_list([row | {"step": step} for row in rows]).to_parquet(path)
+        names = dict.fromkeys(name for row in rows for name in row)  # processes may differ
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        Dataset.from_dict(columns | {"step": [step] * len(rows)}).to_parquet(path)
 
 
 def _text(value: str | list[dict[str, Any]]) -> str:

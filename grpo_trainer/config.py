@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from dataclasses import dataclass, field, make_dataclass
-from typing import Any, ClassVar, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_kernels import LossConfig
 from grpo_trainer.advantages import AGGREGATIONS, SCALES
-
-# The correction needs log-probabilities of the rollout engine; the transformers engine gives none.
-_NEEDS_ROLLOUT_LOGPROBS = "rollout_correction_"
-
-
-def _loss_fields() -> list[dataclasses.Field]:
-    return [
-        item
-        for item in dataclasses.fields(LossConfig)
-        if not item.name.startswith(_NEEDS_ROLLOUT_LOGPROBS)
-    ]
-
-
-def _loss_help() -> dict[str, str]:
-    """Field name to help, from the ``Args:`` section of LossConfig's docstring."""
-    section = (LossConfig.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
-    entries = re.split(r"\n {8}(?=\w)", section)
-    texts = (entry.partition(":") for entry in entries)
-    return {
-        name.strip(): " ".join(text.split()).replace("%", "%%")
-        for names, _, text in texts
-        for name in names.split(",")
-    }
-
-
-def _mirrored_field(item: dataclasses.Field, text: str) -> tuple[str, type, Any]:
-    hint = get_type_hints(LossConfig)[item.name]
-    return item.name, hint, field(default=item.default, metadata={"help": text})
-
-
-# Every field of LossConfig, with its name, type and default: the loss is configured in one place.
-_LossFields = make_dataclass(
-    "_LossFields",
-    [_mirrored_field(item, _loss_help().get(item.name, "")) for item in _loss_fields()],
+from grpo_trainer.config_checks import (
+    check_config,
+    check_eval_batch,
+    leave_the_head_to_us,
+    options,
+    parse_json_fields,
+    set_generation_batch,
 )
+from grpo_trainer.config_loss import LossFields, loss_config
+from grpo_trainer.config_names import OldNames, adopt_old_names
+from grpo_trainer.config_rollout import RolloutFields, check_rollout
+
+__all__ = ["GRPOConfig", "loss_config", "options"]
 
 
 def _help(text: str) -> dict[str, str]:
@@ -54,7 +29,7 @@ def _help(text: str) -> dict[str, str]:
 
 
 @dataclass
-class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, misc]
+class GRPOConfig(LossFields, RolloutFields, OldNames, TrainingArguments):  # type: ignore[valid-type, misc]
     """Arguments of :class:`~grpo_trainer.GRPOTrainer`.
 
     Beside the fields below it has those of ``transformers.TrainingArguments`` and those of
@@ -69,6 +44,8 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
         "model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+        "vllm_engine_kwargs",
     ]
 
     learning_rate: float = field(default=1e-6, metadata=_help("Initial learning rate."))
@@ -85,6 +62,10 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
             "nargs": "?",
             "const": True,
         },
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata=_help("Leave NaN and infinite losses out of the log; costs a wait in every step."),
     )
     remove_unused_columns: bool = field(
         default=False,
@@ -104,6 +85,14 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
     )
     disable_dropout: bool = field(
         default=False, metadata=_help("Set every dropout probability to 0.")
+    )
+    cast_lm_head_to_fp32: bool = field(
+        default=False,
+        metadata=_help(
+            "Keep an untied LM head in float32 and multiply float32 hidden states with it, under "
+            "mixed precision too (ScaleRL, arXiv:2510.13786). Without it the products have the "
+            "inputs' precision; they are summed in float32 and not rounded either way."
+        ),
     )
     shuffle_dataset: bool = field(
         default=True, metadata=_help("Shuffle the training prompts in every epoch.")
@@ -154,11 +143,54 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
         default=None, metadata=_help("Arguments of apply_chat_template for conversational prompts.")
     )
 
+    cache_implementation: str | None = field(
+        default=None, metadata=_help("Kind of key-value cache, as in transformers' generation.")
+    )
+
     num_iterations: int = field(default=1, metadata=_help("Passes over each generation batch."))
     mask_truncated_completions: bool = field(
         default=False,
         metadata=_help(
             "Leave completions out of the loss that ended without an end-of-sequence token."
+        ),
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata=_help(
+            "Replace groups of equal rewards by those of the next prompts (DAPO, arXiv:2503.14476)."
+        ),
+    )
+    max_resampling_rounds: int = field(
+        default=10,
+        metadata=_help(
+            "How often dynamic_sampling tries; then groups of equal rewards fill the batch."
+        ),
+    )
+    use_adaptive_entropy: bool = field(
+        default=False,
+        metadata=_help(
+            "Let entropy_coef, from where it starts, rise by entropy_coef_delta after each step at "
+            "or below entropy_target and fall after others; the bonus applies after the former "
+            "(Skywork-OR1, arXiv:2505.22312)."
+        ),
+    )
+    entropy_coef_min: float = field(
+        default=0.0, metadata=_help("Least coefficient of use_adaptive_entropy.")
+    )
+    entropy_coef_max: float = field(
+        default=1.0, metadata=_help("Largest coefficient of use_adaptive_entropy.")
+    )
+    entropy_coef_delta: float = field(
+        default=0.005, metadata=_help("How far use_adaptive_entropy moves the coefficient.")
+    )
+    entropy_target: float = field(
+        default=0.2,
+        metadata=_help("Entropy per token, in nats, that use_adaptive_entropy keeps."),
+    )
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata=_help(
+            "Weight of a mixture-of-experts model's load-balancing loss. Default: its config's."
         ),
     )
     reward_weights: list[float] | None = field(
@@ -173,6 +205,16 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
         metadata=_help(f"How several rewards are joined: {', '.join(AGGREGATIONS)}."),
     )
 
+    sync_ref_model: bool = field(
+        default=False, metadata=_help("Let the reference model of beta != 0 follow the policy.")
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata=_help("Share of the policy in the reference after a sync.")
+    )
+    ref_model_sync_steps: int = field(
+        default=512, metadata=_help("Optimizer steps from one sync to the next.")
+    )
+
     log_completions: bool = field(
         default=False,
         metadata=_help("Print completions when logging and write them to output_dir/completions."),
@@ -180,25 +222,27 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
     num_completions_to_print: int | None = field(
         default=None, metadata=_help("How many of them to print. Default: all.")
     )
+    log_unique_prompts: bool = field(
+        default=False, metadata=_help("Of each prompt print and write one completion only.")
+    )
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if getattr(self, "activation_checkpointing", True) is None:  # its name since 5.2x
             self.activation_checkpointing = self.gradient_checkpointing
+        parse_json_fields(self)
         super().__post_init__()
+        adopt_old_names(self)
         booleans = {"true": "group", "false": "none"}
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = booleans.get(scale, scale)
-        self._check_choices()
-        self._check_groups()
-        for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
-            options(name, getattr(self, name))
-        self._leave_the_head_to_us()
-        self._set_generation_batch()
+        check_config(self)
+        leave_the_head_to_us(self)
+        set_generation_batch(self)
         if self.eval_strategy != "no":
             self.check_eval_batch()
-        loss_config(self)
+        check_rollout(self, loss_config(self))
 
     @property
     def eval_group_size(self) -> int:
@@ -217,96 +261,11 @@ class GRPOConfig(_LossFields, TrainingArguments):  # type: ignore[valid-type, mi
         assert self.steps_per_generation is not None  # set on construction
         return self.steps_per_generation * self.num_iterations
 
+    @property
+    def policy_moves_within_generation(self) -> bool:
+        """Whether a micro-batch can be used by a later policy than the one that generated it."""
+        return self.gradient_accumulation_steps % self.micro_steps_per_generation != 0
+
     def check_eval_batch(self) -> None:
         """Raises ValueError unless an evaluation batch holds whole groups."""
-        batch = self.per_device_eval_batch_size * self.world_size
-        if batch % self.eval_group_size:
-            raise ValueError(
-                "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
-                f"a multiple of the {self.eval_group_size} completions per prompt, got {batch}"
-            )
-
-    def _leave_the_head_to_us(self) -> None:
-        """Liger's patch of the head would replace the forward that computes our loss."""
-        if not self.use_liger_kernel:
-            return
-        patches: dict[str, Any] = dict(self.liger_kernel_config or {})  # type: ignore[has-type]
-        for name in ("fused_linear_cross_entropy", "cross_entropy"):
-            if patches.setdefault(name, False):
-                raise ValueError(
-                    f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
-                    "trainer is fused already"
-                )
-        self.liger_kernel_config = patches
-
-    def _check_choices(self) -> None:
-        for name, known in (
-            ("scale_rewards", SCALES),
-            ("multi_objective_aggregation", AGGREGATIONS),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
-
-    def _check_groups(self) -> None:
-        at_least = {
-            "num_generations": 2,
-            "num_generations_eval": 1,
-            "num_iterations": 1,
-            "max_prompt_length": 1,
-            "max_completion_length": 1,
-            "pad_to_multiple_of": 1,
-            "steps_per_generation": 1,
-            "generation_batch_size": 1,
-            "num_completions_to_print": 0,
-        }
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size: expected False (a smaller batch would split groups), "
-                "got True"
-            )
-
-    def _set_generation_batch(self) -> None:
-        """Fills in whichever of generation_batch_size and steps_per_generation is missing."""
-        step = self.per_device_train_batch_size * self.world_size
-        size, steps = self.generation_batch_size, self.steps_per_generation
-        if size is not None and steps is not None:
-            raise ValueError(
-                "generation_batch_size, steps_per_generation: expected at most one of them, "
-                f"got {size} and {steps}"
-            )
-        if size is not None and size % step:
-            raise ValueError(
-                f"generation_batch_size: expected a multiple of {step}, the batch of one step over "
-                f"all processes, got {size}"
-            )
-        if size is None:
-            size = step * (steps or self.gradient_accumulation_steps)
-        if size % self.num_generations:
-            valid = [n for n in range(2, size + 1) if size % n == 0]
-            raise ValueError(
-                f"num_generations: expected a divisor of the generation batch of {size} "
-                f"completions ({', '.join(map(str, valid))}), got {self.num_generations}"
-            )
-        self.generation_batch_size = size
-        self.steps_per_generation = size // step
-
-
-def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """The dictionary of an option that the command line takes as JSON; empty for None.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value is None or isinstance(value, dict):
-        return value or {}
-    raise ValueError(f"{name}: expected a dictionary, as JSON {{...}}, got {value!r}")
-
-
-def loss_config(args: GRPOConfig) -> LossConfig:
-    """The loss that ``args`` describes."""
-    return LossConfig(**{item.name: getattr(args, item.name) for item in _loss_fields()})
+        check_eval_batch(self)

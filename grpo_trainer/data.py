@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
+
+Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -39,23 +45,40 @@ def looks_local(name: str) -> bool:
 
 
 def check_datasets(
-    train: Dataset | None,
-    evaluation: Dataset | dict[str, Dataset] | None,
-    prompts_per_generation: int,
+    train: Prompts | None,
+    evaluation: Prompts | dict[str, Prompts] | None,
+    args: GRPOConfig,
 ) -> None:
     """Raises ValueError unless they are datasets of prompts, enough of them for training."""
     named = {"train_dataset": train}
     named |= evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     for name, dataset in named.items():
-        if dataset is None:
-            continue
-        if not isinstance(dataset, Dataset):
-            raise ValueError(f"{name}: expected a datasets.Dataset, got {type(dataset).__name__}")
-        if "prompt" not in dataset.column_names:
-            columns = ", ".join(dataset.column_names)
-            raise ValueError(f"{name}: expected a `prompt` column, got columns {columns}")
-    if train is not None and len(train) < prompts_per_generation:
+        if dataset is not None:
+            _check_prompts(name, dataset)
+    if isinstance(train, IterableDataset):
+        if args.max_steps < 1:
+            raise ValueError(
+                "max_steps: expected how many steps to take, since a streaming train_dataset has "
+                f"no length, got {args.max_steps}"
+            )
+    elif train is not None and len(train) < args.prompts_per_generation:
         raise ValueError(
-            f"train_dataset: expected at least {prompts_per_generation} prompts, one generation "
-            f"batch, got {len(train)}"
+            f"train_dataset: expected at least {args.prompts_per_generation} prompts, one "
+            f"generation batch, got {len(train)}"
         )
+
+
+def as_they_are(rows: list[Any]) -> list[Any]:
+    """What a loader does with the items of a batch: nothing."""
+    return rows
+
+
+def _check_prompts(name: str, dataset: Prompts) -> None:
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(
+            f"{name}: expected a datasets.Dataset or IterableDataset, got {type(dataset).__name__}"
+        )
+    # a stream may not know its columns until a row is read
+    columns = dataset.column_names or list(next(iter(dataset), {"prompt": None}))
+    if "prompt" not in columns:
+        raise ValueError(f"{name}: expected a `prompt` column, got columns {', '.join(columns)}")

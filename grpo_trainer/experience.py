@@ -1,24 +1,28 @@
-"""From dataset rows to scored micro-batches: generate, reward, compare, shuffle, slice."""
+"""From prompts to scored micro-batches: generate, reward, compare, shuffle, slice."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from grpo_trainer.advantages import Advantages, compute_advantages
+from grpo_trainer.advantages import Advantages, compute_advantages, groups_with_signal
 from grpo_trainer.completions import CompletionLog
 from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.metrics import MetricLog, RolloutColumns, rollout_metrics
-from grpo_trainer.microbatch import MicroBatch, collate
-from grpo_trainer.prompts import Prompt, decode_completions, encode_prompts
-from grpo_trainer.rewards import RewardFunction, score
-from grpo_trainer.rollout import RolloutEngine
+from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
+from grpo_trainer.prompts import check_context, decode_completions, encode_prompts
+from grpo_trainer.rewards import RewardFunction, RewardLog, score
+from grpo_trainer.rollout import Rollouts
 from grpo_trainer.rollout.transformers import pad_token_id
+from grpo_trainer.sampling import PromptStream, Row, repeated
+from grpo_trainer.scored import Rollout, Scored, share
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +30,19 @@ logger = logging.getLogger(__name__)
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-class Rollouts(NamedTuple):
-    """This process's n completions."""
-
-    prompts: list[Prompt]
-    prompt_ids: list[list[int]]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    truncated: list[bool]
-
-
 class Experience(NamedTuple):
     """A scored generation batch, ready for the loss."""
 
     batches: list[MicroBatch]
-    num_tokens: int  # prompts and completions, all processes
+    num_tokens: int  # prompts and completions generated, all processes
+
+
+class Sinks(NamedTuple):
+    """Where the numbers go, and what the trainer's state is."""
+
+    state: TrainerState
+    metrics: MetricLog
+    completions: CompletionLog | None = None
 
 
 class Collector:
@@ -52,6 +54,10 @@ class Collector:
         tokenizer: of the policy.
         engine: samples the completions.
         rewards: the reward functions.
+        context: tokens that the policy has positions for; None: any number.
+
+    Raises:
+        ValueError: there is not one weight per reward function, or no token ends a completion.
     """
 
     def __init__(
@@ -59,14 +65,16 @@ class Collector:
         args: GRPOConfig,
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
-        engine: RolloutEngine,
+        engine: Rollouts,
         rewards: list[RewardFunction],
+        context: int | None = None,
     ) -> None:
         self._args = args
         self._accelerator = accelerator
         self._tokenizer = tokenizer
         self._engine = engine
         self._rewards = rewards
+        self._context = context
         weights = args.reward_weights or [1.0] * len(rewards)
         if len(weights) != len(rewards):
             raise ValueError(
@@ -74,59 +82,104 @@ class Collector:
                 f"got {len(weights)}"
             )
         self._weights = torch.tensor(weights, device=accelerator.device)
+        if not engine.eos_token_ids:
+            raise ValueError(
+                "processing_class: expected an eos_token (or generation_kwargs with an "
+                "eos_token_id), got none, so that no completion would end"
+            )
 
-    def collect(
-        self,
-        rows: list[dict[str, Any]],
-        group_size: int,
-        slices: int,
-        state: TrainerState,
-        metrics: MetricLog,
-        log: CompletionLog | None = None,
-    ) -> Experience:
-        """Generates and scores one completion per row, then deals them to ``slices`` batches.
+    def train(self, prompts: PromptStream, sinks: Sinks) -> Experience:
+        """The next generation batch, dealt to ``steps_per_generation`` micro-batches.
 
-        Rows of a prompt's group are consecutive, over the processes in order. With more than one
-        slice the completions are shuffled first.
+        With more than one of them the completions are shuffled first.
         """
-        rollouts = self._generate(rows)
-        local = self._score(rows, rollouts, state)  # (n, F)
-        rewards, columns = self._gather(local, rollouts)  # (N, F), N over all processes
         args = self._args
-        advantages = compute_advantages(
+        tokens = 0
+
+        def sample(count: int) -> Scored:
+            nonlocal tokens
+            rows = list(repeated(prompts.take(count), args.num_generations))
+            accelerator = self._accelerator
+            mine = share(len(rows), accelerator.process_index, accelerator.num_processes)
+            scored = self._sample(rows[mine], args.num_generations, sinks)
+            tokens += _num_tokens(scored.columns)
+            return scored
+
+        scored = sample(args.prompts_per_generation)
+        if args.dynamic_sampling:
+            scored, metrics = self._dynamic().fill(scored, sample)
+            sinks.metrics.add(metrics)
+        assert args.steps_per_generation is not None  # set on construction
+        batches = self._slices(scored, args.num_generations, args.steps_per_generation, sinks)
+        return Experience(batches, tokens)
+
+    def evaluate(self, rows: list[Row], sinks: Sinks) -> MicroBatch:
+        """One micro-batch of ``rows``, this process's. A prompt's group is consecutive, over the
+        processes in order."""
+        size = self._args.eval_group_size
+        scored = self._sample(rows, size, sinks)
+        return self._slices(scored, size, 1, sinks)[0]
+
+    def _dynamic(self) -> DynamicSampling:
+        args = self._args
+
+        def has_signal(rewards: Tensor) -> Tensor:
+            aggregation = args.multi_objective_aggregation
+            return groups_with_signal(rewards, self._weights, args.num_generations, aggregation)
+
+        return DynamicSampling(
+            max_rounds=args.max_resampling_rounds,
+            group_size=args.num_generations,
+            has_signal=has_signal,
+            accelerator=self._accelerator,
+        )
+
+    def _sample(self, rows: list[Row], group_size: int, sinks: Sinks) -> Scored:
+        """One scored completion per row."""
+        rollouts = self._generate(rows)
+        rewards, log = self._score(rows, rollouts, sinks.state)  # (n, F)
+        rollouts = [
+            rollout._replace(extra={name: values[i] for name, values in log.columns.items()})
+            for i, rollout in enumerate(rollouts)
+        ]
+        everyone, columns = self._gather(rewards, rollouts)
+        names = [reward.name for reward in self._rewards]
+        advantages = self._advantages(everyone, group_size)
+        sinks.metrics.add(rollout_metrics(names, everyone, advantages, columns))
+        sinks.metrics.add(log.metrics(self._accelerator))
+        return Scored(rollouts, everyone, columns)
+
+    def _advantages(self, rewards: Tensor, group_size: int) -> Advantages:
+        args = self._args
+        return compute_advantages(
             rewards, self._weights, group_size, args.scale_rewards, args.multi_objective_aggregation
         )
-        names = [reward.name for reward in self._rewards]
-        metrics.add(rollout_metrics(names, rewards, advantages, columns))
-        mine = slice(
-            self._accelerator.process_index * len(rows),
-            (self._accelerator.process_index + 1) * len(rows),
-        )
-        if log is not None:
-            self._log_completions(log, rollouts, advantages, mine)
-        batches = self._slices(rollouts, advantages.advantages[mine], columns, slices)
-        tokens = columns.prompt_lengths.sum() + columns.completion_lengths.sum()
-        return Experience(batches, int(tokens))
 
-    def _generate(self, rows: list[dict[str, Any]]) -> Rollouts:
+    def _generate(self, rows: list[Row]) -> list[Rollout]:
         args = self._args
         prompts = [row["prompt"] for row in rows]
         template = options("chat_template_kwargs", args.chat_template_kwargs)
         prompt_ids = encode_prompts(prompts, self._tokenizer, args.max_prompt_length, template)
-        completion_ids = self._engine.generate(prompt_ids)
+        check_context(prompts, prompt_ids, args.max_completion_length, self._context)
+        completion_ids, logprobs = self._engine.generate(prompt_ids)
         completions = decode_completions(completion_ids, prompts, self._tokenizer)
         truncated = [ids[-1] not in self._engine.eos_token_ids for ids in completion_ids]
-        return Rollouts(prompts, prompt_ids, completions, completion_ids, truncated)
+        reported: Sequence[list[float] | None] = logprobs or [None] * len(prompts)
+        columns = (prompts, prompt_ids, completions, completion_ids, truncated, reported)
+        return [Rollout(*values) for values in zip(*columns, strict=True)]
 
     def _score(
-        self, rows: list[dict[str, Any]], rollouts: Rollouts, state: TrainerState
-    ) -> Tensor:  # (n, F)
+        self, rows: list[Row], rollouts: list[Rollout], state: TrainerState
+    ) -> tuple[Tensor, RewardLog]:  # (n, F)
+        log = RewardLog(len(rows))
         names = [name for name in rows[0] if name not in _NOT_COLUMNS]
         arguments = {name: [row[name] for row in rows] for name in names} | {
-            "prompts": rollouts.prompts,
-            "completions": rollouts.completions,
-            "completion_ids": rollouts.completion_ids,
+            "prompts": [rollout.prompt for rollout in rollouts],
+            "completions": [rollout.completion for rollout in rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in rollouts],
             "trainer_state": state,
+            "log_extra": log.log_extra,
+            "log_metric": log.log_metric,
         }
         rewards = score(self._rewards, len(rows), arguments)
         unscored = rewards.isnan().all(1).nonzero().flatten().tolist()
@@ -136,53 +189,61 @@ class Collector:
                 "advantage 0; the first prompt is %r",
                 len(unscored),
                 len(rows),
-                rollouts.prompts[unscored[0]],
+                rollouts[unscored[0]].prompt,
             )
-        return rewards
+        return rewards, log
 
-    def _gather(self, rewards: Tensor, rollouts: Rollouts) -> tuple[Tensor, RolloutColumns]:
+    def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> tuple[Tensor, RolloutColumns]:
         """All processes' rewards and lengths, by one gather."""
         measures = [
-            [len(ids) for ids in rollouts.prompt_ids],
-            [len(ids) for ids in rollouts.completion_ids],
-            rollouts.truncated,
+            [len(rollout.prompt_ids) for rollout in rollouts],
+            [len(rollout.completion_ids) for rollout in rollouts],
+            [rollout.truncated for rollout in rollouts],
         ]
         table = torch.cat([rewards, torch.tensor(measures, dtype=torch.float32).T], dim=1)
         everyone = self._accelerator.gather(table.to(self._accelerator.device))
         return everyone[:, :-3], RolloutColumns(*everyone[:, -3:].unbind(1))
 
     def _slices(
-        self, rollouts: Rollouts, advantages: Tensor, columns: RolloutColumns, slices: int
+        self, scored: Scored, group_size: int, slices: int, sinks: Sinks
     ) -> list[MicroBatch]:
-        args = self._args
-        masked = columns.truncated if args.mask_truncated_completions else 0.0
-        in_loss = [not (cut and args.mask_truncated_completions) for cut in rollouts.truncated]
-        tokens = (columns.completion_lengths * (1 - masked)).sum().clamp(min=1)
-        num_items = tokens / (self._accelerator.num_processes * slices)
-        count = len(rollouts.prompts)
-        order = torch.randperm(count) if slices > 1 else torch.arange(count)
-        batches = []
-        for part in order.chunk(slices):
-            chosen = part.tolist()
-            batches.append(
-                collate(
-                    [rollouts.prompt_ids[i] for i in chosen],
-                    [rollouts.completion_ids[i] for i in chosen],
-                    [in_loss[i] for i in chosen],
-                    advantages[part.to(advantages.device)],
-                    num_items,
-                    pad_token_id(self._tokenizer),
-                    args.pad_to_multiple_of,
-                )
+        args, accelerator = self._args, self._accelerator
+        rollouts = scored.rollouts
+        advantages = self._advantages(scored.rewards, group_size)
+        total = len(scored.columns.truncated)
+        mine = share(total, accelerator.process_index, accelerator.num_processes)
+        values = advantages.advantages[mine]
+        if sinks.completions is not None:
+            totals = advantages.rewards[mine].tolist()
+            sinks.completions.add(rollouts, totals, values.tolist())
+        masked = args.mask_truncated_completions
+        in_loss = [not (masked and rollout.truncated) for rollout in rollouts]
+        order = torch.randperm(len(rollouts)) if slices > 1 else torch.arange(len(rollouts))
+        parts = [part.tolist() for part in order.chunk(slices)]
+        kept = [sum(len(rollouts[i].completion_ids) for i in part if in_loss[i]) for part in parts]
+        # what the batches divide by is averaged over the processes, as their gradients are
+        local = torch.tensor(kept, dtype=torch.float64, device=accelerator.device)
+        tokens = accelerator.reduce(local, "mean")
+        return [
+            collate(
+                [rollouts[i].prompt_ids for i in part],
+                [rollouts[i].completion_ids for i in part],
+                [in_loss[i] for i in part],
+                values[torch.tensor(part, device=values.device)],
+                TokenCounts(tokens.mean(), count),
+                pad_token_id(self._tokenizer),
+                args.pad_to_multiple_of,
+                _logprobs(rollouts[i] for i in part),
             )
-        return batches
+            for part, count in zip(parts, tokens, strict=True)
+        ]
 
-    def _log_completions(
-        self, log: CompletionLog, rollouts: Rollouts, advantages: Advantages, mine: slice
-    ) -> None:
-        log.add(
-            rollouts.prompts,
-            rollouts.completions,
-            advantages.rewards[mine].tolist(),
-            advantages.advantages[mine].tolist(),
-        )
+
+def _logprobs(rollouts: Iterable[Rollout]) -> list[list[float]] | None:
+    """The engine's log-probabilities, if it reports them."""
+    found = [rollout.logprobs for rollout in rollouts]
+    return None if any(row is None for row in found) else found  # type: ignore[return-value]
+
+
+def _num_tokens(columns: RolloutColumns) -> int:
+    return int(columns.prompt_lengths.sum() + columns.completion_lengths.sum())

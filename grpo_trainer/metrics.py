@@ -26,6 +26,18 @@ class MetricLog:
         if len(self._pending) >= _FOLD_AFTER:
             self._pending = [Metrics.merge(self._pending)]
 
+    def state(self) -> list[dict[str, tuple[str, Tensor, Tensor]]]:
+        """What is not logged yet, as it is: merging it would change how it is rounded."""
+        return [
+            {name: (stat.kind, stat.total, stat.count) for name, stat in metrics.stats.items()}
+            for metrics in self._pending
+        ]
+
+    def restore(self, state: list[dict[str, tuple[str, Tensor, Tensor]]]) -> None:
+        self._pending = [
+            Metrics({name: Stat(*fields) for name, fields in stats.items()}) for stats in state
+        ]
+
     def drain(self) -> dict[str, float]:
         """Values over all micro-batches and processes; names without any sample are left out."""
         merged = _over_processes(Metrics.merge(self._pending), self._accelerator)
@@ -103,7 +115,14 @@ def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     return Stat(kind, total, valid.double().sum())
 
 
-def value_metric(name: str, value: float, device: torch.device) -> Metrics:
-    """One sample of a host number, averaged over the window."""
-    total = torch.tensor(value, dtype=torch.float64, device=device)
+def value_metric(name: str, value: float | Tensor, device: torch.device) -> Metrics:
+    """One sample of a number, averaged over the window."""
+    total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
     return Metrics({name: Stat("mean", total, torch.ones_like(total))})
+
+
+def step_metric(name: str, part: Tensor, last: bool) -> Metrics:
+    """A micro-batch's part of an optimizer step's sum, averaged over the window's steps."""
+    total = part.detach().double()
+    count = torch.ones_like(total) if last else torch.zeros_like(total)
+    return Metrics({name: Stat("mean", total, count)})

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import TokenBatch
 from grpo_kernels.packing import IGNORE_INDEX
+
+
+class TokenCounts(NamedTuple):
+    """Tokens in the loss, averaged over the processes. Each ()."""
+
+    per_micro_batch: Tensor  # of the generation batch's micro-batches
+    here: Tensor  # of this one
 
 
 @dataclass
@@ -25,17 +33,24 @@ class MicroBatch:
     target: Tensor  # (B, L) int64
     advantages: Tensor  # (B,) fp32
     num_items: Tensor  # () what token-sum losses divide by, per micro-batch of the window
+    num_tokens: Tensor  # () what means over this micro-batch divide by
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
+    rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
 
-    def token_batch(self, gradient_accumulation_steps: int) -> TokenBatch:
+    def token_batch(
+        self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
+    ) -> TokenBatch:
         """The tokens in the loss. ``num_items`` scales with the window's micro-batches."""
         return TokenBatch.from_padded(
             self.target,
             self.advantages,
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
+            rollout_logprobs=self.rollout_logprobs,
             num_items_in_batch=self.num_items * gradient_accumulation_steps,
+            num_tokens_in_micro_batch=self.num_tokens,
+            entropy_scale=entropy_scale,
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
 
@@ -45,9 +60,10 @@ def collate(
     completion_ids: Sequence[list[int]],
     in_loss: Sequence[bool],
     advantages: Tensor,  # (B,)
-    num_items: Tensor,  # ()
+    tokens: TokenCounts,
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
+    logprobs: Sequence[list[float]] | None = None,
 ) -> MicroBatch:
     """Joins and pads; the result is on the device of ``advantages``."""
     rows, targets = [], []
@@ -64,7 +80,30 @@ def collate(
         pad_rows(part, value, multiple=pad_to_multiple_of).to(advantages.device)
         for part, value in pads
     )
-    return MicroBatch(input_ids, attention_mask, target, advantages, num_items)
+    return MicroBatch(
+        input_ids,
+        attention_mask,
+        target,
+        advantages,
+        num_items=tokens.per_micro_batch,
+        num_tokens=tokens.here,
+        rollout_logprobs=_at_targets(logprobs, prompt_ids, input_ids),
+    )
+
+
+def _at_targets(
+    logprobs: Sequence[list[float]] | None,
+    prompt_ids: Sequence[list[int]],
+    input_ids: Tensor,  # (B, L)
+) -> Tensor | None:  # (B, L)
+    """Where ``target`` has the tokens that they belong to, 0 elsewhere."""
+    if logprobs is None:
+        return None
+    placed = torch.zeros(input_ids.shape)
+    for row, values, prompt in zip(placed, logprobs, prompt_ids, strict=True):
+        start = len(prompt) - 1
+        row[start : start + len(values)] = torch.tensor(values)
+    return placed.to(input_ids.device)
 
 
 def pad_rows(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -10,32 +13,64 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from grpo_kernels.model_head import keep_head_in_fp32
+from grpo_trainer.adapters import prepare_adapter, with_adapter
 from grpo_trainer.config import GRPOConfig, options
 
 
-def load_policy(model: str | PreTrainedModel, args: GRPOConfig) -> PreTrainedModel:
-    """The model, in fp32 unless ``model_init_kwargs`` has a ``dtype``.
+def load_policy(
+    model: str | PreTrainedModel,
+    args: GRPOConfig,
+    peft_config: Any | None = None,
+    quantization_config: Any | None = None,
+) -> PreTrainedModel:
+    """The model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter if any.
 
     Raises:
-        ValueError: there is no such model, or ``model_init_kwargs`` comes with an instance.
+        ValueError: there is no such model, options for loading come with an instance, or the
+            adapter cannot be trained.
     """
     if isinstance(model, str):
-        defaults = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
-        settings = defaults | options("model_init_kwargs", args.model_init_kwargs)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(model, **settings)
-        except OSError as error:  # no such folder or hub id, no connection, no weights
-            raise ValueError(f"model {model!r} cannot be loaded: {error}") from error
-    elif args.model_init_kwargs is not None:
-        raise ValueError(
-            "model_init_kwargs: expected None with a model instance, "
-            f"got {args.model_init_kwargs!r}"
-        )
+        model = _load(model, args, quantization_config)
+    else:
+        given = {
+            "model_init_kwargs": args.model_init_kwargs,
+            "quantization_config": quantization_config,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected None with a model instance, got {value!r}")
+    if args.cast_lm_head_to_fp32:
+        keep_head_in_fp32(model)
+    if peft_config is not None:
+        model = with_adapter(model, peft_config)
+    prepare_adapter(model, args)
     if args.disable_dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     return model
+
+
+def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
+    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
+    if quantization_config is not None:
+        if "quantization_config" in settings:
+            raise ValueError(
+                "quantization_config: expected it once, got it in model_init_kwargs too"
+            )
+        settings["quantization_config"] = quantization_config
+        if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
+            settings.setdefault("device_map", {"": args.device})
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **settings)
+    except OSError as error:  # no such folder or hub id, no connection, no weights
+        raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
+    except ImportError as error:  # bitsandbytes, or what else a quantisation needs
+        if "quantization_config" not in settings:
+            raise
+        raise ValueError(f"quantization_config: {error}") from error
 
 
 def load_tokenizer(model: PreTrainedModel, args: GRPOConfig) -> PreTrainedTokenizerBase:

@@ -32,6 +32,34 @@ def encode_prompts(
     return encoded
 
 
+def check_context(
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[list[int]],
+    max_completion_length: int,
+    context: int | None,
+) -> None:
+    """Raises ValueError unless every prompt leaves room for its completion.
+
+    ``context`` is the number of tokens that the policy has positions for; None: any number.
+    """
+    if context is None:
+        return
+    longest = max(range(len(prompts)), key=lambda index: len(prompt_ids[index]))
+    room, length = context - max_completion_length, len(prompt_ids[longest])
+    if length > room:
+        raise ValueError(
+            f"prompt: expected at most {room} tokens (the model's {context} positions less "
+            f"max_completion_length = {max_completion_length}), got {length} tokens from "
+            f"{shortened(prompts[longest])}; max_prompt_length cuts prompts"
+        )
+
+
+def shortened(value: Any, characters: int = 200) -> str:
+    """``repr`` for a message: a prompt may be a whole book."""
+    text = repr(value)
+    return text if len(text) <= characters else text[:characters] + "..."
+
+
 def decode_completions(
     completion_ids: Sequence[list[int]],
     prompts: Sequence[Prompt],
@@ -66,5 +94,5 @@ def _encode(
             f"prompt: expected text or a list of messages, got {type(prompt).__name__}"
         )
     if not ids:
-        raise ValueError(f"prompt: expected at least one token, got none from {prompt!r}")
+        raise ValueError(f"prompt: expected at least one token, got none from {shortened(prompt)}")
     return list(ids)

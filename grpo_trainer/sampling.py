@@ -1,65 +1,133 @@
-"""The order in which prompts are drawn."""
+"""Which prompts come next, in training and in evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
 
 import torch
+from datasets import IterableDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler
 
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import Prompts
 
-class RepeatSampler(Sampler[int]):
-    """Draws whole generation batches, each prompt repeated for its group.
+Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
 
-    With ``prompts_per_batch`` 2, ``group_size`` 3 and ``repeats`` 2 the indices begin like
-    ``7 7 7 1 1 1  7 7 7 1 1 1  4 4 4 ...``. The order depends on ``seed`` and the epoch only, so it
-    is the same on every process and after a resume. Prompts that do not fill a last batch are
-    left for another epoch.
+
+class PromptStream:
+    """The training prompts, pass after pass, in one order on every process and after a resume.
+
+    A dataset is shuffled by ``seed`` and the number of the pass, and its passes are cut to whole
+    generation batches; the rest has its turn in another order. A streaming dataset comes in the
+    order of its own: shuffle it with its ``shuffle``, which gets a new epoch with every pass.
 
     Args:
-        size: number of prompts.
-        group_size: consecutive repetitions of a prompt.
+        dataset: rows with a ``prompt``.
         prompts_per_batch: different prompts of a generation batch.
-        repeats: how often a generation batch is given out.
         seed: of the shuffling; None: dataset order.
-        epoch: called at the start of each pass.
     """
 
     def __init__(
         self,
-        size: int,
-        group_size: int,
-        *,
+        dataset: Prompts,
         prompts_per_batch: int = 1,
-        repeats: int = 1,
         seed: int | None = None,
-        epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.size = size
-        self.group_size = group_size
-        self.prompts_per_batch = prompts_per_batch
-        self.repeats = repeats
-        self.seed = seed
-        self.epoch = epoch
+        self._dataset = dataset
+        self._per_batch = prompts_per_batch
+        self._seed = seed
+        self.restore({"epoch": 0, "offset": 0})
 
-    def __iter__(self) -> Iterator[int]:
-        order = self._order()
-        for start in range(0, self._whole(), self.prompts_per_batch):
-            batch = order[start : start + self.prompts_per_batch]
-            for _ in range(self.repeats):
-                for index in batch:
-                    yield from [index] * self.group_size
+    @classmethod
+    def for_training(cls, dataset: Prompts, args: GRPOConfig) -> PromptStream:
+        """The stream that ``args`` asks for."""
+        if args.remove_unused_columns:
+            dataset = dataset.select_columns(["prompt"])
+        seed = args.seed if args.shuffle_dataset else None
+        return cls(dataset, args.prompts_per_generation, seed)
 
-    def __len__(self) -> int:
-        return self._whole() * self.group_size * self.repeats
+    def take(self, count: int) -> list[Row]:
+        """The next ``count`` rows.
 
-    def _whole(self) -> int:
-        return self.size - self.size % self.prompts_per_batch
+        Raises:
+            ValueError: the dataset is empty.
+        """
+        taken: list[Row] = []
+        while True:
+            part = list(islice(self._rows, count - len(taken)))
+            self._offset += len(part)
+            taken += part
+            if len(taken) == count:
+                return taken
+            if self._offset == 0:
+                raise ValueError("train_dataset: expected prompts, got an empty dataset")
+            self.restore({"epoch": self._epoch + 1, "offset": 0})
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands."""
+        return {"epoch": self._epoch, "offset": self._offset}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes to where a stream of the same dataset stood. A streaming dataset is read again."""
+        self._epoch, self._offset = state["epoch"], state["offset"]
+        self._rows = self._pass()
+
+    def _pass(self) -> Iterator[Row]:
+        dataset = self._dataset
+        if isinstance(dataset, IterableDataset):
+            dataset.set_epoch(self._epoch)
+            return islice(iter(dataset), self._offset, None)
+        whole = len(dataset) - len(dataset) % self._per_batch
+        return (dataset[index] for index in self._order()[self._offset : whole])
 
     def _order(self) -> list[int]:
-        if self.seed is None:
-            return list(range(self.size))
+        size = len(self._dataset)
+        if self._seed is None:
+            return list(range(size))
         generator = torch.Generator()
         # consecutive seeds are fine: the generator mixes its seed
-        generator.manual_seed(self.seed + self.epoch())
-        return torch.randperm(self.size, generator=generator).tolist()
+        generator.manual_seed(self._seed + self._epoch)
+        return torch.randperm(size, generator=generator).tolist()
+
+
+def completions_per_epoch(dataset: Prompts, args: GRPOConfig) -> int:
+    """Completions in the loss from one pass over ``dataset``; of a stream: from all steps."""
+    if isinstance(dataset, IterableDataset):
+        micro_steps = args.max_steps * args.gradient_accumulation_steps
+    else:
+        batches = len(dataset) // args.prompts_per_generation
+        micro_steps = batches * args.micro_steps_per_generation
+    return micro_steps * args.per_device_train_batch_size * args.world_size
+
+
+class RepeatSampler(Sampler[int]):
+    """Each of ``size`` indices ``group_size`` times in a row: ``0 0 0 1 1 1 2 ...``."""
+
+    def __init__(self, size: int, group_size: int) -> None:
+        self.size = size
+        self.group_size = group_size
+
+    def __iter__(self) -> Iterator[int]:
+        return repeated(range(self.size), self.group_size)
+
+    def __len__(self) -> int:
+        return self.size * self.group_size
+
+
+class RepeatedStream(TorchIterableDataset):
+    """The same for the rows of a streaming dataset."""
+
+    def __init__(self, rows: IterableDataset, group_size: int) -> None:
+        self.rows = rows
+        self.group_size = group_size
+
+    def __iter__(self) -> Iterator[Row]:
+        return repeated(self.rows, self.group_size)
+
+
+def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:
+    """Each item ``times`` times in a row."""
+    return (item for item in items for _ in range(times))

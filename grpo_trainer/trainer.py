@@ -4,56 +4,76 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
-from grpo_kernels import linear_logprobs, linear_policy_loss
-from grpo_kernels.modeling import HeadFn, LMHead, add_fused_head
+from grpo_kernels import linear_policy_loss
+from grpo_kernels.model_check import check_fused_head
+from grpo_kernels.modeling import add_fused_head
+from grpo_trainer.adapters import base_policy, load_adapters
+from grpo_trainer.buffer import RolloutBuffer
 from grpo_trainer.completions import CompletionLog
 from grpo_trainer.config import GRPOConfig, loss_config
-from grpo_trainer.data import check_datasets
-from grpo_trainer.experience import Collector
-from grpo_trainer.metrics import MetricLog, value_metric
+from grpo_trainer.data import Prompts, as_they_are, check_datasets
+from grpo_trainer.entropy import AdaptiveEntropy
+from grpo_trainer.experience import Collector, Sinks
+from grpo_trainer.forward import policy_loss_of, target_logprobs
+from grpo_trainer.metrics import MetricLog, step_metric, value_metric
 from grpo_trainer.microbatch import MicroBatch
+from grpo_trainer.placement import check_placement
 from grpo_trainer.policy import load_policy, load_tokenizer
-from grpo_trainer.reference import frozen_reference
-from grpo_trainer.rewards import resolve_rewards
-from grpo_trainer.rewards.resolve import RewardSource
-from grpo_trainer.rollout import TransformersEngine
-from grpo_trainer.sampling import RepeatSampler
+from grpo_trainer.reference import SyncReference, make_reference
+from grpo_trainer.resumable import ResumableTrainer
+from grpo_trainer.rewards import RewardSource, Tokenizers, resolve_rewards
+from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
+from grpo_trainer.router import router_coef
+from grpo_trainer.sampling import (
+    PromptStream,
+    RepeatedStream,
+    RepeatSampler,
+    Row,
+    completions_per_epoch,
+)
 
-Rows = list[dict[str, Any]]
 
-
-class GRPOTrainer(Trainer):
+class GRPOTrainer(ResumableTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
         model: a model, or its name or folder.
         reward_funcs: callables ``(prompts, completions, completion_ids, **columns,
-            trainer_state) -> list of numbers or None``, names of built-in rewards, import paths
+            trainer_state, log_extra, log_metric) -> list of numbers or None``, plain or ``async``,
+            reward models (modules, folders, hub ids), names of built-in rewards, import paths
             ``package.module.function``, or several of them.
         args: the configuration.
         train_dataset: rows with a ``prompt`` (text, or messages for the chat template); reward
-            functions get the other columns.
+            functions get the other columns. A streaming dataset needs ``max_steps`` and comes in
+            its own order, again and again.
         eval_dataset: the same, or a dictionary of them.
         processing_class: the tokenizer. Default: the one that belongs to the model.
+        reward_processing_classes: tokenizers of reward models, one per reward function. Default,
+            and None among them: the one that belongs to the model.
         callbacks, optimizers: as in ``transformers.Trainer``.
+        quantization_config: how a model given by name is quantised; needs ``peft_config``.
+        peft_config: a new adapter, such as ``peft.LoraConfig``: only that is trained and saved.
+        rollout_engine: samples the completions. Default: what ``args`` asks for.
 
     Raises:
         ValueError: an argument is wrong, or an unsupported combination is asked for.
     """
 
-    _position: int  # micro-steps taken; says which slice is next and when to generate
-    _buffer: list[MicroBatch] | None  # the slices of the current generation batch
+    _prompts: PromptStream  # where training takes its prompts from
+    _slices: RolloutBuffer  # of the current generation batch
+    _entropy: AdaptiveEntropy | None = None
     _seconds: float  # of the optimizer step so far
 
     def __init__(
@@ -61,23 +81,30 @@ class GRPOTrainer(Trainer):
         model: str | PreTrainedModel,
         reward_funcs: RewardSource | Sequence[RewardSource],
         args: GRPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: Prompts | None = None,
+        eval_dataset: Prompts | dict[str, Prompts] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Tokenizers = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any | None = None,
+        peft_config: Any | None = None,
+        rollout_engine: RolloutEngine | None = None,
     ) -> None:
         args = args if args is not None else GRPOConfig()
-        check_datasets(train_dataset, eval_dataset, args.prompts_per_generation)
-        rewards = resolve_rewards(reward_funcs)
+        check_datasets(train_dataset, eval_dataset, args)
+        rewards = resolve_rewards(reward_funcs, reward_processing_classes, args)
         self.loss_config = loss_config(args)
-        policy = load_policy(model, args)
-        self.ref_model = frozen_reference(policy) if self.loss_config.beta != 0 else None
-        add_fused_head(policy)
+        if args.use_adaptive_entropy:  # the coefficient comes with each batch: no config changes
+            self.loss_config = replace(self.loss_config, entropy_coef=1.0)
+        policy = load_policy(model, args, peft_config, quantization_config)
+        self._reference = make_reference(policy, args, peft_config)
+        add_fused_head(base_policy(policy))
+        self._router_coef = router_coef(base_policy(policy), args)
         super().__init__(
             model=policy,
             args=args,
-            data_collator=_rows,
+            data_collator=as_they_are,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class or load_tokenizer(policy, args),
@@ -86,38 +113,55 @@ class GRPOTrainer(Trainer):
             # our loss is already scaled for gradient accumulation; Trainer takes that from here
             compute_loss_func=linear_policy_loss,
         )
-        self._check_placement()
-        if self.ref_model is not None:
-            self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
-        engine = TransformersEngine(lambda: self.model, self.processing_class, args)
-        self._collector = Collector(args, self.accelerator, self.processing_class, engine, rewards)
+        check_placement(self)
+        check_fused_head(base_policy(self.model))
+        if self._reference is not None:
+            self._reference.prepare(self.accelerator)
+            if args.sync_ref_model:
+                self.add_callback(SyncReference(self._reference))
+        engine_context = EngineContext(
+            policy=lambda: self.model,
+            tokenizer=self.processing_class,
+            args=args,
+            accelerator=self.accelerator,
+        )
+        rollouts = make_rollouts(engine_context, lambda: self.state.global_step, rollout_engine)
+        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        self._collector = Collector(
+            args, self.accelerator, self.processing_class, rollouts, rewards, context
+        )
         self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
         folder = Path(args.output_dir) / "completions"
-        to_print = args.num_completions_to_print
-        self._completions = CompletionLog(folder, to_print) if args.log_completions else None
-        self._reset_position()
+        shown = (args.num_completions_to_print, args.log_unique_prompts)
+        self._completions = CompletionLog(folder, *shown) if args.log_completions else None
+        self.start()
 
-    # The data: a loader batch is this process's share of a whole generation batch.
+    @property
+    def _buffer(self) -> list[MicroBatch]:
+        return self._slices.batches
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The second model of beta != 0; None if an adapter is switched instead."""
+        return None if self._reference is None else self._reference.model
+
+    # The data. The loop counts the items of a loader; the prompts come from a stream of their own,
+    # from which dynamic sampling takes as many as it needs.
 
     def get_train_dataloader(self) -> DataLoader:
-        return self._get_dataloader(
-            dataset=self.train_dataset,
-            description="Training",
-            batch_size=self._train_batch_size * self.args.steps_per_generation,
-            sampler_fn=self._get_train_sampler,
-            is_training=True,
-        )
+        """One item per completion in the loss and epoch."""
+        items: Any = range(completions_per_epoch(self.train_dataset, self.args))
+        batch = self._train_batch_size
+        loader = DataLoader(items, batch_size=batch, collate_fn=as_they_are)
+        return self.accelerator.prepare(loader)
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> RepeatSampler:
-        args = self.args
-        return RepeatSampler(
-            len(train_dataset if train_dataset is not None else self.train_dataset),
-            args.num_generations,
-            prompts_per_batch=args.prompts_per_generation,
-            repeats=args.micro_steps_per_generation,
-            seed=args.seed if args.shuffle_dataset else None,
-            epoch=lambda: int(self.state.epoch or 0),
-        )
+    def _get_dataloader(self, dataset: Prompts, *args: Any, **kwargs: Any) -> DataLoader:
+        if isinstance(dataset, IterableDataset):  # for evaluation, which has no sampler then
+            self.args.check_eval_batch()
+            # each process reads for itself: one that reads for all could only send tensors
+            self.accelerator.dataloader_config.dispatch_batches = False
+            dataset = RepeatedStream(dataset, self.args.eval_group_size)
+        return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> RepeatSampler:
         self.args.check_eval_batch()
@@ -129,26 +173,26 @@ class GRPOTrainer(Trainer):
     # The step. A generation batch is made once, then its slices are used num_iterations times.
 
     def training_step(
-        self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._position += 1
+        self._slices.position += 1
         self._seconds += time.perf_counter() - start
-        if self.accelerator.sync_gradients:  # the optimizer steps now
-            metric = value_metric("step_time", self._seconds, self.accelerator.device)
-            self._metrics[True].add(metric)
+        stepping = self.accelerator.sync_gradients  # the optimizer steps now
+        metrics = self._metrics[True]
+        metrics.add(step_metric("loss", loss, stepping))
+        if stepping:
+            metrics.add(value_metric("step_time", self._seconds, self.accelerator.device))
             self._seconds = 0.0
+            if self._entropy is not None:
+                metrics.add(self._entropy.step())
         return loss
 
-    def _prepare_inputs(self, inputs: Rows) -> MicroBatch:
-        args = self.args
-        if not self.model.training:
-            return self._experience(inputs, args.eval_group_size, slices=1)[0]
-        slices = args.steps_per_generation
-        if self._buffer is None or self._position % args.micro_steps_per_generation == 0:
-            self._buffer = self._experience(inputs, args.num_generations, slices)
-        return self._buffer[self._position % slices]
+    def _prepare_inputs(self, inputs: Any) -> MicroBatch:
+        if self.model.training:
+            return self._slices.current(self._generation_batch)
+        return self._evaluation_batch(inputs)
 
     def compute_loss(
         self,
@@ -160,65 +204,53 @@ class GRPOTrainer(Trainer):
         if return_outputs:
             raise ValueError("return_outputs: expected False (there are no logits), got True")
         training = model.training
-        batch = inputs.token_batch(self.current_gradient_accumulation_steps if training else 1)
-
-        def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
-            loss, metrics = linear_policy_loss(
-                hidden, head.weight, batch, self.loss_config, **_head_options(head)
-            )
-            self._metrics[training].add(metrics)
+        steps = self.current_gradient_accumulation_steps if training else 1
+        scale = self._entropy.scale if self._entropy is not None else None
+        loss, metrics, routers = policy_loss_of(
+            model,
+            inputs,
+            inputs.token_batch(steps, scale),
+            self.loss_config,
+            with_router_loss=self._router_coef != 0,
+        )
+        self._metrics[training].add(metrics)
+        if self._entropy is not None and training:
+            self._entropy.add(metrics)
+        if routers is None:
             return loss
-
-        return _forward(model, inputs, head_fn)
+        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
+        return loss + self._router_coef / steps * routers
 
     def prediction_step(
-        self, model: nn.Module, inputs: Rows, *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: list[Row], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None, None]:
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, batch), None, None
+            loss = self.compute_loss(model, batch)
+        # Trainer's own mean takes the dataset's length for the number of completions
+        self._metrics[False].add(step_metric("loss", loss, last=True))
+        return loss, None, None
 
-    def _experience(self, rows: Rows, group_size: int, slices: int) -> list[MicroBatch]:
-        training = self.model.training
-        batches, num_tokens = self._collector.collect(
-            rows,
-            group_size,
-            slices,
-            self.state,
-            self._metrics[training],
-            self._completions if training else None,
-        )
-        if training:
-            self.state.num_input_tokens_seen += num_tokens
-        for batch in batches:
-            if training and self._policy_moves_within_generation():
-                batch.old_logprobs = self._logprobs(self.model, batch)
-            if self.ref_model is not None:
-                batch.ref_logprobs = self._logprobs(self.ref_model, batch)
-        return batches
+    def _generation_batch(self) -> list[MicroBatch]:
+        """The micro-batches of the next prompts."""
+        sinks = Sinks(self.state, self._metrics[True], self._completions)
+        batches, num_tokens = self._collector.train(self._prompts, sinks)
+        self.state.num_input_tokens_seen += num_tokens
+        moves = self.args.policy_moves_within_generation
+        return [self._with_logprobs(batch, old=moves) for batch in batches]
 
-    def _policy_moves_within_generation(self) -> bool:
-        """Whether a slice can be used by a later policy than the one that generated it."""
-        return self.args.gradient_accumulation_steps % self.args.micro_steps_per_generation != 0
+    def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
+        sinks = Sinks(self.state, self._metrics[False])
+        return self._with_logprobs(self._collector.evaluate(rows, sinks))
 
-    def _logprobs(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the batch's targets, (B, L), without dropout or gradient."""
-
-        def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
-            temperature = self.loss_config.temperature
-            options = _head_options(head)
-            logprobs = linear_logprobs(
-                hidden, head.weight, batch.target, temperature=temperature, **options
-            ).logprobs
-            assert logprobs is not None  # the default output
-            return logprobs
-
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            logprobs = _forward(model, batch, head_fn)
-        model.train(was_training)
-        return logprobs
+    def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
+        temperature = self.loss_config.temperature
+        if old:
+            batch.old_logprobs = target_logprobs(self.model, batch, temperature)
+        if self._reference is not None:
+            with self._reference.running(self.model) as reference:
+                batch.ref_logprobs = target_logprobs(reference, batch, temperature)
+        return batch
 
     # Logs and checkpoints.
 
@@ -237,60 +269,28 @@ class GRPOTrainer(Trainer):
         output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
         return output
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._reset_position()
-        return super().train(*args, **kwargs)
-
-    def _reset_position(self) -> None:
-        self._position = 0
-        self._buffer = None
+    def start(self) -> None:
+        args = self.args
         self._seconds = 0.0
+        self._slices = RolloutBuffer(args.steps_per_generation, args.num_iterations)
+        self._parts = {"slices": self._slices, "metrics": self._metrics[True]}
+        if self._completions is not None:
+            self._parts["completions"] = self._completions
+        if args.use_adaptive_entropy:
+            self._parts["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
+        if self.train_dataset is not None:
+            self._prompts = PromptStream.for_training(self.train_dataset, args)
+            self._parts["prompts"] = self._prompts
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial=trial))
-            folder = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            buffer = [asdict(batch) for batch in self._buffer or []]
-            torch.save({"position": self._position, "buffer": buffer}, self._rollout_file(folder))
-        super()._save_checkpoint(model, trial)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
+        if is_peft_model(self.model):  # Trainer does not load each one in every version
+            load_adapters(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, *args)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        file = self._rollout_file(Path(checkpoint))
-        if not file.exists():
-            raise ValueError(
-                f"resume_from_checkpoint: expected {file.name} in {checkpoint} (written by a run "
-                "with as many processes), got none"
-            )
-        saved = torch.load(file, map_location=self.accelerator.device, weights_only=True)
-        self._position = saved["position"]
-        self._buffer = [MicroBatch(**fields) for fields in saved["buffer"]]
+    def shared_state(self) -> dict[str, Any]:
+        return {"reference": self._reference.state_dict() if self._reference is not None else {}}
 
-    def _rollout_file(self, folder: Path) -> Path:
-        return folder / f"rollouts_{self.accelerator.process_index}.pt"
-
-    def _check_placement(self) -> None:
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"expected one GPU per process, got {self.args.n_gpu}; start with "
-                "`accelerate launch` or set CUDA_VISIBLE_DEVICES"
-            )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError("fsdp, deepspeed: expected neither (rollouts need whole parameters)")
-
-
-def _rows(rows: Rows) -> Rows:
-    return rows
-
-
-def _forward(model: nn.Module, batch: MicroBatch, head_fn: HeadFn) -> Tensor:
-    """What ``head_fn`` makes of the hidden states, computed inside the model's own forward."""
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, head_fn=head_fn)
-    return output.head
-
-
-def _head_options(head: LMHead) -> dict[str, Any]:
-    return {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        if self._reference is not None:
+            self._reference.load_state_dict(state["reference"])

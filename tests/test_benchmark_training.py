@@ -30,14 +30,14 @@ def raising(job):
 
 def raising_later(job):
     trainer = OURS.build(job)
-    collect = trainer._collector.collect
+    collect = trainer._collector.train
 
     def failing(*arguments):
         if trainer.state.global_step == 1:
             raise RuntimeError("broken in the second step")
         return collect(*arguments)
 
-    trainer._collector.collect = failing
+    trainer._collector.train = failing
     return trainer
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,20 +24,52 @@ EVAL_GROUP = 4
 ENTROPY_COEF = 0.05  # keeps the policy exploring until it has found where to stop
 
 
+class _Rollout(NamedTuple):
+    """What an engine needs of the run."""
+
+    heads: int  # of the policy's attention
+    settings: dict[str, Any]
+
+
+_ENGINE = {
+    "enforce_eager": True,
+    "max_num_seqs": GROUP * PROMPTS_PER_STEP,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+ROLLOUTS = {
+    "transformers": _Rollout(heads=4, settings={}),
+    # on a CPU, vLLM's heads have a multiple of 32 channels
+    "vllm": _Rollout(
+        heads=2,
+        settings={
+            "use_vllm": True,
+            "vllm_gpu_memory_utilization": 0.1,
+            "vllm_engine_kwargs": json.dumps(_ENGINE),
+        },
+    ),
+}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m grpo_trainer.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for results.")
     parser.add_argument("--steps", type=int, default=STEPS, help="Optimizer steps.")
     parser.add_argument("--seed", type=int, default=0, help="Of weights, data split and sampling.")
+    parser.add_argument(
+        "--rollout", choices=tuple(ROLLOUTS), default="transformers", help="Engine."
+    )
     options = parser.parse_args(argv)
+    engine = ROLLOUTS[options.rollout]
     start = time.perf_counter()
     # the policy is too small to share: more threads would mostly wait for one another
     torch.set_num_threads(1)
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     train_file, eval_file = write_dataset(out, options.seed)
-    write_policy(out / "model", options.seed)
-    cli.main(_arguments(out, train_file, eval_file, options.steps, options.seed))
+    write_policy(out / "model", options.seed, engine.heads)
+    run = _arguments(out, train_file, eval_file, options.steps, options.seed) | engine.settings
+    cli.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
     history = json.loads((out / "trained" / "trainer_state.json").read_text())["log_history"]
     summary = _summary(out, eval_file, history, start)
     report.write_summary(out, summary)
@@ -46,9 +79,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{report.table(summary, shape)}\n\nsummary.json, metrics.csv, curves.png: {out}")
 
 
-def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) -> list[str]:
-    """The command line of ``grpo-train`` for this run."""
-    options = {
+def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) -> dict[str, Any]:
+    """The arguments of ``grpo-train`` for this run."""
+    return {
         "model_name_or_path": out / "model",
         "dataset_name": train,
         "eval_dataset_name": evaluation,
@@ -72,7 +105,6 @@ def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) 
         "dataloader_pin_memory": False,
         "seed": seed,
     }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def _summary(out: Path, eval_file: Path, history: report.History, start: float) -> report.Summary:

@@ -22,9 +22,9 @@ from grpo_kernels.modeling import LMHead, add_fused_head
 from grpo_trainer.advantages import compute_advantages
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.microbatch import MicroBatch, collate
+from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
 from grpo_trainer.prompts import decode_completions, encode_prompts
-from grpo_trainer.rollout import TransformersEngine
+from grpo_trainer.rollout import Sampling, TransformersEngine
 
 # a head of real size: T tokens, width D, V vocabulary entries
 TOKENS, WIDTH, VOCABULARY = 1024, 64, 32768
@@ -75,14 +75,19 @@ def _rollout(
     rows = [row for row in dataset for _ in range(group)]
     prompts = [row["prompt"] for row in rows]
     prompt_ids = encode_prompts(prompts, tokenizer)
-    completion_ids = TransformersEngine(lambda: model, tokenizer, args).generate(prompt_ids)
+    engine, sampling = (
+        TransformersEngine(lambda: model, tokenizer),
+        Sampling.from_config(args, tokenizer),
+    )
+    completion_ids = engine.generate(prompt_ids, sampling).token_ids
     completions = decode_completions(completion_ids, prompts, tokenizer)
     rewards = digits_reversal_reward(completions, [row["answer"] for row in rows])
     advantages = compute_advantages(torch.tensor(rewards)[:, None], torch.ones(1), group).advantages
     tokens = torch.tensor(float(sum(map(len, completion_ids))))
     kept = [True] * len(rows)
+    counts = TokenCounts(tokens, tokens)
     return collate(
-        prompt_ids, completion_ids, kept, advantages, tokens, tokenizer.pad_token_id or 0
+        prompt_ids, completion_ids, kept, advantages, counts, tokenizer.pad_token_id or 0
     )
 
 

@@ -25,16 +25,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
 
 
-def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> Qwen3ForCausalLM:
     """Two layers of width 64 with random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=64 // heads,
         max_position_embeddings=64,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -45,8 +45,8 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     return Qwen3ForCausalLM(config)
 
 
-def write_policy(folder: Path, seed: int) -> None:
+def write_policy(folder: Path, seed: int, heads: int = 4) -> None:
     """Saves tokenizer and policy to ``folder``, where ``from_pretrained`` finds them."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
-    make_policy(tokenizer, seed).save_pretrained(folder)
+    make_policy(tokenizer, seed, heads).save_pretrained(folder)

@@ -1,7 +1,26 @@
 """Reward functions: how they are found, called and checked."""
 
-from grpo_trainer.rewards.builtin import BUILTIN_REWARDS
+from grpo_trainer.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward
+from grpo_trainer.rewards.builtin import (
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    think_format_reward,
+)
 from grpo_trainer.rewards.call import RewardFunction, score
-from grpo_trainer.rewards.resolve import resolve_rewards
+from grpo_trainer.rewards.log import RewardLog
+from grpo_trainer.rewards.resolve import BUILTIN_REWARDS, RewardSource, Tokenizers, resolve_rewards
 
-__all__ = ["BUILTIN_REWARDS", "RewardFunction", "resolve_rewards", "score"]
+__all__ = [
+    "BUILTIN_REWARDS",
+    "RewardFunction",
+    "RewardLog",
+    "RewardSource",
+    "Tokenizers",
+    "accuracy_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "resolve_rewards",
+    "score",
+    "think_format_reward",
+]

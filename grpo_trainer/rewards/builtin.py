@@ -1,18 +1,95 @@
-"""Rewards that need no code of the user."""
+"""Rewards on format and length. Those with settings are made by a ``get_...`` function."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-_THINK_THEN_ANSWER = re.compile(r"\s*<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
+Reward = Callable[..., list[float]]
+OptionalReward = Callable[..., list[float | None]]
+
+_THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
+
+
+def text_of(completion: str | list[dict[str, Any]]) -> str:
+    """The text of a completion: itself, or that of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """1 if the completion is one ``<think>...</think>`` block followed by the answer, else 0."""
-    texts = [item if isinstance(item, str) else item[-1]["content"] for item in completions]
-    return [float(_THINK_THEN_ANSWER.fullmatch(text) is not None) for text in texts]
+    return [float(_THINK_THEN_ANSWER.fullmatch(text_of(item)) is not None) for item in completions]
 
 
-BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {"think_format_reward": think_format_reward}
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:
+    """A reward that falls from 0 to -1 over the last tokens before a length limit.
+
+    Equation 13 of DAPO, arXiv:2503.14476: 0 up to ``max_completion_len - soft_punish_cache``
+    tokens, then linearly down to -1 at ``max_completion_len``, and -1 beyond.
+
+    Raises:
+        ValueError: ``soft_punish_cache`` is not in [0, max_completion_len].
+    """
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ValueError(
+            "soft_punish_cache: expected a number between 0 and max_completion_len = "
+            f"{max_completion_len!r}, got {soft_punish_cache!r}"
+        )
+    return functools.partial(
+        soft_overlong_punishment_reward,
+        max_completion_len=max_completion_len,
+        soft_punish_cache=soft_punish_cache,
+    )
+
+
+def soft_overlong_punishment_reward(
+    completion_ids: list[list[int]],
+    *,
+    max_completion_len: int,
+    soft_punish_cache: int,
+    **kwargs: Any,
+) -> list[float]:
+    """See :func:`get_soft_overlong_punishment`."""
+    free = max_completion_len - soft_punish_cache
+
+    def punishment(length: int) -> float:
+        if length <= free:
+            return 0.0
+        return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache
+
+    return [punishment(len(ids)) for ids in completion_ids]
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
+    """A reward of ``max_penalty`` times the share of n-grams that occurred before.
+
+    Appendix C.2 of arXiv:2502.03373, on n-grams of tokens. A completion shorter than an n-gram
+    gets 0.
+
+    Raises:
+        ValueError: ``ngram_size`` is below 1, or ``max_penalty`` above 0.
+    """
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size: expected an integer >= 1, got {ngram_size!r}")
+    if max_penalty > 0:
+        raise ValueError(f"max_penalty: expected a number <= 0, got {max_penalty!r}")
+    return functools.partial(
+        repetition_penalty_reward, ngram_size=ngram_size, max_penalty=max_penalty
+    )
+
+
+def repetition_penalty_reward(
+    completion_ids: list[list[int]], *, ngram_size: int, max_penalty: float, **kwargs: Any
+) -> list[float]:
+    """See :func:`get_repetition_penalty_reward`."""
+
+    def penalty(ids: list[int]) -> float:
+        total = len(ids) - ngram_size + 1
+        if total < 1:
+            return 0.0
+        different = {tuple(ids[start : start + ngram_size]) for start in range(total)}
+        return (total - len(different)) / total * max_penalty
+
+    return [penalty(ids) for ids in completion_ids]

@@ -1,17 +1,19 @@
-"""Calling reward functions: asynchronous ones together, every answer checked."""
+"""Calling reward functions: asynchronous ones beside the others, every answer checked."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from grpo_trainer.rewards.background import start
+
+_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class RewardFunction:
     """A reward function under the name that it is logged with.
 
     It is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids``, one
-    list per further dataset column and ``trainer_state``, and returns one number per completion, or
-    None where it does not apply.
+    list per further dataset column, ``trainer_state``, ``log_extra`` and ``log_metric``, and
+    returns one number per completion; None or NaN where it does not apply.
     """
 
     name: str
@@ -29,18 +31,26 @@ class RewardFunction:
 
 
 def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) -> Tensor:
-    """Rewards (count, F) fp32 on the CPU; NaN where a function returned None.
+    """Rewards (count, F) fp32 on the CPU; NaN where a function does not apply.
+
+    Asynchronous functions run together in one event loop, in a thread of its own: also below a
+    caller that runs a loop itself, as a notebook does. The others run one after the other
+    meanwhile.
 
     Raises:
         ValueError: a function returned the wrong number or type of values.
-        RuntimeError: a function raised; the message names it.
+        RuntimeError: a function raised; the message names it and what it was called with.
     """
     awaited = [reward for reward in rewards if reward.is_async]
-    answers = dict(zip(awaited, _run_async(awaited, arguments), strict=True))
-    for reward in rewards:
-        if not reward.is_async:
-            answers[reward] = _call(reward, arguments)
-    columns = [_checked(reward.name, answers[reward], count) for reward in rewards]
+    pending = start([_await(reward, arguments) for reward in awaited])
+    try:
+        answers = {
+            reward.name: _call(reward, arguments) for reward in rewards if not reward.is_async
+        }
+        answers |= zip((reward.name for reward in awaited), pending.result(), strict=True)
+    finally:
+        pending.cancel()  # when another function failed
+    columns = [_checked(reward.name, answers[reward.name], count) for reward in rewards]
     return torch.tensor(columns, dtype=torch.float32).T
 
 
@@ -48,29 +58,32 @@ def _call(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
     try:
         return reward.function(**arguments)
     except Exception as error:
-        raise _named(reward, error) from error
+        raise _named(reward, error, arguments) from error
 
 
-def _run_async(rewards: list[RewardFunction], arguments: dict[str, Any]) -> list[Any]:
-    if not rewards:
-        return []
-
-    async def call(reward: RewardFunction) -> Any:
-        try:
-            return await reward.function(**arguments)
-        except Exception as error:
-            raise _named(reward, error) from error
-
-    async def call_all() -> list[Any]:
-        return await asyncio.gather(*(call(reward) for reward in rewards))
-
-    # a thread of its own, since the caller (a notebook) may already run an event loop
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(lambda: asyncio.run(call_all())).result()
+async def _await(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
+    try:
+        return await reward.function(**arguments)
+    except Exception as error:
+        raise _named(reward, error, arguments) from error
 
 
-def _named(reward: RewardFunction, error: Exception) -> RuntimeError:
-    return RuntimeError(f"reward function {reward.name!r} raised {type(error).__name__}: {error}")
+def _named(reward: RewardFunction, error: Exception, arguments: dict[str, Any]) -> RuntimeError:
+    first = [
+        f"{name[:-1]} {_short(arguments[name][0])}"
+        for name in ("prompts", "completions")
+        if arguments.get(name)
+    ]
+    count = len(arguments.get("completions", ()))
+    return RuntimeError(
+        f"reward function {reward.name!r} raised {type(error).__name__}: {error}; it was called "
+        f"with {count} completions, the first of them: {', '.join(first)}"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def _checked(name: str, values: Any, count: int) -> list[float]:
@@ -92,10 +105,12 @@ def _checked(name: str, values: Any, count: int) -> list[float]:
 def _number(name: str, value: Any) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise ValueError(
             f"reward function {name!r}: expected numbers or None, got {type(value).__name__}"
         )
+    if math.isinf(value):
+        raise ValueError(f"reward function {name!r}: expected finite numbers, got {value}")
     return float(value)

@@ -2,44 +2,146 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import inspect
-from collections import Counter
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from grpo_trainer.rewards.builtin import BUILTIN_REWARDS
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.rewards import accuracy, builtin
 from grpo_trainer.rewards.call import RewardFunction
+from grpo_trainer.rewards.model import RewardModel, load_reward_model, load_reward_tokenizer
 
-RewardSource = str | Callable[..., Any]
+RewardSource: TypeAlias = str | nn.Module | Callable[..., Any]
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
+BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        accuracy.accuracy_reward,
+        accuracy.get_cosine_scaled_reward,
+        builtin.get_repetition_penalty_reward,
+        builtin.get_soft_overlong_punishment,
+        builtin.think_format_reward,
+    )
+}
+_NEED_MATH_VERIFY = (accuracy.accuracy_reward, accuracy.cosine_scaled_reward)
 
 
-def resolve_rewards(sources: RewardSource | Sequence[RewardSource]) -> list[RewardFunction]:
-    """Reward functions from callables, built-in names and import paths ``package.module.function``.
+def resolve_rewards(
+    sources: RewardSource | Sequence[RewardSource],
+    processing_classes: Tokenizers = None,
+    args: GRPOConfig | None = None,
+) -> list[RewardFunction]:
+    """Reward functions from callables, reward models and names.
 
-    Two functions of one name are told apart in the log by a number: ``name``, ``name_2``.
+    A name is one of :data:`BUILTIN_REWARDS`, an import path ``package.module.function``, or a
+    reward model: a folder, or a hub id ``owner/name``. With settings in parentheses, as in
+    ``get_cosine_scaled_reward(max_len=512)``, the function named is called with them and returns
+    the reward function. Two functions of one name are told apart in the log by a number: ``name``,
+    ``name_2``.
+
+    Args:
+        sources: one, or several.
+        processing_classes: tokenizers of reward models, one per source (None where the model's own
+            is meant or the source is no model).
+        args: where and in which batches reward models run.
 
     Raises:
-        ValueError: there is none, a name is unknown or does not lead to a callable.
+        ValueError: there is none, a name is unknown or does not lead to a callable, a reward model
+            has more than one label, or tokenizers and sources differ in number.
+        ImportError: a package that a built-in reward needs is not installed.
     """
     if isinstance(sources, str) or callable(sources):
         sources = [sources]
     if not sources:
         raise ValueError("reward_funcs: expected at least one reward function, got none")
-    functions = [_load(item) if isinstance(item, str) else item for item in sources]
-    seen: Counter[str] = Counter()
-    rewards = []
+    tokenizers = _one_each(processing_classes, len(sources))
+    args = args if args is not None else GRPOConfig()
+    functions = [_resolve(*pair, args) for pair in zip(sources, tokenizers, strict=True)]
+    names: list[str] = []
     for function in functions:
-        if not callable(function):
-            raise ValueError(
-                f"reward_funcs: expected callables or names, got {type(function).__name__}"
-            )
         name = _name(function)
-        seen[name] += 1
-        if seen[name] > 1:
-            name = f"{name}_{seen[name]}"
-        rewards.append(RewardFunction(name, function, _is_async(function)))
-    return rewards
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        names.append(next(item for item in itertools.chain([name], numbered) if item not in names))
+    return [
+        RewardFunction(*pair, _is_async(pair[1])) for pair in zip(names, functions, strict=True)
+    ]
+
+
+def _one_each(tokenizers: Tokenizers, count: int) -> list[PreTrainedTokenizerBase | None]:
+    if tokenizers is None:
+        return [None] * count
+    several = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+    if len(several) != count:
+        raise ValueError(
+            f"reward_processing_classes: expected {count}, one per reward function, "
+            f"got {len(several)}"
+        )
+    return several
+
+
+def _resolve(
+    source: RewardSource, tokenizer: PreTrainedTokenizerBase | None, args: GRPOConfig
+) -> Callable[..., Any]:
+    if isinstance(source, str):
+        source = load_reward_model(source, args) if _is_model(source) else _by_name(source)
+    if isinstance(source, nn.Module):
+        return RewardModel(source, tokenizer or load_reward_tokenizer(source, args), args)
+    if not callable(source):
+        raise ValueError(
+            f"reward_funcs: expected callables, models or names, got {type(source).__name__}"
+        )
+    if any(_inner(source) is function for function in _NEED_MATH_VERIFY):
+        accuracy.require_math_verify()
+    return source
+
+
+def _is_model(name: str) -> bool:
+    return not name.endswith(")") and ("/" in name or (Path(name) / "config.json").is_file())
+
+
+def _by_name(text: str) -> Callable[..., Any]:
+    """The function named, or what it returns for the settings given in parentheses."""
+    path, settings = _parsed(text)
+    function = _load(path)
+    if settings is None and not path.startswith("get_"):
+        return function
+    try:
+        inspect.signature(function).bind(**(settings or {}))
+    except TypeError as error:
+        raise ValueError(
+            f"reward_funcs: expected settings as in {path}{inspect.signature(function)}, "
+            f"got {text!r}: {error}"
+        ) from error
+    return function(**(settings or {}))
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any] | None]:
+    """``name`` or ``name(key=value, ...)`` with Python literals as values."""
+    if not text.endswith(")"):
+        return text, None
+    problem = ValueError(
+        f"reward_funcs: expected name(key=value, ...) with plain values, got {text!r}"
+    )
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise problem from error
+    if not isinstance(call, ast.Call) or call.args:
+        raise problem
+    try:
+        settings = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+    except ValueError as error:
+        raise problem from error
+    return ast.unparse(call.func), settings
 
 
 def _load(path: str) -> Callable[..., Any]:
@@ -49,8 +151,8 @@ def _load(path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(
-            f"reward_funcs: expected a built-in ({known}) or an import path "
-            f"package.module.function, got {path!r}"
+            f"reward_funcs: expected a built-in ({known}), an import path "
+            f"package.module.function or a reward model (a folder or owner/name), got {path!r}"
         )
     try:
         module = importlib.import_module(module_name)
@@ -60,15 +162,26 @@ def _load(path: str) -> Callable[..., Any]:
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"reward_funcs: module {module_name!r} has no {attribute!r}")
-    return getattr(module, attribute)
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(
+            f"reward_funcs: expected {path!r} to be callable, got {type(function).__name__}"
+        )
+    return function
+
+
+def _inner(function: Any) -> Any:
+    return function.func if isinstance(function, functools.partial) else function
 
 
 def _name(function: Any) -> str:
-    inner = getattr(function, "func", function)  # functools.partial
+    if isinstance(function, RewardModel):
+        return function.name
+    inner = _inner(function)
     return getattr(inner, "__name__", type(inner).__name__)
 
 
 def _is_async(function: Any) -> bool:
-    inner = getattr(function, "func", function)
+    inner = _inner(function)
     # an object is asynchronous if its class defines `async def __call__`
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)

@@ -1,21 +1,116 @@
-"""What every rollout engine does."""
+"""What every rollout engine does: it samples completions, and takes new weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_trainer.config import options
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
 
 TokenIds = list[int]
+# Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
+# the policy's own memory, so it is copied before the next optimizer step and never written to.
+WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn, for every engine alike.
+
+    Args:
+        eos_token_ids: tokens that end a completion; it keeps the one it ends with.
+        max_tokens: longest completion.
+        temperature, top_p, top_k, min_p, repetition_penalty: as in GRPOConfig.
+        structured_outputs_regex: what the text of a completion must match; None: anything.
+        engine_options: the rest of generation_kwargs, in the engine's own names.
+    """
+
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    structured_outputs_regex: str | None = None
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+        """What ``args`` asks for. generation_kwargs override the other fields.
+
+        Both its ``eos_token_id`` (instead of the tokenizer's) and its ``stop_token_ids`` (beside
+        it) end completions.
+        """
+        settings: dict[str, Any] = {
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+        }
+        extra = dict(options("generation_kwargs", args.generation_kwargs))
+        settings |= {name: extra.pop(name) for name in tuple(settings) if name in extra}
+        eos = extra.pop("eos_token_id", tokenizer.eos_token_id)
+        eos = [eos] if isinstance(eos, int) else eos or ()
+        return cls(
+            eos_token_ids=frozenset([*eos, *(extra.pop("stop_token_ids", None) or ())]),
+            max_tokens=args.max_completion_length,
+            structured_outputs_regex=args.vllm_structured_outputs_regex,
+            engine_options=extra,
+            **settings,
+        )
+
+
+class Completions(NamedTuple):
+    """One completion per prompt, each up to and including its first end-of-sequence token."""
+
+    token_ids: list[TokenIds]
+    # of each token, under the distribution it was drawn from; None: the engine does not say
+    logprobs: list[list[float]] | None = None
 
 
 class RolloutEngine(Protocol):
-    """Samples one completion per prompt."""
+    """Samples one completion per prompt. In a distributed run every process calls every method."""
 
-    eos_token_ids: frozenset[int]  # a completion that ends in none of them was truncated
-
-    def generate(self, prompt_ids: list[TokenIds]) -> list[TokenIds]:
-        """Completions, each up to and including its first end-of-sequence token."""
+    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
+        """Completions of this process's prompts, by the weights of the last update."""
         ...
+
+    def update_weights(self, weights: WeightSource) -> None:
+        """Takes over the policy's weights; called before the first ``generate``, and when they
+        changed. ``weights`` stays valid until the next update, and can be called again."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives memory back until ``wake``, if it can. Weights may be lost: an update follows."""
+        ...
+
+    def wake(self) -> None:
+        """The other way."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the engine started. It is not used afterwards."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext:
+    """What an engine is made from."""
+
+    policy: Callable[[], PreTrainedModel]  # unwrapped; asked when needed, wrapping happens late
+    tokenizer: PreTrainedTokenizerBase
+    args: GRPOConfig
+    accelerator: Accelerator
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:
@@ -24,3 +119,14 @@ def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenI
         if token in eos_token_ids:
             return token_ids[: index + 1]
     return token_ids
+
+
+def runs(prompt_ids: list[TokenIds]) -> list[tuple[TokenIds, int]]:
+    """Prompts that follow themselves, with how often: a group is one prompt, sampled n times."""
+    found: list[tuple[TokenIds, int]] = []
+    for ids in prompt_ids:
+        if found and found[-1][0] == ids:
+            found[-1] = (ids, found[-1][1] + 1)
+        else:
+            found.append((ids, 1))
+    return found

@@ -7,60 +7,83 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.microbatch import pad_rows
-from grpo_trainer.rollout.base import TokenIds, cut_after_eos
+from grpo_trainer.rollout.base import (
+    Completions,
+    EngineContext,
+    Sampling,
+    TokenIds,
+    WeightSource,
+    cut_after_eos,
+)
 
 
 class TransformersEngine:
-    """Samples with the policy itself.
+    """Samples with the policy itself, so it has its weights. Reports no log-probabilities.
 
     Args:
-        model: gives the unwrapped policy; asked at every call, since wrapping happens late.
+        policy: gives the unwrapped policy; asked at every call, since wrapping happens late.
         tokenizer: for its special tokens.
-        args: sampling settings.
+        cache_implementation: kind of key-value cache; None: transformers' default.
     """
 
     def __init__(
         self,
-        model: Callable[[], PreTrainedModel],
+        policy: Callable[[], PreTrainedModel],
         tokenizer: PreTrainedTokenizerBase,
-        args: GRPOConfig,
+        cache_implementation: str | None = None,
     ) -> None:
-        self._model = model
-        settings = {
-            "do_sample": True,
-            "use_cache": True,
-            "max_new_tokens": args.max_completion_length,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": pad_token_id(tokenizer),
-        }
-        settings |= options("generation_kwargs", args.generation_kwargs)
-        self.config = GenerationConfig(**settings)
-        eos = self.config.eos_token_id
-        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._cache = cache_implementation
 
-    def generate(self, prompt_ids: list[TokenIds]) -> list[TokenIds]:
+    @classmethod
+    def from_context(cls, context: EngineContext) -> TransformersEngine:
+        return cls(context.policy, context.tokenizer, context.args.cache_implementation)
+
+    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
         """One completion per prompt, in one left-padded batch."""
-        model = self._model()
+        model = self._policy()
+        config = generation_config(sampling, self._tokenizer, self._cache)
         rows = [torch.tensor(ids) for ids in prompt_ids]
-        ids = pad_rows(rows, self.config.pad_token_id, left=True).to(model.device)
+        ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
         mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
         was_training = model.training
         model.eval()  # no dropout, and gradient checkpointing would disable the cache
         with torch.no_grad():
-            output = model.generate(
-                input_ids=ids, attention_mask=mask, generation_config=self.config
-            )
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         model.train(was_training)
         completions = output[:, ids.shape[1] :].tolist()
-        return [cut_after_eos(row, self.eos_token_ids) for row in completions]
+        return Completions([cut_after_eos(row, sampling.eos_token_ids) for row in completions])
+
+    def update_weights(self, weights: WeightSource) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def generation_config(
+    sampling: Sampling, tokenizer: PreTrainedTokenizerBase, cache: str | None = None
+) -> GenerationConfig:
+    """Sampling in transformers' words."""
+    settings = {
+        "do_sample": True,
+        "use_cache": True,
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "cache_implementation": cache,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": sorted(sampling.eos_token_ids) or None,
+        "pad_token_id": pad_token_id(tokenizer),
+    }
+    return GenerationConfig(**(settings | dict(sampling.engine_options)))
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from transformers import Qwen3ForSequenceClassification
 
+from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses.surrogates import SURROGATES
 from grpo_trainer import cli
-from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
+from grpo_trainer.rewards import accuracy
 
 REWARD = "grpo_trainer.demo.task.digits_reversal_reward"
 
@@ -88,6 +92,51 @@ def test_config_file_and_reward_beside_the_data(model, dataset, tmp_path):
     assert [item.name for item in trainer._collector._rewards] == ["one", "think_format_reward"]
 
 
+LOSS_MODULE = """
+from grpo_kernels.losses import NamedLoss, Surrogate, register_loss, register_surrogate
+
+
+class Squared(Surrogate):
+    name = "squared_ratio"
+    source = "a test"
+
+    def __call__(self, terms, config):
+        return -0.5 * terms.ratio.square() * terms.advantages
+
+
+register_surrogate(Squared())
+register_loss(
+    "squared", NamedLoss(surrogate="squared_ratio", aggregation="token_mean", source="a test")
+)
+"""
+
+
+def test_own_loss_by_name(model, dataset, tmp_path):
+    (tmp_path / "my_losses.py").write_text(LOSS_MODULE)
+    rows = write(dataset, "rows.jsonl")
+    with_it = arguments(model, rows, import_modules="my_losses", loss_type="squared")
+    try:
+        cli.main([*with_it, "--learning_rate", "1e-2"])
+        (tmp_path / "run.yaml").write_text("import_modules: [my_losses]\nloss_type: squared\n")
+        again = cli.build_trainer(["--config", "run.yaml", *arguments(model, rows)])
+        assert type(again.loss_config.surrogate).__name__ == "Squared"
+    finally:
+        LOSSES.pop("squared", None)
+        SURROGATES.pop("squared_ratio", None)
+        sys.modules.pop("my_losses", None)
+    assert again.loss_config.loss_type == "squared"
+    history = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
+    assert "loss" in history[0] and history[0]["grad_norm"] > 0
+
+
+def test_own_loss_that_is_not_there(model, dataset, capsys):
+    rows = write(dataset, "rows.jsonl")
+    message = fails(capsys, arguments(model, rows, loss_type="squared"))
+    assert "loss_type: expected one of" in message and "'squared'" in message
+    message = fails(capsys, arguments(model, rows, import_modules="no_such_module"))
+    assert "--import_modules: 'no_such_module' cannot be imported" in message
+
+
 def test_progress_bar(model, dataset, capsys):
     cli.main(arguments(model, write(dataset, "rows.jsonl"), beta=0.1, disable_tqdm=False))
     shown = capsys.readouterr().err
@@ -130,6 +179,22 @@ def test_errors_of_model_data_and_rewards(capsys, model, dataset):
     assert "missing/hub-model" in fails(capsys, arguments("missing/hub-model", rows))
     Path("empty").mkdir()
     assert "no config.json" in fails(capsys, arguments("empty", rows))
+    assert "1 label" in fails(capsys, arguments(model, rows, two_labels("judge")))
+    assert "report_to" in fails(capsys, arguments(model, rows, report_to="swanlab"))
+
+
+def two_labels(folder: str) -> str:
+    tokenizer = make_tokenizer()
+    config = make_policy(tokenizer, seed=0).config
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_that_needs_a_package(model, dataset, capsys, monkeypatch):
+    rows = write(dataset, "rows.jsonl")
+    monkeypatch.setattr(accuracy.importlib.util, "find_spec", lambda name: None)
+    assert "math-verify" in fails(capsys, arguments(model, rows, "accuracy_reward"))
 
 
 def test_help_and_entry_point():

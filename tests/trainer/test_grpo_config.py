@@ -84,6 +84,22 @@ def test_scale_rewards(make_args, given, kept):
         ({"temperature": 0.0}, "temperature"),
         ({"eval_strategy": "steps", "num_generations_eval": 3}, "per_device_eval_batch_size"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"num_generations": "4"}, "num_generations: expected an integer >= 2, got '4'"),
+        ({"per_device_train_batch_size": 1}, r"\(none: enlarge the batch\)"),
+        ({"top_p": 0.0}, "top_p: expected a number > 0 and <= 1, got 0.0"),
+        ({"top_k": -1}, "top_k: expected an integer >= 0"),
+        ({"min_p": 1.5}, "min_p: expected a number >= 0 and <= 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a number > 0"),
+        ({"reward_weights": [1.0, float("nan")]}, "reward_weights"),
+        ({"cache_implementation": "fast"}, "cache_implementation"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "the field temperature instead"),
+        ({"generation_kwargs": {"max_new_tokens": 5}}, "the field max_completion_length instead"),
+        ({"generation_kwargs": {"num_beamz": 5}}, "GenerationConfig has no 'num_beamz'"),
+        ({"generation_kwargs": "beams"}, "generation_kwargs: expected a dictionary"),
+        ({"report_to": "wandbb"}, "report_to: expected one of .*wandb"),
+        ({"report_to": ["swanlab"]}, "report_to: swanlab: not installed"),
     ],
 )
 def test_wrong_values(make_args, changes, message):
@@ -100,3 +116,43 @@ def test_liger_leaves_the_head_to_us(make_args):
     }
     with pytest.raises(ValueError, match=r"liger_kernel_config\['fused_linear_cross_entropy'\]"):
         make_args(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True})
+
+
+def test_old_names(make_args):
+    with pytest.warns(FutureWarning, match="wandb_log_unique_prompts: Deprecated: use log_unique"):
+        args = make_args(wandb_log_unique_prompts=True)
+    assert args.log_unique_prompts and args == make_args(log_unique_prompts=True)
+    with pytest.warns(FutureWarning, match="use_liger_loss: Deprecated: the loss is always fused"):
+        assert make_args(use_liger_loss=True) == make_args()
+    with pytest.warns(FutureWarning, match="top_k"):
+        assert make_args(top_k=None).top_k == 0
+    with (
+        pytest.raises(ValueError, match="expected one of them"),
+        pytest.warns(FutureWarning),
+    ):
+        make_args(wandb_log_unique_prompts=False, log_unique_prompts=True)
+
+
+def test_no_warning_without_old_names(make_args, recwarn):
+    make_args()
+    assert not [item for item in recwarn if "Deprecated" in str(item.message)]
+
+
+@pytest.mark.parametrize("name", ["ds3_gather_for_generation"])
+def test_what_is_not_built_is_no_field(make_args, name):
+    with pytest.raises(TypeError, match=name):
+        make_args(**{name: True})
+
+
+def test_values_of_trl():
+    trl = pytest.importorskip("trl")
+    ours = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
+    theirs = {item.name: item.default for item in dataclasses.fields(trl.GRPOConfig)}
+    on_purpose = {
+        "importance_sampling_level",  # None: that of the named loss
+        "logging_nan_inf_filter",  # True would wait for the device in every step
+        "pad_to_multiple_of",  # "auto" differs from None on one kind of device only
+        "vllm_server_host",  # theirs is an address to bind to, not one to connect to
+    }
+    different = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    assert different - on_purpose == set()

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_trainer.microbatch import collate, pad_rows
+from grpo_trainer.microbatch import TokenCounts, collate, pad_rows
 from grpo_trainer.prompts import decode_completions, encode_prompts
-from grpo_trainer.rollout import TransformersEngine, cut_after_eos
+from grpo_trainer.rollout import Sampling, TransformersEngine, cut_after_eos
 
 
 def test_plain_and_conversational(chat_tokenizer):
@@ -37,8 +37,9 @@ def test_padding():
 
 
 def test_collate_predicts_completions_only():
+    one = torch.tensor(1.0)
     batch = collate(
-        [[5, 6], [7]], [[8, 1], [9]], [True, False], torch.ones(2), torch.tensor(2.0), 0
+        [[5, 6], [7]], [[8, 1], [9]], [True, False], torch.ones(2), TokenCounts(one, one), 0
     )
     assert batch.input_ids.tolist() == [[5, 6, 8, 1], [7, 9, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -49,8 +50,11 @@ def test_engine_does_not_see_the_padding(policy, tokenizer, make_args):
     """Greedy completions of a batch of unequal prompts are those of each prompt alone."""
     args = make_args(generation_kwargs={"do_sample": False}, max_completion_length=8)
     policy.train()
-    engine = TransformersEngine(lambda: policy, tokenizer, args)
+    engine, sampling = (
+        TransformersEngine(lambda: policy, tokenizer),
+        Sampling.from_config(args, tokenizer),
+    )
     prompts = encode_prompts(["123=", "4=", "98765="], tokenizer)
-    together = engine.generate(prompts)
-    assert together == [engine.generate([prompt])[0] for prompt in prompts]
+    together = engine.generate(prompts, sampling).token_ids
+    assert together == [engine.generate([prompt], sampling).token_ids[0] for prompt in prompts]
     assert policy.training

@@ -1,70 +1,204 @@
 from __future__ import annotations
 
 import copy
+import errno
+import json
 import shutil
 
 import pytest
 import torch
-from trainer_helpers import parameters
+from trainer_helpers import logged, parameters
+from transformers.trainer_utils import get_last_checkpoint
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.checkpointing import CheckpointError
+
+SAVING = {"save_strategy": "steps", "lr_scheduler_type": "constant"}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_iterations": 3},  # step 4 is in the middle of a generation
+        # step 4 is in the middle of a generation, and of a window of logs
+        {"num_iterations": 3, "logging_steps": 3, "log_completions": True},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "beta": 0.1},
-        {"generation_batch_size": 48, "num_generations": 4},  # epochs of 24 steps, half a dataset
+        {"generation_batch_size": 48},  # epochs of 24 steps, half a dataset
+        {"generation_batch_size": 48, "num_train_epochs": 7 / 24, "max_steps": -1},
+        {"dynamic_sampling": True, "max_resampling_rounds": 3, "logging_steps": 3},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3},
+        {"eval_strategy": "steps", "eval_steps": 2, "optim": "adamw_torch", "weight_decay": 0.1},
     ],
 )
-def test_resume_gives_the_same_parameters(make_trainer, policy, tmp_path, changes):
-    def run(steps: int, resume: str | None = None) -> torch.Tensor:
-        trainer = make_trainer(
-            model=copy.deepcopy(policy),
-            max_steps=steps,
-            save_strategy="steps",
-            save_steps=4,
-            lr_scheduler_type="constant",
-            **changes,
-        )
+def test_resumed_run_is_the_straight_run(make_trainer, policy, tmp_path, changes):
+    def run(resume: str | None = None) -> tuple[list, torch.Tensor]:
+        settings = {"max_steps": 7, "save_steps": 4} | SAVING | changes
+        trainer = make_trainer(model=copy.deepcopy(policy), **settings)
         trainer.train(resume_from_checkpoint=resume)
-        assert trainer.state.global_step == steps
-        return parameters(trainer.model)
+        assert trainer.state.global_step == 7
+        return logged(trainer), parameters(trainer.model)
 
-    straight = run(7)
+    straight = run()
     checkpoint = tmp_path / "checkpoint-4"
     shutil.copytree(tmp_path / "out" / "checkpoint-4", checkpoint)
     shutil.rmtree(tmp_path / "out")
-    assert torch.equal(run(7, str(checkpoint)), straight)
+    logs, parameters_ = run(str(checkpoint))
+    assert logs == straight[0]
+    assert torch.equal(parameters_, straight[1])
 
 
-def test_resume_in_a_later_epoch(make_trainer, policy, tmp_path):
-    def prompts(steps: int, resume: str | None = None) -> list[str]:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_prompts_of_a_later_epoch(make_args, policy, tokenizer, dataset, tmp_path, streaming):
+    def prompts(resume: str | None = None) -> list[str]:
         seen = []
 
         def reward(prompts, **kwargs):
             seen.append(prompts[0])
             return [0.0] * len(prompts)
 
-        settings = dict(max_steps=steps, save_strategy="steps", save_steps=30)
-        trainer = make_trainer(reward, copy.deepcopy(policy), **settings)
+        args = make_args(max_steps=9, save_steps=7, **SAVING)
+        rows = dataset.select(range(6))
+        if streaming:
+            rows = rows.to_iterable_dataset().shuffle(7, buffer_size=6)
+        model = copy.deepcopy(policy)
+        trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer)
         trainer.train(resume_from_checkpoint=resume)
         return seen
 
-    straight = prompts(35)  # 25 prompts an epoch
-    assert sorted(straight[:10]) != sorted(straight[25:])
-    assert prompts(35, str(tmp_path / "out" / "checkpoint-30")) == straight[30:]
+    straight = prompts()  # 6 prompts an epoch
+    assert sorted(straight[:6]) == sorted(dataset["prompt"][:6])
+    assert straight[:3] != straight[6:]
+    assert prompts(str(tmp_path / "out" / "checkpoint-7")) == straight[7:]
 
 
-def test_other_number_of_processes(make_trainer, policy, tmp_path):
-    make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-    checkpoint = tmp_path / "out" / "checkpoint-1"
-    (checkpoint / "rollouts_0.pt").unlink()
-    with pytest.raises(ValueError, match=r"expected rollouts_0\.pt"):
-        make_trainer(max_steps=2).train(resume_from_checkpoint=str(checkpoint))
+@pytest.fixture
+def checkpoint(make_trainer, policy, tmp_path):
+    make_trainer(model=copy.deepcopy(policy), max_steps=2, save_steps=1, **SAVING).train()
+    return tmp_path / "out" / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_generations": 2}, "num_generations = 4, got 2"),
+        ({"num_iterations": 2}, "num_iterations = 1, got 2"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps = 1, got 2"),
+        ({"per_device_train_batch_size": 8}, "per_device_train_batch_size = 4, got 8"),
+        ({"seed": 1}, "seed = 42, got 1"),
+        ({"beta": 0.1}, "beta != 0 = False, got True"),
+        ({"use_adaptive_entropy": True}, "use_adaptive_entropy = False, got True"),
+    ],
+)
+def test_checkpoint_of_another_config(make_trainer, checkpoint, changes, field):
+    trainer = make_trainer(max_steps=3, **changes)
+    with pytest.raises(ValueError, match=f"resume_from_checkpoint: .*checkpoint-2 .*with {field}"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_checkpoint_of_other_processes_and_prompts(make_trainer, checkpoint):
+    file = checkpoint / "grpo_settings.json"
+    written = json.loads(file.read_text())
+    for name in ("number of processes", "rows of train_dataset"):
+        file.write_text(json.dumps(written | {name: 77}))
+        with pytest.raises(ValueError, match=f"was written with {name} = 77, got"):
+            make_trainer(max_steps=3).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_what_may_change_changes(make_trainer, policy, checkpoint):
+    trainer = make_trainer(model=policy, max_steps=3, temperature=0.5, epsilon=0.3)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("missing", ["grpo_settings.json", "trainer_state.json"])
+def test_incomplete_checkpoint(make_trainer, checkpoint, missing, caplog):
+    (checkpoint / missing).unlink()
+    (checkpoint.parent / "incomplete-checkpoint-9").mkdir()
+    with pytest.raises(ValueError, match=f"checkpoint-2 has no {missing}"):
+        make_trainer().train(resume_from_checkpoint=str(checkpoint))
+    trainer = make_trainer(max_steps=2)
+    trainer.train(resume_from_checkpoint=True)
+    assert f"checkpoint-2 is ignored: it has no {missing}" in caplog.text
+    assert "incomplete-checkpoint-9 is an unfinished checkpoint" in caplog.text
+    assert logged(trainer)[0]["num_tokens"] > 0  # went on from checkpoint-1
+
+
+def test_no_checkpoint(make_trainer, checkpoint):
+    with pytest.raises(ValueError, match="expected a folder, got 'nowhere'"):
+        make_trainer().train(resume_from_checkpoint="nowhere")
+    for folder in checkpoint.parent.iterdir():
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="expected a complete checkpoint in output_dir"):
+        make_trainer().train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed writing file")]
+)
+def test_full_disk(make_trainer, policy, tmp_path, monkeypatch, error):
+    trainer = make_trainer(model=copy.deepcopy(policy), max_steps=3, save_steps=1, **SAVING)
+    save = torch.save
+
+    def full(value, path, **kwargs):
+        if trainer.state.global_step == 2 and "optimizer" in str(path):
+            raise error
+        save(value, path, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    message = f"checkpoint-2 could not .*: .*{error.args[-1]}.* MiB were free.*: checkpoint-1$"
+    with pytest.raises(CheckpointError, match=message):
+        trainer.train()
+    out = tmp_path / "out"
+    assert [path.name for path in out.iterdir()] == ["checkpoint-1"]
+    monkeypatch.undo()
+    resumed = make_trainer(model=copy.deepcopy(policy), max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+def test_save_total_limit_counts_complete_checkpoints(make_trainer, policy, tmp_path):
+    out = tmp_path / "out"
+    broken = out / "checkpoint-90"
+    broken.mkdir(parents=True)
+    settings = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1} | SAVING
+    make_trainer(model=copy.deepcopy(policy), **settings).train()
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-3", "checkpoint-90"]
+
+
+def test_best_checkpoint_stays(make_trainer, tmp_path):
+    trainer = make_trainer(
+        lambda completions, **kwargs: [1.0] * len(completions),
+        max_steps=3,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        metric_for_best_model="eval_reward",  # the first is the best
+        greater_is_better=True,
+        load_best_model_at_end=True,
+        **SAVING,
+    )
+    trainer.train()
+    best = tmp_path / "out" / "checkpoint-1"
+    assert trainer.state.best_model_checkpoint == str(best)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"checkpoint-1", "checkpoint-3"}
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+
+
+def test_same_checkpoint_written_again(make_trainer, policy, checkpoint):
+    before = torch.load(checkpoint / "optimizer.pt")
+    make_trainer(model=copy.deepcopy(policy), max_steps=2, save_steps=1, seed=7, **SAVING).train()
+    assert get_last_checkpoint(checkpoint.parent) == str(checkpoint)
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == [
+        "checkpoint-1", "checkpoint-2",
+    ]  # fmt: skip
+    after = torch.load(checkpoint / "optimizer.pt")
+    assert not torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
 
 
 def test_train_twice_starts_again(make_trainer):
     trainer = make_trainer(num_iterations=2, max_steps=3)
     trainer.train()
     trainer.train()
-    assert trainer._position == 3
+    assert trainer._slices.position == 3

@@ -1,32 +1,73 @@
 from __future__ import annotations
 
-from grpo_trainer.sampling import RepeatSampler
+from itertools import islice
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from grpo_trainer.sampling import PromptStream, RepeatedStream, RepeatSampler
+
+
+def numbers(size: int) -> Dataset:
+    return Dataset.from_list([{"prompt": str(i)} for i in range(size)])
+
+
+def streamed(size: int) -> IterableDataset:
+    return numbers(size).to_iterable_dataset()
+
+
+def taken(stream: PromptStream, count: int) -> list[int]:
+    return [int(row["prompt"]) for row in stream.take(count)]
 
 
 def test_order_without_shuffling():
-    sampler = RepeatSampler(5, 2, prompts_per_batch=2, repeats=2)
-    assert list(sampler) == [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3]
-    assert len(sampler) == 16  # prompt 4 fills no batch
+    stream = PromptStream(numbers(5), prompts_per_batch=2)
+    # prompt 4 fills no batch
+    assert [taken(stream, 2) for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
 
 
-def test_shuffled_batches_hold_whole_groups():
-    sampler = RepeatSampler(12, 4, prompts_per_batch=3, repeats=2, seed=1)
-    indices = list(sampler)
-    assert len(indices) == len(sampler) == 12 * 4 * 2
-    seen = []
-    for start in range(0, len(indices), 24):
-        first, second = indices[start : start + 12], indices[start + 12 : start + 24]
-        assert first == second
-        groups = [first[i : i + 4] for i in range(0, 12, 4)]
-        assert all(len(set(group)) == 1 for group in groups)
-        seen += [group[0] for group in groups]
-    assert sorted(seen) == list(range(12))
+def test_a_pass_has_every_prompt_once_and_the_next_another_order():
+    stream = PromptStream(numbers(12), prompts_per_batch=3, seed=1)
+    first, second = taken(stream, 12), taken(stream, 12)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+    assert taken(PromptStream(numbers(12), 3, seed=1), 12) == first
+    assert taken(PromptStream(numbers(12), 3, seed=4), 12) != first
 
 
-def test_every_process_and_every_resume_see_one_order():
-    def order(epoch: int, seed: int = 3) -> list[int]:
-        return list(RepeatSampler(50, 1, seed=seed, epoch=lambda: epoch))
+@pytest.mark.parametrize("make", [numbers, streamed])
+def test_restored_stream_goes_on_where_it_stood(make):
+    stream = PromptStream(make(10), prompts_per_batch=4, seed=3)
+    taken(stream, 11)  # over the end of a pass
+    state = stream.state()
+    rest = taken(stream, 9)
+    other = PromptStream(make(10), prompts_per_batch=4, seed=3)
+    other.restore(state)
+    assert taken(other, 9) == rest
 
-    assert order(0) == order(0)
-    assert order(0) != order(1)
-    assert order(0) != order(0, seed=4)
+
+def test_streaming_dataset_is_read_in_its_order_again_and_again():
+    assert taken(PromptStream(streamed(3), seed=1), 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_shuffled_streaming_dataset_gets_a_new_epoch_with_every_pass():
+    stream = PromptStream(streamed(20).shuffle(seed=1, buffer_size=20))
+    first = taken(stream, 20)
+    taken(stream, 5)
+    restored = PromptStream(streamed(20).shuffle(seed=1, buffer_size=20))
+    restored.restore(stream.state())
+    second = taken(stream, 15)
+    assert taken(restored, 15) == second
+    assert sorted(first) == list(range(20)) and first[5:] != second
+
+
+def test_nothing_to_take():
+    with pytest.raises(ValueError, match="train_dataset: expected prompts, got an empty"):
+        PromptStream(streamed(1).filter(lambda row: False)).take(1)
+
+
+def test_evaluation_repeats_every_prompt():
+    assert list(RepeatSampler(2, 3)) == [0, 0, 0, 1, 1, 1]
+    assert len(RepeatSampler(2, 3)) == 6
+    rows = islice(RepeatedStream(streamed(5), 2), 4)
+    assert [row["prompt"] for row in rows] == ["0", "0", "1", "1"]

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from trainer_helpers import CannedEngine, parameters
 
 from grpo_kernels import policy_loss
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.demo.policy import make_policy
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
 METRICS = {
@@ -210,6 +211,70 @@ def test_completions_are_written(make_trainer, capsys, tmp_path):
     assert (tmp_path / "out" / "completions" / "completions_00001.parquet").exists()
 
 
+def test_streaming_datasets(make_args, policy, tokenizer, dataset):
+    seen = []
+
+    def reward(prompts, answer, **kwargs):
+        seen.append(list(zip(prompts, answer, strict=True)))
+        return [0.0] * len(prompts)
+
+    rows = dataset.to_iterable_dataset()
+    args = make_args(num_generations=2, max_steps=3, eval_strategy="steps", eval_steps=3)
+    trainer = GRPOTrainer(policy, reward, args, rows, rows.take(3), processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.epoch == 1
+    expected = [(row["prompt"], row["answer"]) for row in dataset for _ in range(2)]
+    assert [row for batch in seen[:3] for row in batch] == expected[:12]
+    assert [row for batch in seen[3:] for row in batch] == expected[:6]
+    [evaluation] = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert evaluation["eval_loss"] == 0
+
+
+def test_dataset_order(make_trainer):
+    seen = []
+
+    def reward(prompts, **kwargs):
+        seen.append(prompts[0])
+        return [0.0] * len(prompts)
+
+    make_trainer(reward, shuffle_dataset=False, max_steps=3).train()
+    assert seen == ["000=", "037=", "074="]
+
+
+def test_each_micro_batch_has_the_length_of_its_longest_row(make_trainer):
+    trainer = canned(make_trainer(lengths_reward, steps_per_generation=8, num_generations=4))
+    trainer.train()
+    assert len(trainer._buffer) == 8
+    lengths = {batch.input_ids.shape[1] for batch in trainer._buffer}
+    assert len(lengths) > 1
+    for batch in trainer._buffer:
+        assert batch.input_ids.shape[1] == batch.attention_mask.sum(1).max()
+        assert batch.num_tokens == (batch.target != -100).sum()
+
+
+def test_group_size_in_evaluation(make_trainer):
+    sizes = []
+
+    def reward(prompts, trainer_state, **kwargs):
+        sizes.append([len(prompts), len(set(prompts))])
+        return [0.0] * len(prompts)
+
+    changes = {"generation_batch_size": 8, "num_generations_eval": 2, "eval_strategy": "steps"}
+    make_trainer(reward, **changes, eval_steps=2, max_steps=2).train()
+    assert sizes == [[8, 2], [4, 2], [4, 2]]
+
+
+def test_logged_loss_is_the_mean_of_the_steps(make_trainer):
+    def losses(every: int) -> list[float]:
+        model = make_policy(make_tokenizer(), seed=0)
+        trainer = canned(make_trainer(lengths_reward, model, logging_steps=every, max_steps=4))
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    single = losses(1)
+    assert losses(4) == [pytest.approx(sum(single) / 4)]
+
+
 def test_wrong_datasets(make_args, policy, tokenizer, dataset):
     def build(train):
         return GRPOTrainer(policy, lengths_reward, make_args(), train, processing_class=tokenizer)
@@ -220,5 +285,43 @@ def test_wrong_datasets(make_args, policy, tokenizer, dataset):
         build(dataset.rename_column("prompt", "question"))
     with pytest.raises(ValueError, match="at least 1 prompts"):
         build(dataset.select([]))
-    with pytest.raises(ValueError, match=r"expected a datasets\.Dataset, got list"):
+    with pytest.raises(
+        ValueError, match=r"expected a datasets\.Dataset or IterableDataset, got list"
+    ):
         build([{"prompt": "1="}])
+    stream = dataset.to_iterable_dataset()
+    with pytest.raises(ValueError, match="max_steps: expected how many steps to take, .* got -1"):
+        GRPOTrainer(
+            policy, lengths_reward, make_args(max_steps=-1), stream, processing_class=tokenizer
+        )
+    with pytest.raises(ValueError, match="expected a `prompt` column, got columns answer"):
+        build(stream.map(lambda row: row, remove_columns=["prompt"]))
+
+
+def test_wrong_prompts(make_args, policy, tokenizer):
+    def train(prompt, **changes):
+        rows = Dataset.from_list([{"prompt": prompt}] * 4)
+        args = make_args(**changes)
+        GRPOTrainer(policy, lengths_reward, args, rows, processing_class=tokenizer).train()
+
+    with pytest.raises(ValueError, match="prompt: expected at least one token, got none from ''"):
+        train("")
+    positions = policy.config.max_position_embeddings
+    message = (
+        rf"prompt: expected at most {positions - 4} tokens \(the model's {positions} positions "
+        rf"less max_completion_length = 4\), got {positions - 3} tokens from '111"
+    )
+    with pytest.raises(ValueError, match=message):
+        train("1" * (positions - 3))
+    train("1" * (positions - 3), max_prompt_length=8)
+
+
+def test_tokenizer_without_special_tokens(make_args, policy, tokenizer, dataset):
+    def build():
+        GRPOTrainer(policy, lengths_reward, make_args(), dataset, processing_class=tokenizer)
+
+    tokenizer.pad_token = None
+    build()  # padded with the end-of-sequence token, behind the attention mask
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="processing_class: expected an eos_token"):
+        build()

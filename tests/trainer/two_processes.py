@@ -1,60 +1,115 @@
-"""Run by test_two_processes.py, alone and under torchrun: trains and saves what came out."""
+"""Run by test_two_processes.py, in its process and under a launcher: trains, keeps what came out.
+
+Every run is one generation batch and one or two micro-batches per step, of unequal lengths.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from typing import Any
 
 import torch
 from datasets import Dataset
 from trainer_helpers import CannedEngine, parameters
 
+from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
-ROWS = 16  # completions of a generation batch, in two slices
-METRICS = ("reward", "reward_std", "num_tokens", "entropy", "kl", "completions/min_length", "loss")
+ROWS = 16  # completions of a generation batch
+METRICS = (
+    "reward", "reward_std", "frac_reward_zero_std", "num_tokens", "entropy", "kl", "ratio/max",
+    "completions/min_length", "completions/mean_terminated_length", "loss", "grad_norm",
+    "entropy_coef", "dynamic_sampling/resampling_rounds", "dynamic_sampling/discarded_groups",
+    "dynamic_sampling/unfilled_groups", "eval_reward", "eval_entropy", "eval_loss",
+)  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    # one loss of each aggregation
+    **{
+        name: {"loss_type": name}
+        for name in {LOSSES[name].aggregation: name for name in reversed(LOSSES)}.values()
+    },
+    "reference": {"beta": 0.05, "gradient_accumulation_steps": 2},
+    "iterations": {"num_iterations": 2},
+    "entropy bonus": {"loss_type": "bnpo", "entropy_coef": 0.3},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
+    "masked": {"mask_truncated_completions": True, "loss_type": "bnpo"},
+    "dynamic": {"dynamic_sampling": True, "max_resampling_rounds": 2},
+    "groups over processes": {"num_generations": 16},
+    "resumed": {"dynamic_sampling": True, "max_resampling_rounds": 2, "save_steps": 1},
+    "stream": {"eval_strategy": "steps", "eval_steps": 2},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+}
 
 
-def reward(completion_ids, **kwargs):
+def lengths_reward(completion_ids, **kwargs):
     return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
 
 
-def main(file: str) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    tokenizer = make_tokenizer()
+def rare_reward(prompts, completion_ids, **kwargs):
+    """Tells the completions of every third prompt apart."""
+    rewards = lengths_reward(completion_ids)
+    return [
+        value if int(prompt[:2]) % 3 == 0 else 1.0
+        for prompt, value in zip(prompts, rewards, strict=True)
+    ]
+
+
+def run(name: str, folder: str, processes: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "num_generations": 4}
+    settings |= RUNS[name]
+    micro_batches = settings["gradient_accumulation_steps"]
     args = GRPOConfig(
-        output_dir=file + ".out",
-        per_device_train_batch_size=ROWS // 2 // processes,
-        gradient_accumulation_steps=2,
-        num_generations=4,
+        output_dir=f"{folder}/out",
+        per_device_train_batch_size=ROWS // micro_batches // processes,
+        per_device_eval_batch_size=ROWS // 2 // processes,
         max_completion_length=4,
         max_steps=2,
-        beta=0.05,
         optim="sgd",
-        learning_rate=0.5,
+        learning_rate=0.1,
         max_grad_norm=0.0,
         lr_scheduler_type="constant",
         logging_steps=2,
-        save_strategy="no",
+        save_strategy="steps" if name == "resumed" else "no",
         gradient_checkpointing=False,
         use_cpu=True,
         ddp_backend="gloo" if processes > 1 else None,
         disable_tqdm=True,
+        report_to="none",
+        **settings,
     )
-    dataset = Dataset.from_list([{"prompt": f"{i % 10}{i // 2}="} for i in range(12)])
-    policy = make_policy(tokenizer, seed=0)
-    trainer = GRPOTrainer(policy, reward, args, dataset, processing_class=tokenizer)
-    first_row = trainer.accelerator.process_index * ROWS // processes
-    trainer._collector._engine = CannedEngine(tokenizer, first_row)
+    trainer = make_trainer(name, args)
     trainer.train()
-    if trainer.is_world_process_zero():
-        log = next(row for row in trainer.state.log_history if "loss" in row)
-        torch.save(parameters(trainer.model), file + ".pt")
-        with open(file + ".json", "w") as out:
-            json.dump({name: log[name] for name in METRICS}, out)
+    if name == "resumed":
+        trainer = make_trainer(name, args)
+        trainer.train(resume_from_checkpoint=f"{folder}/out/checkpoint-1")
+    log = {key: value for row in trainer.state.log_history for key, value in row.items()}
+    metrics = {key: log[key] for key in METRICS if key in log}
+    return {"parameters": parameters(trainer.model), "metrics": metrics}
+
+
+def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
+    tokenizer = make_tokenizer()
+    rows = [{"prompt": f"{i % 10}{i // 2}="} for i in range(20)]
+    train = Dataset.from_list(rows)
+    test = train.select(range(4))
+    if name == "stream":
+        train, test = train.to_iterable_dataset(), test.to_iterable_dataset()
+    policy = make_policy(tokenizer, seed=0)
+    reward = rare_reward if args.dynamic_sampling else lengths_reward
+    trainer = GRPOTrainer(policy, reward, args, train, test, processing_class=tokenizer)
+    trainer._collector._engine = CannedEngine(tokenizer, trainer.accelerator.process_index)
+    return trainer
+
+
+def main(folder: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    results = {name: run(name, folder, processes) for name in names}
+    if int(os.environ.get("RANK", 0)) == 0 and processes > 1:
+        torch.save(results, f"{folder}/results.pt")
+    return results
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,179 @@
+"""PEFT adapters on the policy: put on, checked, and run without or with another one.
+
+transformers' ``generate`` runs with the adapter in place. Merged weights would generate faster, but
+16-bit ones are rounded, so that the completions would come from another policy than the one that is
+trained, and subtracting an update again does not give the old bits back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import is_peft_available
+
+from grpo_trainer.config import GRPOConfig
+
+REFERENCE = "ref"  # the adapter that keeps the policy at the start
+
+
+def base_policy(model: nn.Module) -> PreTrainedModel:
+    """The transformers model, without PEFT's wrapper around it."""
+    return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+
+
+def with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
+    """``model`` under a new adapter, the only thing that is then trained.
+
+    Raises:
+        ValueError: peft is not installed, ``peft_config`` is none of its configs or one that adds
+            virtual tokens, or the model has an adapter already.
+    """
+    if not is_peft_available():
+        raise ValueError("peft_config: expected the package peft to be installed; install [peft]")
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(
+            "peft_config: expected a peft.PeftConfig such as LoraConfig, "
+            f"got {type(peft_config).__name__}"
+        )
+    if is_peft_model(model):
+        raise ValueError(
+            "peft_config: expected None with a PeftModel, which has its adapter; to train a new "
+            "one, merge the old one first (merge_and_unload)"
+        )
+    _check_method(peft_config)
+    return get_peft_model(model, peft_config)
+
+
+def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
+    """Makes an adapted or quantised model ready for training; others pass untouched.
+
+    Raises:
+        ValueError: nothing of the model can be trained, or its adapter is of a kind that cannot.
+    """
+    if not is_peft_model(model):
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise ValueError(
+                "model: expected a peft.PeftModel, got adapters loaded by transformers; use "
+                "peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)"
+            )
+        if getattr(model, "is_quantized", False):
+            raise ValueError("peft_config: expected one with a quantised model, got None")
+        return
+    for config in model.peft_config.values():
+        _check_method(config)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "model: expected a PeftModel with a trainable adapter, got a frozen one; load it with "
+            "is_trainable=True"
+        )
+    if len(model.active_adapters) != 1:
+        raise ValueError(
+            f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
+        )
+    _match_quantised_base(model)
+    if args.gradient_checkpointing:
+        # the first checkpointed block has no trainable input otherwise, and would pass no gradient
+        model.enable_input_require_grads()
+
+
+def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
+    """Every adapter of ``model`` as ``save_pretrained`` left it, in the dtype it has now.
+
+    Raises:
+        ValueError: the checkpoint lacks one.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    for name in model.peft_config:
+        folder = checkpoint if name == "default" else checkpoint / name
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise ValueError(
+                f"resume_from_checkpoint: expected adapter {name!r} in {folder}, got none"
+            )
+        state = load_peft_weights(str(folder), device="cpu")
+        set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def _match_quantised_base(model: PreTrainedModel) -> None:
+    """Trains the adapters of a quantised base in bf16.
+
+    DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves.
+    """
+    if not getattr(base_policy(model), "is_quantized", False):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def starts_as_base(peft_config: Any) -> bool:
+    """Whether a new adapter of this config changes neither the base model nor its outputs."""
+    init = getattr(peft_config, "init_lora_weights", getattr(peft_config, "init_weights", True))
+    return init is True or init == "gaussian"
+
+
+def keep_reference_adapter(model: PreTrainedModel) -> None:
+    """Adds a frozen copy of the active adapter, named ``ref``.
+
+    Raises:
+        ValueError: there is an adapter of that name.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    if REFERENCE in model.peft_config:
+        raise ValueError(
+            f"model: expected no adapter named {REFERENCE!r}, which is where the reference of "
+            "beta != 0 is kept; delete or rename it"
+        )
+    [active] = model.active_adapters
+    config = copy.deepcopy(model.peft_config[active])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others would alter the base model a second time
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    with torch.random.fork_rng():
+        model.add_adapter(REFERENCE, config)
+    state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
+    set_peft_model_state_dict(model, state, adapter_name=REFERENCE)
+    model.set_adapter(active)
+    _set_trained(model, trained)
+
+
+@contextmanager
+def running_adapter(model: PreTrainedModel, name: str | None) -> Iterator[None]:
+    """Runs with adapter ``name``, or with none; afterwards everything is as before."""
+    trained = {key for key, value in model.named_parameters() if value.requires_grad}
+    if name is None:
+        with model.disable_adapter():
+            yield
+    else:
+        [active] = model.active_adapters
+        model.set_adapter(name)
+        try:
+            yield
+        finally:
+            model.set_adapter(active)
+    # switching makes a whole adapter trainable, whatever was frozen in it
+    _set_trained(model, trained)
+
+
+def _set_trained(model: nn.Module, names: set[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+
+
+def _check_method(config: Any) -> None:
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"peft_config: expected adapters inside the layers, such as LoRA; {config.peft_type} "
+            "adds virtual tokens, which the loss does not align with"
+        )

@@ -1,0 +1,234 @@
+"""What GRPOConfig checks on construction: ranges, names, and combinations that cannot work."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
+
+from grpo_trainer.advantages import AGGREGATIONS, SCALES
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
+
+# fields that are integers of at least so much, or None where that is the default
+_AT_LEAST = {
+    "num_generations": 2,
+    "num_generations_eval": 1,
+    "num_iterations": 1,
+    "max_prompt_length": 1,
+    "max_completion_length": 1,
+    "pad_to_multiple_of": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": 1,
+    "num_completions_to_print": 0,
+    "max_resampling_rounds": 1,
+    "ref_model_sync_steps": 1,
+    "top_k": 0,
+}
+
+# what generation shares with the loss is set once, in the field named here
+_SHARED_WITH_THE_LOSS = {
+    "temperature": "temperature",
+    "max_new_tokens": "max_completion_length",
+    "max_length": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "n": "num_generations",
+    "num_return_sequences": "num_generations",
+}
+
+
+def check_config(args: GRPOConfig) -> None:
+    """Raises ValueError unless every field is in range and all of them fit together."""
+    _check_integers(args, _AT_LEAST)
+    _check_names(args)
+    _check_reference(args)
+    _check_entropy(args)
+    _check_rewards(args)
+    _check_generation(args)
+    _check_trackers(args)
+    _check_what_trainer_would_ignore(args)
+
+
+def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The dictionary of an option that the command line takes as JSON; empty for None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise ValueError(f"{name}: expected a dictionary, as JSON {{...}}, got {value!r}")
+
+
+def parse_json_fields(args: GRPOConfig) -> None:
+    """Turns the dictionaries that the command line gives as JSON into dictionaries.
+
+    Raises:
+        ValueError: one is not JSON.
+    """
+    for name in args._VALID_DICT_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, str) and value.startswith("{"):
+            try:
+                setattr(args, name, json.loads(value))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}: expected JSON, got {value!r}: {error}") from error
+
+
+def set_generation_batch(args: GRPOConfig) -> None:
+    """Fills in whichever of generation_batch_size and steps_per_generation is missing."""
+    step = args.per_device_train_batch_size * args.world_size
+    size, steps = args.generation_batch_size, args.steps_per_generation
+    if size is not None and steps is not None:
+        raise ValueError(
+            "generation_batch_size, steps_per_generation: expected at most one of them, "
+            f"got {size} and {steps}"
+        )
+    if size is not None and size % step:
+        raise ValueError(
+            f"generation_batch_size: expected a multiple of {step}, the batch of one step over "
+            f"all processes, got {size}"
+        )
+    if size is None:
+        size = step * (steps or args.gradient_accumulation_steps)
+    if size % args.num_generations:
+        valid = [n for n in range(2, size + 1) if size % n == 0]
+        raise ValueError(
+            f"num_generations: expected a divisor of the generation batch of {size} "
+            f"completions ({', '.join(map(str, valid)) or 'none: enlarge the batch'}), "
+            f"got {args.num_generations}"
+        )
+    args.generation_batch_size = size
+    args.steps_per_generation = size // step
+
+
+def check_eval_batch(args: GRPOConfig) -> None:
+    """Raises ValueError unless an evaluation batch holds whole groups."""
+    batch = args.per_device_eval_batch_size * args.world_size
+    if batch % args.eval_group_size:
+        raise ValueError(
+            "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
+            f"a multiple of the {args.eval_group_size} completions per prompt, got {batch}"
+        )
+
+
+def leave_the_head_to_us(args: GRPOConfig) -> None:
+    """Liger's patch of the head would replace the forward that computes our loss."""
+    if not args.use_liger_kernel:
+        return
+    patches: dict[str, Any] = dict(args.liger_kernel_config or {})
+    for name in ("fused_linear_cross_entropy", "cross_entropy"):
+        if patches.setdefault(name, False):
+            raise ValueError(
+                f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
+                "trainer is fused already"
+            )
+    args.liger_kernel_config = patches
+
+
+def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises ValueError unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float = math.inf, above: bool = False
+) -> None:
+    """Raises ValueError unless ``value`` is a finite number in [low, high].
+
+    With ``above`` the range is (low, high].
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and math.isfinite(value) and low <= value <= high and not (above and value == low):
+        return
+    expected = f"a number {'>' if above else '>='} {low:g}"
+    expected += f" and <= {high:g}" if math.isfinite(high) else ""
+    raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _check_integers(args: GRPOConfig, at_least: dict[str, int]) -> None:
+    for name, least in at_least.items():
+        value, default = getattr(args, name), type(args).__dataclass_fields__[name].default
+        if value is None and default is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+
+
+def _check_names(args: GRPOConfig) -> None:
+    check_choice("scale_rewards", args.scale_rewards, SCALES)
+    check_choice("multi_objective_aggregation", args.multi_objective_aggregation, AGGREGATIONS)
+
+
+def _check_reference(args: GRPOConfig) -> None:
+    check_number("ref_model_mixup_alpha", args.ref_model_mixup_alpha, 0, 1)
+    if args.sync_ref_model and args.beta == 0:
+        raise ValueError(
+            "sync_ref_model: expected False with beta=0, which uses no reference model, got True"
+        )
+
+
+def _check_entropy(args: GRPOConfig) -> None:
+    if args.router_aux_loss_coef is not None:
+        check_number("router_aux_loss_coef", args.router_aux_loss_coef, 0)
+    for name in ("entropy_coef_min", "entropy_coef_delta", "entropy_target"):
+        check_number(name, getattr(args, name), 0)
+    check_number("entropy_coef_max", args.entropy_coef_max, args.entropy_coef_min)
+    if args.use_adaptive_entropy:
+        low, high = args.entropy_coef_min, args.entropy_coef_max
+        check_number("entropy_coef", args.entropy_coef, low, high)
+
+
+def _check_rewards(args: GRPOConfig) -> None:
+    for weight in args.reward_weights or ():
+        check_number("reward_weights", weight, -math.inf)
+
+
+def _check_generation(args: GRPOConfig) -> None:
+    check_number("top_p", args.top_p, 0, 1, above=True)
+    check_number("repetition_penalty", args.repetition_penalty, 0, above=True)
+    if args.min_p is not None:
+        check_number("min_p", args.min_p, 0, 1)
+    for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
+        options(name, getattr(args, name))
+    own_names = args.use_vllm or args.rollout_engine is not None  # checked by that engine
+    known = GenerationConfig(cache_implementation=args.cache_implementation)  # checks it
+    for name in options("generation_kwargs", args.generation_kwargs):
+        if name in _SHARED_WITH_THE_LOSS:
+            raise ValueError(
+                f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
+                "instead, which the loss reads too"
+            )
+        if not own_names and not hasattr(known, name):
+            raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")
+
+
+def _check_trackers(args: GRPOConfig) -> None:
+    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    for tracker in trackers:
+        check_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
+    missing = sorted(set(trackers) - set(get_available_reporting_integrations()))
+    if missing:
+        raise ValueError(f"report_to: {', '.join(missing)}: not installed")
+
+
+def _check_what_trainer_would_ignore(args: GRPOConfig) -> None:
+    """Arguments of transformers' Trainer that have no meaning here."""
+    reasons = {
+        "auto_find_batch_size": (False, "a smaller batch would split groups"),
+        "label_smoothing_factor": (0.0, "there are no labels"),
+        "train_sampling_strategy": ("random", "prompts are sampled in groups"),
+    }
+    for name, (expected, reason) in reasons.items():
+        value = getattr(args, name, expected)
+        if value != expected:
+            raise ValueError(f"{name}: expected {expected!r} ({reason}), got {value!r}")

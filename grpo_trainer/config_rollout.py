@@ -1,0 +1,232 @@
+"""The fields of GRPOConfig that choose a rollout engine and set it up."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from grpo_kernels import LossConfig
+from grpo_kernels.losses.gates import CORRECTION_MODES
+from grpo_trainer.config_checks import check_choice, check_number
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
+
+MODES = ("colocate", "server")
+_IMPLEMENTATIONS = ("auto", "vllm", "transformers")
+_TRANSFERS = ("auto", "file", "nccl")
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass
+class RolloutFields:
+    """How completions are generated. The names are those that TRL's users know."""
+
+    rollout_engine: str | None = field(
+        default=None,
+        metadata=_help("Name of a registered rollout engine. Default: by use_vllm and vllm_mode."),
+    )
+    use_vllm: bool = field(default=False, metadata=_help("Generate with vLLM."))
+    use_transformers_continuous_batching: bool = field(
+        default=False, metadata=_help("Generate with transformers' continuous batching.")
+    )
+    transformers_continuous_batching_config: dict[str, Any] | str | None = field(
+        default=None,
+        metadata=_help("Fields of transformers' ContinuousBatchingConfig, such as num_blocks."),
+    )
+    vllm_mode: str = field(
+        default="colocate",
+        metadata=_help(
+            "colocate: vLLM inside the training processes. server: a vLLM server that was started "
+            "with `grpo-train serve`.",
+        ),
+    )
+    vllm_model_impl: str = field(
+        default="vllm",
+        metadata=_help(f"Whose model code a colocated vLLM runs: {', '.join(_IMPLEMENTATIONS)}."),
+    )
+    vllm_enable_sleep_mode: bool = field(
+        default=False,
+        metadata=_help("Free the memory of a colocated vLLM between generations. Needs a GPU."),
+    )
+    vllm_structured_outputs_regex: str | None = field(
+        default=None,
+        metadata=_help("Regular expression that the text of every completion matches."),
+    )
+    vllm_server_base_url: str | None = field(
+        default=None,
+        metadata=_help("URL of the server, in place of vllm_server_host and vllm_server_port."),
+    )
+    vllm_server_host: str = field(default="127.0.0.1", metadata=_help("Host of the server."))
+    vllm_server_port: int = field(default=8000, metadata=_help("Port of the server."))
+    vllm_server_timeout: float = field(
+        default=240.0,
+        metadata=_help("Seconds to wait for a server that is not up yet, or is gone."),
+    )
+    vllm_request_timeout: float = field(
+        default=1800.0, metadata=_help("Seconds that the server may take for one generation batch.")
+    )
+    vllm_group_port: int = field(
+        default=51216, metadata=_help("Port on which weights reach a server on other GPUs.")
+    )
+    vllm_weight_transfer: str = field(
+        default="auto",
+        metadata=_help(
+            "How weights reach the server. nccl: from GPU to GPU. file: through a folder that both "
+            "see. auto: nccl if both sides are on GPUs and the server was started for it.",
+        ),
+    )
+    vllm_weights_folder: str | None = field(
+        default=None,
+        metadata=_help("Folder for weight files. Default: vllm_weights in output_dir."),
+    )
+    vllm_gpu_memory_utilization: float = field(
+        default=0.3, metadata=_help("Share of the GPU's memory for a colocated vLLM.")
+    )
+    vllm_max_model_length: int | None = field(
+        default=None,
+        metadata=_help("Longest prompt plus completion of a colocated vLLM. Default: the model's."),
+    )
+    vllm_tensor_parallel_size: int = field(
+        default=1, metadata=_help("Processes that share one colocated vLLM, split over their GPUs.")
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata=_help(
+            "More arguments of a colocated vLLM engine (vllm.LLM), over the ones set here."
+        ),
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=True,
+        metadata=_help(
+            "Weight the loss by the probability of the policy over that of the engine, where "
+            "the engine reports it.",
+        ),
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="sequence_mask",
+        metadata=_help(
+            f"How: {', '.join(CORRECTION_MODES)}. truncate clips to the bounds, mask drops "
+            "what is outside.",
+        ),
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=3.0, metadata=_help("Upper bound; None: none.")
+    )
+    vllm_importance_sampling_clip_min: float | None = field(
+        default=None, metadata=_help("Lower bound; None: none.")
+    )
+
+
+_COLOCATED = (
+    "vllm_model_impl",
+    "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "vllm_engine_kwargs",
+)
+_SERVER = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_request_timeout",
+    "vllm_group_port",
+    "vllm_weight_transfer",
+    "vllm_weights_folder",
+)
+
+
+def correction_options(args: RolloutFields) -> dict[str, Any]:
+    """The fields of LossConfig that correct for what the engine sampled from.
+
+    Raises:
+        ValueError: they are out of range.
+    """
+    mode = args.vllm_importance_sampling_mode
+    check_choice("vllm_importance_sampling_mode", mode, CORRECTION_MODES)
+    high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    if high is not None:
+        check_number("vllm_importance_sampling_clip_max", high, 0, above=True)
+    if low is not None:
+        check_number("vllm_importance_sampling_clip_min", low, 0)
+    if high is not None and low is not None and low >= high:
+        raise ValueError(
+            "vllm_importance_sampling_clip_min: expected a number below "
+            f"vllm_importance_sampling_clip_max = {high!r}, got {low!r}"
+        )
+    return {
+        "rollout_correction_mode": mode if args.vllm_importance_sampling_correction else None,
+        "rollout_correction_max": high,
+        "rollout_correction_min": low,
+    }
+
+
+def check_rollout(args: GRPOConfig, loss: LossConfig) -> None:
+    """Raises ValueError unless the engine's settings are in range and fit together and ``loss``."""
+    check_choice("vllm_mode", args.vllm_mode, MODES)
+    check_choice("vllm_model_impl", args.vllm_model_impl, _IMPLEMENTATIONS)
+    check_choice("vllm_weight_transfer", args.vllm_weight_transfer, _TRANSFERS)
+    check_number("vllm_gpu_memory_utilization", args.vllm_gpu_memory_utilization, 0, 1, above=True)
+    for name in ("vllm_server_timeout", "vllm_request_timeout"):
+        check_number(name, getattr(args, name), 0, above=True)
+    for name in ("vllm_server_port", "vllm_group_port"):
+        check_number(name, getattr(args, name), 1, 65535)
+    for name in ("vllm_tensor_parallel_size", "vllm_max_model_length"):
+        if getattr(args, name) is not None:
+            check_number(name, getattr(args, name), 1)
+    if args.vllm_server_base_url is not None:
+        check_url("vllm_server_base_url", args.vllm_server_base_url)
+    _check_one_engine(args)
+    _check_unused(args)
+    mode = loss.rollout_correction_mode
+    reports = args.use_vllm or args.use_transformers_continuous_batching  # log-probabilities
+    if reports and mode is not None and loss.surrogate.uses_rollout_weight:
+        per_token = [name for name, mode in CORRECTION_MODES.items() if not mode.per_sequence]
+        if mode not in per_token:
+            raise ValueError(
+                f"vllm_importance_sampling_mode: expected one of {', '.join(per_token)} with "
+                f"{loss.loss_type}, which weights tokens itself; got {mode!r}"
+            )
+
+
+def check_url(name: str, url: str) -> None:
+    """Raises ValueError unless ``url`` is that of a web server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}: expected http://host:port, got {url!r}")
+
+
+def _check_one_engine(args: GRPOConfig) -> None:
+    chosen = ("use_vllm", "use_transformers_continuous_batching", "rollout_engine")
+    given = [name for name in chosen if getattr(args, name)]
+    if len(given) > 1:
+        raise ValueError(f"{', '.join(given)}: expected at most one of them, which is the engine")
+    if args.cache_implementation is not None and given and args.rollout_engine is None:
+        raise ValueError(
+            f"cache_implementation: expected None with {given[0]}, which has a cache of its own, "
+            f"got {args.cache_implementation!r}"
+        )
+    if args.transformers_continuous_batching_config and given != [chosen[1]]:
+        raise ValueError(f"transformers_continuous_batching_config: expected only with {chosen[1]}")
+
+
+def _check_unused(args: GRPOConfig) -> None:
+    """What would have no effect is an error inside vLLM's settings, else a warning."""
+    defaults = {item.name: item.default for item in fields(RolloutFields)}
+    changed = {name for name, default in defaults.items() if getattr(args, name) != default}
+    if not args.use_vllm:
+        unused = sorted(changed & {*_COLOCATED, *_SERVER, "vllm_structured_outputs_regex"})
+        if unused and args.rollout_engine is None:
+            warnings.warn(f"{', '.join(unused)}: no effect without use_vllm", stacklevel=4)
+        return
+    others, mode = (_COLOCATED, "colocate") if args.vllm_mode == "server" else (_SERVER, "server")
+    wrong = sorted(changed & set(others))
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: expected only with vllm_mode={mode!r}")

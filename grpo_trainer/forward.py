@@ -1,0 +1,64 @@
+"""Forward passes of a model that has :func:`grpo_kernels.modeling.add_fused_head`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.losses import Metrics
+from grpo_kernels.modeling import HeadFn, LMHead
+from grpo_trainer.microbatch import MicroBatch
+
+
+def policy_loss_of(
+    model: nn.Module,
+    batch: MicroBatch,
+    tokens: TokenBatch,
+    config: LossConfig,
+    with_router_loss: bool = False,
+) -> tuple[Tensor, Metrics, Tensor | None]:
+    """The policy loss of ``tokens``, those of ``batch``, its metrics, and the routers' loss."""
+    metrics: list[Metrics] = []
+
+    def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
+        loss, found = linear_policy_loss(hidden, head.weight, tokens, config, **_head_options(head))
+        metrics.append(found)
+        return loss
+
+    options = {"output_router_logits": True} if with_router_loss else {}
+    output = _run(model, batch, head_fn, **options)
+    return output.head, metrics[-1], output.aux_loss
+
+
+def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+    """Log-probabilities of the batch's targets, (B, L), without dropout or gradient."""
+
+    def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
+        logprobs = linear_logprobs(
+            hidden, head.weight, batch.target, temperature=temperature, **_head_options(head)
+        ).logprobs
+        assert logprobs is not None  # the default output
+        return logprobs
+
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        logprobs = _run(model, batch, head_fn).head
+    model.train(was_training)
+    return logprobs
+
+
+def _run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
+    return model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        head_fn=head_fn,
+        **options,
+    )
+
+
+def _head_options(head: LMHead) -> dict[str, Any]:
+    return {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}

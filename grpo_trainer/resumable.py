@@ -1,0 +1,135 @@
+"""transformers' Trainer with checkpoints that are whole, and resumed to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from grpo_trainer.checkpointing import (
+    check_settings,
+    last_checkpoint,
+    report_incomplete,
+    rotate,
+    run_settings,
+    write_settings,
+    written_aside,
+)
+
+_SHARED_FILE = "shared_state.pt"
+
+
+class Stateful(Protocol):
+    """A part of a run that a checkpoint must hold."""
+
+    def state(self) -> Any:
+        """Numbers, text, tensors, and lists and dictionaries of them."""
+        ...
+
+    def restore(self, state: Any) -> None: ...
+
+
+class ResumableTrainer(Trainer):
+    """Adds to a checkpoint what the subclass says it needs, and writes it all at once.
+
+    Trainer itself saves parameters, optimizer, schedule, random states and its counters.
+    """
+
+    _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
+
+    # by name, those that differ from process to process
+    _parts: dict[str, Stateful]
+
+    def start(self) -> None:
+        """Makes everything that a run changes as it is before the first step."""
+        raise NotImplementedError
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all processes; it is saved once."""
+        raise NotImplementedError
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in ``transformers.Trainer``; True resumes from the newest complete checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is incomplete, or belongs to a run that this one cannot
+                continue exactly; the message names the setting.
+            CheckpointError: a checkpoint could not be written.
+        """
+        self.start()
+        run_dir = Path(self.args.output_dir)
+        checkpoint = None
+        if resume_from_checkpoint is True:
+            checkpoint = last_checkpoint(run_dir)
+        else:
+            report_incomplete(run_dir)
+        if isinstance(resume_from_checkpoint, str | Path):
+            checkpoint = Path(resume_from_checkpoint)
+        if checkpoint is not None:
+            check_settings(checkpoint, run_settings(self.args, self.train_dataset))
+        return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        try:
+            with written_aside(run_dir, name, self.accelerator) as aside:
+                self._aside = aside
+                self._save_states(aside / name)
+                super()._save_checkpoint(model, trial)
+                if name == best and self.args.should_save:
+                    self.state.best_model_checkpoint = str(run_dir / name)
+                    self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+        finally:
+            self._aside = None
+        if self.args.should_save:
+            rotate(run_dir, self.args.save_total_limit, keep={name, best})
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:  # an upload reads the folder later, from where it stays
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_states(self, folder: Path) -> None:
+        if self.args.save_only_model:
+            return
+        states = {name: part.state() for name, part in self._parts.items()}
+        torch.save(states, self._process_file(folder))
+        if self.args.should_save:
+            torch.save(self.shared_state(), folder / _SHARED_FILE)
+            write_settings(folder, run_settings(self.args, self.train_dataset))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        states = self._read(self._process_file(Path(checkpoint)))
+        for name, part in self._parts.items():
+            if name in states:  # what is only logged may be switched on later
+                part.restore(states[name])
+        self.load_shared_state(self._read(Path(checkpoint) / _SHARED_FILE))
+
+    def _read(self, path: Path) -> Any:
+        if not path.exists():
+            raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
+        device = self.accelerator.device
+        where = "cpu" if device.type == "cpu" else device  # torch cannot load to cpu:0
+        return torch.load(path, map_location=where, weights_only=True)
+
+    def _process_file(self, folder: Path) -> Path:
+        return folder / f"process_state_{self.accelerator.process_index}.pt"

@@ -1,0 +1,128 @@
+"""Rewards that compare a mathematical answer with the solution, by math-verify."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from grpo_trainer.rewards.builtin import OptionalReward, text_of
+
+# seconds; math-verify stops by a signal, which only the main thread receives
+_PARSE_SECONDS = 10
+_VERIFY_SECONDS = 5
+
+
+def require_math_verify() -> None:
+    """Raises ImportError, saying how to install it, unless math-verify is there."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError(
+            "accuracy_reward, cosine_scaled_reward: expected the package math-verify, which is "
+            "not installed; pip install 'grpo-kernels[math]'"
+        )
+
+
+def accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1 if the completion's answer is mathematically equal to ``solution``, else 0.
+
+    None, not applicable, where the solution itself cannot be parsed. The answer has to be LaTeX, in
+    ``\\boxed{}`` or a formula. The completions table gets the columns ``solution``, ``gold_parsed``
+    and ``answer_parsed``.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    require_math_verify()
+    compared = [
+        _compare(text_of(completion), gold)
+        for completion, gold in zip(completions, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [gold for _, gold, _ in compared])
+        log_extra("answer_parsed", [answer for _, _, answer in compared])
+    return [reward for reward, _, _ in compared]
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> OptionalReward:
+    """A reward for correct answers that falls with length, and for wrong ones that rises with it.
+
+    Appendix C.1 of arXiv:2502.03373: half a cosine from the value at length 0 to the one at
+    ``max_len`` tokens, and constant beyond. A correct completion goes from ``max_value_correct`` to
+    ``min_value_correct``, a wrong one from ``min_value_wrong`` to ``max_value_wrong``: a wrong
+    answer that was thought about longer is punished less. Correct is what
+    :func:`accuracy_reward` says.
+
+    Raises:
+        ValueError: ``max_len`` is below 1.
+    """
+    if max_len < 1:
+        raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
+    return functools.partial(
+        cosine_scaled_reward,
+        max_len=max_len,
+        correct=(max_value_correct, min_value_correct),
+        wrong=(min_value_wrong, max_value_wrong),
+    )
+
+
+def cosine_scaled_reward(
+    completions: list[Any],
+    solution: list[str],
+    completion_ids: list[list[int]],
+    *,
+    max_len: int,
+    correct: tuple[float, float],
+    wrong: tuple[float, float],
+    **kwargs: Any,
+) -> list[float | None]:
+    """See :func:`get_cosine_scaled_reward`. Bounds are the values at length 0 and ``max_len``."""
+
+    def scaled(accuracy: float | None, length: int) -> float | None:
+        if accuracy is None:
+            return None
+        short, long = correct if accuracy else wrong
+        return long + 0.5 * (short - long) * (1 + math.cos(math.pi * min(length / max_len, 1.0)))
+
+    accuracies = accuracy_reward(completions, solution)
+    return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
+
+
+def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
+    """Reward, and solution and answer as they were parsed."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    parse_seconds = _PARSE_SECONDS if in_main_thread else None
+    gold = parse(solution, parsing_timeout=parse_seconds)
+    if not gold:
+        return None, "[unparseable]", "[skipped]"
+    extraction = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,  # what is boxed is the answer
+        try_extract_without_anchor=False,
+    )
+    answer = parse(
+        text,
+        extraction_config=[extraction],
+        extraction_mode="first_match",
+        parsing_timeout=parse_seconds,
+    )
+    verify_seconds = _VERIFY_SECONDS if in_main_thread else None
+    reward = float(verify(gold, answer, timeout_seconds=verify_seconds))
+    return reward, str(gold), str(answer) if answer else "[unparseable]"

@@ -1,0 +1,66 @@
+"""What reward functions log beside their rewards, in one call of all of them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from grpo_kernels.losses import Metrics, Stat
+
+# the table of completions has these columns itself
+_OWN_COLUMNS = frozenset({"step", "prompt", "completion", "reward", "advantage"})
+
+
+class RewardLog:
+    """Columns and metrics that reward functions add for one batch of completions.
+
+    Args:
+        count: how many completions are scored.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._metrics: dict[str, list[float]] = {}
+        self.columns: dict[str, list[Any]] = {}  # each of ``count`` values
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """Adds a column to the table of completions, one value per completion.
+
+        Raises:
+            ValueError: the column is the table's own, or has the wrong number of values.
+        """
+        if column in _OWN_COLUMNS:
+            raise ValueError(f"log_extra: expected a new column, got {column!r}, which exists")
+        if len(values) != self._count:
+            raise ValueError(
+                f"log_extra: expected {self._count} values of {column!r}, one per completion, "
+                f"got {len(values)}"
+            )
+        self.columns[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Adds a sample to a metric, which is logged as the mean of its samples.
+
+        Raises:
+            ValueError: the value is not a finite number.
+        """
+        if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"log_metric: expected a finite number for {name!r}, got {value!r}")
+        self._metrics.setdefault(name, []).append(float(value))
+
+    def metrics(self, accelerator: Accelerator) -> Metrics:
+        """This process's samples. All processes call it and get the same names."""
+        names = sorted(set(gather_object(sorted(self._metrics))))
+
+        def stat(samples: list[float]) -> Stat:
+            sums = torch.tensor([sum(samples), len(samples)], dtype=torch.float64)
+            return Stat("mean", *sums.to(accelerator.device))
+
+        return Metrics({name: stat(self._metrics.get(name, [])) for name in names})

@@ -1,0 +1,137 @@
+"""Reward models: sequence classifiers with one label, called like reward functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from grpo_trainer.config import GRPOConfig, options
+
+
+class RewardModel:
+    """Scores ``prompt + completion`` by the one logit of a classifier.
+
+    Args:
+        model: the classifier. It is put on the device of ``args``, in evaluation mode and frozen.
+        tokenizer: the classifier's own, with its own chat template for conversational prompts.
+        args: for the device, the batch size (that of a training step) and the template's arguments.
+
+    Raises:
+        ValueError: the classifier has not exactly one label, or the tokenizer cannot pad.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
+    ) -> None:
+        self.name = _model_name(model)
+        config = getattr(model, "config", None)
+        labels = getattr(config, "num_labels", 1)
+        if labels != 1:
+            raise ValueError(
+                f"reward_funcs: expected a reward model with 1 label, got {self.name!r} with "
+                f"{labels}"
+            )
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise ValueError(
+                    "reward_processing_classes: expected a pad_token or an eos_token for "
+                    f"{self.name!r}, got neither"
+                )
+            tokenizer.pad_token = tokenizer.eos_token
+        if config is not None:  # classifiers read the reward off the last token that is no padding
+            config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if not hasattr(model, "hf_device_map"):  # such a model is placed already
+            model.to(args.device)
+        self._model = model.eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._device = args.device
+        self._batch_size = args.per_device_train_batch_size
+        self._template = options("chat_template_kwargs", args.chat_template_kwargs)
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> Tensor:
+        """Rewards (n,), computed in batches that are padded to their own longest text."""
+        texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
+        size = self._batch_size
+        parts = [texts[start : start + size] for start in range(0, len(texts), size)]
+        return torch.cat([self._score(part) for part in parts])
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        text = self._tokenizer.apply_chat_template(
+            [*prompt, *completion], tokenize=False, **self._template
+        )
+        assert isinstance(text, str)  # with tokenize=False
+        return text
+
+    @torch.inference_mode()
+    def _score(self, texts: list[str]) -> Tensor:
+        inputs = self._tokenizer(
+            texts,
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+            return_tensors="pt",
+        ).to(self._device)
+        logits = self._model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        ).logits
+        if logits.shape != (len(texts), 1):
+            raise ValueError(
+                f"expected logits of shape {(len(texts), 1)}, got {tuple(logits.shape)}"
+            )
+        return logits[:, 0].float()
+
+
+def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
+    """The classifier in folder or hub id ``name``, in the dtype of its checkpoint.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no trained head for one label.
+    """
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype="auto", trust_remote_code=args.trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:  # not there, no connection, no such architecture
+        raise ValueError(f"reward_funcs: model {name!r} cannot be loaded: {error}") from error
+    if found["missing_keys"]:  # of a base or language model
+        missing = ", ".join(sorted(found["missing_keys"]))
+        raise ValueError(
+            f"reward_funcs: expected a trained reward model, got {name!r} without weights for "
+            f"{missing}"
+        )
+    return model
+
+
+def load_reward_tokenizer(model: nn.Module, args: GRPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the checkpoint that ``model`` was loaded from.
+
+    Raises:
+        ValueError: there is none.
+    """
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not source:
+        raise ValueError(
+            "reward_processing_classes: expected a tokenizer for the reward model "
+            f"{_model_name(model)!r}, which was not loaded by name; got None"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"reward_processing_classes: the tokenizer of {source!r} cannot be loaded: {error}"
+        ) from error
+
+
+def _model_name(model: nn.Module) -> str:
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return Path(source).name or type(model).__name__

@@ -1,0 +1,84 @@
+"""Rollout engines by name. A package of its own registers another one with one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.rollout.base import EngineContext, RolloutEngine, Sampling
+from grpo_trainer.rollout.continuous import ContinuousBatchingEngine
+from grpo_trainer.rollout.sync import Rollouts
+from grpo_trainer.rollout.transformers import TransformersEngine
+
+EngineFactory = Callable[[EngineContext], RolloutEngine]
+
+
+def _vllm_colocate(context: EngineContext) -> RolloutEngine:
+    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM  # imports vllm
+
+    return ColocatedVLLM(context)
+
+
+def _vllm_server(context: EngineContext) -> RolloutEngine:
+    from grpo_trainer.rollout.vllm_server import VLLMServer  # imports requests
+
+    return VLLMServer(context)
+
+
+ENGINES: dict[str, EngineFactory] = {
+    "transformers": TransformersEngine.from_context,
+    "transformers_continuous": ContinuousBatchingEngine.from_context,
+    "vllm_colocate": _vllm_colocate,
+    "vllm_server": _vllm_server,
+}
+
+
+def register_rollout_engine(name: str, factory: EngineFactory) -> None:
+    """Makes ``rollout_engine=name`` a choice of GRPOConfig.
+
+    Raises:
+        ValueError: there is an engine of that name.
+    """
+    if name in ENGINES:
+        raise ValueError(f"name: expected a new one, got {name!r}, which is registered")
+    ENGINES[name] = factory
+
+
+def engine_name(args: GRPOConfig) -> str:
+    """The engine that ``args`` asks for."""
+    if args.rollout_engine is not None:
+        return args.rollout_engine
+    if args.use_vllm:
+        return f"vllm_{args.vllm_mode}"
+    continuous = args.use_transformers_continuous_batching
+    return "transformers_continuous" if continuous else "transformers"
+
+
+def make_engine(context: EngineContext) -> RolloutEngine:
+    """The engine that the configuration names.
+
+    Raises:
+        ValueError: there is no such engine, or it cannot run here.
+    """
+    name = engine_name(context.args)
+    if name not in ENGINES:
+        raise ValueError(f"rollout_engine: expected one of {', '.join(ENGINES)}; got {name!r}")
+    return ENGINES[name](context)
+
+
+def make_rollouts(
+    context: EngineContext, step: Callable[[], int], engine: RolloutEngine | None = None
+) -> Rollouts:
+    """Completions of the policy, by ``engine`` or by the one that the configuration names.
+
+    ``step`` counts the optimizer's steps.
+    """
+    args = context.args
+    if engine is not None and (args.use_vllm or args.rollout_engine is not None):
+        raise ValueError(
+            f"rollout_engine: expected it once, got one beside the {engine_name(args)} of args"
+        )
+    sampling = Sampling.from_config(args, context.tokenizer)
+    engine = engine or make_engine(context)
+    sleeps = args.vllm_enable_sleep_mode
+    return Rollouts(engine, context.policy, sampling, step, sleeps)

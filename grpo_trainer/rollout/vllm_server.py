@@ -1,0 +1,138 @@
+"""Rollouts by a vLLM server: the first process talks to it, for all."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.rollout.base import (
+    Completions,
+    EngineContext,
+    Sampling,
+    TokenIds,
+    WeightSource,
+    runs,
+)
+from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
+from grpo_trainer.rollout.vllm_params import structured_outputs, vllm_params
+from grpo_trainer.rollout.weight_files import FileTransfer
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMServer:
+    """Samples with a server that was started with ``grpo-train serve``.
+
+    Raises:
+        ServerError: no server answers in time.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._accelerator = context.accelerator
+        self._client: VLLMClient | None = None
+        self._on_main(lambda: self._connect(context))
+        atexit.register(self.close)
+
+    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
+        """Completions of this process's prompts; those of all processes are sent together."""
+        prompts = gather_object(prompt_ids)
+        everyone = self._on_main(lambda: self._generate(prompts, sampling))
+        first = self._accelerator.process_index * len(prompt_ids)
+        mine = slice(first, first + len(prompt_ids))
+        return Completions(*(column[mine] for column in everyone))
+
+    def update_weights(self, weights: WeightSource) -> None:
+        self._on_main(lambda: self._client.update_weights(weights))  # type: ignore[union-attr]
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if self._client is not None:
+            self._client.close()
+
+    def _connect(self, context: EngineContext) -> None:
+        args = context.args
+        self._client = VLLMClient(
+            args.vllm_server_base_url,
+            args.vllm_server_host,
+            args.vllm_server_port,
+            args.vllm_group_port,
+            args.vllm_server_timeout,
+            request_timeout=args.vllm_request_timeout,
+            transfer=lambda client: _transfer(client, args, context),
+        )
+
+    def _generate(
+        self, prompts: list[TokenIds], sampling: Sampling
+    ) -> tuple[list[TokenIds], list[list[float]]]:
+        assert self._client is not None  # this is the first process
+        params = vllm_params(sampling)
+        own = {name: params.pop(name) for name in _ARGUMENTS}
+        regex = structured_outputs(sampling)
+        token_ids, logprobs = [], []
+        # almost always one request: every prompt has as many completions
+        for n, part in groupby(runs(prompts), key=lambda run: run[1]):
+            answer = self._client.generate(
+                [ids for ids, _ in part],
+                n=n,
+                structured_outputs_regex=None if regex is None else regex["regex"],
+                generation_kwargs=params,
+                **own,
+            )
+            token_ids += answer["completion_ids"]
+            logprobs += answer["logprobs"]
+        return token_ids, logprobs
+
+    def _on_main(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns or raises on the first process, on all of them."""
+        outcome: list[Any] = [None, None]
+        if self._accelerator.is_main_process:
+            try:
+                outcome[0] = work()
+            except (ServerError, ValueError) as error:
+                if self._accelerator.num_processes == 1:
+                    raise
+                outcome[1] = error
+        if self._accelerator.num_processes > 1:
+            broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+# what VLLMClient.generate has arguments for
+_ARGUMENTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "max_tokens",
+    "logprobs",
+)
+
+
+def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> WeightTransfer:
+    kind = args.vllm_weight_transfer
+    if kind == "auto":
+        on_gpu = context.accelerator.device.type == "cuda"
+        prepared = on_gpu and client.settings().get("weight_transfer_config") is not None
+        kind = "nccl" if prepared else "file"
+        logger.info("weights reach %s by %s", client.server.url, kind)
+    if kind == "nccl":
+        from grpo_trainer.rollout.weight_nccl import NCCLTransfer  # imports vllm
+
+        return NCCLTransfer(client.world_size(), client.group_port, args.vllm_request_timeout)
+    folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
+    return FileTransfer(Path(folder), args.vllm_request_timeout)

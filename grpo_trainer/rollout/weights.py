@@ -1,0 +1,125 @@
+"""The policy's weights as a checkpoint has them: plain names, tied heads, adapters merged in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from grpo_trainer.adapters import base_policy
+
+_BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
+
+
+def parameter_versions(policy: nn.Module) -> list[tuple[int, int]]:
+    """Equal as long as no trainable parameter is replaced, or written to other than by a fused
+    optimizer, which does not count up what autograd watches."""
+    trained = (p for p in policy.parameters() if p.requires_grad)
+    return [(parameter.data_ptr(), parameter._version) for parameter in trained]
+
+
+def policy_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the checkpoint that ``policy`` would be, one after the other.
+
+    Tensors are the policy's own where nothing is merged or converted. A tied LM head comes under
+    its name as well, since an engine may keep a copy of it. Adapters are merged one layer at a
+    time, in a copy of that layer, so there is never a second model in memory.
+
+    Raises:
+        ValueError: the policy's base is quantised, which cannot be merged exactly.
+    """
+    if is_peft_model(policy):
+        if getattr(base_policy(policy), "is_quantized", False):
+            raise ValueError(
+                "use_vllm: expected a policy in full precision, got adapters on a quantised base, "
+                "which cannot be merged into it exactly"
+            )
+        weights = _merged(policy)
+    else:
+        weights = iter(policy.state_dict().items())
+    return _converted(policy, weights)
+
+
+def _converted(
+    policy: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """In the layout of checkpoints, for models that are held in another one (experts as a stack).
+
+    Those are converted block by block, which copies one block at a time.
+    """
+    base = base_policy(policy)
+    if not _is_converted(base):
+        return weights
+    blocks = groupby(weights, key=lambda item: _BLOCK.match(item[0])[0])  # type: ignore[index]
+    return chain.from_iterable(
+        revert_weight_conversion(base, dict(block)).items() for _, block in blocks
+    )
+
+
+def _is_converted(model: PreTrainedModel) -> bool:
+    shapes = {k: torch.empty_like(v, device="meta") for k, v in model.state_dict().items()}
+    saved = revert_weight_conversion(model, shapes)
+    return any(saved.get(name) is not value for name, value in shapes.items())
+
+
+def _merged(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    base = base_policy(policy)
+    [adapter] = policy.active_adapters
+    adapted = _adapted_modules(base)
+    prefixes = tuple(f"{name}." for name in adapted)
+    for name, value in base.state_dict().items():
+        if not name.startswith(prefixes):
+            yield name, value
+    for name, module in adapted.items():
+        if hasattr(module, "modules_to_save"):
+            state = module.modules_to_save[adapter].state_dict()
+        else:
+            state = _merged_layer(module, adapter)
+        for key, value in state.items():
+            yield f"{name}.{key}", value
+
+
+def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
+    """What PEFT put into the model, by the name of the module it replaced.
+
+    Raises:
+        ValueError: it cannot be merged, or an engine that ties the head could not hold it.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    adapted = {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
+    for name, module in adapted.items():
+        nested = name.rpartition(".")[0] in adapted
+        other = isinstance(module, AuxiliaryTrainingWrapper)
+        if nested or (other and not isinstance(module, ModulesToSaveWrapper)):
+            raise ValueError(f"peft_config: expected whole layers for use_vllm, got {name}")
+    if base.config.get_text_config().tie_word_embeddings:
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        tied = [name for name, module in adapted.items() if module in ends]
+        if tied:
+            raise ValueError(
+                "peft_config: expected no adapter on tied embeddings, whose ends then differ (an "
+                f"engine has one weight for both), got one on {', '.join(tied)}"
+            )
+    return adapted
+
+
+def _merged_layer(layer: Any, adapter: str) -> dict[str, Tensor]:
+    """The layer's weights with the adapter in them; the layer is then as it was, to the bit."""
+    base = layer.get_base_layer()
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    with torch.no_grad():
+        layer.merge(adapter_names=[adapter])
+        merged = {name: value.clone() for name, value in base.state_dict().items()}
+        layer.unmerge()
+        base.load_state_dict(before)  # unmerging subtracts, and rounds
+    return merged

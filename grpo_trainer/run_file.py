@@ -1,0 +1,102 @@
+"""A run's YAML file: it says what the command line says, and is read by the same parser."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import Action
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-6 as text; numbers are what Python says they are."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """What a file sets."""
+
+    words: list[str] = field(default_factory=list)  # as on the command line
+    values: dict[str, Any] = field(default_factory=dict)  # mappings, and what else has no words
+
+
+def read_run_file(
+    path: Path, actions: Mapping[str, Action], hints: Mapping[str, Any], mappings: Collection[str]
+) -> RunFile:
+    """Reads ``name: value`` lines.
+
+    A plain value is taken as written, so that ``save_strategy: no`` is the word and not a boolean.
+
+    Args:
+        path: the file.
+        actions: the arguments there are, by name.
+        hints: their types, by name.
+        mappings: the names of those that may be mappings.
+
+    Raises:
+        ValueError: there is no such file, it is not YAML, has an unknown or repeated argument, or a
+            value of the wrong kind. The message names the file.
+    """
+    read = RunFile()
+    for name, node in _entries(path):
+        if name not in actions:
+            close = difflib.get_close_matches(name, actions, n=1)
+            hint = f" (is it {close[0]}?)" if close else ""
+            raise ValueError(f"--config: {path} has an unknown argument: {name}{hint}")
+        if name in read.values or f"--{name}" in read.words:
+            raise ValueError(f"--config: {path} has {name} more than once")
+        value = _value(node)
+        if isinstance(node, yaml.ScalarNode) and value is not None:
+            read.words.extend((f"--{name}", node.value))
+        elif _has_words(node, actions[name]):
+            read.words.extend((f"--{name}", *(item.value for item in node.value)))
+        elif _is_allowed(value, actions[name], hints[name], name in mappings):
+            read.values[name] = value
+        else:
+            kind = type(value).__name__ if value is not None else "null"
+            raise ValueError(f"--config: {path}: {name} cannot be a {kind}: {value!r}")
+    return read
+
+
+def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
+    if not path.is_file():
+        raise ValueError(f"--config: no such file {str(path)!r}")
+    try:
+        root = yaml.compose(path.read_text(), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config: {path} is not YAML: {error}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"--config: expected `name: value` lines in {path}")
+    return [(str(key.value), node) for key, node in root.value]
+
+
+def _value(node: yaml.Node) -> Any:
+    return _Loader("").construct_document(node)
+
+
+def _has_words(node: yaml.Node, action: Action) -> bool:
+    """Whether it is a list that the command line takes as several words."""
+    if not isinstance(node, yaml.SequenceNode) or action.nargs != "+" or not node.value:
+        return False
+    return all(isinstance(item, yaml.ScalarNode) for item in node.value)
+
+
+def _is_allowed(value: Any, action: Action, hint: Any, may_be_mapping: bool) -> bool:
+    if value is None:
+        return type(None) in get_args(hint)
+    if isinstance(value, dict):
+        return may_be_mapping
+    # a list of several words has been read by now, unless it is empty or nested
+    return "list" in str(hint) and (action.nargs != "+" or not value)

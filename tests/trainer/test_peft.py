@@ -1,0 +1,268 @@
+"""Adapters: what is trained and saved, what the reference is, and that a resume is exact."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from trainer_helpers import CannedEngine, parameters
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_bitsandbytes_available
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.adapter_arguments import AdapterArguments
+from grpo_trainer.adapters import prepare_adapter, running_adapter
+from grpo_trainer.policy import load_policy
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, on tied weights and switched adapters
+
+LORA = dict(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+CONFIGS = {
+    "layers": LORA,
+    "dora": LORA | dict(use_dora=True),
+    "head": LORA | dict(target_modules=["q_proj", "lm_head"]),
+    "embedding": LORA | dict(target_modules=["q_proj", "embed_tokens"]),
+    "whole head": LORA | dict(modules_to_save=["lm_head"]),
+    "pissa": LORA | dict(init_lora_weights="pissa"),  # alters the base model
+}
+
+
+def lengths_reward(completion_ids, **kwargs):
+    return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
+
+
+def pretrained(policy: PreTrainedModel, **lora) -> PreTrainedModel:
+    """A policy with an adapter that was trained before."""
+    torch.manual_seed(3)
+    model = peft.get_peft_model(copy.deepcopy(policy), peft.LoraConfig(**(LORA | lora)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture
+def make(make_args, policy, tokenizer, dataset):
+    """A trainer on canned completions, with a new adapter unless there is a model."""
+
+    def trainer(model=None, lora=None, **changes) -> GRPOTrainer:
+        changes = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"} | changes
+        torch.manual_seed(1)
+        made = GRPOTrainer(
+            model if model is not None else copy.deepcopy(policy),
+            lengths_reward,
+            make_args(**changes),
+            dataset,
+            processing_class=tokenizer,
+            peft_config=None if model is not None else peft.LoraConfig(**(lora or LORA)),
+        )
+        made._collector._engine = CannedEngine(made.processing_class)
+        return made
+
+    return trainer
+
+
+def trained(model) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def logs_of(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_only_the_adapter_moves_and_the_reference_is_the_start(make, config):
+    trainer = make(lora=CONFIGS[config], beta=0.1, max_steps=3)
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    moving = trained(trainer.model)
+    trainer.train()
+    assert moving and trainer.ref_model is None
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, start[name]) != (name in moving), name
+        assert parameter.requires_grad == (name in moving)
+    kl = logs_of(trainer, "kl")
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-5
+
+
+def test_reference_of_a_trained_adapter_is_that_adapter(make, policy):
+    model = pretrained(policy)
+    expected = copy.deepcopy(model)
+    trainer = make(model, beta=0.1, max_steps=3)
+    trainer.train()
+    assert logs_of(trainer, "kl")[0] == pytest.approx(0, abs=1e-6)
+    assert logs_of(trainer, "kl")[-1] > 1e-5
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad(), running_adapter(model, "ref"):
+        kept = model(input_ids=ids).logits
+    with torch.no_grad():
+        torch.testing.assert_close(kept, expected(input_ids=ids).logits)
+    assert model.active_adapters == ["default"]
+
+
+def test_running_without_the_adapter_leaves_no_trace(make):
+    model = make().model
+    name, frozen = next((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    frozen.requires_grad_(False)  # the user's choice
+    before = set(trained(model))
+    for adapter in (None, "default"):
+        with running_adapter(model, adapter):
+            pass
+        assert set(trained(model)) == before and name not in before
+
+
+@pytest.mark.parametrize("config", ["head", "pissa", "pretrained"])
+def test_checkpoints_hold_adapters_and_resume_exactly(make, policy, tmp_path, config):
+    def run(steps: int, resume: str | None = None) -> GRPOTrainer:
+        model = pretrained(policy) if config == "pretrained" else None
+        trainer = make(
+            model, CONFIGS.get(config), beta=0.1, max_steps=steps, num_iterations=2,
+            save_strategy="steps", save_steps=3, optim="adamw_torch", learning_rate=1e-2,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    straight = run(5)
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(tmp_path / "out" / "checkpoint-3", checkpoint)
+    shutil.rmtree(tmp_path / "out")
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    assert not (checkpoint / "model.safetensors").exists()
+    assert (checkpoint / "ref").exists() == (config in ("pretrained", "pissa"))
+    resumed = run(5, str(checkpoint))
+    assert torch.equal(parameters(straight.model), parameters(resumed.model))
+    assert logs_of(straight, "kl")[-2:] == logs_of(resumed, "kl")[-2:]
+
+
+def test_saved_adapter_loads(make, policy, tmp_path):
+    trainer = make(max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(policy), str(tmp_path / "saved"))
+    assert torch.equal(parameters(loaded), parameters(trainer.model))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(make, reentrant):
+    def after(**changes) -> torch.Tensor:
+        trainer = make(max_steps=2, **changes)
+        trainer.train()
+        return parameters(trainer.model)
+
+    recomputed = after(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
+    torch.testing.assert_close(recomputed, after(), rtol=0, atol=1e-6)
+
+
+def test_disable_dropout_reaches_the_adapter(make):
+    trainer = make(lora=LORA | dict(lora_dropout=0.5), disable_dropout=True)
+    assert all(m.p == 0 for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_adapters_of_a_quantised_base_are_bf16(make_args, policy):
+    """A stand-in for bitsandbytes: what matters is that the base says it is quantised."""
+    policy.is_quantized = True
+    args = make_args()
+    with pytest.raises(ValueError, match="peft_config: expected one with a quantised model"):
+        prepare_adapter(policy, args)
+    model = peft.get_peft_model(policy, peft.LoraConfig(**CONFIGS["dora"]))
+    prepare_adapter(model, args)
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert dtypes and all(
+        dtype == (torch.float32 if "magnitude" in name else torch.bfloat16)
+        for name, dtype in dtypes.items()
+    )
+
+
+def test_loading_adapters_keeps_their_dtype(make, tmp_path):
+    trainer = make()
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    trainer.save_model(str(tmp_path / "saved"))
+    before = parameters(trainer.model)
+    trainer._load_from_checkpoint(str(tmp_path / "saved"))
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert dtypes == {torch.bfloat16} and torch.equal(parameters(trainer.model), before)
+    with pytest.raises(ValueError, match="expected adapter 'default'"):
+        trainer._load_from_checkpoint(str(tmp_path))
+
+
+def test_what_cannot_be_trained_is_refused(make, make_args, policy, monkeypatch):
+    with pytest.raises(ValueError, match=r"expected a peft\.PeftConfig.*got dict"):
+        GRPOTrainer(policy, lengths_reward, make_args(), peft_config={"r": 2})
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="virtual tokens"):
+        GRPOTrainer(policy, lengths_reward, make_args(), peft_config=prompt)
+    with pytest.raises(ValueError, match="None with a PeftModel"):
+        GRPOTrainer(
+            pretrained(policy), lengths_reward, make_args(), peft_config=peft.LoraConfig(**LORA)
+        )
+    frozen = pretrained(policy).requires_grad_(False)
+    with pytest.raises(ValueError, match="is_trainable=True"):
+        make(frozen)
+    with pytest.raises(ValueError, match="sync_ref_model: expected False with an adapter"):
+        make(beta=0.1, sync_ref_model=True)
+    with pytest.raises(ValueError, match=r"lora_dropout=0\.1"):
+        make(lora=CONFIGS["head"] | dict(lora_dropout=0.1))
+    taken = pretrained(policy)
+    taken.add_adapter("ref", peft.LoraConfig(**LORA))
+    with pytest.raises(ValueError, match="no adapter named 'ref'"):
+        make(taken, beta=0.1)
+    integrated = copy.deepcopy(policy)
+    integrated.add_adapter(peft.LoraConfig(**LORA))
+    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
+        make(integrated)
+    monkeypatch.setattr("grpo_trainer.adapters.is_peft_available", lambda: False)
+    with pytest.raises(ValueError, match="expected the package peft to be installed"):
+        make()
+
+
+def test_command_line_arguments(make_args, monkeypatch):
+    arguments = AdapterArguments(use_peft=True, lora_r=4, lora_target_modules=["all-linear"])
+    config = arguments.peft_config()
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 32, 0.05)
+    assert config.target_modules == "all-linear"
+    assert arguments.quantization_config(make_args()) is None
+    assert AdapterArguments().peft_config() is None
+    available = "grpo_trainer.adapter_arguments.is_bitsandbytes_available"
+    monkeypatch.setattr(available, lambda: False)
+    with pytest.raises(ValueError, match="expected the package bitsandbytes"):
+        AdapterArguments(use_peft=True, load_in_4bit=True)
+    monkeypatch.setattr(available, lambda: True)
+    arguments = AdapterArguments(use_peft=True, load_in_4bit=True, use_bnb_nested_quant=True)
+    config = arguments.quantization_config(make_args())
+    assert config.load_in_4bit and config.bnb_4bit_use_double_quant
+    assert config.bnb_4bit_compute_dtype == torch.float32
+    assert AdapterArguments(use_peft=True, load_in_8bit=True).quantization_config(make_args())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(lora_r=4), "lora_r: expected use_peft"),
+        (dict(load_in_4bit=True), "load_in_4bit: expected use_peft"),
+        (dict(use_peft=True, use_bnb_nested_quant=True), "expected load_in_4bit with it"),
+        (dict(use_peft=True, load_in_4bit=True, load_in_8bit=True), "at most one"),
+        (dict(use_peft=True, load_in_4bit=True, bnb_4bit_quant_type="int4"), "nf4 or fp4"),
+    ],
+)
+def test_wrong_command_line_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AdapterArguments(**arguments)
+
+
+def test_quantisation_of_a_model(make_args, policy, tmp_path):
+    config = AdapterArguments  # any value
+    with pytest.raises(ValueError, match="quantization_config: expected None with a model"):
+        load_policy(policy, make_args(), quantization_config=config)
+    if is_bitsandbytes_available():
+        pytest.skip("bitsandbytes is installed")
+    policy.save_pretrained(tmp_path / "model")
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match="quantization_config: .*bitsandbytes"):
+        load_policy(str(tmp_path / "model"), make_args(), quantization_config=config)

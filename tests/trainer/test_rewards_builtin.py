@@ -1,0 +1,125 @@
+"""Built-in rewards: hand-computed values, and TRL's where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+
+import pytest
+
+from grpo_trainer import rewards
+from grpo_trainer.rewards import (
+    accuracy,
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    resolve_rewards,
+    think_format_reward,
+)
+
+WITH_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
+needs_math_verify = pytest.mark.skipif(not WITH_MATH_VERIFY, reason="math-verify not installed")
+
+TEXTS = [
+    "<think>a</think>b",
+    "<think>\n</think>\n\\boxed{2}",
+    "a",
+    " <think>a</think>",
+    "<think>a<think></think>",
+    "<think>a</think><think>b</think>",
+    "",
+]
+
+
+def messages(texts: list[str]) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def trl_rewards():
+    return pytest.importorskip("trl.rewards")
+
+
+def test_think_format():
+    expected = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert think_format_reward(TEXTS) == expected
+    assert think_format_reward(messages(TEXTS)) == expected
+    assert trl_rewards().think_format_reward(messages(TEXTS)) == expected
+
+
+@pytest.mark.parametrize(("limit", "cache"), [(10, 4), (10, 10), (10, 0), (1, 1)])
+def test_soft_overlong_punishment(limit, cache):
+    ids = [[1] * length for length in range(13)]
+    given = get_soft_overlong_punishment(limit, cache)(completion_ids=ids)
+    assert given == trl_rewards().get_soft_overlong_punishment(limit, cache)(ids)
+    if (limit, cache) == (10, 4):
+        assert given[5:] == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_repetition_penalty(size):
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1, 2, 1, 2, 1], [1], []]
+    given = get_repetition_penalty_reward(size, -2.0)(completion_ids=ids)
+    theirs = trl_rewards().get_repetition_penalty_reward(size, -2.0)(ids)
+    assert given == pytest.approx(theirs, abs=1e-12)
+    if size == 2:
+        assert given == [0.0, -1.5, -1.0, 0.0, 0.0]
+
+
+def test_cosine_scaling(monkeypatch):
+    known = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, None]
+    monkeypatch.setattr(accuracy, "accuracy_reward", lambda *args: known)
+    lengths = [0, 50, 100, 999, 0, 50, 100, 50]
+    reward = get_cosine_scaled_reward(max_len=100)
+    ids = [[1] * length for length in lengths]
+    given = reward(completions=TEXTS, solution=TEXTS, completion_ids=ids)
+    assert given == pytest.approx([1.0, 0.75, 0.5, 0.5, -1.0, -0.75, -0.5, None])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache: expected"),
+        (lambda: get_repetition_penalty_reward(max_penalty=1), "max_penalty: expected"),
+        (lambda: get_cosine_scaled_reward(max_len=0), "max_len: expected"),
+    ],
+)
+def test_wrong_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "source", ["accuracy_reward", "get_cosine_scaled_reward(max_len=9)", accuracy_reward]
+)
+def test_without_math_verify(source, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"math-verify.*pip install 'grpo-kernels\[math\]'"):
+        resolve_rewards(source)
+
+
+@needs_math_verify
+def test_accuracy():
+    solutions = [r"\frac{1}{3}", r"$\frac{1}{3}$", "$2$", "no formula"]
+    texts = [
+        r"My answer is \boxed{\frac{1}{3}}",
+        r"The final answer is $\frac{2}{6}$",
+        r"\boxed{3}",
+        r"\boxed{3}",
+    ]
+    logged = {}
+    given = accuracy_reward(messages(texts), solutions, log_extra=logged.__setitem__)
+    assert given == accuracy_reward(texts, solutions)
+    assert given == [1.0, 1.0, 0.0, None]
+    assert logged["solution"] == solutions
+    assert logged["answer_parsed"][3] == "[skipped]" and len(logged["gold_parsed"]) == 4
+    theirs = trl_rewards()
+    assert given == theirs.accuracy_reward(messages(texts), solutions)
+    ids = [[1] * length for length in (1, 20, 33, 4)]
+    ours = rewards.get_cosine_scaled_reward(30)(messages(texts), solutions, ids)
+    assert ours == pytest.approx(
+        theirs.get_cosine_scaled_reward(30)(messages(texts), solutions, ids)
+    )
+    assert math.isclose(ours[2], -0.5)
+    assert "math_verify" in sys.modules

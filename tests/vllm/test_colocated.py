@@ -1,0 +1,128 @@
+"""vLLM in this process: its log-probabilities are the policy's, before and after updates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout import EngineContext, Sampling
+from grpo_trainer.rollout.weights import policy_weights
+
+
+@pytest.fixture
+def make_engine(make_args, policy, tokenizer):
+    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM
+
+    made = []
+
+    def make(model=policy, **changes) -> ColocatedVLLM:
+        args = make_args(**changes)
+        accelerator = Accelerator(cpu=args.use_cpu)
+        context = EngineContext(
+            policy=lambda: model, tokenizer=tokenizer, args=args, accelerator=accelerator
+        )
+        made.append(ColocatedVLLM(context))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def sampling(tokenizer, **changes) -> Sampling:
+    settings = {"eos_token_ids": frozenset([tokenizer.eos_token_id]), "max_tokens": 8}
+    return Sampling(**(settings | changes))
+
+
+@pytest.mark.parametrize("packed", [True, False])  # how a CPU holds weights, and how a GPU does
+def test_parity(make_engine, policy, tokenizer, packed, monkeypatch):
+    if not packed:
+        monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
+    torch.manual_seed(5)
+    engine = make_engine()
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    temperatures = (1.0, 0.7)
+
+    def apart() -> list[float]:
+        drawn = [
+            (engine.generate(prompts, sampling(tokenizer, temperature=t)), t) for t in temperatures
+        ]
+        return [difference(policy, prompts, *found, t) for found, t in drawn]
+
+    engine.update_weights(lambda: policy_weights(policy))
+    assert max(apart()) < CLOSE
+    change(policy)
+    assert min(apart()) > 0.1
+    # the weights without a new cache: keys and values of the old ones answer
+    engine._llm.collective_rpc(
+        "reload_weights", kwargs={"weights_iterator": policy_weights(policy)}
+    )
+    assert min(apart()) > 0.1
+    engine.update_weights(lambda: policy_weights(policy))
+    assert max(apart()) < CLOSE
+
+
+@pytest.mark.parametrize("tied", [True], indirect=True)
+def test_what_is_sampled(make_engine, policy, tokenizer):
+    engine = make_engine()
+    engine.update_weights(lambda: policy_weights(policy))
+    eos = tokenizer.eos_token_id
+    group = PROMPTS[:1] * 16
+    ids = engine.generate(group, sampling(tokenizer)).token_ids
+    assert len({tuple(row) for row in ids}) > 8
+    torch.manual_seed(5)
+    again = [engine.generate(group, sampling(tokenizer)).token_ids for _ in range(2)]
+    torch.manual_seed(5)
+    assert engine.generate(group, sampling(tokenizer)).token_ids == again[0] != again[1]
+    ids = engine.generate(PROMPTS[:1] * 128, sampling(tokenizer, temperature=2.0)).token_ids
+    ended = [row for row in ids if eos in row]
+    assert ended and all(row.index(eos) == len(row) - 1 for row in ended)  # kept, and the last
+    assert all(len(row) == 8 for row in ids if eos not in row)
+
+    seeded = sampling(tokenizer, engine_options={"seed": 5})
+    first, second = (engine.generate(group, seeded).token_ids for _ in range(2))
+    assert first == second and len({tuple(row) for row in first}) > 8
+
+    digits = sampling(tokenizer, structured_outputs_regex="[0-9]{3}")
+    texts = tokenizer.batch_decode(engine.generate(group, digits).token_ids)
+    assert all(text[:3].isdigit() and text[3:] == tokenizer.eos_token for text in texts)
+
+    with pytest.raises(ValueError, match="generation_kwargs: .*sead"):
+        engine.generate(group, sampling(tokenizer, engine_options={"sead": 5}))
+
+
+@pytest.mark.parametrize("tied", [False], indirect=True)
+def test_adapters_are_merged(make_engine, policy, tokenizer):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"])
+    model = peft.get_peft_model(policy, config).eval()
+    change(model)
+    engine = make_engine(model)
+    engine.update_weights(lambda: policy_weights(model))
+    found = engine.generate(PROMPTS, sampling(tokenizer))
+    assert difference(model, PROMPTS, *found) < CLOSE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to sleep on")
+def test_sleep_needs_a_gpu(make_engine):
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode: expected False without a GPU"):
+        make_engine(vllm_enable_sleep_mode=True)
+
+
+def test_training(make_args, policy, tokenizer, dataset):
+    args = make_args(
+        temperature=0.7, steps_per_generation=2, gradient_accumulation_steps=1, max_steps=6
+    )
+    trainer = GRPOTrainer(policy, digits_reversal_reward, args, dataset, processing_class=tokenizer)
+    trainer.train()
+    # in every step, also the second one on a generation batch
+    assert worst_mismatch(trainer, steps=6) < CLOSE
+    rollouts = trainer._collector._engine
+    prompts = [tokenizer("123=")["input_ids"]] * 4
+    found = rollouts.generate(prompts)
+    assert difference(policy.eval(), prompts, *found, 0.7) < CLOSE
+    rollouts.close()

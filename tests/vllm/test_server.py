@@ -1,0 +1,134 @@
+"""A vLLM server: its log-probabilities are the policy's, also after it died and came back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from safetensors.torch import load_file
+from vllm_helpers import (
+    CLOSE,
+    PROMPTS,
+    Server,
+    change,
+    difference,
+    free_port,
+    make_model,
+    worst_mismatch,
+)
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout.vllm_client import VLLMClient
+from grpo_trainer.rollout.weight_files import FileTransfer
+from grpo_trainer.rollout.weights import policy_weights
+
+START = 180.0  # seconds that a server may take
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("server")
+    make_model(tokenizer, tied=True).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    server = Server(folder / "model", free_port(), folder / "log.txt")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def tied() -> bool:
+    return True  # whose packed head goes stale unless it is sent as well
+
+
+@pytest.fixture
+def client(server, tmp_path):
+    try:
+        client = VLLMClient(
+            server_port=server.port,
+            connection_timeout=START,
+            transfer=lambda client: FileTransfer(tmp_path / "weights", 60.0),
+        )
+    except ServerError as error:
+        raise AssertionError(server.said()) from error
+    yield client
+    client.close()
+
+
+def apart(client: VLLMClient, policy, temperature: float = 1.0, n: int = 4) -> float:
+    answer = client.generate(PROMPTS, n=n, temperature=temperature, max_tokens=8)
+    prompts = [prompt for prompt in PROMPTS for _ in range(n)]
+    return difference(policy, prompts, answer["completion_ids"], answer["logprobs"], temperature)
+
+
+def test_parity(client, policy):
+    assert client.health() and client.world_size() == 1
+    assert client.settings()["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert max(apart(client, policy), apart(client, policy, 0.7)) < CLOSE
+    change(policy)
+    assert apart(client, policy) > 0.1
+    client.update_weights(lambda: policy_weights(policy))
+    assert max(apart(client, policy), apart(client, policy, 0.7)) < CLOSE
+    client.reset_prefix_cache()
+
+
+def test_the_key_is_asked_for(client, server):
+    stranger = VLLMClient(server_port=server.port, api_key="guessed")
+    with pytest.raises(ServerError, match="got 401: "):
+        stranger.generate(PROMPTS)
+    stranger.close()
+
+
+def test_what_is_sampled(client, tokenizer):
+    eos = tokenizer.eos_token_id
+    first, second = (
+        client.generate(PROMPTS, n=8, max_tokens=8, generation_kwargs={"seed": 5}) for _ in range(2)
+    )
+    assert first == second and first["prompt_ids"] == PROMPTS
+    assert len({tuple(ids) for ids in first["completion_ids"][:8]}) > 4
+    hot = client.generate(PROMPTS[:1], n=128, temperature=2.0, max_tokens=8)
+    ids = hot["completion_ids"]
+    ended = [row for row in ids if eos in row]
+    assert ended and all(row.index(eos) == len(row) - 1 for row in ended)
+    digits = client.generate(PROMPTS, n=4, structured_outputs_regex="[0-9]{3}")["completion_ids"]
+    assert all(text.rstrip("<eos>").isdigit() for text in tokenizer.batch_decode(digits))
+    with pytest.raises(ServerError, match="got 400: .*out of vocabulary"):
+        client.generate([[99999]])
+    with pytest.raises(ServerError, match="got 400: "):
+        client.generate([[3] * 200])
+    with pytest.raises(ValueError, match="does not know sead"):
+        client.generate(PROMPTS, generation_kwargs={"sead": 5})
+
+
+def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, tmp_path):
+    """The server dies after the second generation and returns with the weights on its disk."""
+    steps = 0
+
+    def reward(**columns) -> list[float]:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            server.kill()
+            threading.Timer(1.0, server.start).start()
+        return digits_reversal_reward(**columns)
+
+    args = make_args(
+        vllm_mode="server",
+        vllm_server_port=server.port,
+        vllm_server_timeout=START,
+        temperature=0.7,
+        max_steps=4,
+    )
+    trainer = GRPOTrainer(policy, reward, args, dataset, processing_class=tokenizer)
+    trainer.train()
+    assert worst_mismatch(trainer, steps=4) < CLOSE
+    rollouts = trainer._collector._engine
+    prompts = [tokenizer("123=")["input_ids"]] * 4
+    assert difference(policy.eval(), prompts, *rollouts.generate(prompts), 0.7) < CLOSE
+    # what the server was sent last are the trainer's weights
+    [file] = (tmp_path / "out" / "vllm_weights").rglob("*.safetensors")
+    sent, own = load_file(file), trainer.model.state_dict()
+    assert sent.keys() == own.keys() and all(sent[name].equal(own[name].cpu()) for name in own)
+    rollouts.close()
+    assert not list((tmp_path / "out" / "vllm_weights").iterdir())
