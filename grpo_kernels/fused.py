@@ -134,9 +134,8 @@ class FusedLinearGRPOLoss(nn.Module):
         """Padded: hidden (B, L, D), target (B, L); packed: (T, D), (T,), ``cu_seqlens`` (B + 1,).
 
         ``advantages``, ``mask`` and the further keyword arguments (``old_logprobs``,
-        ``ref_logprobs``, ``rollout_logprobs``, ``kept``, ``num_items_in_batch``,
-        ``gradient_accumulation_steps``) are those of :meth:`TokenBatch.from_padded` and
-        :meth:`TokenBatch.from_packed`.
+        ``ref_logprobs``, ``rollout_logprobs``, ``kept``, ``num_items_in_batch``, ...) are those of
+        :meth:`TokenBatch.from_padded` and :meth:`TokenBatch.from_packed`.
         """
         if cu_seqlens is None:
             tokens = TokenBatch.from_padded(target, advantages, mask, **batch)  # type: ignore[arg-type]

@@ -187,6 +187,14 @@ def check_rollout(args: GRPOConfig, loss: LossConfig) -> None:
     _check_unused(args)
     mode = loss.rollout_correction_mode
     reports = args.use_vllm or args.use_transformers_continuous_batching  # log-probabilities
+    filters = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
+    if reports and mode is not None and any(filters.values()):
+        used = ", ".join(name for name, on in filters.items() if on)
+        warnings.warn(
+            f"{used}: the engine reports log-probabilities after this filter, the policy's are of "
+            "the whole vocabulary; vllm_importance_sampling_correction corrects for that, too",
+            stacklevel=4,
+        )
     if reports and mode is not None and loss.surrogate.uses_rollout_weight:
         per_token = [name for name, mode in CORRECTION_MODES.items() if not mode.per_sequence]
         if mode not in per_token:

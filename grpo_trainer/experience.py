@@ -52,7 +52,7 @@ class Collector:
         args: sampling, reward and loss settings.
         accelerator: joins groups that are spread over processes.
         tokenizer: of the policy.
-        engine: samples the completions.
+        rollouts: samples the completions.
         rewards: the reward functions.
         context: tokens that the policy has positions for; None: any number.
 
@@ -65,14 +65,14 @@ class Collector:
         args: GRPOConfig,
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
-        engine: Rollouts,
+        rollouts: Rollouts,
         rewards: list[RewardFunction],
         context: int | None = None,
     ) -> None:
         self._args = args
         self._accelerator = accelerator
         self._tokenizer = tokenizer
-        self._engine = engine
+        self._rollouts = rollouts
         self._rewards = rewards
         self._context = context
         weights = args.reward_weights or [1.0] * len(rewards)
@@ -82,7 +82,7 @@ class Collector:
                 f"got {len(weights)}"
             )
         self._weights = torch.tensor(weights, device=accelerator.device)
-        if not engine.eos_token_ids:
+        if not rollouts.eos_token_ids:
             raise ValueError(
                 "processing_class: expected an eos_token (or generation_kwargs with an "
                 "eos_token_id), got none, so that no completion would end"
@@ -161,9 +161,9 @@ class Collector:
         template = options("chat_template_kwargs", args.chat_template_kwargs)
         prompt_ids = encode_prompts(prompts, self._tokenizer, args.max_prompt_length, template)
         check_context(prompts, prompt_ids, args.max_completion_length, self._context)
-        completion_ids, logprobs = self._engine.generate(prompt_ids)
+        completion_ids, logprobs = self._rollouts.generate(prompt_ids)
         completions = decode_completions(completion_ids, prompts, self._tokenizer)
-        truncated = [ids[-1] not in self._engine.eos_token_ids for ids in completion_ids]
+        truncated = [ids[-1] not in self._rollouts.eos_token_ids for ids in completion_ids]
         reported: Sequence[list[float] | None] = logprobs or [None] * len(prompts)
         columns = (prompts, prompt_ids, completions, completion_ids, truncated, reported)
         return [Rollout(*values) for values in zip(*columns, strict=True)]

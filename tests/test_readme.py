@@ -1,34 +1,90 @@
-"""The README's Python blocks run as they stand."""
+"""The Python blocks of README and docs run as they stand; their commands and lists are true."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_kernels.logprob.dispatch import BACKENDS
+from grpo_kernels.logprob.op import OUTPUTS
 from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses.gates import CORRECTION_MODES
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.cli import parse
+from grpo_trainer.config_names import OldNames
+from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
+from grpo_trainer.serve import serve_command
+from tests.test_modeling import FAMILIES
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+KERNELS, TRAINER = ((ROOT / "docs" / name).read_text() for name in ("kernels.md", "trainer.md"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
+# what stands in the place of a user's own arguments, and makes a run tiny
+TINY = (
+    'output_dir="out", max_steps=1, logging_steps=1, max_completion_length=4, use_cpu=True, '
+    'report_to="none"'
+)
 
 
-def python_block(mentioning: str) -> str:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (block,) = [block for block in blocks if mentioning in block]
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def python_block(text: str, mentioning: str) -> str:
+    (block,) = [block for block in blocks(text, "python") if mentioning in block]
     return block
 
 
-def test_loss_in_an_own_loop() -> None:
+def commands(text: str) -> list[list[str]]:
+    """The words of each ``grpo-train`` command."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [words[1:] for words in split if words[:1] == ["grpo-train"]]
+
+
+def code(text: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
     config = Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that the documents name."""
+    write_policy(tmp_path / "path" / "to" / "model", seed=0)
+    rows = [{"prompt": f"{n:03d}=", "answer": f"{n}"} for n in range(100, 116)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "run.yaml").write_text(*blocks(TRAINER, "yaml"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_loss_in_an_own_loop(model: PreTrainedModel) -> None:
     input_ids = torch.randint(0, 50, (4, 9))
     names: dict[str, Any] = {
         "model": model,
@@ -41,28 +97,89 @@ def test_loss_in_an_own_loop() -> None:
         "old_logprobs": -torch.rand(4, 5),
         "ref_logprobs": -torch.rand(4, 5),
     }
-    exec(python_block("FusedLinearGRPOLoss("), names)
+    exec(python_block(README, "FusedLinearGRPOLoss("), names)
     assert names["loss"].isfinite()
     assert names["metrics"]["kl"].isfinite()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_policy(tmp_path / "path" / "to" / "model", seed=0)
-    rows = [{"prompt": f"{n:03d}="} for n in range(100, 116)]
-    lines = [json.dumps(row) for row in rows]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    monkeypatch.chdir(tmp_path)
-    block = python_block("GRPOTrainer(").replace(
-        'output_dir="out"',
-        'output_dir="out", max_steps=1, max_completion_length=4, use_cpu=True, report_to="none"',
-    )
+@pytest.mark.parametrize("text", [README, KERNELS], ids=["README", "kernels"])
+def test_logprobs(model: PreTrainedModel, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target = torch.randint(0, 50, (4, 5))
+    names: dict[str, Any] = {
+        "model": model,
+        "hidden": torch.randn(4, 5, 16),
+        "weight": model.lm_head.weight,
+        "completion_ids": target,
+        "target": target,
+        "kept_ids": torch.randint(-1, 50, (4, 5, 3)),
+    }
+    exec(python_block(text, "linear_logprobs("), names)
+    assert names["out"].kept_logprobs.shape == target.shape
+    assert (names["out"].kept_logprobs <= 0).all()
+    assert text is README or "numerics" in capsys.readouterr().out
+
+
+def test_trainer(folder: Path) -> None:
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(python_block(README, "GRPOTrainer(").replace('output_dir="out"', TINY), names)
     assert names["trainer"].state.global_step == 1
 
 
-def test_table_of_losses_is_the_registry() -> None:
-    table = README.partition("## Which losses")[2].partition("\nAny of them")[0]
-    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row[:20])}
+def test_trainer_with_an_asynchronous_reward(folder: Path) -> None:
+    dataset = load_prompts("prompts.jsonl")
+    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer, "dataset": dataset}
+    exec(python_block(TRAINER, "async def").replace('output_dir="out"', TINY), names)
+    names["trainer"].train()
+    assert "judged/best" in names["trainer"].state.log_history[0]
+
+
+def test_run_file(folder: Path) -> None:
+    run, args = parse(["--config", "run.yaml", "--use_cpu"])
+    assert (args.loss_type, args.epsilon_high, args.learning_rate) == ("dapo", 0.28, 1e-6)
+    assert run.reward_funcs and len(resolve_rewards(run.reward_funcs)) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [*commands(README), *commands(TRAINER)], ids=lambda words: " ".join(words)
+)
+def test_commands(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[0] == "serve":
+        assert "path/to/model" in serve_command(words[1:]).words
+        return
+    if "--use_peft" in words:
+        pytest.importorskip("peft")
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory
+    monkeypatch.setitem(LOSSES, "my_loss", LOSSES["grpo"])
+    monkeypatch.setitem(sys.modules, "my_package.losses", ModuleType("losses"))
+    run, args = parse([*words, "--use_cpu"])
+    assert run.model_name_or_path == "path/to/model" and args.output_dir == "out"
+
+
+def test_lists_are_complete() -> None:
+    losses = section(README, "Which losses").partition("\nAny of them")[0]
+    listed = {name for row in losses.splitlines() for name in re.findall(r"`(\w+)`", row[:20])}
     assert listed - {"loss_type"} == set(LOSSES)
+    assert set(OUTPUTS) <= code(section(KERNELS, "Log-probabilities"))
+    assert set(BUILTIN_REWARDS) <= code(section(TRAINER, "Rewards"))
+    assert set(CORRECTION_MODES) <= code(section(TRAINER, "Where completions come from"))
+    assert set(OldNames.__dataclass_fields__) <= code(section(TRAINER, "Runs from files"))
+    assert set(BACKENDS) <= code(section(README, "Backends"))
+    families = section(TRAINER, "Models").partition("\n> ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"\w+", families)) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def test_settings_are_fields() -> None:
+    """Every setting with an underscore that docs/trainer.md names by a prefix of ours exists."""
+    prefixes = ("vllm_", "use_", "ref_model_", "max_", "sync_", "router_", "dynamic_", "cast_")
+    named = {name for name in code(TRAINER) if name.startswith(prefixes)}
+    fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"}
+    # of what is not built
+    assert named - fields - {"dynamic_prompts_fn"} == set()

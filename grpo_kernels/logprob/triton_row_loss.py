@@ -23,12 +23,10 @@ from grpo_kernels.logprob.triton_common import (
     empty_stats,
     on_device,
     row_factor,
-    scores,
-    softmax_results,
     transform_arguments,
 )
 from grpo_kernels.logprob.triton_dlogits import gradient_view, write_gradient
-from grpo_kernels.logprob.triton_row_stats import row_sums
+from grpo_kernels.logprob.triton_row_stats import write_statistics
 
 MAX_VALUES = 6
 _VALUES = [f"value{index}_ptr" for index in range(MAX_VALUES)]
@@ -76,35 +74,24 @@ def _row_loss_kernel(
     logits_ptr += row * stride_row
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
     target = tl.load(target_ptr + row).to(tl.int32)
-    z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
-    peak, total, moment, _, _, _ = row_sums(
-        logits_ptr, num_columns, target, z_target, inner, factor,
+    logp, entropy, lse, _, _ = write_statistics(
+        logits_ptr, row, target, factor, logp_ptr, entropy_ptr, lse_ptr, num_columns, inner,
         HAS_SOFTCAP, False, BLOCK_V, LANES,
     )  # fmt: skip
-    logp, entropy, lse = softmax_results(z_target - peak, peak, total, moment)
-    tl.store(logp_ptr + row, logp)
-    tl.store(entropy_ptr + row, entropy)
-    tl.store(lse_ptr + row, lse)
 
     single = tl.zeros((1,), tl.float32)
+    results = FUNCTION(
+        single + logp, single + entropy,
+        _value(value0_ptr, row), _value(value1_ptr, row), _value(value2_ptr, row),
+        _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row), 1,
+    )  # fmt: skip
+    tl.store(each_ptr + row, tl.sum(results[0], axis=0))
     dentropy = 0.0
     if HAS_DENTROPY:
-        each, dlogp, dh = FUNCTION(
-            single + logp, single + entropy,
-            _value(value0_ptr, row), _value(value1_ptr, row), _value(value2_ptr, row),
-            _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row), 1,
-        )  # fmt: skip
-        dentropy = tl.sum(dh, axis=0)
-    else:
-        each, dlogp = FUNCTION(
-            single + logp, single + entropy,
-            _value(value0_ptr, row), _value(value1_ptr, row), _value(value2_ptr, row),
-            _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row), 1,
-        )  # fmt: skip
-    tl.store(each_ptr + row, tl.sum(each, axis=0))
+        dentropy = tl.sum(results[2], axis=0)
     write_gradient(
         logits_ptr, out_ptr + row * stride_out_row, num_columns, target,
-        entropy, lse, tl.sum(dlogp, axis=0), dentropy, inner, factor,
+        entropy, lse, tl.sum(results[1], axis=0), dentropy, inner, factor,
         HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
     )  # fmt: skip
 

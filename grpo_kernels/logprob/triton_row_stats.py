@@ -92,6 +92,36 @@ def row_sums(
     return row_peak, row_total, row_moment, row_squares, rival, tl.min(least, axis=0)
 
 
+@triton.jit
+def write_statistics(
+    logits_ptr,  # of one row
+    row,
+    target,
+    factor,
+    logp_ptr,  # (C,), as the next two
+    entropy_ptr,
+    lse_ptr,
+    num_columns,
+    inner,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Stores what every call wants; returns it, the target's score and the row's sums."""
+    z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
+    sums = row_sums(
+        logits_ptr, num_columns, target, z_target, inner, factor,
+        HAS_SOFTCAP, EXTRAS, BLOCK_V, LANES,
+    )  # fmt: skip
+    peak, total, moment = sums[0], sums[1], sums[2]
+    logp, entropy, lse = softmax_results(z_target - peak, peak, total, moment)
+    tl.store(logp_ptr + row, logp)
+    tl.store(entropy_ptr + row, entropy)
+    tl.store(lse_ptr + row, lse)
+    return logp, entropy, lse, z_target, sums
+
+
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
@@ -118,16 +148,12 @@ def _row_stats_kernel(
     logits_ptr += row * stride_row
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
     target = tl.load(target_ptr + row).to(tl.int32)
-    z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
-    peak, total, moment, squares, rival, least = row_sums(
-        logits_ptr, num_columns, target, z_target, inner, factor,
+    _, _, _, z_target, sums = write_statistics(
+        logits_ptr, row, target, factor, logp_ptr, entropy_ptr, lse_ptr, num_columns, inner,
         HAS_SOFTCAP, EXTRAS, BLOCK_V, LANES,
     )  # fmt: skip
-    logp, entropy, lse = softmax_results(z_target - peak, peak, total, moment)
-    tl.store(logp_ptr + row, logp)
-    tl.store(entropy_ptr + row, entropy)
-    tl.store(lse_ptr + row, lse)
     if EXTRAS:
+        peak, total, _, squares, rival, least = sums
         is_top1 = (z_target == peak) & (not rival)
         store_extras(
             row, None, total, squares, is_top1, peak, least,

@@ -74,7 +74,7 @@ def make_rollouts(
     ``step`` counts the optimizer's steps.
     """
     args = context.args
-    if engine is not None and (args.use_vllm or args.rollout_engine is not None):
+    if engine is not None and engine_name(args) != "transformers":
         raise ValueError(
             f"rollout_engine: expected it once, got one beside the {engine_name(args)} of args"
         )
