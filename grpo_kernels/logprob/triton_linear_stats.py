@@ -37,7 +37,9 @@ def linear_stats(
     """Statistics of every row of a 16-bit head; see :class:`RowStats`."""
     config = config or config_of(hidden, head, precision)
     weight = head.weight.to(hidden.dtype)
-    head = Head(weight if weight.stride(1) == 1 else weight.contiguous(), head.bias, head.transform)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = head.bias.contiguous() if head.bias is not None else None
+    head = Head(weight, bias, head.transform)
     hidden = _packed(hidden)
     logits = logits_dtype(hidden.dtype, precision)
     if extras:

@@ -173,3 +173,31 @@ def test_touches_nothing_beyond_its_arguments(rank):
         [sys.executable, "-c", _GUARDED, str(rank)], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "inside", done.stderr
+
+
+_CRAMPED = """
+import mmap, resource, torch
+from grpo_kernels.logprob.cpu_linear import NATIVE_LINEAR
+from grpo_kernels.logprob.head import Head
+from grpo_kernels.logprob.rows import Transform
+
+hidden, head = torch.randn(64, 64), Head(torch.randn(5000, 64), None, Transform())
+target = torch.arange(64)
+expected = NATIVE_LINEAR(hidden, head, target, "fp32", False)
+torch.set_num_threads(64)
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20),) * 2)
+found = NATIVE_LINEAR(hidden, head, target, "fp32", False)
+print(torch.equal(found.logp, expected.logp))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits")
+@pytest.mark.skipif(not ISAS, reason="no native kernels")
+def test_works_where_no_thread_can_be_started():
+    """There is no room for the stacks of all 64."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CRAMPED], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "True", done.stderr

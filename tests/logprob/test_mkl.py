@@ -42,5 +42,15 @@ def test_equals_fp64(dtype: torch.dtype, shape: tuple[int, int, int], accumulate
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_strides(dtype: torch.dtype) -> None:
+    """Gaps in both dimensions, rows in one place, overlapping rows: BLAS has no name for these."""
+    memory = torch.randn(20, 30).to(dtype)
+    for x in (memory[::2, ::3], memory[:1].expand(10, 30), memory.view(-1).unfold(0, 10, 3)):
+        for a, b in ((x, x.t()), (x.t(), x)):
+            out = mkl.matmul(a, b, torch.empty(a.shape[0], b.shape[1]))
+            torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+
+
 def test_unknown_dtypes_are_not_available() -> None:
     assert not mkl.available(torch.float64) and not mkl.available(torch.float32)

@@ -222,7 +222,7 @@ def test_logits_rounded_to_the_input_dtype(with_bias, device, small_tiles) -> No
 
 
 def test_strided_inputs(device, small_tiles) -> None:
-    hidden, weight, _, target = problem(20, 90, 24, torch.bfloat16, device)
+    hidden, weight, bias, target = problem(20, 90, 24, torch.bfloat16, device)
     head = Head(weight, None, Transform())
     wide = torch.full((20, 50), float("nan"), dtype=hidden.dtype, device=device)
     wide[:, :24] = hidden
@@ -237,6 +237,7 @@ def test_strided_inputs(device, small_tiles) -> None:
     gaps.copy_(weight)  # rows that are not on 16-byte boundaries
     check(hidden, Head(gaps, None, Transform()), target)
     check(wide[:1, :24], Head(gaps, None, Transform()), target[:1])
+    check(hidden, Head(weight, bias.repeat_interleave(2)[::2], Transform()), target)
 
 
 def test_extreme_logits(device, small_tiles) -> None:
