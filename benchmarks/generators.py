@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from benchmarks import text
-from benchmarks.accuracy.derive import accuracy_figures
+from benchmarks.accuracy.derive import accuracy_figures, is_of_gradients
 from benchmarks.accuracy.providers import PROVIDERS as COMPARED
-from benchmarks.accuracy.table import LEGEND, accuracy_table, caption
+from benchmarks.accuracy.table import accuracy_table, caption, legend
 from benchmarks.accuracy.table import in_order as accuracy_in_order
 from benchmarks.context import Context, NotMeasuredError, where
 from benchmarks.derive import phase_times, times
@@ -106,7 +106,7 @@ def _training(context: Context, device: str) -> str:
 def _accuracy(context: Context, device: str) -> str:
     if not (tables := context.device(device).accuracy):
         raise NotMeasuredError(device)
-    parts = [LEGEND]
+    parts = [legend(tables)]
     for table in accuracy_in_order(tables):
         where_and_when = f"{where(table.environment)}; {table.environment.day}."
         parts += [f"{caption(table)} {where_and_when}", accuracy_table(table)]
@@ -115,7 +115,7 @@ def _accuracy(context: Context, device: str) -> str:
 
 def _noise(context: Context, device: str, model: str, dtype: str, provider: str) -> str:
     for table in context.device(device).accuracy:
-        if (table.model, table.dtype) == (model, dtype):
+        if (table.model, table.dtype) == (model, dtype) and not is_of_gradients(table):
             found = accuracy_figures(table).get(provider)
             return _written(text.error, found.noise if found else None)
     raise NotMeasuredError(f"{device} {model} {dtype}")

@@ -112,13 +112,15 @@ class AccuracyTable:
     dtype: str
     reference: str  # dtype of what the errors are against
     logprobs: list[float]  # the exact ones
-    entropy: list[float]
+    entropy: list[float]  # likewise, empty for a loss
     rows: list[AccuracyRow]
     environment: Environment
+    work: str = "logprobs-entropy"
+    dhidden: list[float] = field(default_factory=list)  # norms of the exact rows, of a loss only
 
     @property
-    def key(self) -> tuple[str, int, str]:
-        return self.model, self.tokens, self.dtype
+    def key(self) -> tuple[str, str, int, str]:
+        return self.work, self.model, self.tokens, self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +206,7 @@ def load_run(path: Path) -> Run:
     for each in (*run.tables, *run.accuracy):
         _check_name("dtype", each.dtype, DTYPES, path)
     for measured in run.accuracy:
+        _check_name("work", measured.work, WORKS, path)
         _check_name("model", measured.model, MODELS, path)
         _check_lengths(measured, path)
     return run
@@ -211,12 +214,13 @@ def load_run(path: Path) -> Run:
 
 def _check_lengths(table: AccuracyTable, path: Path) -> None:
     """A value for every token, or none."""
-    exact = {"logprobs": table.logprobs, "entropy": table.entropy}
+    second = "dhidden" if WORKS[table.work].kind == "loss" else "entropy"
+    exact = {"logprobs": table.logprobs, second: getattr(table, second)}
     for name, values in exact.items():
         if len(values) != table.tokens:
             raise ValueError(f"{path}: {name}: expected {table.tokens} values, got {len(values)}")
     for row in table.rows:
-        for values in filter(None, (row.logprobs, row.entropy)):
+        for values in filter(None, (row.logprobs, row.entropy, row.dhidden)):
             if len(values) != table.tokens:
                 raise ValueError(
                     f"{path}: {row.provider}: expected {table.tokens} values, got {len(values)}"

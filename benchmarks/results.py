@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks import text
-from benchmarks.accuracy.table import LEGEND, accuracy_table, caption
+from benchmarks.accuracy.derive import is_of_gradients
+from benchmarks.accuracy.table import accuracy_table, caption, legend
 from benchmarks.accuracy.table import in_order as accuracy_in_order
 from benchmarks.context import threads
 from benchmarks.derive import case
@@ -50,7 +51,7 @@ def main() -> None:
     for device in devices.values():
         place = folder / device.slug
         if draws:
-            save_plots(device.tables, place)
+            save_plots(device.tables, place, device.accuracy)
         (place / REPORT).write_text(report(device, place))
         print(f"{place / REPORT}: {len(device.tables)} cases of {len(device.runs)} runs")
     if not devices:
@@ -72,7 +73,7 @@ def report(device: Device, place: Path) -> str:
         parts.append("## Training step")
         parts += [part for table in device.training for part in _training(table)]
     if device.accuracy:
-        parts += ["## Errors on a policy's distributions", LEGEND]
+        parts += ["## Errors on a policy's distributions", legend(device.accuracy)]
         parts += [part for table in accuracy_in_order(device.accuracy) for part in _accuracy(table)]
     plots = [plot for plot in PLOTS if (place / plot.file).exists()]
     if plots:
@@ -173,10 +174,12 @@ def _training(table: TrainingTable) -> Iterable[str]:
 
 def _accuracy(table: AccuracyTable) -> Iterable[str]:
     return (
-        f"### {table.model}, {table.dtype}",
+        f"### {'gradients, ' if is_of_gradients(table) else ''}{table.model}, {table.dtype}",
         f"{caption(table)} {_when(table.environment).capitalize()}.",
         accuracy_table(table),
-        "\n".join(f"* `{row.provider}`: {row.note}." for row in table.rows if row.logprobs),
+        "\n".join(
+            f"* `{row.provider}`: {row.note}." for row in table.rows if row.logprobs or row.errors
+        ),
     )
 
 

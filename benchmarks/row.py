@@ -41,10 +41,15 @@ class Row(Line):
 
 @dataclass
 class AccuracyRow(Line):
-    """Of an accuracy table: the provider's value less the exact one, token by token."""
+    """Of an accuracy table: the provider's value less the exact one, token by token.
+
+    Without a gradient log-probabilities and entropies, of a loss the rest.
+    """
 
     logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)  # empty where it has none
+    dhidden: list[float] = field(default_factory=list)  # norms of the differences of the rows
+    errors: dict[str, float] = field(default_factory=dict)  # by output, as in a case
 
 
 def make_row(provider: Provider, case: Case, device: str) -> Row:

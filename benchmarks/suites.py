@@ -109,17 +109,30 @@ SUITES = {
 }
 
 
-def _policies(model: str, tokens: int) -> list[Entry]:
-    return [
-        entry("logprobs-entropy", model, tokens, dtype, slow=True) for dtype in ("bf16", "fp32")
-    ]
+_VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
+
+
+def _policies(model: str, tokens: int, work: str = _VALUES) -> list[Entry]:
+    return [entry(work, model, tokens, dtype, slow=True) for dtype in ("bf16", "fp32")]
+
+
+def _briefly(entries: list[Entry], *slow: str) -> list[Entry]:
+    """With the slow providers in the dtypes ``slow`` only."""
+    return [replace(each, slow=each.case.dtype in slow) for each in entries]
 
 
 # errors on a policy's distributions, by suite; every token is kept, so they are few
 ACCURACY = {
-    "quick": [replace(each, slow=False) for each in _policies("small", 64)],
-    "cpu": _policies("qwen2.5-0.5b", 512),
-    "gpu": [replace(x, slow=x.case.dtype == "bf16") for x in _policies("qwen3-1.7b", 1024)],
+    "quick": _briefly([*_policies("small", 64), *_policies("small", 64, _GRADIENTS)]),
+    "cpu": [*_policies("qwen2.5-0.5b", 512), *_policies("qwen2.5-0.5b", 256, _GRADIENTS)],
+    "gpu": [
+        *_briefly(_policies("qwen3-1.7b", 1024), "bf16"),
+        *_briefly(_policies("qwen3-1.7b", 1024, _GRADIENTS)),
+    ],
     "gpu-forward": _policies("qwen3-1.7b", 1024),
-    "gpu-full": [*_policies("qwen3-1.7b", 1024), *_policies("qwen3-8b", 1024)],
+    "gpu-full": [
+        *_policies("qwen3-1.7b", 1024),
+        *_policies("qwen3-1.7b", 1024, _GRADIENTS),
+        *_policies("qwen3-8b", 1024),
+    ],
 }

@@ -15,10 +15,12 @@ from benchmarks.accuracy.derive import BANDS, accuracy_figures, shares
 from benchmarks.accuracy.measure import make_problem
 from benchmarks.accuracy.table import accuracy_table
 from benchmarks.check import compare, reference
-from benchmarks.load import AccuracyTable, load_run
+from benchmarks.load import AccuracyTable, load, load_run
+from benchmarks.plots import save_plots
 from benchmarks.problem import Result
 from benchmarks.providers.base import Provider
 from benchmarks.record import Collector
+from benchmarks.results import report
 from benchmarks.shapes import DTYPES, MODELS, Case
 from benchmarks.suites import ACCURACY, SUITES
 from benchmarks.work import WORKS
@@ -26,8 +28,10 @@ from benchmarks.work import WORKS
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def case(dtype: str = "bf16", model: str = "tiny", tokens: int = 32) -> Case:
-    return Case(MODELS[model], tokens, dtype, WORKS["logprobs-entropy"])
+def case(
+    dtype: str = "bf16", model: str = "tiny", tokens: int = 32, work: str = "logprobs-entropy"
+) -> Case:
+    return Case(MODELS[model], tokens, dtype, WORKS[work])
 
 
 def loaded(tmp_path, *entries) -> AccuracyTable:
@@ -97,16 +101,73 @@ def test_ours_is_as_exact_as_eager_in_fp32(dtype, tmp_path):
         assert 1e-3 < found["eager"].noise < 0.1 and ours.noise < 1e-4
 
 
-def test_nobody_is_hidden(tmp_path):
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """By dtype, figures of a loss and its gradients."""
+    names = ("ours", "ours-input", "ours-two-pass", "eager", "eager-fp32")
+    found = {}
+    for dtype in DTYPES:
+        entry = measure_accuracy(
+            case(dtype, "small", 128, "dapo"), "cpu", providers=[PROVIDERS[n] for n in names]
+        )
+        found[dtype] = accuracy_figures(loaded(tmp_path_factory.mktemp("found"), entry))
+    return found
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["ours", "ours-input", "ours-two-pass"])
+def test_gradients_of_ours_are_at_least_as_exact_as_of_eager(name, dtype, gradients):
+    """In loss, dhidden and dweight, and in the rows of dhidden of decided tokens."""
+    if name == "ours-input" and dtype == "fp32":
+        pytest.skip("nothing is rounded")
+    ours, eager = (gradients[dtype][each] for each in (name, "eager"))
+    # rounded at the same place as eager's, the errors are the same but for the order of sums
+    slack = 1.1 if name == "ours-input" else 1.0
+    assert set(ours.row.errors) == {"loss", "dhidden", "dweight"}
+    floor = {"loss": 5e-7}  # one fp32 number of order 1: an error below is luck
+    for output, error in ours.row.errors.items():
+        assert error <= max(slack * eager.row.errors[output], floor.get(output, 0.0)), output
+    decided = BANDS[0].name
+    assert ours.gradients[decided].median <= slack * eager.gradients[decided].median
+    assert ours.gradients[decided].maximum <= slack * eager.gradients[decided].maximum
+
+
+def test_rows_of_decided_tokens_are_exact_to_the_last_bit_of_bf16(gradients):
+    """Rounded logits leave a tenth of such a row wrong."""
+    found, decided = gradients["bf16"], BANDS[0].name
+    for name in ("ours", "ours-two-pass"):
+        assert found[name].gradients[decided].median < 2**-8
+        assert found[name].gradients[decided].maximum < 2**-6
+        assert found[name].row.errors["dhidden"] < 2**-8 > found[name].row.errors["dweight"]
+        assert found[name].row.errors["loss"] < 1e-6
+    assert found["eager"].gradients[decided].maximum > 2**-6
+
+
+def test_rows_without_a_gradient_have_no_relative_error(tmp_path):
+    """Some tokens of an off-policy loss are clipped."""
+    entry = measure_accuracy(
+        case("fp32", work="dapo"), "cpu", providers=[PROVIDERS["ours"], PROVIDERS["liger-head"]]
+    )
+    assert entry["entropy"] == [] and 0 < entry["dhidden"].count(0.0) < len(entry["dhidden"]) == 32
+    ours, other = entry["rows"]
+    assert other["unable"] == "its gradients are liger's"
+    pairs = zip(ours["dhidden"], entry["dhidden"], strict=True)
+    assert not any(error for error, norm in pairs if norm == 0)
+    found = accuracy_figures(loaded(tmp_path, entry))["ours"]
+    assert all(math.isfinite(x.maximum) for x in found.gradients.values())
+
+
+@pytest.mark.parametrize("work", ["logprobs-entropy", "dapo"])
+def test_nobody_is_hidden(tmp_path, work):
     """A table names every provider, with values or with the reason for having none."""
-    table = loaded(tmp_path, measure_accuracy(case("bf16"), "cpu", slow=False))
+    table = loaded(tmp_path, measure_accuracy(case("bf16", work=work), "cpu", slow=False))
     assert [each.provider for each in table.rows] == list(PROVIDERS)
     said = accuracy_table(table)
     lines, missing = said.splitlines()[2:-2], said.splitlines()[-1]
     shown = {line.split("|")[1].strip().strip("*") for line in lines}
     for each in table.rows:
         reasons = [each.absent, each.unable, each.failure]
-        assert bool(each.logprobs) == (reasons == [None, None, None])
+        assert bool(each.logprobs or each.errors) == (reasons == [None, None, None])
         listed = each.absent or each.unable
         assert (each.provider in shown) == (listed is None)
         assert listed is None or (listed in missing and each.provider in missing)
@@ -176,4 +237,23 @@ def test_every_suite_has_distributions():
     assert ACCURACY.keys() == SUITES.keys()
     for entries in ACCURACY.values():
         assert entries and len({str(each) for each in entries}) == len(entries)
-        assert all(each.case.work.name == "logprobs-entropy" for each in entries)
+        assert {each.case.work.name for each in entries} <= {"logprobs-entropy", "dapo"}
+        assert entries[0].case.work.name == "logprobs-entropy"
+
+
+def test_gradients_are_drawn_and_told(tmp_path):
+    pytest.importorskip("matplotlib")
+    collector = Collector(tmp_path, "cpu")
+    providers = [PROVIDERS[name] for name in ("ours", "eager")]
+    providers.append(dataclasses.replace(like_eager(lambda problem: 1 / 0), name="broken"))
+    collector.add_accuracy(measure_accuracy(case(), "cpu", providers=providers))
+    collector.add_accuracy(measure_accuracy(case(work="dapo"), "cpu", providers=providers))
+    (found,) = load(tmp_path).values()
+    save_plots([], tmp_path, found.accuracy)
+    assert (tmp_path / "gradients.png").stat().st_size > 1000
+    said = report(found, tmp_path)
+    values, gradients = said.split("### gradients, tiny, bf16")
+    assert "### tiny, bf16" in values and "rows of dhidden, p > 0.98: median" in gradients
+    assert "| broken | FAILED: ZeroDivisionError" in gradients and "gradients.png" in gradients
+    save_plots([], tmp_path)
+    assert not (tmp_path / "gradients.png").exists()

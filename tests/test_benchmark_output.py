@@ -207,7 +207,8 @@ def test_plots(tmp_path):
     tables.append(full_table("logprobs-entropy", "small", 256, "fp32", 0.4))
     save_plots(device(tmp_path, run(tables)).tables, tmp_path)
     for plot in PLOTS:
-        assert (tmp_path / plot.file).stat().st_size > 10_000
+        if not plot.of_policy:
+            assert (tmp_path / plot.file).stat().st_size > 10_000
     save_plots([], tmp_path)
     assert not list(tmp_path.glob("*.png"))
 

@@ -1,4 +1,4 @@
-"""Errors of every provider's log-probabilities on a policy's distributions, token by token."""
+"""Errors of every provider on a policy's distributions, of values and of gradients, by token."""
 
 from benchmarks.accuracy.measure import measure_accuracy, measure_one
 from benchmarks.accuracy.providers import PROVIDERS

@@ -45,6 +45,7 @@ class AccuracyFigures:
     noise: float | None  # mean of |exp(error) - 1|: of an importance ratio whose rest is exact
     worst_noise: float | None
     entropy: Spread | None  # absolute errors
+    gradients: dict[str, Spread]  # of dhidden's rows that have one: relative errors, by band
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +54,14 @@ class Shares:
 
     bands: dict[str, float]  # of all tokens
     rarest: float  # the least probability of a token
-    entropy: Spread
-    high_entropy: float  # nine tenths are below
+    entropy: Spread | None  # None where a loss was measured
+    high_entropy: float | None  # nine tenths are below
 
 
 def accuracy_figures(table: AccuracyTable) -> dict[str, AccuracyFigures]:
-    """By provider, of those with values, and failures last: ours, then by the noise."""
+    """By provider, of those with values, and failures last: ours, then by noise or dhidden."""
     present = (row for row in table.rows if row.absent is None and row.unable is None)
-    found = [_figures(row, table.logprobs) for row in present]
+    found = [_figures(row, table) for row in present]
     return {x.row.provider: x for x in sorted(found, key=_place)}
 
 
@@ -70,23 +71,34 @@ def shares(table: AccuracyTable) -> Shares:
     return Shares(
         bands={band.name: len(_within(band, table.logprobs)) / count for band in BANDS},
         rarest=math.exp(min(table.logprobs)),
-        entropy=_spread(ordered),
-        high_entropy=ordered[int(0.9 * (count - 1))],
+        entropy=_spread(ordered) if ordered else None,
+        high_entropy=ordered[int(0.9 * (count - 1))] if ordered else None,
     )
 
 
-def _figures(row: AccuracyRow, exact: Sequence[float]) -> AccuracyFigures:
-    bands = {}
-    if row.logprobs:
-        bands = {band.name: [row.logprobs[i] for i in _within(band, exact)] for band in BANDS}
+def is_of_gradients(table: AccuracyTable) -> bool:
+    return bool(table.dhidden)
+
+
+def _figures(row: AccuracyRow, table: AccuracyTable) -> AccuracyFigures:
+    relative = {
+        i: row.dhidden[i] / norm for i, norm in enumerate(table.dhidden) if row.dhidden and norm > 0
+    }
     noise = [abs(math.expm1(error)) for error in row.logprobs]
     return AccuracyFigures(
         row=row,
-        logprobs={name: _spread(errors) for name, errors in bands.items() if errors},
+        logprobs=_by_band(dict(enumerate(row.logprobs)), table.logprobs),
         noise=statistics.fmean(noise) if noise else None,
         worst_noise=max(noise, default=None),
         entropy=_spread(row.entropy) if row.entropy else None,
+        gradients=_by_band(relative, table.logprobs),
     )
+
+
+def _by_band(errors: dict[int, float], exact: Sequence[float]) -> dict[str, Spread]:
+    """Of errors by token."""
+    found = {band.name: [errors[i] for i in _within(band, exact) if i in errors] for band in BANDS}
+    return {name: _spread(values) for name, values in found.items() if values}
 
 
 def _within(band: Band, exact: Sequence[float]) -> list[int]:
@@ -100,4 +112,5 @@ def _spread(values: Sequence[float]) -> Spread:
 
 def _place(x: AccuracyFigures) -> tuple[bool, int, float]:
     quoted = QUOTED.index(x.row.provider) if x.row.provider in QUOTED else len(QUOTED)
-    return x.row.failure is not None, quoted, math.inf if x.noise is None else x.noise
+    size = x.row.errors.get("dhidden") if x.noise is None else x.noise
+    return x.row.failure is not None, quoted, math.inf if size is None else size

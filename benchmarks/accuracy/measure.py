@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of every provider, less those in fp64."""
+"""Every provider on a policy's distributions against fp64: values, or a loss and its gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.accuracy.policy import make_policy
 from benchmarks.accuracy.providers import PROVIDERS
-from benchmarks.check import reference, reference_dtype
+from benchmarks.check import compare, reference, reference_dtype
 from benchmarks.child import accuracy_alone
 from benchmarks.measure import device_is_lost, free
 from benchmarks.problem import Problem, Result, assemble
@@ -21,7 +21,8 @@ from benchmarks.row import AccuracyRow, describe
 from benchmarks.shapes import Case
 from benchmarks.work import WORKS
 
-_WRONG = 0.5  # nats: rounding a logit to 16 bits changes it by less
+# Nats, and of a gradient a part of its norm: rounding logits to 16 bits changes either by less.
+_WRONG = 0.5
 _EXACT_DIGITS, _ERROR_DIGITS = 6, 3  # of a stored number
 
 
@@ -35,8 +36,8 @@ def measure_accuracy(
     """An entry of the result file's ``accuracy`` list, as plain data.
 
     Args:
-        case: a head, a number of tokens and a dtype; the work asks for log-probabilities and
-            entropy. Who has no entropy is asked for log-probabilities alone.
+        case: a head, a number of tokens and a dtype. The work asks for log-probabilities and
+            entropy, where who has no entropy is asked for log-probabilities alone, or for a loss.
         device: ``cpu`` or ``cuda``.
         slow: also those that compile for long or need a process.
         deadline: by ``time.monotonic()``; nobody is begun after it.
@@ -74,7 +75,7 @@ def make_problem(case: Case, device: str) -> Problem:
 
 def _row(provider: Provider, case: Case, device: str) -> AccuracyRow:
     """Before any measurement."""
-    unable = "it forms no log-probabilities" if not provider.checked else None
+    unable = "it has no results" if not provider.checked else None
     return AccuracyRow(
         provider.name,
         provider.note,
@@ -85,7 +86,7 @@ def _row(provider: Provider, case: Case, device: str) -> AccuracyRow:
 
 def _able(provider: Provider, case: Case) -> Case:
     """The case, without the entropy where the provider has none."""
-    if provider.unable(case) is None:
+    if provider.unable(case) is None or case.work.kind == "loss":
         return case
     return replace(case, work=WORKS["logprobs"])
 
@@ -101,19 +102,33 @@ def _left_out(provider: Provider, slow: bool, deadline: float, device: str) -> s
 
 
 def _compare(row: AccuracyRow, provider: Provider, problem: Problem, exact: Result) -> None:
-    able = _able(provider, problem.case)
+    posed = replace(problem, case=_able(provider, problem.case))
+    of_kind = _compare_gradients if posed.work.kind == "loss" else _compare_values
     try:
-        result = provider.run(replace(problem, case=able))
-        row.logprobs = _difference(result.logprobs, exact.logprobs)
-        row.entropy = _difference(result.entropy, exact.entropy) if able.work.entropy else []
+        of_kind(row, provider.run(posed), exact, posed)
     except Exception as error:  # another library's failure is a result to report
         row.failure = describe(error)
         return
     # written so that NaN is wrong
-    wrong = [x for x in map(abs, row.logprobs + row.entropy) if not x <= _WRONG]
+    found = [*row.logprobs, *row.entropy, *row.errors.values()]
+    wrong = [x for x in map(abs, found) if not x <= _WRONG]
     if wrong:
         row.failure = f"{len(wrong)} values are off, one by {wrong[0]:.1e}; allowed {_WRONG:g}"
-        row.logprobs, row.entropy = [], []
+        row.logprobs, row.entropy, row.dhidden, row.errors = [], [], [], {}
+
+
+def _compare_values(row: AccuracyRow, result: Result, exact: Result, problem: Problem) -> None:
+    row.logprobs = _difference(result.logprobs, exact.logprobs)
+    row.entropy = _difference(result.entropy, exact.entropy) if problem.work.entropy else []
+
+
+def _compare_gradients(row: AccuracyRow, result: Result, exact: Result, problem: Problem) -> None:
+    check = compare(result, exact, problem)
+    if set(check.errors) != set(problem.work.outputs):
+        raise ValueError(check.failure)
+    assert result.dhidden is not None and exact.dhidden is not None
+    row.errors = {name: _rounded(value, _ERROR_DIGITS) for name, value in check.errors.items()}
+    row.dhidden = _numbers((result.dhidden.double() - exact.dhidden).norm(dim=-1), _ERROR_DIGITS)
 
 
 def _difference(actual: Tensor | None, exact: Tensor | None) -> list[float]:
@@ -125,12 +140,18 @@ def _difference(actual: Tensor | None, exact: Tensor | None) -> list[float]:
 
 
 def _numbers(x: Tensor, digits: int) -> list[float]:
-    return [float(f"{value:.{digits}g}") for value in x.flatten().tolist()]
+    return [_rounded(value, digits) for value in x.flatten().tolist()]
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def _entry(case: Case, exact: Result, rows: list[AccuracyRow]) -> dict[str, Any]:
-    assert exact.logprobs is not None and exact.entropy is not None
+    assert exact.logprobs is not None
+    entropy, dhidden = exact.entropy, exact.dhidden
     return {
+        "work": case.work.name,
         "model": case.model.name,
         "tokens": case.tokens,
         "hidden": case.model.hidden,
@@ -139,6 +160,7 @@ def _entry(case: Case, exact: Result, rows: list[AccuracyRow]) -> dict[str, Any]
         "dtype": case.dtype,
         "reference": "float64",
         "logprobs": _numbers(exact.logprobs, _EXACT_DIGITS),
-        "entropy": _numbers(exact.entropy, _EXACT_DIGITS),
+        "entropy": [] if entropy is None else _numbers(entropy, _EXACT_DIGITS),
+        "dhidden": [] if dhidden is None else _numbers(dhidden.norm(dim=-1), _EXACT_DIGITS),
         "rows": [asdict(row) for row in rows],
     }

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.exact import sample
+from benchmarks.exact import sample, statistics
 from benchmarks.problem import Inputs
 from benchmarks.shapes import Case, Model
 
@@ -35,13 +35,17 @@ def make_policy(case: Case, device: str) -> Inputs:
     weight.normal_(std=_ROW_NORM / model.hidden**0.5, generator=generator)
     hidden = _hidden(case.tokens, model, weight, generator).to(case.torch_dtype)
     weight = weight.to(case.torch_dtype)
-    target = sample(hidden.double(), weight.double(), model.softcap, generator)
+    wide = hidden.double(), weight.double()
+    target = sample(*wide, model.softcap, generator)
+    logprobs = torch.zeros(case.tokens, device=device)
+    if case.work.loss is not None:
+        logprobs = statistics(wide[0], target, wide[1], model.softcap)[0].float()
     shape = case.sequences, case.length
     return Inputs(
         hidden=hidden.view(*shape, model.hidden),
         weight=weight,
         target=target.view(shape),
-        logprobs=torch.zeros(shape, device=device),
+        logprobs=logprobs.view(shape),
     )
 
 

@@ -38,6 +38,18 @@ def _sixteen_bits(case: Case) -> str | None:
     return "the same as eager: nothing is rounded" if case.dtype == "fp32" else None
 
 
+def _forward_in_sixteen_bits(case: Case) -> str | None:
+    return _sixteen_bits(case) or _forward_only(case, "a loss takes no 16-bit log-probabilities")
+
+
+def _liger_forward(case: Case) -> str | None:
+    return no_entropy(case) or no_softcap(case) or _forward_only(case, "its gradients are liger's")
+
+
+def _forward_only(case: Case, reason: str) -> str | None:
+    return None if case.work.kind == "forward" else reason
+
+
 EAGER_FP32 = Provider(
     name="eager-fp32",
     note="eager with hidden states and head cast to fp32 first: what ours is held against",
@@ -49,13 +61,13 @@ VERL_STYLE = Provider(
     note="the numerics of verl's fused head in torch, written anew: logits rounded to the input "
     "dtype, softmax in fp32, log-probabilities and entropies rounded to the input dtype",
     run=run_with(_rounded_twice),
-    unable=_sixteen_bits,
+    unable=_forward_in_sixteen_bits,
 )
 LIGER_HEAD = Provider(
     name="liger-head",
     note="LigerFusedLinearGRPOFunction.chunk_forward: the log-probabilities inside liger's loss",
     run=run_with(_liger_head),
-    unable=lambda case: no_entropy(case) or no_softcap(case),
+    unable=_liger_forward,
     package=liger.LIGER.package,
 )
 ADDED = (EAGER_FP32, VERL_STYLE, LIGER_HEAD)

@@ -18,6 +18,7 @@ from benchmarks.gpu.parts import Outcome
 
 TESTS = (
     "tests/logprob",
+    "tests/test_drift.py",
     "tests/test_fused.py",
     "tests/test_kept_loss.py",
     "tests/test_pointwise.py",

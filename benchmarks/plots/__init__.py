@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import Table
+from benchmarks.load import AccuracyTable, Table
 from benchmarks.plots.accuracy import draw_accuracy
 from benchmarks.plots.curves import draw_memory, draw_time
+from benchmarks.plots.gradients import draw_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,8 @@ class Plot:
 
     name: str
     title: str
-    draw: Callable[[Sequence[Table]], Any]  # a figure, or None where there is nothing to show
+    draw: Callable[..., Any]  # of tables a figure, or None where there is nothing to show
+    of_policy: bool = False  # tables of errors on a policy's distributions
 
     @property
     def file(self) -> str:
@@ -29,10 +31,18 @@ PLOTS = (
     Plot(name="time", title="time over the number of tokens", draw=draw_time),
     Plot(name="memory", title="extra memory over the number of tokens", draw=draw_memory),
     Plot(name="accuracy", title="errors by output and provider", draw=draw_accuracy),
+    Plot(
+        name="gradients",
+        title="errors of gradients on a policy's distributions",
+        draw=draw_gradients,
+        of_policy=True,
+    ),
 )
 
 
-def save_plots(tables: Sequence[Table], folder: Path) -> None:
+def save_plots(
+    tables: Sequence[Table], folder: Path, policies: Sequence[AccuracyTable] = ()
+) -> None:
     """Draws all of them; a picture that no result supports any more is deleted."""
     import matplotlib
 
@@ -40,7 +50,7 @@ def save_plots(tables: Sequence[Table], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     for plot in PLOTS:
-        figure = plot.draw(tables)
+        figure = plot.draw(policies if plot.of_policy else tables)
         if figure is None:
             (folder / plot.file).unlink(missing_ok=True)
             continue

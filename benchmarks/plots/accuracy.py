@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import text
@@ -20,7 +21,17 @@ _OUTPUTS = {
     "dhidden": "dhidden",
     "dweight": "dweight",
 }
-_BAR_HEIGHT = 0.21  # inches
+BAR_HEIGHT = 0.21  # inches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """One panel."""
+
+    title: str
+    case: str
+    errors: dict[str, float]  # by provider
+    failed: Collection[str]
 
 
 def draw_accuracy(tables: Sequence[Table]) -> Any:
@@ -32,7 +43,7 @@ def draw_accuracy(tables: Sequence[Table]) -> Any:
     import matplotlib.pyplot as plt
 
     names = {dtype: _providers(list(cases.values())) for dtype, cases in chosen.items()}
-    heights = [1.2 + _BAR_HEIGHT * len(names[dtype]) for dtype in chosen]
+    heights = [1.2 + BAR_HEIGHT * len(names[dtype]) for dtype in chosen]
     outputs = [name for name in _OUTPUTS if any(name in cases for cases in chosen.values())]
     figure, axes = plt.subplots(
         len(chosen), len(outputs), figsize=(11.5, sum(heights) + 0.4), squeeze=False,
@@ -43,7 +54,7 @@ def draw_accuracy(tables: Sequence[Table]) -> Any:
             if output not in cases:
                 axis.set_visible(False)
                 continue
-            _panel(axis, output, cases[output], names[dtype], labelled=index == 0)
+            draw_bars(axis, _bars(output, cases[output]), names[dtype], labelled=index == 0)
             if index == 0:
                 axis.set_ylabel(dtype, fontsize=11, fontweight="bold")
     reference = next(iter(next(iter(chosen.values())).values()))
@@ -81,16 +92,25 @@ def _providers(tables: Sequence[Table]) -> list[str]:
     return sorted(names, key=lambda name: not name.startswith("ours"))
 
 
-def _panel(axis: Any, output: str, table: Table, names: Sequence[str], labelled: bool) -> None:
+def _bars(output: str, table: Table) -> Bars:
+    return Bars(
+        title=_OUTPUTS[output],
+        case=f"{table.work}, {table.model}, T = {table.tokens}",
+        errors=_errors(table, output),
+        failed={row.provider for row in table.rows if row.failure},
+    )
+
+
+def draw_bars(axis: Any, bars: Bars, names: Sequence[str], labelled: bool) -> None:
+    """One per name, logarithmic, with a dashed line at ours."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    errors = _errors(table, output)
-    failed = {row.provider for row in table.rows if row.failure}
+    errors = bars.errors
     positive = [value for value in errors.values() if value > 0 and math.isfinite(value)]
     left = 10 ** math.floor(math.log10(min(positive, default=1e-8)) - 0.5)
     right = max([*positive, 10 * left]) * 10
     for place, name in enumerate(names):
-        _bar(axis, place, name, errors.get(name), (left, right), name in failed)
+        _bar(axis, place, name, errors.get(name), (left, right), name in bars.failed)
     if errors.get("ours", 0.0) > left:
         axis.axvline(
             errors["ours"], color=style("ours").colour, linewidth=0.8, linestyle="--", zorder=0
@@ -106,9 +126,8 @@ def _panel(axis: Any, output: str, table: Table, names: Sequence[str], labelled:
     axis.tick_params(axis="x", labelsize=7)
     axis.grid(axis="x", linewidth=0.4, alpha=0.5)
     axis.set_axisbelow(True)
-    axis.set_title(_OUTPUTS[output], fontsize=9, loc="left", fontweight="bold")
-    shape = f"{table.work}, {table.model}, T = {table.tokens}"
-    axis.set_xlabel(shape, fontsize=6.5)
+    axis.set_title(bars.title, fontsize=9, loc="left", fontweight="bold")
+    axis.set_xlabel(bars.case, fontsize=6.5)
 
 
 def _bar(
