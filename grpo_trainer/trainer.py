@@ -13,7 +13,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_kernels import linear_policy_loss
@@ -97,6 +97,7 @@ class GRPOTrainer(ResumableTrainer):
         self.loss_config = loss_config(args)
         if args.use_adaptive_entropy:  # the coefficient comes with each batch: no config changes
             self.loss_config = replace(self.loss_config, entropy_coef=1.0)
+        set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
         self._reference = make_reference(policy, args, peft_config)
         add_fused_head(base_policy(policy))

@@ -42,7 +42,7 @@ def train(make_trainer):
             "max_steps": 1,
         }
         trainer = make_trainer(reward, **(settings | changes))
-        trainer._collector._engine = CannedEngine(trainer.processing_class)
+        trainer._collector._rollouts = CannedEngine(trainer.processing_class)
         trainer.train()
         [log] = [row for row in trainer.state.log_history if "loss" in row][-1:]
         names = ("resampling_rounds", "discarded_groups", "unfilled_groups")

@@ -67,7 +67,7 @@ def after(make_trainer, policy, **changes) -> tuple[torch.Tensor, list[dict]]:
         copy.deepcopy(policy),
         **(settings | changes),
     )
-    trainer._collector._engine = CannedEngine(trainer.processing_class)
+    trainer._collector._rollouts = CannedEngine(trainer.processing_class)
     trainer.train()
     return parameters(trainer.model), [row for row in trainer.state.log_history if "loss" in row]
 

@@ -60,7 +60,7 @@ def make(make_args, policy, tokenizer, dataset):
             processing_class=tokenizer,
             peft_config=None if model is not None else peft.LoraConfig(**(lora or LORA)),
         )
-        made._collector._engine = CannedEngine(made.processing_class)
+        made._collector._rollouts = CannedEngine(made.processing_class)
         return made
 
     return trainer
@@ -135,6 +135,24 @@ def test_checkpoints_hold_adapters_and_resume_exactly(make, policy, tmp_path, co
     resumed = run(5, str(checkpoint))
     assert torch.equal(parameters(straight.model), parameters(resumed.model))
     assert logs_of(straight, "kl")[-2:] == logs_of(resumed, "kl")[-2:]
+
+
+def test_the_seed_decides_an_adapters_first_weights(make_args, policy, tokenizer, dataset):
+    def adapter(seed: int) -> dict[str, torch.Tensor]:
+        torch.rand(seed)  # whatever was drawn before
+        made = GRPOTrainer(
+            copy.deepcopy(policy),
+            lengths_reward,
+            make_args(seed=seed // 10),
+            dataset,
+            processing_class=tokenizer,
+            peft_config=peft.LoraConfig(**LORA),
+        )
+        return {name: x for name, x in made.model.state_dict().items() if "lora_A" in name}
+
+    first, same, other = adapter(31), adapter(32), adapter(41)
+    assert first and all(torch.equal(x, same[name]) for name, x in first.items())
+    assert not any(torch.equal(x, other[name]) for name, x in first.items())
 
 
 def test_saved_adapter_loads(make, policy, tmp_path):

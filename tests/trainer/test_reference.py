@@ -22,7 +22,7 @@ def make(make_trainer, policy):
     def trainer(**changes) -> GRPOTrainer:
         changes = dict(beta=0.1, learning_rate=1e-2, lr_scheduler_type="constant") | changes
         made = make_trainer(lengths_reward, copy.deepcopy(policy), **changes)
-        made._collector._engine = CannedEngine(made.processing_class)
+        made._collector._rollouts = CannedEngine(made.processing_class)
         return made
 
     return trainer

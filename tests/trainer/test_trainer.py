@@ -28,7 +28,7 @@ def lengths_reward(completion_ids, **kwargs):
 
 
 def canned(trainer: GRPOTrainer) -> GRPOTrainer:
-    trainer._collector._engine = CannedEngine(trainer.processing_class)
+    trainer._collector._rollouts = CannedEngine(trainer.processing_class)
     return trainer
 
 

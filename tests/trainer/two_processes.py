@@ -99,7 +99,7 @@ def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
     policy = make_policy(tokenizer, seed=0)
     reward = rare_reward if args.dynamic_sampling else lengths_reward
     trainer = GRPOTrainer(policy, reward, args, train, test, processing_class=tokenizer)
-    trainer._collector._engine = CannedEngine(tokenizer, trainer.accelerator.process_index)
+    trainer._collector._rollouts = CannedEngine(tokenizer, trainer.accelerator.process_index)
     return trainer
 
 

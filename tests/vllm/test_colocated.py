@@ -121,7 +121,7 @@ def test_training(make_args, policy, tokenizer, dataset):
     trainer.train()
     # in every step, also the second one on a generation batch
     assert worst_mismatch(trainer, steps=6) < CLOSE
-    rollouts = trainer._collector._engine
+    rollouts = trainer._collector._rollouts
     prompts = [tokenizer("123=")["input_ids"]] * 4
     found = rollouts.generate(prompts)
     assert difference(policy.eval(), prompts, *found, 0.7) < CLOSE

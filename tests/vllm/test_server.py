@@ -123,7 +123,7 @@ def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, 
     trainer = GRPOTrainer(policy, reward, args, dataset, processing_class=tokenizer)
     trainer.train()
     assert worst_mismatch(trainer, steps=4) < CLOSE
-    rollouts = trainer._collector._engine
+    rollouts = trainer._collector._rollouts
     prompts = [tokenizer("123=")["input_ids"]] * 4
     assert difference(policy.eval(), prompts, *rollouts.generate(prompts), 0.7) < CLOSE
     # what the server was sent last are the trainer's weights

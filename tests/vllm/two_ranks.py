@@ -49,7 +49,7 @@ def main(mode: str, file: str, port: str | None = None) -> None:
     model = make_model(tokenizer, tied=True)
     trainer = GRPOTrainer(model, reward, args, dataset, processing_class=tokenizer)
     trainer.train()
-    rollouts = trainer._collector._engine
+    rollouts = trainer._collector._rollouts
     seen = rollouts.generate([[3, 4, 5]] * 4).token_ids  # as if a group were split over processes
     rollouts.close()
     rank = trainer.accelerator.process_index
