@@ -12,7 +12,7 @@ from grpo_kernels.logprob.dispatch import choose_backend
 from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.path import Path
 from grpo_kernels.logprob.recompute import recompute_backward
-from grpo_kernels.logprob.rows import RowStats, Transform, stats_dtype
+from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform, dtype_of, stats_dtype
 from grpo_kernels.logprob.schedule import (
     Gradients,
     Needs,
@@ -23,8 +23,6 @@ from grpo_kernels.logprob.schedule import (
     row_chunks,
 )
 from grpo_kernels.logprob.valid_rows import Rows
-
-_EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 
 
 class Tensors(NamedTuple):
@@ -140,8 +138,7 @@ def linear_logprobs_forward(*arguments):
 
 def _stats_dtypes(tensors: Tensors) -> list[torch.dtype]:
     wide = stats_dtype(tensors.hidden.dtype)
-    dtypes = {"is_top1": torch.bool, "lse": torch.float64}
-    return [dtypes.get(name, wide) for name in RowStats._fields]
+    return [dtype_of(name, wide) for name in RowStats._fields]
 
 
 @linear_logprobs_forward.register_fake
@@ -149,7 +146,7 @@ def _(*arguments):
     tensors, _, (extras,) = _split(arguments)
     shapes = dict.fromkeys(RowStats._fields, tensors.target.shape)
     if not extras:
-        shapes.update(dict.fromkeys(_EXTRAS, torch.Size((0,))))
+        shapes.update(dict.fromkeys(EXTRAS, torch.Size((0,))))
     if tensors.kept_indices is None:
         shapes["kept_logp"] = torch.Size((0,))
     return tuple(

@@ -19,7 +19,7 @@ from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.library import HeadOptions, Tensors, linear_logprobs_forward
 from grpo_kernels.logprob.path import choose_path
 from grpo_kernels.logprob.reference import reference_logprobs
-from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform
 from grpo_kernels.logprob.valid_rows import Rows
 
 # in the order of RowStats
@@ -27,14 +27,10 @@ OUTPUTS = (
     "logprobs",
     "entropy",
     "lse",
-    "is_top1",
-    "sum_sq_probs",
-    "max_logit",
-    "min_logit",
+    *EXTRAS,
     "kept_logprobs",
 )
 DIFFERENTIABLE = ("logprobs", "entropy", "kept_logprobs")
-_EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 
 
 class LinearLogprobs(NamedTuple):
@@ -125,7 +121,7 @@ def linear_logprobs(
         stats = _reference(rows, head, target.reshape(-1), precision, kept)
     else:
         tensors = Tensors.of(rows, head, target.reshape(-1), kept)
-        extras = any(name in _EXTRAS for name in outputs)
+        extras = any(name in EXTRAS for name in outputs)
         options = HeadOptions.of(transform, path)
         stats = RowStats(*linear_logprobs_forward(*tensors, *options, extras))
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))

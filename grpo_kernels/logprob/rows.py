@@ -57,6 +57,15 @@ class RowStats(NamedTuple):
         return RowStats(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
+# what a backend fills on request, all or none
+EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
+
+
+def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
+    """The dtype of a field of :class:`RowStats`, ``wide`` that of most."""
+    return {"is_top1": torch.bool, "lse": torch.float64}.get(name, wide)
+
+
 def concatenate(parts: list[RowStats]) -> RowStats:
     """The statistics of consecutive row ranges as one; ``parts`` is not empty."""
     columns = ([part[i] for part in parts] for i in range(len(RowStats._fields)))
@@ -88,6 +97,22 @@ class RowKernels(Protocol):
         Returns a (C, V) tensor of ``out_dtype``. A 16-bit result of fp32 logits lives in the first
         half of each row's bytes, so its row stride is twice that of ``logits``.
         """
+        ...
+
+
+@runtime_checkable
+class RowMiddle(Protocol):
+    """What happens between statistics and gradient, where it runs inside the row kernel."""
+
+    def gradient_(
+        self,
+        rows: slice,
+        logits: Tensor,
+        target: Tensor,
+        transform: Transform,
+        out_dtype: torch.dtype,
+    ) -> tuple[RowStats, Tensor]:
+        """As ``stats`` and ``dlogits_`` of :class:`RowKernels`, for the range ``rows`` of all."""
         ...
 
 

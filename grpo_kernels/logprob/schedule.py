@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from grpo_kernels.logprob.kept import KeptRows
 from grpo_kernels.logprob.memory import on_huge_pages
 from grpo_kernels.logprob.precision import products
 from grpo_kernels.logprob.rows import (
+    EXTRAS,
     FormsLogits,
     LinearStats,
     RowKernels,
+    RowMiddle,
     RowStats,
-    Transform,
     clear_row_ends,
     concatenate,
+    dtype_of,
     stats_dtype,
 )
 
@@ -49,22 +51,6 @@ class StatsGradients(NamedTuple):
 
 
 Middle = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
-
-
-@runtime_checkable
-class RowMiddle(Protocol):
-    """A middle that runs inside the row kernel: statistics and gradient in one."""
-
-    def gradient_(
-        self,
-        rows: slice,
-        logits: Tensor,
-        target: Tensor,
-        transform: Transform,
-        out_dtype: torch.dtype,
-    ) -> tuple[RowStats, Tensor]:
-        """As ``stats`` and ``dlogits_`` of :class:`RowKernels` for the range ``rows``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -300,9 +286,8 @@ def _all_stats(parts: list[RowStats], hidden: Tensor, execution: Execution) -> R
     if parts:
         return concatenate(parts)
     names = ["logp", "entropy", "lse"]
-    names += ["is_top1", "sum_sq_probs", "max_logit", "min_logit"] if execution.extras else []
+    names += EXTRAS if execution.extras else ()
     names += ["kept_logp"] if execution.kept is not None else []
     wide = stats_dtype(hidden.dtype)
-    dtypes = {"is_top1": torch.bool, "lse": torch.float64}
-    none = {name: dtypes.get(name, wide) for name in names}
+    none = {name: dtype_of(name, wide) for name in names}
     return RowStats(**{name: hidden.new_empty(0, dtype=dtype) for name, dtype in none.items()})

@@ -9,15 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform, dtype_of
 from grpo_kernels.triton_math import tanh
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
 # decides nothing but would bring a compilation each.
 _STATS = ("logp", "entropy", "lse")
-_EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
-PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *_EXTRAS)]
+PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *EXTRAS)]
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,15 +78,14 @@ def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
     """Uninitialised, each of its own storage: outputs of an op may not share their memory."""
 
     def empty(name: str) -> Tensor:
-        dtype = {"is_top1": torch.bool, "lse": torch.float64}.get(name, torch.float32)
-        return torch.empty(rows, dtype=dtype, device=device)
+        return torch.empty(rows, dtype=dtype_of(name, torch.float32), device=device)
 
-    return RowStats(**{name: empty(name) for name in (*_STATS, *(_EXTRAS if extras else ()))})
+    return RowStats(**{name: empty(name) for name in (*_STATS, *(EXTRAS if extras else ()))})
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:
     """What :func:`empty_stats` made as kernel arguments."""
-    return {f"{name}_ptr": getattr(stats, name) for name in (*_STATS, *_EXTRAS)}
+    return {f"{name}_ptr": getattr(stats, name) for name in (*_STATS, *EXTRAS)}
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
