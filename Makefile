@@ -11,7 +11,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-vllm check bench results gpu gpu-tune wheels clean
+.PHONY: demo test test-vllm check bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -43,6 +43,13 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks --benchmark-only --full --results benchmarks/results; \
 	status=$$?; $(BIN)/python -m benchmarks.results; exit $$status
 
+# generation and weight updates by engine, with real vLLM: the part of bench that needs it
+bench-vllm: $(VENV)/.dev
+	tests/vllm/install.sh .venv-vllm $(PYTHON)
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet pytest-benchmark
+	PYTHONPATH=. .venv-vllm/bin/python -m pytest benchmarks/test_rollouts.py --benchmark-only --full \
+		--results benchmarks/results; status=$$?; $(BIN)/python -m benchmarks.results; exit $$status
+
 # tables, plots and the numbers in README and docs, from the result files
 results: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.results
@@ -51,9 +58,10 @@ results: $(VENV)/.dev
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
 
-# rewrites grpo_kernels/logprob/row_configs.py
+# rewrites grpo_kernels/logprob/row_configs.py, then grpo_kernels/cost_rates.py
 gpu-tune:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.tune $(TUNE_OPTIONS)
+	PYTHONPATH=. $(PYTHON) -m benchmarks.tune --schedules $(TUNE_OPTIONS)
 
 # the peers for make gpu, where that machine has no network: carry the folder along. With
 # PEERS="benchmarks/peers.txt benchmarks/peers-hopper.txt" also those on the CuTe DSL, a large one.

@@ -14,7 +14,7 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.record import Collector
 from benchmarks.replay import CLOCK
 from benchmarks.row import Row
-from benchmarks.suites import ACCURACY, SUITES, Entry
+from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COLLECTOR = pytest.StashKey[Collector | None]()
@@ -45,6 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "accuracy_entry" in metafunc.fixturenames:
         entries = ACCURACY[suite(metafunc.config)]
         metafunc.parametrize("accuracy_entry", entries, ids=str, scope="session")
+    if "savings_entry" in metafunc.fixturenames:
+        entries = SAVINGS[suite(metafunc.config)]
+        metafunc.parametrize("savings_entry", entries, ids=str, scope="session")
     if "provider_name" in metafunc.fixturenames:
         metafunc.parametrize("provider_name", PROVIDERS)
 

@@ -12,14 +12,14 @@ from math import inf
 from typing import TypeVar
 
 from benchmarks.load import Table, TrainingRow
-from benchmarks.row import Row
+from benchmarks.row import Row, SavingsRow
 from benchmarks.shapes import Case, Model
 from benchmarks.work import WORKS
 
 FLOOR = "floor"
 QUOTED = ("ours", "ours-input")  # ours with exact logits, and with logits rounded as peers do
 _MIB = 2**20
-AnyRow = TypeVar("AnyRow", Row, TrainingRow)
+AnyRow = TypeVar("AnyRow", Row, TrainingRow, SavingsRow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Figures:
     gradient_error: float | None  # the larger of dhidden and dweight
 
 
-def times(rows: Sequence[Row] | Sequence[TrainingRow]) -> dict[str, Times]:
+def times(rows: Sequence[AnyRow]) -> dict[str, Times]:
     """By provider, of those that were timed."""
     return _times({row.provider: row.seconds for row in rows if not row.failure})
 

@@ -22,6 +22,7 @@ _PACKAGES = (
     "torch",
     "triton",
     "transformers",
+    "vllm",
     "trl",
     "liger-kernel",
     "cut-cross-entropy",

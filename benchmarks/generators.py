@@ -15,6 +15,11 @@ from benchmarks.derive import phase_times, times
 from benchmarks.overview import headline, summary
 from benchmarks.plots import PLOTS
 from benchmarks.providers import PROVIDERS
+from benchmarks.rollouts.table import rollouts
+from benchmarks.savings.table import caption as savings_caption
+from benchmarks.savings.table import savings_table
+from benchmarks.savings.variants import VARIANTS
+from benchmarks.schedules import matches, schedules_table
 from benchmarks.shapes import DTYPES, MODELS
 from benchmarks.standing import ahead, behind, standings
 from benchmarks.table import column_legend, training_table
@@ -34,6 +39,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "OUTPUT": ("loss", "logprobs", "entropy", "dhidden", "dweight"),
     "PHASE": ("step", "generate", "train"),
     "TRAINER": [trainer.name for trainer in TRAINERS],
+    "VARIANT": [variant.name for variant in VARIANTS if variant.base],
     "PLOT": [plot.name for plot in PLOTS],
 }
 
@@ -113,12 +119,45 @@ def _accuracy(context: Context, device: str) -> str:
     return "\n\n".join(parts)
 
 
+def _savings(context: Context, device: str) -> str:
+    if not (tables := context.device(device).savings):
+        raise NotMeasuredError(device)
+    parts = []
+    for table in tables:
+        parts += [f"{savings_caption(table)} {where(table.environment)}.", savings_table(table)]
+    return "\n\n".join(parts)
+
+
+def _rollouts(context: Context, device: str) -> str:
+    if not (entries := context.device(device).rollouts):
+        raise NotMeasuredError(device)
+    return rollouts(entries)
+
+
+def _saved(context: Context, device: str, dtype: str, variant: str) -> str:
+    for table in context.device(device).savings:
+        if table.dtype != dtype:
+            continue
+        timed = times(table.rows)
+        base = next(row.base for row in table.rows if row.provider == variant)
+        if variant in timed and base in timed[variant].to:
+            return text.ratio(timed[variant].to[base])
+    raise NotMeasuredError(f"{device} {dtype} {variant}")
+
+
 def _noise(context: Context, device: str, model: str, dtype: str, provider: str) -> str:
     for table in context.device(device).accuracy:
         if (table.model, table.dtype) == (model, dtype) and not is_of_gradients(table):
             found = accuracy_figures(table).get(provider)
             return _written(text.error, found.noise if found else None)
     raise NotMeasuredError(f"{device} {model} {dtype}")
+
+
+def _schedules(context: Context, device: str) -> str:
+    tables = context.cases(device)
+    if not matches(tables):
+        raise NotMeasuredError(device)
+    return schedules_table(tables)
 
 
 def _reports(context: Context) -> str:
@@ -194,6 +233,7 @@ GENERATORS = {
     "standings": Generator(
         call=lambda c, d: standings(c.cases(d)), parameters="DEVICE", block=True
     ),
+    "schedules": Generator(call=_schedules, parameters="DEVICE", block=True),
     "ahead": Generator(
         call=lambda c, d, p: ahead(c.cases(d), p), parameters="DEVICE PROVIDER", block=True
     ),
@@ -202,6 +242,9 @@ GENERATORS = {
     ),
     "noise": Generator(call=_noise, parameters="DEVICE MODEL DTYPE COMPARED"),
     "accuracy": Generator(call=_accuracy, parameters="DEVICE", block=True),
+    "rollouts": Generator(call=_rollouts, parameters="DEVICE", block=True),
+    "savings": Generator(call=_savings, parameters="DEVICE", block=True),
+    "saved": Generator(call=_saved, parameters="DEVICE DTYPE VARIANT"),
     "training": Generator(call=_training, parameters="DEVICE", block=True),
     "reports": Generator(call=_reports, block=True),
     "plot": Generator(call=_plot, parameters="DEVICE PLOT", block=True),

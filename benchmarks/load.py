@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from benchmarks.row import AccuracyRow, Row
+from benchmarks.row import AccuracyRow, Row, SavingsRow
 from benchmarks.shapes import DTYPES, MODELS
 from benchmarks.work import WORKS
 
@@ -124,6 +124,49 @@ class AccuracyTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavingsTable:
+    """One op with more or less to do."""
+
+    model: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    dtype: str
+    reference: str
+    rows: list[SavingsRow]
+    environment: Environment
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.model, self.tokens, self.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsEntry:
+    """Training steps with one engine on one model."""
+
+    engine: str
+    note: str
+    sent: bool  # weights are sent to it
+    model: str
+    dtype: str
+    sequences: int
+    prompt_tokens: int
+    completion_tokens: int
+    failure: str | None = None
+    parameters: int = 0
+    weight_bytes: int = 0  # of an update
+    tokens: list[float] = field(default_factory=list)  # generated in each step
+    seconds: list[float] = field(default_factory=list)  # of each step
+    phases: dict[str, list[float]] = field(default_factory=dict)  # seconds of each step by phase
+    environment: Environment
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.engine, self.model
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tests:
     """What the test suite gave on the machine."""
 
@@ -142,6 +185,8 @@ class Run:
     training: list[TrainingTable]
     tests: Tests | None
     accuracy: list[AccuracyTable] = field(default_factory=list)
+    savings: list[SavingsTable] = field(default_factory=list)
+    rollouts: list[RolloutsEntry] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +212,14 @@ class Device:
     @property
     def accuracy(self) -> list[AccuracyTable]:
         return list({table.key: table for run in self.runs for table in run.accuracy}.values())
+
+    @property
+    def savings(self) -> list[SavingsTable]:
+        return list({table.key: table for run in self.runs for table in run.savings}.values())
+
+    @property
+    def rollouts(self) -> list[RolloutsEntry]:
+        return list({each.key: each for run in self.runs for each in run.rollouts}.values())
 
     @property
     def tested(self) -> Run | None:
@@ -199,7 +252,9 @@ def load_run(path: Path) -> Run:
     tables = [{**table, **environment} for table in data["tables"]]
     training = [{**_with_facts(entry), **environment} for entry in data["training"]]
     accuracy = [{**table, **environment} for table in data.get("accuracy", [])]
-    lists = {"tables": tables, "training": training, "accuracy": accuracy}
+    savings = [{**table, **environment} for table in data.get("savings", [])]
+    lists = {"tables": tables, "training": training, "accuracy": accuracy, "savings": savings}
+    lists["rollouts"] = [{**entry, **environment} for entry in data.get("rollouts", [])]
     run = _build(Run, {**data, **lists}, f"{path}: run")
     for table in run.tables:
         _check_name("work", table.work, WORKS, path)

@@ -90,6 +90,7 @@ def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Se
 
 
 def _check(row: Row, provider: Provider, problem: Problem, exact: Result) -> None:
+    row.schedule = provider.planned(problem)
     result = provider.run(problem)
     if provider.checked:
         check = compare(result, exact, problem)

@@ -26,6 +26,8 @@ class Collector:
             "tables": [],
             "training": [],
             "accuracy": [],
+            "savings": [],
+            "rollouts": [],
             "tests": None,
         }
         self.path = _unused(folder, self._data["environment"])
@@ -40,6 +42,14 @@ class Collector:
 
     def add_accuracy(self, entry: dict[str, Any]) -> None:
         self._data["accuracy"].append(entry)
+        self._write()
+
+    def add_savings(self, entry: dict[str, Any]) -> None:
+        self._data["savings"].append(entry)
+        self._write()
+
+    def add_rollouts(self, entry: dict[str, Any]) -> None:
+        self._data["rollouts"].append(entry)
         self._write()
 
     def add_tests(self, outcome: dict[str, Any]) -> None:

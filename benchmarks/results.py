@@ -24,6 +24,7 @@ from benchmarks.load import (
     AccuracyTable,
     Device,
     Environment,
+    SavingsTable,
     Table,
     Tests,
     TrainingTable,
@@ -32,6 +33,10 @@ from benchmarks.load import (
 from benchmarks.markers import rewrite_documents
 from benchmarks.overview import in_order, summary
 from benchmarks.plots import PLOTS, save_plots
+from benchmarks.rollouts.table import rollouts
+from benchmarks.savings.table import caption as savings_caption
+from benchmarks.savings.table import savings_table
+from benchmarks.schedules import matches, schedules_table
 from benchmarks.standing import standings
 from benchmarks.table import case_table, column_legend, training_table
 from benchmarks.work import WORKS
@@ -69,9 +74,16 @@ def report(device: Device, place: Path) -> str:
     if device.tables:
         parts += ["## At a glance", _PROVIDERS, standings(device.tables)]
         parts += ["### Every case", _CASES, summary(device.tables)]
+    if matches(device.tables):
+        parts += ["## One pass or two", _SCHEDULES, schedules_table(device.tables)]
     if device.training:
         parts.append("## Training step")
         parts += [part for table in device.training for part in _training(table)]
+    if device.rollouts:
+        parts += ["## Generation and the rest of a step", rollouts(device.rollouts)]
+    if device.savings:
+        parts.append("## What is saved")
+        parts += [part for table in device.savings for part in _savings(table)]
     if device.accuracy:
         parts += ["## Errors on a policy's distributions", legend(device.accuracy)]
         parts += [part for table in accuracy_in_order(device.accuracy) for part in _accuracy(table)]
@@ -96,6 +108,12 @@ _PROVIDERS = (
 _CASES = (
     "Time over that of the floor, the bare matrix products, and memory beyond inputs and results. "
     "Of ours and the best peer the smallest is bold. A link leads to all providers of the case."
+)
+
+_SCHEDULES = (
+    "`one_pass` computes the gradients in the forward, `two_pass` forms the logits again. `ours` "
+    "takes what a model of both, fitted to measurements, predicts to be the faster. Runs from "
+    "before there was a choice show what the model says now."
 )
 
 
@@ -169,6 +187,14 @@ def _training(table: TrainingTable) -> Iterable[str]:
         f"{listed}; {_when(table.environment)}.",
         training_table(table),
         "\n".join(f"* `{row.provider}`: {row.note}." for row in table.rows),
+    )
+
+
+def _savings(table: SavingsTable) -> Iterable[str]:
+    return (
+        f"### {table.model}, T={table.tokens}, {table.dtype}",
+        f"{savings_caption(table)} {_when(table.environment).capitalize()}.",
+        savings_table(table),
     )
 
 

@@ -37,6 +37,7 @@ class Row(Line):
     repeatable: bool | None = None  # a second run gives the same bits
     batch_invariant: bool | None = None  # half of the batch gives its rows the same bits
     alone: bool = False  # measured in a process of its own, not in turn with the others
+    schedule: str | None = None  # of ours, which one ran
 
 
 @dataclass
@@ -50,6 +51,15 @@ class AccuracyRow(Line):
     entropy: list[float] = field(default_factory=list)  # empty where it has none
     dhidden: list[float] = field(default_factory=list)  # norms of the differences of the rows
     errors: dict[str, float] = field(default_factory=dict)  # by output, as in a case
+
+
+@dataclass
+class SavingsRow(Line):
+    """Of a savings table, where ``provider`` names a variant of ours."""
+
+    base: str | None = None  # the variant whose time it is measured by
+    errors: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
 
 
 def make_row(provider: Provider, case: Case, device: str) -> Row:

@@ -136,3 +136,12 @@ ACCURACY = {
         *_policies("qwen3-8b", 1024),
     ],
 }
+
+# what skipped rows and an adapter save, by suite
+SAVINGS = {
+    "quick": [entry("dapo", "small", 128, dtype) for dtype in DTYPES],
+    "cpu": [entry("dapo", "qwen2.5-0.5b", 1024, dtype) for dtype in DTYPES],
+    "gpu": [entry("dapo", "qwen3-1.7b", 8192, "bf16")],
+    "gpu-forward": [],
+    "gpu-full": [entry("dapo", model, 8192, "bf16") for model in ("qwen3-1.7b", "qwen3-8b")],
+}

@@ -17,7 +17,18 @@ namespace grpo {
 constexpr int64_t kBlockRows = 128;     // vocabulary rows of a block
 constexpr int64_t kStretchRows = 1024;  // whole blocks, whose sums one thread folds
 
-// logits = hidden @ weight^T + bias. `cpu_linear.py` mirrors this.
+// A low-rank update of the logits: logits += inner^T @ outer^T. A vector of tokens that begins at
+// any whole group can be loaded.
+struct Update {
+  const float* inner;     // (rank, tokens), or null: no update
+  const float* outer;     // (columns, rank)
+  int64_t inner_stride;
+  int64_t rank;           // a multiple of kRankStep
+};
+
+constexpr int64_t kRankStep = 8;  // vectors of `inner` that stay in registers
+
+// logits = hidden @ weight^T + update + bias. `cpu.py` mirrors this.
 struct Linear {
   const void* hidden;  // (tile.rows, depth)
   const void* weight;  // (tile.columns, depth)
@@ -26,7 +37,8 @@ struct Linear {
   int64_t hidden_stride;
   int64_t weight_stride;
   int32_t dtype;          // of hidden and weight
-  int32_t rounded;        // the product, and its sum with the bias, are rounded to `dtype`
+  int32_t rounded;        // the product with its update, then plus bias, are rounded to `dtype`
+  Update update;
   Tile tile;              // its rows are the tokens; its fp32 logits are written, unless null
 };
 

@@ -1,4 +1,5 @@
-// The C entry points: pick the instruction set, spread the rows over threads.
+// The C entry points: pick the instruction set, spread the rows over threads. No exception leaves
+// them.
 #include "linear.h"
 #include "threads.h"
 
@@ -40,6 +41,16 @@ void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
   });
 }
 
+template <class Work>
+Status status_of(const Work& work) {
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+  return kDone;
+}
+
 }  // namespace
 }  // namespace grpo
 
@@ -51,20 +62,25 @@ GRPO_EXPORT const char* grpo_isa(int32_t rank) {
   return rank < static_cast<int32_t>(found.size()) ? found[rank]->isa : nullptr;
 }
 
-GRPO_EXPORT void grpo_stats(const grpo::Tile* tile, const grpo::Stats* out, int32_t rank,
-                            int32_t threads) {
+GRPO_EXPORT int32_t grpo_stats(const grpo::Tile* tile, const grpo::Stats* out, int32_t rank,
+                               int32_t threads) {
   const auto kernel = grpo::kernels()[rank]->stats;
-  grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *out, row); });
+  return grpo::status_of([&] {
+    grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *out, row); });
+  });
 }
 
-GRPO_EXPORT void grpo_dlogits(const grpo::Tile* tile, const grpo::Gradient* grad, int32_t rank,
-                              int32_t threads) {
+GRPO_EXPORT int32_t grpo_dlogits(const grpo::Tile* tile, const grpo::Gradient* grad, int32_t rank,
+                                 int32_t threads) {
   const auto kernel = grpo::kernels()[rank]->dlogits;
-  grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *grad, row); });
+  return grpo::status_of([&] {
+    grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *grad, row); });
+  });
 }
 
 // Fills what `out` has pointers for, and the tile of logits if `linear` has one.
-GRPO_EXPORT void grpo_linear(const grpo::Linear* linear, const grpo::Stats* out, int32_t rank,
-                             int32_t threads) {
-  grpo::linear_stats(*linear, *out, *grpo::kernels()[rank]->linear, threads);
+GRPO_EXPORT int32_t grpo_linear(const grpo::Linear* linear, const grpo::Stats* out, int32_t rank,
+                                int32_t threads) {
+  const auto* kernels = grpo::kernels()[rank]->linear;
+  return grpo::status_of([&] { grpo::linear_stats(*linear, *out, *kernels, threads); });
 }

@@ -9,7 +9,7 @@
 
 namespace grpo {
 
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -71,6 +71,9 @@ struct Scores {
     slope = capped ? float(tile.softcap / t) : dlogit;
   }
 };
+
+// What the C functions return. Their results are complete, or must not be read.
+enum Status : int32_t { kDone = 0, kOutOfMemory = 1 };
 
 struct LinearKernels;  // linear.h
 

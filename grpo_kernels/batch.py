@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from grpo_kernels.kept import KeptSet
-from grpo_kernels.packing import LOGPROB_FIELDS, check_cu_seqlens, check_target, packed_fields
+from grpo_kernels.opaque import Opaque
+from grpo_kernels.packing import (
+    LOGPROB_FIELDS,
+    check_cu_seqlens,
+    check_target,
+    offsets_of,
+    packed_fields,
+)
 
 
 class OptionalFields(TypedDict, total=False):
@@ -24,10 +32,12 @@ class OptionalFields(TypedDict, total=False):
     num_tokens_in_micro_batch: Tensor | float | None
     entropy_scale: Tensor | float | None
     gradient_accumulation_steps: int
+    lengths: Sequence[int] | None
+    active_lengths: Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBatch:
+class TokenBatch(Opaque):
     """Valid completion tokens of B sequences, packed to T rows. Build it with the class methods.
 
     Masked tokens (prompt, padding, tool results) are not in it: they cost nothing downstream and
@@ -40,7 +50,9 @@ class TokenBatch:
     lengths: tuple[int, ...]  # (B,) the same, as host integers
     rows: Tensor | None = None  # (T,) int64 positions in the caller's flattened layout; None: all
     layout: tuple[int, ...] = ()  # the caller's layout, (B, L) or (T0,)
-    max_target: int = 0  # the largest target, so that a vocabulary can be checked without a sync
+    # (B,) how many of them have an advantage other than 0, as host integers; None: not known
+    active_lengths: tuple[int, ...] | None = None
+    max_target: int | None = None  # the largest target; None: not known on the host
     old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
@@ -49,6 +61,13 @@ class TokenBatch:
     num_tokens_in_micro_batch: Tensor | float | None = None
     entropy_scale: Tensor | float | None = None
     gradient_accumulation_steps: int = 1
+
+    def __post_init__(self) -> None:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {k: v for k, v in values.items() if not isinstance(v, Tensor | KeptSet)}
+        if self.kept is not None:
+            plain["kept_max_id"] = self.kept.max_id
+        self._pack(plain)
 
     @classmethod
     def from_padded(
@@ -77,6 +96,13 @@ class TokenBatch:
                 bonus) divide by, its valid tokens per data-parallel process; None: those here.
                 ``entropy_scale``: a factor on the entropy bonus that changes during a run; None: 1.
                 ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
+                ``lengths``: B host integers, the valid tokens of each sequence, and
+                ``active_lengths``: those of them whose advantage is not 0. On a GPU a batch waits
+                once for the device to learn these; given, a whole step waits for nothing. Values
+                are then checked on the device, later (a failure there ends the CUDA context), and
+                how the tokens are shared out among the sequences is taken on trust. Without
+                ``active_lengths`` rows of zero advantage are computed like others. On a CPU all
+                is checked.
 
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
@@ -145,14 +171,49 @@ class TokenBatch:
             offset += length
         return self._take(cut, self.cu_seqlens.clamp(start, stop) - start, tuple(lengths))
 
-    def select(self, keep: Tensor) -> TokenBatch:
-        """The tokens of the int64 index ``keep`` (ascending), in the same B sequences."""
+    def select(self, keep: Tensor, lengths: tuple[int, ...] | None = None) -> TokenBatch:
+        """The tokens of the int64 index ``keep`` (ascending), in the same B sequences.
+
+        ``lengths`` says how many are of each sequence; None: by a host transfer.
+        """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
-        counts = torch.segment_reduce(
-            kept.double(), "sum", lengths=self.cu_seqlens.diff(), unsafe=True, initial=0
-        ).long()
-        cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return self._take(keep, cu_seqlens, tuple(counts.tolist()))
+        counts = self.segment_sum(kept.double()).long()
+        if lengths is None:
+            lengths = tuple(counts.tolist())
+        return self._take(keep, offsets_of(counts), lengths)
+
+    def occupied(self) -> TokenBatch:
+        """The same tokens without the sequences that have none."""
+        lengths = tuple(length for length in self.lengths if length)
+        counts = self.cu_seqlens.diff()
+        order = torch.argsort(counts == 0, stable=True)[: len(lengths)]
+        return replace(
+            self, cu_seqlens=offsets_of(counts[order]), lengths=lengths, active_lengths=None
+        )
+
+    def overwrite(self, other: TokenBatch) -> None:
+        """Copies the tensors of ``other`` into this batch's, for the replay of a captured graph.
+
+        Values may differ, what the host knows may not: lengths, layout, which tensors there are,
+        numbers that are no tensors.
+
+        Raises:
+            ValueError: they differ, or there is a kept set, whose size is data.
+        """
+        if self.kept is not None or other.kept is not None:
+            raise ValueError("kept: expected None to overwrite a batch, got a KeptSet")
+        for field in fields(self):
+            mine, new = getattr(self, field.name), getattr(other, field.name)
+            both = isinstance(mine, Tensor) and isinstance(new, Tensor)
+            same = mine.shape == new.shape if both else type(mine) is type(new) and mine == new
+            if not same and field.name != "max_target":
+                raise ValueError(f"{field.name}: expected {_known(mine)}, got {_known(new)}")
+        for field in fields(self):
+            mine = getattr(self, field.name)
+            if isinstance(mine, Tensor):
+                mine.copy_(getattr(other, field.name))
+        object.__setattr__(self, "max_target", None)  # from now on looked up on the device
+        self.__post_init__()
 
     def _take(
         self, index: slice | Tensor, cu_seqlens: Tensor, lengths: tuple[int, ...]
@@ -166,5 +227,11 @@ class TokenBatch:
             kept=self.kept.take(index) if self.kept is not None else None,
             cu_seqlens=cu_seqlens,
             lengths=lengths,
+            active_lengths=None,
             **{name: value[index] for name, value in fields.items() if value is not None},
         )
+
+
+def _known(value: object) -> str:
+    """What the host knows of a field."""
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

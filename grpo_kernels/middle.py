@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from grpo_kernels.losses.stage import (
 )
 from grpo_kernels.losses.terms import Segments
 from grpo_kernels.losses.weights import Weights
+
+if TYPE_CHECKING:
+    from grpo_kernels.logprob.triton_row_loss import RowFunction
 
 
 class MiddleChoice(NamedTuple):
@@ -90,7 +93,16 @@ class RowKernelStage(MiddleStage):
         out_dtype: torch.dtype,
     ) -> tuple[RowStats, Tensor]:
         """Statistics of a tile's rows, and the gradient of its raw logits in their storage."""
-        from grpo_kernels.logprob.triton_row_loss import RowFunction, row_loss_
+        from grpo_kernels.logprob.triton_row_loss import row_loss_
+
+        function, values = self.function(rows)
+        stats, each, dlogits = row_loss_(logits, target, transform, function, values, out_dtype)
+        self._contributions.append(each)
+        return stats, dlogits
+
+    def function(self, rows: slice) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
+        """What the row kernel calls for each of the ``rows``, and the values it gets."""
+        from grpo_kernels.logprob.triton_row_loss import RowFunction
 
         part, weights = self._part(rows)
         printed = _printed_stage(self.config, _present(part))
@@ -98,10 +110,7 @@ class RowKernelStage(MiddleStage):
             device_function=printed.device_function,
             has_dentropy=len(printed.output_dtypes) > 2,
         )
-        values = token_inputs(weights.policy.float(), None, part, weights)[2:]
-        stats, each, dlogits = row_loss_(logits, target, transform, function, values, out_dtype)
-        self._contributions.append(each)
-        return stats, dlogits
+        return function, token_inputs(weights.policy.float(), None, part, weights)[2:]
 
 
 def choose_middle(

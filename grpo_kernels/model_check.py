@@ -77,7 +77,7 @@ class _Enlarge:
 
     def _to_large_logits(self, hidden: Tensor) -> float:
         head = lm_head(self._model)
-        largest = linear(hidden.to(head.weight), head.weight).abs().max() * head.logit_scale
+        largest = _raw_logits(hidden, head).abs().max() * head.logit_scale
         return float(torch.exp2((_LARGE / largest.float().clamp(min=1e-6)).log2().round()))
 
 
@@ -103,18 +103,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def _raw_logits(hidden: Tensor, head: LMHead) -> Tensor:
+    hidden = hidden.float()
+    logits = linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
+    if head.lora is None:
+        return logits
+    inner = linear(hidden, head.lora.a.float()) * head.lora.scaling
+    return logits + linear(inner, head.lora.b.float())
+
+
 def _eager_logits(hidden: Tensor, head: LMHead) -> Tensor:
-    weight = head.weight.float()
-    bias = None if head.bias is None else head.bias.float()
-    logits = linear(hidden.float(), weight, bias) * head.logit_scale
+    logits = _raw_logits(hidden, head) * head.logit_scale
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
 def _some_token(model: PreTrainedModel) -> int:
     """A token that stands for text; the padding token's embedding may be zero."""
     config = model.config.get_text_config()
-    for name in ("bos_token_id", "eos_token_id"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    return 1
+    named = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
+    padding = getattr(config, "pad_token_id", None)
+    return next(x for x in (*named, 1, 0) if isinstance(x, int) and x != padding)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.logprob.lora import HeadLoRA
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -18,6 +20,7 @@ class LMHead(NamedTuple):
     bias: Tensor | None  # (V,)
     logit_scale: float
     softcap: float | None
+    lora: HeadLoRA | None = None  # what LoRA adds to the logits before the scale
 
 
 # config attributes that the logits are multiplied or divided by, by family
@@ -42,20 +45,19 @@ _DECLARES_A_SCALE_IT_DOES_NOT_APPLY = ("mpt",)
 def lm_head(model: PreTrainedModel) -> LMHead:
     """The head's parameters and the logit transform that the model's config declares.
 
-    A LoRA adapter on the head is merged: ``weight`` is then ``W + s * B @ A``, differentiable in
-    all three and in fp32 at least, so that small updates are not rounded away. It costs one (V, D)
-    tensor in fp32, in forward and again for its gradient.
+    Active LoRA adapters of the head are in ``lora``, as one.
 
     Raises:
-        ValueError: the head is not a linear layer, is quantised, or carries an adapter that cannot
-            be merged into one weight: LoRA with dropout, DoRA, or of another kind.
+        ValueError: the head is not a linear layer, is quantised, or carries an adapter that is not
+            plain LoRA: LoRA with dropout, DoRA, or one of another kind.
     """
     config = model.config.get_text_config()
-    weight, bias = _parameters(model.get_output_embeddings())
+    weight, bias, lora = _parameters(model.get_output_embeddings())
     size = getattr(config, "unpadded_vocab_size", None)  # Inkling's logits end there
     if size is not None and size < weight.shape[0]:
         weight, bias = weight[:size], None if bias is None else bias[:size]
-    return LMHead(weight, bias, logit_scale(config), softcap(config))
+        lora = None if lora is None else lora.columns(slice(size))
+    return LMHead(weight, bias, logit_scale(config), softcap(config), lora)
 
 
 def logit_scale(config: PretrainedConfig) -> float:
@@ -80,11 +82,6 @@ def softcap(config: PretrainedConfig) -> float | None:
     return None
 
 
-def has_head_adapter(model: PreTrainedModel) -> bool:
-    """Whether the head carries an adapter, enabled or not."""
-    return hasattr(_layer_in_use(model.get_output_embeddings()), "base_layer")
-
-
 def keep_head_in_fp32(model: PreTrainedModel) -> None:
     """Makes the head's weight fp32, and hands fp32 hidden states to ``head_fn``, without autocast.
 
@@ -107,12 +104,10 @@ def keep_head_in_fp32(model: PreTrainedModel) -> None:
 
 
 def runs_in_fp32(model: PreTrainedModel) -> bool:
-    """Whether autocast must not round the head's inputs.
-
-    It would round a merged adapter's small updates away.
-    """
+    """Whether autocast must not round the head's inputs: after :func:`keep_head_in_fp32`."""
     layer = _layer_in_use(model.get_output_embeddings())
-    return has_head_adapter(model) or getattr(layer, "_grpo_fp32_head", False)
+    marked = (layer, getattr(layer, "base_layer", None))  # an adapter may have come later
+    return any(getattr(one, "_grpo_fp32_head", False) for one in marked)
 
 
 def _fp32_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -122,7 +117,7 @@ def _fp32_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 # layers are of any module class, PEFT's included, which is not imported here
 
 
-def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:
+def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, HeadLoRA | None]:
     layer = _layer_in_use(layer)
     adapted = hasattr(layer, "base_layer")
     base = layer.base_layer if adapted else layer
@@ -133,9 +128,7 @@ def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:
             f"model: expected a plain linear LM head, got {type(base).__name__}; if it is "
             "quantised, leave it out of the quantisation"
         )
-    if adapted:
-        weight = _merged_weight(layer, weight)
-    return weight, getattr(base, "bias", None)
+    return weight, getattr(base, "bias", None), _lora(layer) if adapted else None
 
 
 def _layer_in_use(layer: Any) -> Any:
@@ -153,20 +146,17 @@ def _layer_in_use(layer: Any) -> Any:
     return copies[names[0]] if names else layer.original_module
 
 
-def _merged_weight(
-    layer: Any,
-    weight: Tensor,  # (V, D)
-) -> Tensor:
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+def _lora(layer: Any) -> HeadLoRA | None:
+    """The adapters in use; None where there is none, or where they are merged into the weight."""
     if layer.merged or layer.disable_adapters:
-        return weight
+        return None
+    found = []
     for name in layer.active_adapters:
         _check_lora(layer, name)
         if name in layer.lora_A:
             factor_a, factor_b = layer.lora_A[name].weight, layer.lora_B[name].weight
-            delta = factor_b.to(weight.dtype) @ factor_a.to(weight.dtype)
-            weight = weight + layer.scaling[name] * delta
-    return weight
+            found.append(HeadLoRA(a=factor_a, b=factor_b, scaling=layer.scaling[name]))
+    return HeadLoRA.joined(found)
 
 
 def _check_lora(layer: Any, name: str) -> None:
@@ -182,6 +172,6 @@ def _check_lora(layer: Any, name: str) -> None:
             problem = "lora_bias=True"
     if problem is not None:
         raise ValueError(
-            "model: expected plain LoRA without dropout on the LM head (its update is merged into "
-            f"one weight), got {problem}; change it or exclude the head from target_modules"
+            f"model: expected plain LoRA without dropout on the LM head, got {problem}; change it "
+            "or exclude the head from target_modules"
         )

@@ -84,8 +84,8 @@ def _head_forward(
     if not runs_in_fp32(model):
         return _output_class()(head=head_fn(hidden, head), aux_loss=routers)
     with torch.autocast(hidden.device.type, enabled=False):
-        merged = head_fn(hidden.to(head.weight.dtype), head)
-    return _output_class()(head=merged, aux_loss=routers)
+        exact = head_fn(hidden.to(head.weight.dtype), head)
+    return _output_class()(head=exact, aux_loss=routers)
 
 
 @functools.cache

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import grpo_kernels.host as host
 from grpo_kernels.kept import check_kept
 
 IGNORE_INDEX = -100
 LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "entropy_scale")
+COUNT_FIELDS = ("lengths", "active_lengths")
+
+
+class _Counts(NamedTuple):
+    """What the host must know of a batch."""
+
+    lengths: tuple[int, ...]  # (B,) valid tokens of each sequence
+    active_lengths: tuple[int, ...] | None  # (B,) those whose advantage is not 0; None: not known
+    max_target: int | None  # None: not known
 
 
 def packed_fields(
     target: Tensor,
     advantages: Tensor,
     mask: Tensor | None,
-    starts: Tensor,  # (B + 1,) offsets in the caller's flattened layout
-    optional: Mapping[str, Any],  # LOGPROB_FIELDS, SCALAR_FIELDS, kept, gradient_accumulation_steps
+    cu_seqlens: Tensor,  # (B + 1,) int64 offsets in the caller's flattened layout
+    optional: Mapping[str, Any],  # the FIELDS above, kept, gradient_accumulation_steps
 ) -> dict[str, Any]:
     """The fields of a ``TokenBatch`` that holds the valid tokens.
 
@@ -28,22 +39,24 @@ def packed_fields(
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
     """
     _check_optional(optional)
+    starts = _mended(cu_seqlens, target.numel())
+    given = _given_counts(optional, starts.numel() - 1)
     mask = _valid_mask(target, mask)
     advantages = _token_advantages(advantages, target, starts)
     logprobs = {name: _token_values(name, optional.get(name), target) for name in LOGPROB_FIELDS}
     kept = optional.get("kept")
     if kept is not None:
         check_kept(kept, target)
-    scalars = {name: optional.get(name) for name in SCALAR_FIELDS}
-    counts = torch.segment_reduce(
-        mask.reshape(-1).double(), "sum", lengths=starts.diff(), unsafe=True, initial=0
-    ).long()
-    flags = _value_flags(target, mask, advantages, logprobs, scalars)
-    low, high, *bad_and_lengths = torch.cat([flags, counts]).tolist()
-    kinds = len(flags) - 2
-    _raise_on_flags(low, bad_and_lengths[:kinds], scalars)
-    lengths = bad_and_lengths[kinds:]
-    total = sum(lengths)
+    scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
+    active = mask & (advantages.reshape(target.shape) != 0)
+    found = torch.stack([_per_sequence(mask, starts), _per_sequence(active, starts)])
+    flags = _value_flags(target, mask, advantages, logprobs, scalars, starts != cu_seqlens)
+    if given is None or host.reading_is_free(target):
+        counts = _fetched(flags, found, given, scalars, target.numel())
+    else:
+        counts = given
+        _require(flags, found, given)
+    total = sum(counts.lengths)
     keep = None
     if total < mask.numel():  # a nonzero() that needs no second transfer
         keep = torch.argsort(~mask.reshape(-1), stable=True)[:total]
@@ -53,16 +66,93 @@ def packed_fields(
 
     return {
         **optional,
+        **scalars,
         "target": take(target),
         "advantages": take(advantages),
-        "cu_seqlens": torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-        "lengths": tuple(lengths),
+        "cu_seqlens": offsets_of(found[0]),
+        **counts._asdict(),
         "rows": keep,
         "layout": tuple(target.shape),
-        "max_target": high,
         "kept": kept.take(keep) if kept is not None and keep is not None else kept,
         **{name: take(value) if value is not None else None for name, value in logprobs.items()},
     }
+
+
+def offsets_of(counts: Tensor) -> Tensor:
+    """(B,) counts to the (B + 1,) offsets where each sequence begins and ends."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _mended(cu_seqlens: Tensor, total: int) -> Tensor:
+    """The same if it rises from 0 to ``total``, else something that does and is safe to use."""
+    if not cu_seqlens.numel():
+        return cu_seqlens
+    mended = cu_seqlens.clamp(0, total).cummax(0).values
+    mended[0], mended[-1] = 0, total
+    return mended
+
+
+def _per_sequence(mask: Tensor, starts: Tensor) -> Tensor:
+    """How many of each sequence's tokens are in the mask, (B,) int64."""
+    return torch.segment_reduce(
+        mask.reshape(-1).double(), "sum", lengths=starts.diff(), unsafe=True, initial=0
+    ).long()
+
+
+def _given_counts(optional: Mapping[str, Any], sequences: int) -> _Counts | None:
+    lengths, active = (_count_tuple(name, optional.get(name), sequences) for name in COUNT_FIELDS)
+    if lengths is None:
+        if active is not None:
+            raise ValueError(
+                "lengths: expected the valid tokens that active_lengths are of, got None"
+            )
+        return None
+    if active is not None and any(few > all_ for few, all_ in zip(active, lengths, strict=True)):
+        raise ValueError(f"active_lengths: expected at most lengths {lengths}, got {active}")
+    return _Counts(lengths, active, None)
+
+
+def _count_tuple(name: str, value: Sequence[int] | None, sequences: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    integers = isinstance(value, list | tuple) and all(
+        isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value
+    )
+    if not integers or len(value) != sequences:
+        raise ValueError(f"{name}: expected {sequences} ints >= 0, one per sequence, got {value!r}")
+    return tuple(value)
+
+
+def _fetched(
+    flags: Tensor,
+    found: Tensor,  # (2, B)
+    given: _Counts | None,
+    scalars: Mapping[str, object],
+    total: int,
+) -> _Counts:
+    """The counts by the batch's one transfer, after a check of its values."""
+    low, high, *rest = host.fetch(torch.cat([flags, found.reshape(-1)]))
+    _raise_on_flags(low, rest[: len(flags) - 2], scalars, total)
+    each, sequences = rest[len(flags) - 2 :], found.shape[1]
+    counts = _Counts(tuple(each[:sequences]), tuple(each[sequences:]), high)
+    if given is None:
+        return counts
+    for name in COUNT_FIELDS:
+        stated, true = getattr(given, name), getattr(counts, name)
+        if stated not in (None, true):
+            raise ValueError(f"{name}: expected {true} for these tensors, got {stated}")
+    return counts._replace(active_lengths=given.active_lengths)
+
+
+def _require(flags: Tensor, found: Tensor, given: _Counts) -> None:
+    """The checks of values, later and on the device."""
+    low, bad, totals = flags[0], flags[2:], found.sum(1)
+    host.require(low >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
+    host.require(~bad.any(), "TokenBatch: expected rising cu_seqlens and finite values")
+    for name, total in zip(COUNT_FIELDS, totals, strict=True):
+        stated = getattr(given, name)
+        if stated is not None:
+            host.require(total == sum(stated), f"{name}: expected another sum for these tensors")
 
 
 def check_target(target: Tensor, dim: int, shape: str) -> None:
@@ -80,11 +170,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, target: Tensor) -> None:
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
     _check_device("cu_seqlens", cu_seqlens, target)
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != target.numel() or offsets != sorted(offsets):
-        raise ValueError(
-            f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}, got {offsets}"
-        )
 
 
 def _check_device(name: str, value: Tensor, target: Tensor) -> None:
@@ -136,14 +221,27 @@ def _token_values(name: str, value: Tensor | None, target: Tensor) -> Tensor | N
     return value if value.dtype == torch.float64 else value.float()
 
 
+def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | float | None:
+    """A number, or a () tensor on the device of the target: nothing is sent there later."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    if not isinstance(value, Tensor) or value.dim():
+        got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}: expected a scalar, got {got}")
+    if value.device == target.device:
+        return value
+    return float(value) if value.device.type == "cpu" else value.to(target.device)
+
+
 def _value_flags(
     target: Tensor,
     mask: Tensor,
     advantages: Tensor,
     logprobs: Mapping[str, Tensor | None],
     scalars: Mapping[str, Tensor | float | None],
+    bad_offsets: Tensor,
 ) -> Tensor:
-    """(9,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
+    """(10,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
 
     def bad(value: Tensor | None, nan_is_fine: bool = False) -> Tensor:
         if value is None:
@@ -154,13 +252,11 @@ def _value_flags(
     valid = torch.where(mask, target, 0)
     low, high = (valid.amin(), valid.amax()) if target.numel() else (valid.sum(), valid.sum())
 
-    def bad_scalar(name: str) -> Tensor:
-        if scalars[name] is None:
-            return target.new_zeros(())
-        value = torch.as_tensor(scalars[name], device=target.device, dtype=torch.float64)
-        if value.dim():
-            raise ValueError(f"{name}: expected a scalar, got {tuple(value.shape)}")
-        return (~(value.isfinite() & (value >= 0))).long()
+    def bad_scalar(value: Tensor | float | None) -> Tensor:
+        if isinstance(value, Tensor):
+            return (~(value.isfinite() & (value >= 0))).long()
+        right = value is None or (math.isfinite(value) and value >= 0)
+        return torch.full_like(low, not right)
 
     flags = [
         low,
@@ -169,14 +265,18 @@ def _value_flags(
         bad(logprobs["old_logprobs"]),
         bad(logprobs["ref_logprobs"]),
         bad(logprobs["rollout_logprobs"], nan_is_fine=True),
-        *(bad_scalar(name) for name in SCALAR_FIELDS),
+        *(bad_scalar(value) for value in scalars.values()),
+        bad_offsets.any().long(),
     ]
     return torch.stack(flags)
 
 
-def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object]) -> None:
+def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object], total: int) -> None:
     if low < 0:
         raise ValueError(f"target: expected ids >= 0 (or -100 for no loss), got {low}")
+    *bad, bad_offsets = bad
+    if bad_offsets:
+        raise ValueError(f"cu_seqlens: expected offsets rising from 0 to T = {total}")
     for name, flag in zip(("advantages", *LOGPROB_FIELDS, *SCALAR_FIELDS), bad, strict=True):
         if not flag:
             continue
@@ -186,7 +286,7 @@ def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object]) -> 
 
 
 def _check_optional(optional: Mapping[str, Any]) -> None:
-    known = (*LOGPROB_FIELDS, *SCALAR_FIELDS, "kept", "gradient_accumulation_steps")
+    known = (*LOGPROB_FIELDS, *SCALAR_FIELDS, *COUNT_FIELDS, "kept", "gradient_accumulation_steps")
     for name in optional:
         if name not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}")

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels import cost
+from grpo_kernels.active import active_rows, rows_left_out
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.logprob.check import prepare_head
 from grpo_kernels.logprob.fingerprint import fingerprint
 from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.path import Path, choose_path
 from grpo_kernels.logprob.rows import Transform
 from grpo_kernels.logprob.schedule import row_chunks
@@ -19,6 +22,7 @@ from grpo_kernels.losses import LossConfig
 from grpo_kernels.middle import choose_middle
 
 SCHEDULES = ("auto", "one_pass", "two_pass")
+METRICS = ("all", "active")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +34,11 @@ class HeadSettings:
     schedule: str = "auto"
     max_workspace_bytes: int | None = None
     batch_invariant: bool = False
+    metrics: str = "all"  # which rows are measured
 
     def __post_init__(self) -> None:
+        if self.metrics not in METRICS:
+            raise ValueError(f"metrics: expected one of {', '.join(METRICS)}; got {self.metrics!r}")
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"schedule: expected one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
@@ -53,6 +60,7 @@ class Plan:
     middle: str  # a MiddleChoice.kind
     path: Path  # how statistics are formed
     fingerprint: str  # of all that the numerics depend on; see logprob/fingerprint.py
+    costs: cost.Costs | None  # predicted, of both schedules; None where there is no choice
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -63,6 +71,8 @@ class Plan:
             f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]
+        if self.costs is not None:
+            lines.insert(2, f"cost      {self.costs}")
         return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
 
 
@@ -72,39 +82,42 @@ def make_plan(
     batch: TokenBatch,
     config: LossConfig,
     settings: HeadSettings,
+    forward_only: int = 0,
 ) -> Plan:
-    """Chooses backend, schedule and chunks for the rows of ``batch``."""
+    """Chooses backend, schedule and chunks for the rows of ``batch``.
+
+    ``forward_only`` further rows get no gradient.
+    """
     columns, precision = head.weight.shape[0], settings.precision
-    path = choose_path(
-        settings.backend,
-        hidden,
-        head,
-        precision,
-        settings.max_workspace_bytes,
-        batch_invariant=settings.batch_invariant,
-        kept=batch.kept is not None,
-    )
-    choice, size = path.choice, path.tile_rows
+    path = _path(hidden, head, batch, settings)
+    choice = path.choice
     scope = config.scope(batch.rollout_logprobs is not None)
-    why_two: str | None = None
-    chunks: list[slice] = []
-    if choice.backend.kernels is None:
-        why_two = "the eager reference forms all logits"
-        size = max(batch.num_tokens, 1)
-    elif settings.batch_invariant and not path.keeps_bits_in_one_pass(hidden):
-        why_two = "the forward that fixes a row's bits forms no logits to take gradients from"
-    elif scope == "batch":
-        why_two = "a gate of this loss needs the entropy of the whole batch first"
-    else:
-        chunks, why_two = _chunks(batch, scope, size)
-    schedule, reason = _schedule(settings.schedule, why_two)
+    if settings.metrics == "active" and scope == "batch":
+        raise ValueError(
+            "metrics: expected 'all' for a loss whose gate needs the entropy of every token, "
+            "got 'active'"
+        )
+    chunks, why_two = _chunks(hidden, batch, scope, path)
+    costs = None
+    if why_two is None:
+        some = cost.Rows(
+            active=batch.num_tokens,
+            chunks=len(chunks),
+            forward_only=forward_only,
+            kept=batch.kept is not None,
+        )
+        costs = cost.costs_of(hidden, head, path, some)
+    schedule, reason = _schedule(settings.schedule, why_two, costs, hidden.device)
     reasons = [*choice.reasons, reason]
     middle = "torch"
     if schedule == "one_pass":
         middle, why = choose_middle(choice.backend.name, scope, batch, config, hidden.dtype)
         reasons.append(why)
+    if path.choice.backend.kernels is not None:
+        reasons += rows_left_out(settings.metrics, forward_only, middle, hidden)
     dtype = logits_dtype(hidden.dtype, precision)
-    rows = path.fixed_rows or min(size, max(batch.num_tokens, 1))
+    size = path.tile_rows if choice.backend.kernels is not None else batch.num_tokens
+    rows = path.fixed_rows or max(min(size, batch.num_tokens), 1)
     return Plan(
         backend=choice.backend.name,
         schedule=schedule,
@@ -117,6 +130,7 @@ def make_plan(
         middle=middle,
         path=path,
         fingerprint=fingerprint(path, hidden, head, schedule),
+        costs=costs,
         reasons=tuple(reasons),
     )
 
@@ -128,33 +142,57 @@ def explain(
     config: LossConfig,
     *,
     bias: Tensor | None = None,
+    lora: HeadLoRA | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     **settings: Any,
 ) -> Plan:
     """The plan that ``linear_policy_loss`` would follow for the same arguments; print it.
 
-    It is for all tokens of ``batch``: rows of zero advantage, which may need no gradient, are set
-    aside when the loss runs.
-
     Its ``fingerprint`` is a line to log with a run: it names the kernels, their configuration, the
     precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
 
     Args:
-        hidden, weight, batch, config, bias, logit_scale, softcap: as for ``linear_policy_loss``.
+        hidden, weight, batch, config, bias, lora, logit_scale, softcap: as for
+            ``linear_policy_loss``.
         settings: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-            ``batch_invariant``.
+            ``batch_invariant``, ``metrics``.
 
     Raises:
         ValueError: as ``linear_policy_loss`` would for these settings.
     """
     chosen = HeadSettings(**settings)
     transform = Transform(float(logit_scale), softcap, config.temperature)
-    hidden, head = prepare_head(hidden, weight, bias, transform, chosen.precision)
-    return make_plan(hidden.reshape(-1, hidden.shape[-1]), head, batch, config, chosen)
+    hidden, head = prepare_head(hidden, weight, bias, transform, chosen.precision, lora)
+    active = active_rows(batch, config)
+    waiting = active.waiting if chosen.metrics == "all" else 0
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return make_plan(rows, head, active.batch, config, chosen, waiting)
 
 
-def _chunks(batch: TokenBatch, scope: str, size: int) -> tuple[list[slice], str | None]:
+def _path(hidden: Tensor, head: Head, batch: TokenBatch, settings: HeadSettings) -> Path:
+    return choose_path(
+        settings.backend,
+        hidden,
+        head,
+        settings.precision,
+        settings.max_workspace_bytes,
+        batch_invariant=settings.batch_invariant,
+        kept=batch.kept is not None,
+    )
+
+
+def _chunks(
+    hidden: Tensor, batch: TokenBatch, scope: str, path: Path
+) -> tuple[list[slice], str | None]:
+    """The row ranges of one_pass, or why it cannot run."""
+    if path.choice.backend.kernels is None:
+        return [], "the eager reference forms all logits"
+    if path.batch_invariant and not path.keeps_bits_in_one_pass(hidden):
+        return [], "the forward that fixes a row's bits forms no logits to take gradients from"
+    if scope == "batch":
+        return [], "a gate of this loss needs the entropy of the whole batch first"
+    size = path.tile_rows
     if scope == "token":
         return row_chunks(batch.num_tokens, size), None
     longest = max(batch.lengths, default=0)
@@ -176,14 +214,15 @@ def sequence_chunks(lengths: tuple[int, ...], size: int) -> list[slice]:
     return chunks
 
 
-def _schedule(requested: str, why_two: str | None) -> tuple[str, str]:
+def _schedule(
+    requested: str, why_two: str | None, costs: cost.Costs | None, device: torch.device
+) -> tuple[str, str]:
     if requested == "one_pass" and why_two is not None:
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
     if requested != "auto":
         return requested, f"{requested}: forced by the argument"
     if why_two is not None:
         return "two_pass", f"two_pass: {why_two}"
-    return (
-        "one_pass",
-        "one_pass: the loss is settled inside a chunk, three products instead of four",
-    )
+    if costs is None:
+        return "one_pass", "one_pass: three products instead of four"
+    return costs.choose(cost.free_memory(device))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+import grpo_kernels.host as host
+from grpo_kernels.active import ActiveRows
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.fallback import ways
+from grpo_kernels.kept import KeptSet
+from grpo_kernels.logprob.derivatives import check_plain, first_derivative_only
 from grpo_kernels.logprob.head import Head
-from grpo_kernels.logprob.op import linear_logprobs
+from grpo_kernels.logprob.library import HeadOptions, Tensors
+from grpo_kernels.logprob.op import head_stats
+from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits
 from grpo_kernels.logprob.rows import RowStats
 from grpo_kernels.logprob.schedule import (
     Gradients,
@@ -18,10 +25,14 @@ from grpo_kernels.logprob.schedule import (
     forward_backward,
     fp16_gradient_scale,
 )
-from grpo_kernels.losses import LossConfig, Metrics, policy_loss
+from grpo_kernels.logprob.sunk import sunk_stats
+from grpo_kernels.logprob.weight_sink import WeightSink
+from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
+from grpo_kernels.losses.policy_loss import weighted_loss
 from grpo_kernels.losses.weights import Weights, static_weights
 from grpo_kernels.middle import MiddleStage, middle_stage
-from grpo_kernels.plan import HeadSettings, Plan
+from grpo_kernels.plan import HeadSettings, Plan, make_plan
+from grpo_kernels.weight_grad import WeightGrad
 
 
 class Call(NamedTuple):
@@ -32,76 +43,95 @@ class Call(NamedTuple):
     config: LossConfig
     plan: Plan
     settings: HeadSettings
-    keep: Tensor | None  # index of the rows with a gradient, None: all
-    active: TokenBatch  # those rows
+    active: ActiveRows  # those with a gradient
+    weight_grad: WeightGrad | None  # where that of the weight goes, None: to autograd
 
 
 def one_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[Tensor, Metrics]:
     """Gradients are computed in the forward, while each chunk's logits are there."""
-    loss, metrics = _OnePass.apply(rows, call.head.weight, call.head.bias, call, needs)
+    head = call.head
+    factors = dict(zip(("lora.a", "lora.b"), head.factors, strict=True))
+    check_plain(hidden=rows, weight=head.weight, bias=head.bias, **factors)
+    loss, metrics = _OnePass.apply(rows, head.weight, head.bias, *head.factors, call, needs)
     return loss, metrics
 
 
 class _OnePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, weight, bias, call: Call, needs: Needs):
-        stage, stats, gradients = _active_pass(rows, call, needs)
-        logp, entropy = _with_inactive(rows, call, stats.logp, stats.entropy)
-        metrics = policy_loss(logp, call.batch, call.config, entropy).metrics
-        ctx.gradients = gradients
+    def forward(ctx, rows, weight, bias, lora_a, lora_b, call: Call, needs: Needs):
+        found = _active_pass(rows, call, needs)
+        metrics = _loss(rows, call, found.stats.logp, found.stats.entropy).metrics
+        ctx.found = found
         ctx.call, ctx.needs = call, needs
-        ctx.save_for_backward(rows, weight, bias)
-        return stage.loss(logp.dtype), metrics
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b)
+        return found.stage.loss(found.stats.logp.dtype), metrics
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss, dmetrics):
-        inputs = ctx.saved_tensors
+    @first_derivative_only("linear_policy_loss")
+    def backward(ctx, inputs, dloss, dmetrics):
         # the first backward takes the gradients over, so that the largest is never copied; a
         # second one, under retain_graph, computes them again
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            *_, gradients = _active_pass(inputs[0], ctx.call, ctx.needs)
-        dhidden, dweight, dbias = (
+        found, ctx.found = ctx.found, None
+        if found is None:
+            found = _repeated_pass(inputs[0], ctx.call, ctx.needs)
+        if found.sink is not None:
+            ctx.call.weight_grad.settle(found.sink, dloss)
+        dhidden, *others = (
             _scaled_(gradient, dloss, x.dtype) if gradient is not None else None
-            for gradient, x in zip(gradients, inputs, strict=True)
+            for gradient, x in zip(found.gradients, inputs, strict=True)
         )
-        keep = ctx.call.keep
-        if dhidden is not None and keep is not None:
-            dhidden = dhidden.new_zeros(inputs[0].shape).index_copy(0, keep, dhidden)
-        return dhidden, dweight, dbias, None, None
+        index = ctx.call.active.index
+        if dhidden is not None and index is not None:
+            dhidden = dhidden.new_zeros(inputs[0].shape).index_copy(0, index, dhidden)
+        return dhidden, *others, None, None
 
 
 def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * scale`` in ``dtype``; the first is used up."""
     # no sync, and a pass saved
-    unit = scale.device.type == "cpu" and scale.item() == 1
+    unit = host.reading_is_free(scale) and scale.item() == 1
     return (gradient if unit else gradient.mul_(scale)).to(dtype)
 
 
-def _active_pass(rows: Tensor, call: Call, needs: Needs) -> tuple[MiddleStage, RowStats, Gradients]:
-    """The rows with a gradient: logits, statistics, middle stage and products, chunk by chunk.
+class _Pass(NamedTuple):
+    """What one pass over the rows with a gradient leaves."""
 
-    The statistics' ``logp`` is that of the policy: renormalised where the batch has a kept set.
-    """
-    batch, config = call.active, call.config
-    weights = static_weights(call.batch, config)
-    if call.keep is not None:
-        rows = rows[call.keep]
-        weights = Weights(*(weight[call.keep] for weight in weights))
+    stage: MiddleStage
+    stats: RowStats  # logp is that of the policy: renormalised where the batch has a kept set
+    gradients: Gradients
+    sink: WeightSink | None  # what got the weight's gradient
+
+
+def _active_pass(rows: Tensor, call: Call, needs: Needs) -> _Pass:
+    """The rows with a gradient: logits, statistics, middle stage and products, chunk by chunk."""
+    active, config, batch = call.active, call.config, call.active.batch
+    weights, rows = active.take_weights(static_weights(call.batch, config)), active.take(rows)
     stage = middle_stage(batch, weights, config, call.plan.middle)
+    sink = call.weight_grad.sink() if call.weight_grad is not None else None
     stats, gradients = forward_backward(
         rows,
         call.head,
         batch.target,
         call.plan.path.execution(call.plan.chunks, kept=batch.kept),
         stage,
-        needs,
+        replace(needs, weight_sink=sink),
         fp16_gradient_scale(rows, _largest_coefficient(batch, weights, config)),
     )
     if stats.kept_logp is not None:
         stats = stats._replace(logp=stats.kept_logp)
-    return stage, stats, gradients
+    return _Pass(stage, stats, gradients, sink)
+
+
+def _repeated_pass(rows: Tensor, call: Call, needs: Needs) -> _Pass:
+    """The same again, in smaller chunks where the memory no longer lasts."""
+    forced = replace(call.settings, schedule="one_pass")
+    filled = call.weight_grad is not None and call.weight_grad.filled_by("one_pass")
+    return first_that_fits(
+        lambda way: _active_pass(rows, call._replace(plan=way.plan), needs),
+        ways(forced, lambda x: make_plan(rows, call.head, call.active.batch, call.config, x)),
+        lambda way: way.advice,
+        lambda _: SPOILED_SUM if filled else None,
+    )
 
 
 def _largest_coefficient(batch: TokenBatch, weights: Weights, config: LossConfig) -> Tensor:
@@ -113,54 +143,55 @@ def _largest_coefficient(batch: TokenBatch, weights: Weights, config: LossConfig
     return torch.where(largest.amax() > 0, largest.amax(), 1.0)
 
 
-def _with_inactive(
-    rows: Tensor, call: Call, logp: Tensor, entropy: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy of all rows, from those of the rows with a gradient.
-
-    The others run forward only.
-    """
-    if call.keep is None:
-        return logp, entropy
-    rest = torch.ones_like(call.batch.target, dtype=torch.bool)
-    rest = rest.index_fill(0, call.keep, False).nonzero().squeeze(-1)
-    with torch.no_grad():
-        others = _logprobs(rows[rest], call.batch.select(rest), call)
-    whole = logp.new_empty(call.batch.num_tokens)
-    return (
-        whole.index_copy(0, call.keep, logp).index_copy(0, rest, others[0]),
-        whole.index_copy(0, call.keep, entropy).index_copy(0, rest, others[1]),
-    )
-
-
 def two_pass(rows: Tensor, call: Call) -> tuple[Tensor, Metrics]:
     """Log-probabilities, loss in torch, and a backward that recomputes the logits."""
-    active = rows if call.keep is None else rows[call.keep]
-    logp, entropy = _with_inactive(rows, call, *_logprobs(active, call.active, call))
-    return policy_loss(logp, call.batch, call.config, entropy)
+    batch, sink = call.active.batch, None
+    if call.weight_grad is not None and torch.is_grad_enabled():
+        sink = WeightSink(call.weight_grad.buffer)  # the logits' gradients contain the loss's own
+    found = _logprobs(call.active.take(rows), batch.target, batch.kept, call, sink)
+    return _loss(rows, call, *found)
 
 
-def _logprobs(rows: Tensor, batch: TokenBatch, call: Call) -> tuple[Tensor, Tensor]:
-    """The policy's log-probabilities of ``batch.target``, and its entropy."""
-    transform = call.head.transform
-    kind = "logprobs" if batch.kept is None else "kept_logprobs"
+def _loss(rows: Tensor, call: Call, logp: Tensor, entropy: Tensor) -> PolicyLossOutput:
+    """Loss and metrics from the statistics of the rows with a gradient."""
+    active, batch, config = call.active, call.batch, call.config
+    if call.settings.metrics == "active":
+        weights = active.take_weights(static_weights(batch, config))
+        return weighted_loss(logp, active.batch.occupied(), config, entropy, weights)
+    if active.rest is not None:
+        kept = batch.kept.take(active.rest) if batch.kept is not None else None
+        with torch.no_grad():
+            others = _logprobs(rows[active.rest], batch.target[active.rest], kept, call)
+        logp, entropy = active.merge(logp, others[0]), active.merge(entropy, others[1])
+    return policy_loss(logp, batch, config, entropy)
+
+
+def _logprobs(
+    rows: Tensor,  # (n, D)
+    target: Tensor,  # (n,)
+    kept: KeptSet | None,
+    call: Call,
+    sink: WeightSink | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The policy's log-probabilities of the targets, and its entropy."""
+    plan, transform = call.plan, call.head.transform
+    assert not isinstance(transform.temperature, Tensor)
+    options = HeadOptions(
+        temperature=transform.temperature,
+        logit_scale=transform.logit_scale,
+        softcap=transform.softcap,
+        precision=plan.precision,
+        backend=plan.backend,
+        max_workspace_bytes=call.settings.max_workspace_bytes,
+        batch_invariant=call.settings.batch_invariant,
+        all_valid=True,
+        lora_scaling=1.0 if call.head.lora is None else float(call.head.lora.scaling),
+    )
     with torch.autocast(rows.device.type, enabled=False):
-        weight = call.head.weight.to(rows.dtype)
-        out = linear_logprobs(
-            rows,
-            weight,
-            batch.target,
-            bias=call.head.bias,
-            temperature=transform.temperature,
-            logit_scale=transform.logit_scale,
-            softcap=transform.softcap,
-            outputs=(kind, "entropy"),
-            precision=call.plan.precision,
-            backend=call.plan.backend,
-            max_workspace_bytes=call.settings.max_workspace_bytes,
-            kept=batch.kept,
-            batch_invariant=call.settings.batch_invariant,
-        )
-    logp = getattr(out, kind)
-    assert logp is not None and out.entropy is not None
-    return logp, out.entropy
+        if sink is not None:
+            stats = sunk_stats(Tensors.of(rows, call.head, target, kept), options, sink)
+        else:
+            stats = head_stats(Tensors.of(rows, call.head, target, kept), options)
+    logp = stats.logp if kept is None else stats.kept_logp
+    assert logp is not None
+    return logp, stats.entropy

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from grpo_kernels import KeptSet
 from grpo_trainer.microbatch import MicroBatch
 
 
@@ -34,4 +35,10 @@ class RolloutBuffer:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
-        self.batches = [MicroBatch(**fields) for fields in state["batches"]]
+        self.batches = [_batch(**fields) for fields in state["batches"]]
+
+
+def _batch(kept: dict[str, Any] | None = None, **fields: Any) -> MicroBatch:
+    if kept is not None:
+        fields["kept"] = KeptSet.from_csr(kept["indices"], kept["offsets"])
+    return MicroBatch(**fields)

@@ -36,6 +36,7 @@ _SETTINGS = (
     "dynamic_sampling",
     "use_adaptive_entropy",
     "sync_ref_model",
+    "overlap_generation",
 )
 
 
@@ -50,6 +51,7 @@ def run_settings(args: GRPOConfig, train_dataset: Any) -> dict[str, Any]:
         "number of processes": args.world_size,
         **{name: getattr(args, name) for name in _SETTINGS},
         "beta != 0": args.beta != 0,
+        "a dynamic_prompts_fn": args.dynamic_prompts_fn is not None,
         "rows of train_dataset": prompts,
     }
 

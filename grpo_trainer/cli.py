@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
-from transformers import HfArgumentParser, ProgressCallback
+from transformers import HfArgumentParser
 
 from grpo_trainer.adapter_arguments import AdapterArguments
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import load_prompts, looks_local
-from grpo_trainer.progress import RewardProgress
+from grpo_trainer.imports import load_function
+from grpo_trainer.report.command import main as report
 from grpo_trainer.run_file import RunFile, read_run_file
 from grpo_trainer.trainer import GRPOTrainer
 
@@ -44,6 +45,18 @@ class RunArguments(AdapterArguments):
             "hub id owner/name). Settings stand in parentheses: name(key=value, ...)."
         ),
     )
+    tools: list[str] | None = field(
+        default=None,
+        metadata=_help("Import paths of functions that the model can call."),
+    )
+    environment_factory: str | None = field(
+        default=None,
+        metadata=_help("Import path of a class: each completion acts upon one of its objects."),
+    )
+    rollout_func: str | None = field(
+        default=None,
+        metadata=_help("Import path of a function (prompts, trainer) that makes completions."),
+    )
     import_modules: list[str] | None = field(
         default=None,
         metadata=_help("Modules to import first: they register losses that loss_type may name."),
@@ -62,9 +75,11 @@ class RunArguments(AdapterArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in ("model_name_or_path", "dataset_name", "reward_funcs"):
+        for name in ("model_name_or_path", "dataset_name"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
+        if not self.reward_funcs and not self.environment_factory:  # which may have a reward
+            raise ValueError("--reward_funcs is required")
         super().__post_init__()
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # modules beside the user's data
@@ -82,7 +97,8 @@ class _Parser(HfArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, and leaves the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
 
-    ``serve ...`` starts a vLLM server instead.
+    ``serve ...`` starts a vLLM server instead, ``report RUN ...`` writes the report of a run or
+    compares several.
 
     What the user can put right ends in one line on stderr and exit code 2.
     """
@@ -92,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         return serve(argv[1:])
     try:
+        if argv and argv[0] == "report":
+            report(argv[1:])
+            return None
         trainer = build_trainer(argv)
     except (ValueError, ImportError) as error:
         fail(str(error))
@@ -108,7 +127,7 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         ValueError: an argument is wrong, or a model, dataset or reward is not there.
     """
     run, args = parse(argv)
-    assert run.dataset_name and run.reward_funcs  # checked by RunArguments
+    assert run.dataset_name  # checked by RunArguments
     model = _existing_model(run.model_name_or_path)
     train = load_prompts(run.dataset_name, run.dataset_train_split, run.dataset_config)
     evaluation = None
@@ -122,10 +141,11 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         evaluation,
         quantization_config=run.quantization_config(args),
         peft_config=run.peft_config(),
+        tools=[load_function(path, "--tools") for path in run.tools or ()],
+        rollout_func=_imported("--rollout_func", run.rollout_func),
+        environment_factory=_imported("--environment_factory", run.environment_factory),
     )
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RewardProgress())
+    trainer.recipe = replace(trainer.recipe, dataset=run.dataset_name)
     return trainer
 
 
@@ -164,6 +184,10 @@ def _import(module: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"--import_modules: {module!r} cannot be imported: {error}") from error
+
+
+def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:
+    return None if path is None else load_function(path, argument)
 
 
 def _existing_model(name: str | None) -> str:

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 from accelerate.utils import gather_object
-from datasets import Dataset
+from pyarrow import parquet
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.scored import Rollout
 
-_SHOWN_CHARACTERS = 200
+# reward functions may add others; those of the rewards are called rewards/NAME
+OWN_COLUMNS = ("step", "prompt", "completion", "tokens", "truncated", "reward", "advantage")
+REWARD_PREFIX = "rewards/"
+EVAL_PREFIX = "eval_"  # of the files of evaluations
+
+_SHOWN_CHARACTERS = 300
 
 
 class CompletionLog:
-    """Collects rows of (prompt, completion, reward, advantage) between two log calls."""
+    """Collects rows of (prompt, completion, rewards, advantage) between two log calls.
 
-    def __init__(self, folder: Path, to_print: int | None, unique_prompts: bool = False) -> None:
+    Args:
+        folder: where the files go.
+        to_print: how many rows to print; None: all.
+        unique_prompts: keep one completion of each prompt only.
+        prefix: of the files' names.
+    """
+
+    def __init__(
+        self, folder: Path, to_print: int | None, unique_prompts: bool = False, prefix: str = ""
+    ) -> None:
         self._folder = folder
         self._to_print = to_print
         self._unique_prompts = unique_prompts
+        self._prefix = prefix
         self._rows: list[dict[str, Any]] = []
 
-    def add(
-        self, rollouts: Sequence[Rollout], rewards: list[float], advantages: list[float]
-    ) -> None:
-        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
-            row: dict[str, Any] = {
-                "prompt": _text(rollout.prompt),
-                "completion": _text(rollout.completion),
+    def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Adds a row per completion; ``columns`` are its rewards and its advantage."""
+        for index, rollout in enumerate(rollouts):
+            row = {
+                "prompt": as_text(rollout.prompt),
+                "completion": as_text(rollout.completion),
+                "tokens": len(rollout.completion_ids),
+                "truncated": bool(rollout.truncated),
             }
-            row |= {"reward": reward, "advantage": advantage}
+            row |= {name: values[index] for name, values in columns.items()}
             self._rows.append(row | (rollout.extra or {}))
 
     def state(self) -> list[dict[str, Any]]:
@@ -49,23 +72,68 @@ class CompletionLog:
             return
         if self._unique_prompts:  # the first completion of each
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
-        for row in rows[: self._to_print]:
-            print(
-                f"step {step}  reward {row['reward']:.3f}  advantage {row['advantage']:+.3f}  "
-                f"{_short(row['prompt'])!r} -> {_short(row['completion'])!r}"
-            )
+        if self._to_print != 0:
+            title = f"{self._prefix.replace('_', ' ')}completions at step {step}"
+            Console().print(completion_table(rows[: self._to_print], title))
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"completions_{step:05d}.parquet"
-        names = dict.fromkeys(name for row in rows for name in row)  # processes may differ
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        Dataset.from_dict(columns | {"step": [step] * len(rows)}).to_parquet(path)
+        path = self._folder / f"{self._prefix}completions_{step:05d}.parquet"
+        columns = {name: [row.get(name) for row in rows] for name in _names(rows)}
+        parquet.write_table(pyarrow.table(columns | {"step": [step] * len(rows)}), path)
 
 
-def _text(value: str | list[dict[str, Any]]) -> str:
+def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
+    """Those of training (True) and of evaluation (False); none unless they are asked for."""
+    if not args.log_completions:
+        return {}
+    folder = Path(args.output_dir) / "completions"
+    shown = (args.num_completions_to_print, args.log_unique_prompts)
+    return {
+        True: CompletionLog(folder, *shown),
+        False: CompletionLog(folder, *shown, prefix=EVAL_PREFIX),
+    }
+
+
+def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """A row per completion: texts, rewards, and what reward functions logged beside them."""
+    table = Table(title=title, title_justify="left", show_lines=True)
+    names = [name for name in _names(rows) if name not in ("tokens", "truncated", "step")]
+    for name in names:
+        is_text = name in ("prompt", "completion")
+        table.add_column(
+            Text(name.removeprefix(REWARD_PREFIX)),
+            justify="left" if is_text else "right",
+            overflow="fold",
+            ratio={"prompt": 2, "completion": 3}.get(name),
+        )
+    for row in rows:
+        table.add_row(*(_cell(name, row.get(name)) for name in names))
+    return table
+
+
+def as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt or a completion as it is shown: messages one below the other."""
     if isinstance(value, str):
         return value
-    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    return "\n".join(f"{message['role']}: {_content(message)}" for message in value)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    parts += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(part for part in parts if part)
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))  # processes may differ
+
+
+def _cell(name: str, value: Any) -> Text:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return Text("-", style="dim")
+    if name == "advantage":
+        return Text(f"{value:+.2f}", style="green" if value > 0 else "red" if value < 0 else "dim")
+    if isinstance(value, float):
+        return Text(f"{value:.3g}")
+    text = str(value)  # a Text: brackets in it are no markup
+    return Text(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")

@@ -20,6 +20,7 @@ from grpo_trainer.config_checks import (
 from grpo_trainer.config_loss import LossFields, loss_config
 from grpo_trainer.config_names import OldNames, adopt_old_names
 from grpo_trainer.config_rollout import RolloutFields, check_rollout
+from grpo_trainer.config_tools import ToolFields, check_tools, import_path
 
 __all__ = ["GRPOConfig", "loss_config", "options"]
 
@@ -29,7 +30,7 @@ def _help(text: str) -> dict[str, str]:
 
 
 @dataclass
-class GRPOConfig(LossFields, RolloutFields, OldNames, TrainingArguments):  # type: ignore[valid-type, misc]
+class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArguments):  # type: ignore[valid-type, misc]
     """Arguments of :class:`~grpo_trainer.GRPOTrainer`.
 
     Beside the fields below it has those of ``transformers.TrainingArguments`` and those of
@@ -225,6 +226,10 @@ class GRPOConfig(LossFields, RolloutFields, OldNames, TrainingArguments):  # typ
     log_unique_prompts: bool = field(
         default=False, metadata=_help("Of each prompt print and write one completion only.")
     )
+    write_report: bool = field(
+        default=True,
+        metadata=_help("Write output_dir/report.html with every checkpoint and at the end."),
+    )
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
@@ -243,6 +248,15 @@ class GRPOConfig(LossFields, RolloutFields, OldNames, TrainingArguments):  # typ
         if self.eval_strategy != "no":
             self.check_eval_batch()
         check_rollout(self, loss_config(self))
+        check_tools(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in TrainingArguments: for JSON."""
+        return super().to_dict() | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a checkpoint holds a pickle of the arguments, which a function may not have
+        return self.__dict__ | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
 
     @property
     def eval_group_size(self) -> int:

@@ -31,6 +31,7 @@ _AT_LEAST = {
     "num_completions_to_print": 0,
     "max_resampling_rounds": 1,
     "ref_model_sync_steps": 1,
+    "max_tool_calling_iterations": 1,
     "top_k": 0,
 }
 
@@ -216,9 +217,13 @@ def _check_trackers(args: GRPOConfig) -> None:
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for tracker in trackers:
         check_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
-    missing = sorted(set(trackers) - set(get_available_reporting_integrations()))
+    installed = get_available_reporting_integrations()
+    missing = sorted(set(trackers) - set(installed))
     if missing:
-        raise ValueError(f"report_to: {', '.join(missing)}: not installed")
+        raise ValueError(
+            f"report_to: expected trackers that are installed ({', '.join(installed) or 'none'}), "
+            f"got {', '.join(missing)}; pip install {' '.join(missing)}"
+        )
 
 
 def _check_what_trainer_would_ignore(args: GRPOConfig) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.gates import CORRECTION_MODES
-from grpo_trainer.config_checks import check_choice, check_number
+from grpo_trainer.config_checks import check_choice, check_number, options
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
@@ -38,6 +38,21 @@ class RolloutFields:
     transformers_continuous_batching_config: dict[str, Any] | str | None = field(
         default=None,
         metadata=_help("Fields of transformers' ContinuousBatchingConfig, such as num_blocks."),
+    )
+    overlap_generation: bool = field(
+        default=False,
+        metadata=_help(
+            "Generate the next batch while the current one trains, by weights that are one "
+            "generation batch old; the loss corrects for that. Needs an engine with weights of "
+            "its own, such as a vLLM server."
+        ),
+    )
+    use_kept_sets: bool = field(
+        default=False,
+        metadata=_help(
+            "With top_k: let the engine report which ids top_k, top_p and min_p left for each "
+            "token, and take all probabilities over these ids, as they were sampled."
+        ),
     )
     vllm_mode: str = field(
         default="colocate",
@@ -185,14 +200,17 @@ def check_rollout(args: GRPOConfig, loss: LossConfig) -> None:
         check_url("vllm_server_base_url", args.vllm_server_base_url)
     _check_one_engine(args)
     _check_unused(args)
+    _check_overlap(args, loss)
+    _check_kept_sets(args)
     mode = loss.rollout_correction_mode
     reports = args.use_vllm or args.use_transformers_continuous_batching  # log-probabilities
     filters = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
-    if reports and mode is not None and any(filters.values()):
+    if reports and mode is not None and any(filters.values()) and not args.use_kept_sets:
         used = ", ".join(name for name, on in filters.items() if on)
         warnings.warn(
             f"{used}: the engine reports log-probabilities after this filter, the policy's are of "
-            "the whole vocabulary; vllm_importance_sampling_correction corrects for that, too",
+            "the whole vocabulary; vllm_importance_sampling_correction corrects for that, too, "
+            "and use_kept_sets makes them alike",
             stacklevel=4,
         )
     if reports and mode is not None and loss.surrogate.uses_rollout_weight:
@@ -202,6 +220,30 @@ def check_rollout(args: GRPOConfig, loss: LossConfig) -> None:
                 f"vllm_importance_sampling_mode: expected one of {', '.join(per_token)} with "
                 f"{loss.loss_type}, which weights tokens itself; got {mode!r}"
             )
+
+
+def _check_overlap(args: GRPOConfig, loss: LossConfig) -> None:
+    if args.overlap_generation and loss.rollout_correction_mode is None:
+        raise ValueError(
+            "overlap_generation: expected vllm_importance_sampling_correction=True with it, which "
+            "corrects for completions of older weights, got False"
+        )
+
+
+def _check_kept_sets(args: GRPOConfig) -> None:
+    if not args.use_kept_sets:
+        return
+    top_k = options("generation_kwargs", args.generation_kwargs).get("top_k", args.top_k)
+    if top_k < 1:
+        raise ValueError(
+            "use_kept_sets: expected top_k >= 1 with it, which bounds how many ids a token keeps, "
+            f"got {top_k}"
+        )
+    if args.use_transformers_continuous_batching:
+        raise ValueError(
+            "use_kept_sets: expected False with use_transformers_continuous_batching, which does "
+            "not report what its filters left"
+        )
 
 
 def check_url(name: str, url: str) -> None:

@@ -12,6 +12,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
+from grpo_trainer.advantages import groups_with_signal
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.metrics import RolloutColumns, value_metric
 from grpo_trainer.scored import Scored, share
 
@@ -30,6 +32,23 @@ class DynamicSampling:
     group_size: int
     has_signal: Callable[[Tensor], Tensor]  # (N, F) rewards -> (N / group_size,) bool
     accelerator: Accelerator
+
+    @classmethod
+    def from_config(
+        cls, args: GRPOConfig, weights: Tensor, accelerator: Accelerator
+    ) -> DynamicSampling:
+        """What ``args`` asks for; ``weights`` (F,) are those of the reward functions."""
+
+        def has_signal(rewards: Tensor) -> Tensor:
+            aggregation = args.multi_objective_aggregation
+            return groups_with_signal(rewards, weights, args.num_generations, aggregation)
+
+        return cls(
+            max_rounds=args.max_resampling_rounds,
+            group_size=args.num_generations,
+            has_signal=has_signal,
+            accelerator=accelerator,
+        )
 
     def fill(self, first: Scored, more: Callable[[int], Scored]) -> tuple[Scored, Metrics]:
         """The batch, as large as ``first``; ``more`` scores that many further prompts."""

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from grpo_trainer.advantages import Advantages, compute_advantages, groups_with_signal
-from grpo_trainer.completions import CompletionLog
+from grpo_trainer.advantages import Advantages, compute_advantages
+from grpo_trainer.ahead import Ahead, Begun
+from grpo_trainer.completions import REWARD_PREFIX, CompletionLog
 from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.curriculum import Curriculum
 from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.metrics import MetricLog, RolloutColumns, rollout_metrics
 from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
+from grpo_trainer.phases import phase
 from grpo_trainer.prompts import check_context, decode_completions, encode_prompts
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
 from grpo_trainer.rollout import Rollouts
 from grpo_trainer.rollout.transformers import pad_token_id
 from grpo_trainer.sampling import PromptStream, Row, repeated
-from grpo_trainer.scored import Rollout, Scored, share
+from grpo_trainer.scored import Rollout, Sampled, Scored, Source, share
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # passed to reward functions under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -55,6 +61,7 @@ class Collector:
         rollouts: samples the completions.
         rewards: the reward functions.
         context: tokens that the policy has positions for; None: any number.
+        source: makes the completions; None: one call of ``rollouts`` does.
 
     Raises:
         ValueError: there is not one weight per reward function, or no token ends a completion.
@@ -68,6 +75,7 @@ class Collector:
         rollouts: Rollouts,
         rewards: list[RewardFunction],
         context: int | None = None,
+        source: Source | None = None,
     ) -> None:
         self._args = args
         self._accelerator = accelerator
@@ -75,6 +83,7 @@ class Collector:
         self._rollouts = rollouts
         self._rewards = rewards
         self._context = context
+        self._source = source
         weights = args.reward_weights or [1.0] * len(rewards)
         if len(weights) != len(rewards):
             raise ValueError(
@@ -88,30 +97,45 @@ class Collector:
                 "eos_token_id), got none, so that no completion would end"
             )
 
-    def train(self, prompts: PromptStream, sinks: Sinks) -> Experience:
+    def train(
+        self, prompts: PromptStream | Curriculum, sinks: Sinks, ahead: Ahead | None = None
+    ) -> Experience:
         """The next generation batch, dealt to ``steps_per_generation`` micro-batches.
 
-        With more than one of them the completions are shuffled first.
+        With more than one of them the completions are shuffled first. ``ahead`` may have begun on
+        the batch already; it then begins on the one after it.
         """
         args = self._args
         tokens = 0
 
-        def sample(count: int) -> Scored:
+        def sample(count: int, begun: Begun | None = None) -> Scored:
             nonlocal tokens
-            rows = list(repeated(prompts.take(count), args.num_generations))
-            accelerator = self._accelerator
-            mine = share(len(rows), accelerator.process_index, accelerator.num_processes)
-            scored = self._sample(rows[mine], args.num_generations, sinks)
+            rows = self._draw(prompts, count) if begun is None else begun.rows
+            scored = self._sample(rows, args.num_generations, sinks, begun)
             tokens += _num_tokens(scored.columns)
             return scored
 
-        scored = sample(args.prompts_per_generation)
+        begun = None if ahead is None else ahead.take(sinks.state, sinks.metrics)
+        scored = sample(args.prompts_per_generation, begun)
         if args.dynamic_sampling:
-            scored, metrics = self._dynamic().fill(scored, sample)
+            dynamic = DynamicSampling.from_config(args, self._weights, self._accelerator)
+            scored, metrics = dynamic.fill(scored, sample)
             sinks.metrics.add(metrics)
+            if ahead is not None:  # the engine was needed until now
+                ahead.begin(sinks.state)
+        if isinstance(prompts, Curriculum):
+            totals = self._advantages(scored.rewards, args.num_generations).rewards
+            prompts.rewrite(scored, totals, args.num_generations)
         assert args.steps_per_generation is not None  # set on construction
         batches = self._slices(scored, args.num_generations, args.steps_per_generation, sinks)
         return Experience(batches, tokens)
+
+    def ahead(self, prompts: PromptStream | Curriculum) -> Ahead:
+        """Samples generation batches of ``prompts`` while the policy trains."""
+        assert isinstance(prompts, PromptStream)  # a curriculum needs the batch before
+        count = self._args.prompts_per_generation
+        draw = partial(self._draw, prompts, count)
+        return Ahead(self._args, prompts, draw, self._encode, self._rollouts)
 
     def evaluate(self, rows: list[Row], sinks: Sinks) -> MicroBatch:
         """One micro-batch of ``rows``, this process's. A prompt's group is consecutive, over the
@@ -120,26 +144,23 @@ class Collector:
         scored = self._sample(rows, size, sinks)
         return self._slices(scored, size, 1, sinks)[0]
 
-    def _dynamic(self) -> DynamicSampling:
-        args = self._args
+    def _draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
+        """This process's rows of the next ``count`` prompts, a group for each."""
+        rows = list(repeated(prompts.take(count), self._args.num_generations))
+        accelerator = self._accelerator
+        return rows[share(len(rows), accelerator.process_index, accelerator.num_processes)]
 
-        def has_signal(rewards: Tensor) -> Tensor:
-            aggregation = args.multi_objective_aggregation
-            return groups_with_signal(rewards, self._weights, args.num_generations, aggregation)
-
-        return DynamicSampling(
-            max_rounds=args.max_resampling_rounds,
-            group_size=args.num_generations,
-            has_signal=has_signal,
-            accelerator=self._accelerator,
-        )
-
-    def _sample(self, rows: list[Row], group_size: int, sinks: Sinks) -> Scored:
+    def _sample(
+        self, rows: list[Row], group_size: int, sinks: Sinks, begun: Begun | None = None
+    ) -> Scored:
         """One scored completion per row."""
-        rollouts = self._generate(rows)
-        rewards, log = self._score(rows, rollouts, sinks.state)  # (n, F)
+        sampled = self._generate(rows, begun)
+        rollouts = sampled.rollouts
+        rewards, log = self._score(rows, sampled, sinks.state)  # (n, F)
         rollouts = [
-            rollout._replace(extra={name: values[i] for name, values in log.columns.items()})
+            rollout._replace(
+                extra={name: values[i] for name, values in log.columns.items()}, row=rows[i]
+            )
             for i, rollout in enumerate(rollouts)
         ]
         everyone, columns = self._gather(rewards, rollouts)
@@ -147,6 +168,7 @@ class Collector:
         advantages = self._advantages(everyone, group_size)
         sinks.metrics.add(rollout_metrics(names, everyone, advantages, columns))
         sinks.metrics.add(log.metrics(self._accelerator))
+        sinks.metrics.add(sampled.metrics)
         return Scored(rollouts, everyone, columns)
 
     def _advantages(self, rewards: Tensor, group_size: int) -> Advantages:
@@ -155,25 +177,36 @@ class Collector:
             rewards, self._weights, group_size, args.scale_rewards, args.multi_objective_aggregation
         )
 
-    def _generate(self, rows: list[Row]) -> list[Rollout]:
+    def _encode(self, rows: list[Row]) -> list[list[int]]:
         args = self._args
         prompts = [row["prompt"] for row in rows]
         template = options("chat_template_kwargs", args.chat_template_kwargs)
         prompt_ids = encode_prompts(prompts, self._tokenizer, args.max_prompt_length, template)
         check_context(prompts, prompt_ids, args.max_completion_length, self._context)
-        completion_ids, logprobs = self._rollouts.generate(prompt_ids)
+        return prompt_ids
+
+    def _generate(self, rows: list[Row], begun: Begun | None) -> Sampled:
+        if self._source is not None:
+            with phase("generate"):
+                return self._source.sample(rows, self._rollouts)
+        prompts, prompt_ids = [row["prompt"] for row in rows], self._encode(rows)
+        with phase("generate"):
+            found = self._rollouts.generate(prompt_ids) if begun is None else begun.completions
+        completion_ids, logprobs, kept = found
         completions = decode_completions(completion_ids, prompts, self._tokenizer)
         truncated = [ids[-1] not in self._rollouts.eos_token_ids for ids in completion_ids]
-        reported: Sequence[list[float] | None] = logprobs or [None] * len(prompts)
-        columns = (prompts, prompt_ids, completions, completion_ids, truncated, reported)
-        return [Rollout(*values) for values in zip(*columns, strict=True)]
+        nothing = [None] * len(prompts)
+        columns = (prompts, prompt_ids, completions, completion_ids, truncated)
+        optional: tuple[Sequence[Any], ...] = (logprobs or nothing, kept or nothing)
+        return Sampled([Rollout(*values) for values in zip(*columns, *optional, strict=True)])
 
     def _score(
-        self, rows: list[Row], rollouts: list[Rollout], state: TrainerState
+        self, rows: list[Row], sampled: Sampled, state: TrainerState
     ) -> tuple[Tensor, RewardLog]:  # (n, F)
-        log = RewardLog(len(rows))
+        log, rollouts = RewardLog(len(rows)), sampled.rollouts
         names = [name for name in rows[0] if name not in _NOT_COLUMNS]
-        arguments = {name: [row[name] for row in rows] for name in names} | {
+        columns = {name: [row[name] for row in rows] for name in names} | sampled.columns
+        arguments = columns | {
             "prompts": [rollout.prompt for rollout in rollouts],
             "completions": [rollout.completion for rollout in rollouts],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
@@ -197,7 +230,7 @@ class Collector:
         """All processes' rewards and lengths, by one gather."""
         measures = [
             [len(rollout.prompt_ids) for rollout in rollouts],
-            [len(rollout.completion_ids) for rollout in rollouts],
+            [sum(rollout.by_policy) for rollout in rollouts],
             [rollout.truncated for rollout in rollouts],
         ]
         table = torch.cat([rewards, torch.tensor(measures, dtype=torch.float32).T], dim=1)
@@ -214,13 +247,19 @@ class Collector:
         mine = share(total, accelerator.process_index, accelerator.num_processes)
         values = advantages.advantages[mine]
         if sinks.completions is not None:
+            names = [f"{REWARD_PREFIX}{reward.name}" for reward in self._rewards]
+            columns = dict(zip(names, scored.rewards[mine].T.tolist(), strict=True))
             totals = advantages.rewards[mine].tolist()
-            sinks.completions.add(rollouts, totals, values.tolist())
+            columns |= {"reward": totals, "advantage": values.tolist()}
+            sinks.completions.add(rollouts, columns)
         masked = args.mask_truncated_completions
-        in_loss = [not (masked and rollout.truncated) for rollout in rollouts]
+        in_loss = [
+            [0] * len(rollout.completion_ids) if masked and rollout.truncated else rollout.by_policy
+            for rollout in rollouts
+        ]
         order = torch.randperm(len(rollouts)) if slices > 1 else torch.arange(len(rollouts))
         parts = [part.tolist() for part in order.chunk(slices)]
-        kept = [sum(len(rollouts[i].completion_ids) for i in part if in_loss[i]) for part in parts]
+        kept = [sum(sum(in_loss[i]) for i in part) for part in parts]
         # what the batches divide by is averaged over the processes, as their gradients are
         local = torch.tensor(kept, dtype=torch.float64, device=accelerator.device)
         tokens = accelerator.reduce(local, "mean")
@@ -233,15 +272,16 @@ class Collector:
                 TokenCounts(tokens.mean(), count),
                 pad_token_id(self._tokenizer),
                 args.pad_to_multiple_of,
-                _logprobs(rollouts[i] for i in part),
+                _reported(rollouts[i].logprobs for i in part),
+                _reported(rollouts[i].kept for i in part),
             )
             for part, count in zip(parts, tokens, strict=True)
         ]
 
 
-def _logprobs(rollouts: Iterable[Rollout]) -> list[list[float]] | None:
-    """The engine's log-probabilities, if it reports them."""
-    found = [rollout.logprobs for rollout in rollouts]
+def _reported(column: Iterable[T | None]) -> list[T] | None:
+    """What the engine says of each completion, if it does."""
+    found = list(column)
     return None if any(row is None for row in found) else found  # type: ignore[return-value]
 
 

@@ -34,13 +34,24 @@ def policy_loss_of(
 
 
 def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
-    """Log-probabilities of the batch's targets, (B, L), without dropout or gradient."""
+    """Log-probabilities of the batch's targets, (B, L), without dropout or gradient.
+
+    With kept sets they are those over the kept ids, as the loss takes them.
+    """
+    output = "logprobs" if batch.kept is None else "kept_logprobs"
 
     def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
-        logprobs = linear_logprobs(
-            hidden, head.weight, batch.target, temperature=temperature, **_head_options(head)
-        ).logprobs
-        assert logprobs is not None  # the default output
+        found = linear_logprobs(
+            hidden,
+            head.weight,
+            batch.target,
+            temperature=temperature,
+            outputs=(output,),
+            kept=batch.kept,
+            **_head_options(head),
+        )
+        logprobs = getattr(found, output)
+        assert logprobs is not None  # it was asked for
         return logprobs
 
     was_training = model.training
@@ -61,4 +72,9 @@ def _run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -
 
 
 def _head_options(head: LMHead) -> dict[str, Any]:
-    return {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+    return {
+        "bias": head.bias,
+        "lora": head.lora,
+        "logit_scale": head.logit_scale,
+        "softcap": head.softcap,
+    }

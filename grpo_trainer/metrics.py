@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.advantages import Advantages, nan_std
+from grpo_trainer.phases import Phases
 
 _FOLD_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
 
@@ -20,6 +21,7 @@ class MetricLog:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._pending: list[Metrics] = []
+        self.phases = Phases(accelerator.device)
 
     def add(self, metrics: Metrics) -> None:
         self._pending.append(metrics)
@@ -40,7 +42,8 @@ class MetricLog:
 
     def drain(self) -> dict[str, float]:
         """Values over all micro-batches and processes; names without any sample are left out."""
-        merged = _over_processes(Metrics.merge(self._pending), self._accelerator)
+        pending = Metrics.merge([*self._pending, self.phases.drain()])
+        merged = _over_processes(pending, self._accelerator)
         self._pending = []
         if not merged:
             return {}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import TokenBatch
+from grpo_kernels import KeptSet, TokenBatch
 from grpo_kernels.packing import IGNORE_INDEX
 
 
@@ -37,6 +37,7 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
+    kept: KeptSet | None = None  # of B * L rows, the ids that its filters left to choose from
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
@@ -48,6 +49,7 @@ class MicroBatch:
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
             rollout_logprobs=self.rollout_logprobs,
+            kept=self.kept,
             num_items_in_batch=self.num_items * gradient_accumulation_steps,
             num_tokens_in_micro_batch=self.num_tokens,
             entropy_scale=entropy_scale,
@@ -58,20 +60,21 @@ class MicroBatch:
 def collate(
     prompt_ids: Sequence[list[int]],
     completion_ids: Sequence[list[int]],
-    in_loss: Sequence[bool],
+    in_loss: Sequence[Sequence[int]],  # 1 for each token of a completion that counts
     advantages: Tensor,  # (B,)
     tokens: TokenCounts,
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
     logprobs: Sequence[list[float]] | None = None,
+    kept: Sequence[list[list[int]]] | None = None,
 ) -> MicroBatch:
     """Joins and pads; the result is on the device of ``advantages``."""
     rows, targets = [], []
-    for prompt, completion, kept in zip(prompt_ids, completion_ids, in_loss, strict=True):
+    for prompt, completion, counts in zip(prompt_ids, completion_ids, in_loss, strict=True):
         row = torch.tensor(prompt + completion)
         target = torch.full_like(row, IGNORE_INDEX)
-        if kept:
-            target[len(prompt) - 1 : -1] = row[len(prompt) :]
+        counted = torch.tensor(counts, dtype=torch.bool)
+        target[len(prompt) - 1 : -1] = row[len(prompt) :].where(counted, IGNORE_INDEX)
         rows.append(row)
         targets.append(target)
     masks = [torch.ones_like(row) for row in rows]
@@ -88,6 +91,7 @@ def collate(
         num_items=tokens.per_micro_batch,
         num_tokens=tokens.here,
         rollout_logprobs=_at_targets(logprobs, prompt_ids, input_ids),
+        kept=_kept_at_targets(kept, prompt_ids, input_ids),
     )
 
 
@@ -104,6 +108,21 @@ def _at_targets(
         start = len(prompt) - 1
         row[start : start + len(values)] = torch.tensor(values)
     return placed.to(input_ids.device)
+
+
+def _kept_at_targets(
+    kept: Sequence[list[list[int]]] | None,
+    prompt_ids: Sequence[list[int]],
+    input_ids: Tensor,  # (B, L)
+) -> KeptSet | None:
+    """A row for each element of ``target``: of a token that was drawn its ids, elsewhere none."""
+    if kept is None:
+        return None
+    rows: list[list[int]] = []
+    for number, (ids, prompt) in enumerate(zip(kept, prompt_ids, strict=True), 1):
+        rows += [[]] * (len(prompt) - 1) + ids
+        rows += [[]] * (number * input_ids.shape[1] - len(rows))
+    return KeptSet.from_lists(rows, input_ids.device)
 
 
 def pad_rows(

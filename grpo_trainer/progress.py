@@ -1,35 +1,90 @@
-"""A progress bar that shows what matters in RL: reward, KL and speed."""
+"""What a run says while it goes on: one line per log call, or a view that fills a terminal."""
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import psutil
+import torch
+from rich.console import Console
+from transformers import (
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from grpo_trainer.phases import PHASES
+from grpo_trainer.report.series import token_rate
+
+# metric -> how it is called here; the first that a run logs stand in this order
+SHOWN = {
+    "reward": "reward",
+    "kl": "kl",
+    "entropy": "entropy",
+    "clip_ratio/region_mean": "clipped",
+    "cispo_clip_ratio": "clipped",
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "cut off",
+    "tools/call_frequency": "tool calls",
+    "loss": "loss",
+    "grad_norm": "gradient",
+}
 
 
-class RewardProgress(TrainerCallback):
-    """One bar on the main process, updated per step; its numbers change when metrics are logged."""
+_LEAST_SHARE = 0.005  # of a step's time; below it a phase is not shown
+
+
+class Snapshot(NamedTuple):
+    """The latest numbers of a run."""
+
+    step: int
+    steps: int  # in all
+    seconds: float  # since training began in this process
+    seconds_left: float
+    numbers: dict[str, str]
+    tokens_per_second: float | None
+    memory_bytes: int  # peak of the accelerator, else resident memory of this process
+    shares: dict[str, float]  # phase -> part of the step's time
+
+
+class Progress(TrainerCallback):
+    """Collects what is logged and shows it; subclasses say how. Only the main process shows."""
 
     def __init__(self) -> None:
-        self._bar: tqdm | None = None
-        self._last = (0.0, 0.0)  # seconds, tokens at the previous log call
+        self._start = (0.0, 0)  # when this process began, and at which step
+        self._before: dict[str, Any] = {}  # step and tokens of the last log call
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Called with every log call of a training step."""
+        raise NotImplementedError
+
+    def step(self, step: int, steps: int) -> None:
+        """Called after every optimizer step."""
+
+    def open(self, step: int, steps: int) -> None:
+        """Called before the first."""
+
+    def close(self) -> None:
+        """Called at the end."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._start = (time.perf_counter(), state.global_step)
+        self._before = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
         if state.is_world_process_zero:
-            self._bar = tqdm(
-                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True
-            )
-            self._last = (time.perf_counter(), state.num_input_tokens_seen)
+            self.open(state.global_step, state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._bar is not None:
-            self._bar.update(state.global_step - self._bar.n)
+        if state.is_world_process_zero:
+            self.step(state.global_step, state.max_steps)
 
     def on_log(
         self,
@@ -39,21 +94,99 @@ class RewardProgress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        logs = logs or {}
-        if self._bar is None or "num_tokens" not in logs:
-            return
-        now, tokens = time.perf_counter(), logs["num_tokens"]
-        seconds, before = now - self._last[0], self._last[1]
-        self._last = (now, tokens)
-        shown: dict[str, str] = {
-            name: f"{logs[name]:.3g}" for name in ("reward", "kl") if name in logs
-        }
-        shown["tok/s"] = f"{(tokens - before) / max(seconds, 1e-9):.0f}"
-        self._bar.set_postfix(shown)
+        if state.is_world_process_zero and logs and "loss" in logs:
+            self.show(self._snapshot(args, state, logs))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if state.is_world_process_zero:
+            self.close()
+
+    def _snapshot(
+        self, args: TrainingArguments, state: TrainerState, logs: dict[str, float]
+    ) -> Snapshot:
+        began, first = self._start
+        seconds = time.perf_counter() - began
+        done = max(state.global_step - first, 1)
+        row = logs | {"step": state.global_step}
+        speed = token_rate(self._before, row)
+        self._before = row
+        return Snapshot(
+            step=state.global_step,
+            steps=state.max_steps,
+            seconds=seconds,
+            seconds_left=seconds / done * (state.max_steps - state.global_step),
+            numbers=_numbers(logs),
+            tokens_per_second=speed,
+            memory_bytes=_memory(args.device),
+            shares=_shares(logs),
+        )
+
+
+class PlainProgress(Progress):
+    """One line per log call, for files and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._console.print(line(snapshot), highlight=False, markup=False, soft_wrap=True)
+
+
+def line(snapshot: Snapshot) -> str:
+    """All of it in a row."""
+    parts = [f"step {snapshot.step}/{snapshot.steps}"]
+    parts += [f"{name} {value}" for name, value in snapshot.numbers.items()]
+    if snapshot.tokens_per_second is not None:
+        parts.append(f"{snapshot.tokens_per_second:,.0f} tok/s")
+    parts.append(f"{gibibytes(snapshot.memory_bytes)}")
+    parts += [f"{name} {share:.0%}" for name, share in snapshot.shares.items()]
+    parts.append(f"{duration(snapshot.seconds_left)} left")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def gibibytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def show_progress(trainer: Trainer, console: Console | None = None) -> None:
+    """Replaces the bar of transformers: a live view in a terminal, lines elsewhere.
+
+    A notebook keeps its own table, and nothing is shown with ``disable_tqdm``.
+    """
+    bars = [item for item in trainer.callback_handler.callbacks if type(item) is ProgressCallback]
+    if not bars:
+        return
+    from grpo_trainer.live import LiveView
+
+    console = console or Console(file=sys.stderr)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(LiveView(console) if console.is_terminal else PlainProgress(console))
+
+
+def _numbers(logs: dict[str, float]) -> dict[str, str]:
+    shown = {label: f"{logs[name]:.3g}" for name, label in SHOWN.items() if name in logs}
+    if "reward_std" in logs and "reward" in shown:
+        shown["reward"] += f" \u00b1 {logs['reward_std']:.2g}"
+    return shown
+
+
+def _shares(logs: dict[str, float]) -> dict[str, float]:
+    total = logs.get("step_time", 0.0)
+    seconds = {name: logs.get(f"profiling/{name}", 0.0) for name in PHASES}
+    shares = {name: value / total for name, value in seconds.items() if total}
+    return {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return psutil.Process().memory_info().rss

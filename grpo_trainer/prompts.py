@@ -15,18 +15,23 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    tools: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[list[int]]:
     """Token ids of each prompt, the last ``max_length`` of them.
+
+    ``tools`` are the schemas of what each of them may call.
 
     Raises:
         ValueError: a prompt is neither text nor messages, or has no tokens.
     """
-    known: dict[str, list[int]] = {}  # a group repeats its prompt
+    known: dict[tuple[str, str], list[int]] = {}  # a group repeats its prompt
     encoded = []
-    for prompt in prompts:
-        key = repr(prompt)
+    for prompt, shown in zip(prompts, tools or [[]] * len(prompts), strict=True):
+        key = repr(prompt), repr([tool["function"]["name"] for tool in shown])
         if key not in known:
-            ids = _encode(prompt, tokenizer, chat_template_kwargs or {})
+            # some templates write an introduction to an empty list
+            options = {"tools": shown or None} | (chat_template_kwargs or {})
+            ids = _encode(prompt, tokenizer, options)
             known[key] = ids if max_length is None else ids[-max_length:]
         encoded.append(known[key])
     return encoded

@@ -49,6 +49,10 @@ class ResumableTrainer(Trainer):
         """Makes everything that a run changes as it is before the first step."""
         raise NotImplementedError
 
+    def stop(self) -> None:
+        """Ends what runs beside the steps, after the last one and after an error."""
+        raise NotImplementedError
+
     def shared_state(self) -> dict[str, Any]:
         """What is the same on all processes; it is saved once."""
         raise NotImplementedError
@@ -77,7 +81,10 @@ class ResumableTrainer(Trainer):
             checkpoint = Path(resume_from_checkpoint)
         if checkpoint is not None:
             check_settings(checkpoint, run_settings(self.args, self.train_dataset))
-        return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+        try:
+            return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+        finally:
+            self.stop()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))

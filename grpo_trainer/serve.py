@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from grpo_trainer.rollout.http import is_loopback
+from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS
 
 _DESCRIPTION = (
     "Starts `vllm serve` for training with use_vllm and vllm_mode=server. Arguments that are not "
@@ -41,7 +42,7 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", known.model]
     words += ["--host", known.host, "--port", known.port]
     # of the distribution that tokens are drawn from, after temperature and filters
-    words += ["--logprobs-mode", "processed_logprobs"]
+    words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)]
     if torch.cuda.is_available():
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
     environment = {"VLLM_SERVER_DEV_MODE": "1"}  # without it a server takes no weights

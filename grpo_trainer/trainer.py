@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -20,32 +17,34 @@ from grpo_kernels import linear_policy_loss
 from grpo_kernels.model_check import check_fused_head
 from grpo_kernels.modeling import add_fused_head
 from grpo_trainer.adapters import base_policy, load_adapters
+from grpo_trainer.ahead import Ahead
 from grpo_trainer.buffer import RolloutBuffer
-from grpo_trainer.completions import CompletionLog
+from grpo_trainer.card import WritesCard
+from grpo_trainer.completions import completion_logs
 from grpo_trainer.config import GRPOConfig, loss_config
+from grpo_trainer.curriculum import Curriculum, training_prompts
 from grpo_trainer.data import Prompts, as_they_are, check_datasets
 from grpo_trainer.entropy import AdaptiveEntropy
 from grpo_trainer.experience import Collector, Sinks
 from grpo_trainer.forward import policy_loss_of, target_logprobs
+from grpo_trainer.interaction import Interaction
+from grpo_trainer.loaders import GroupTrainer
 from grpo_trainer.metrics import MetricLog, step_metric, value_metric
 from grpo_trainer.microbatch import MicroBatch
+from grpo_trainer.phases import phase
 from grpo_trainer.placement import check_placement
 from grpo_trainer.policy import load_policy, load_tokenizer
 from grpo_trainer.reference import SyncReference, make_reference
-from grpo_trainer.resumable import ResumableTrainer
-from grpo_trainer.rewards import RewardSource, Tokenizers, resolve_rewards
+from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
+from grpo_trainer.rollout_function import RolloutFunction
 from grpo_trainer.router import router_coef
-from grpo_trainer.sampling import (
-    PromptStream,
-    RepeatedStream,
-    RepeatSampler,
-    Row,
-    completions_per_epoch,
-)
+from grpo_trainer.sampling import PromptStream, Row
+from grpo_trainer.tools import EnvironmentFactory
+from grpo_trainer.watch import watch
 
 
-class GRPOTrainer(ResumableTrainer):
+class GRPOTrainer(WritesCard, GroupTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -53,7 +52,7 @@ class GRPOTrainer(ResumableTrainer):
         reward_funcs: callables ``(prompts, completions, completion_ids, **columns,
             trainer_state, log_extra, log_metric) -> list of numbers or None``, plain or ``async``,
             reward models (modules, folders, hub ids), names of built-in rewards, import paths
-            ``package.module.function``, or several of them.
+            ``package.module.function``, or several of them. None: environments have them.
         args: the configuration.
         train_dataset: rows with a ``prompt`` (text, or messages for the chat template); reward
             functions get the other columns. A streaming dataset needs ``max_steps`` and comes in
@@ -65,21 +64,26 @@ class GRPOTrainer(ResumableTrainer):
         callbacks, optimizers: as in ``transformers.Trainer``.
         quantization_config: how a model given by name is quantised; needs ``peft_config``.
         peft_config: a new adapter, such as ``peft.LoraConfig``: only that is trained and saved.
+        tools: functions, plain or ``async``, that the model can call; with type hints, and a
+            docstring that describes each argument.
+        rollout_func: makes the completions: ``(prompts, trainer)`` to a dictionary.
+        environment_factory: makes an environment for each completion: an object with a method
+            ``reset``, whose other public methods the model can call; or a dictionary of such.
         rollout_engine: samples the completions. Default: what ``args`` asks for.
 
     Raises:
         ValueError: an argument is wrong, or an unsupported combination is asked for.
     """
 
-    _prompts: PromptStream  # where training takes its prompts from
+    _prompts: PromptStream | Curriculum  # where training takes its prompts from
     _slices: RolloutBuffer  # of the current generation batch
     _entropy: AdaptiveEntropy | None = None
-    _seconds: float  # of the optimizer step so far
+    _ahead: Ahead | None = None
 
     def __init__(
         self,
         model: str | PreTrainedModel,
-        reward_funcs: RewardSource | Sequence[RewardSource],
+        reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: Prompts | None = None,
         eval_dataset: Prompts | dict[str, Prompts] | None = None,
@@ -89,11 +93,15 @@ class GRPOTrainer(ResumableTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         quantization_config: Any | None = None,
         peft_config: Any | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        environment_factory: EnvironmentFactory | None = None,
         rollout_engine: RolloutEngine | None = None,
     ) -> None:
         args = args if args is not None else GRPOConfig()
         check_datasets(train_dataset, eval_dataset, args)
-        rewards = resolve_rewards(reward_funcs, reward_processing_classes, args)
+        interaction = Interaction(args, tools, environment_factory, rollout_func)
+        rewards = interaction.rewards(reward_funcs, reward_processing_classes)
         self.loss_config = loss_config(args)
         if args.use_adaptive_entropy:  # the coefficient comes with each batch: no config changes
             self.loss_config = replace(self.loss_config, entropy_coef=1.0)
@@ -126,15 +134,16 @@ class GRPOTrainer(ResumableTrainer):
             args=args,
             accelerator=self.accelerator,
         )
-        rollouts = make_rollouts(engine_context, lambda: self.state.global_step, rollout_engine)
-        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        self._collector = Collector(
-            args, self.accelerator, self.processing_class, rollouts, rewards, context
+        self.rollouts = make_rollouts(
+            engine_context, lambda: self.state.global_step, rollout_engine
         )
+        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        made_of = (args, self.accelerator, self.processing_class)
+        source = interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
+        self._collector = Collector(*made_of, self.rollouts, rewards, context, source)
         self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
-        folder = Path(args.output_dir) / "completions"
-        shown = (args.num_completions_to_print, args.log_unique_prompts)
-        self._completions = CompletionLog(folder, *shown) if args.log_completions else None
+        self._completions = completion_logs(args)
+        self.recipe = watch(self, rewards, rollout_engine)
         self.start()
 
     @property
@@ -146,46 +155,19 @@ class GRPOTrainer(ResumableTrainer):
         """The second model of beta != 0; None if an adapter is switched instead."""
         return None if self._reference is None else self._reference.model
 
-    # The data. The loop counts the items of a loader; the prompts come from a stream of their own,
-    # from which dynamic sampling takes as many as it needs.
-
-    def get_train_dataloader(self) -> DataLoader:
-        """One item per completion in the loss and epoch."""
-        items: Any = range(completions_per_epoch(self.train_dataset, self.args))
-        batch = self._train_batch_size
-        loader = DataLoader(items, batch_size=batch, collate_fn=as_they_are)
-        return self.accelerator.prepare(loader)
-
-    def _get_dataloader(self, dataset: Prompts, *args: Any, **kwargs: Any) -> DataLoader:
-        if isinstance(dataset, IterableDataset):  # for evaluation, which has no sampler then
-            self.args.check_eval_batch()
-            # each process reads for itself: one that reads for all could only send tensors
-            self.accelerator.dataloader_config.dispatch_batches = False
-            dataset = RepeatedStream(dataset, self.args.eval_group_size)
-        return super()._get_dataloader(dataset, *args, **kwargs)
-
-    def _get_eval_sampler(self, eval_dataset: Dataset) -> RepeatSampler:
-        self.args.check_eval_batch()
-        return RepeatSampler(len(eval_dataset), self.args.eval_group_size)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt"]  # what remove_unused_columns keeps
-
     # The step. A generation batch is made once, then its slices are used num_iterations times.
 
     def training_step(
         self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        start = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._slices.position += 1
-        self._seconds += time.perf_counter() - start
-        stepping = self.accelerator.sync_gradients  # the optimizer steps now
         metrics = self._metrics[True]
+        with metrics.phases.running("loss"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._slices.position += 1
+        stepping = self.accelerator.sync_gradients  # the optimizer steps now
         metrics.add(step_metric("loss", loss, stepping))
         if stepping:
-            metrics.add(value_metric("step_time", self._seconds, self.accelerator.device))
-            self._seconds = 0.0
+            metrics.phases.step()
             if self._entropy is not None:
                 metrics.add(self._entropy.step())
         return loss
@@ -234,22 +216,24 @@ class GRPOTrainer(ResumableTrainer):
 
     def _generation_batch(self) -> list[MicroBatch]:
         """The micro-batches of the next prompts."""
-        sinks = Sinks(self.state, self._metrics[True], self._completions)
-        batches, num_tokens = self._collector.train(self._prompts, sinks)
+        sinks = Sinks(self.state, self._metrics[True], self._completions.get(True))
+        with phase("score"):
+            batches, num_tokens = self._collector.train(self._prompts, sinks, self._ahead)
         self.state.num_input_tokens_seen += num_tokens
         moves = self.args.policy_moves_within_generation
         return [self._with_logprobs(batch, old=moves) for batch in batches]
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
-        sinks = Sinks(self.state, self._metrics[False])
+        sinks = Sinks(self.state, self._metrics[False], self._completions.get(False))
         return self._with_logprobs(self._collector.evaluate(rows, sinks))
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         temperature = self.loss_config.temperature
         if old:
-            batch.old_logprobs = target_logprobs(self.model, batch, temperature)
+            with phase("old"):
+                batch.old_logprobs = target_logprobs(self.model, batch, temperature)
         if self._reference is not None:
-            with self._reference.running(self.model) as reference:
+            with phase("ref"), self._reference.running(self.model) as reference:
                 batch.ref_logprobs = target_logprobs(reference, batch, temperature)
         return batch
 
@@ -259,29 +243,40 @@ class GRPOTrainer(ResumableTrainer):
         if "loss" in logs:  # a training step's, neither an evaluation's nor the summary
             logs |= self._metrics[True].drain()
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            if self._completions is not None:
-                self._completions.flush(self.state.global_step, self.is_world_process_zero())
+            self._write_completions(training=True)
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
+        self._write_completions(training=False)
         drained = self._metrics[False].drain()
         output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
         return output
 
+    def _write_completions(self, training: bool) -> None:
+        if self._completions:
+            step = self.state.global_step
+            self._completions[training].flush(step, self.is_world_process_zero())
+
     def start(self) -> None:
         args = self.args
-        self._seconds = 0.0
+        assert args.steps_per_generation is not None  # set on construction
         self._slices = RolloutBuffer(args.steps_per_generation, args.num_iterations)
         self._parts = {"slices": self._slices, "metrics": self._metrics[True]}
-        if self._completions is not None:
-            self._parts["completions"] = self._completions
+        if self._completions:
+            self._parts["completions"] = self._completions[True]
         if args.use_adaptive_entropy:
             self._parts["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
         if self.train_dataset is not None:
-            self._prompts = PromptStream.for_training(self.train_dataset, args)
+            self._prompts = training_prompts(self.train_dataset, args, self.accelerator)
             self._parts["prompts"] = self._prompts
+            if args.overlap_generation:
+                self._parts["ahead"] = self._ahead = self._collector.ahead(self._prompts)
+
+    def stop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
         if is_peft_model(self.model):  # Trainer does not load each one in every version

@@ -76,7 +76,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: batch(num_tokens_in_micro_batch=-1), "num_tokens_in_micro_batch: expected a finite"),
     (lambda: batch(gradient_accumulation_steps=0), "gradient_accumulation_steps: expected an int"),
     (lambda: packed(cu_seqlens=torch.tensor([0, 3, 5])), "cu_seqlens: expected offsets .* T = 6"),
-    (lambda: packed(cu_seqlens=torch.tensor([0, 4, 3, 6])), "cu_seqlens: expected offsets rising"),
+    (lambda: packed(cu_seqlens=torch.tensor([0, 9, 6])), "cu_seqlens: expected offsets rising"),
     (lambda: packed(cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens: expected int32 or int64"),
     (lambda: packed(cu_seqlens=[0, 6]), r"cu_seqlens: expected a \(B \+ 1,\) integer tensor"),
     # the head

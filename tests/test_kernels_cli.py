@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
-from grpo_kernels import __version__, available_backends, cli, selfcheck
+from grpo_kernels import __version__, available_backends, cli, cost, selfcheck
 from grpo_kernels.logprob.dispatch import BACKEND_VARIABLE, BACKENDS
 from grpo_kernels.predict import HeadShape, predict_head_memory
 from grpo_kernels.predict import command as plan_command
@@ -177,7 +177,8 @@ def test_reserved_memory_and_frozen_head(capsys):
     assert none.count("not one token") == 5
 
 
-def test_plan_says_what_it_counts_and_from_what(capsys):
+def test_plan_says_what_it_counts_and_from_what(capsys, monkeypatch):
+    monkeypatch.setattr(cost, "RATES", {})  # nothing was fitted
     out = plan(capsys, *SIZES, "--gpu-memory", "24GiB", "--gpu", "rtx 4090")
     assert "prediction" in out and "data sheet of RTX 4090: 70% of its 165.2 TFLOP/s" in out
     for expected in ("hidden states", "head weight", "gradients", "nothing reserved", "24 GiB"):
@@ -185,11 +186,26 @@ def test_plan_says_what_it_counts_and_from_what(capsys):
     out = plan(capsys, *SIZES, *FAST)
     assert "100 TFLOP/s, 1000 GB/s, from: --tflops and --bandwidth." in out
     out = plan(capsys, *SIZES, *FAST, "--device", "cpu")
-    assert "from: --bandwidth; else --tflops; else a product and a copy" in out
+    assert "from: --bandwidth; else --tflops; else products and a copy" in out
     out = plan(capsys, *SIZES, "--gpu", "H200", "--bandwidth", "4000")
     assert "692 TFLOP/s, 4000 GB/s, from: --bandwidth; else data sheet of H200" in out
     out = plan(capsys, *SIZES, "--device", "cpu")
     assert "time, this CPU" in out and "timed just now" in out and "on cpu" in out
+
+
+def test_plan_takes_what_was_fitted_and_marks_the_default(capsys, monkeypatch):
+    row = (1e12, 1e12, 1e12, 1e30, 1e10, 0.0, 0.0)
+    monkeypatch.setattr(cost, "class_of", lambda device: "cpu test")
+    monkeypatch.setattr(cost, "MEASURED_ON", {"cpu test": {"device": "Test CPU", "threads": "1"}})
+    monkeypatch.setattr(cost, "RATES", {("cpu test", dtype): row for dtype in ("fp32", "bf16")})
+    arguments = ("--hidden", "64", "--vocab", "50000", "--device", "cpu", "--frozen-head")
+    out = plan(capsys, *arguments, "--tokens", "64")
+    assert "from: fitted on Test CPU." in out and "ours, one_pass (the default)" in out
+    # a fourth product that costs nothing, and sums that cost all: so many chunks do not pay
+    free = (*row[:2], 1e30, row[3], 1e6, *row[5:])
+    monkeypatch.setattr(cost, "RATES", dict.fromkeys(cost.RATES, free))
+    out = plan(capsys, *arguments[:-1], "--tokens", "100000")
+    assert "ours, two_pass (the default)" in out and "ours, one_pass (the default)" not in out
 
 
 def save(config, folder: Path) -> str:

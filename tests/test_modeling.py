@@ -94,7 +94,7 @@ def logprobs_fn(ids: Tensor) -> HeadFn:
 
     def logprobs(hidden: Tensor, head: LMHead) -> Tensor:
         out = linear_logprobs(
-            hidden[:, :-1], head.weight, ids[:, 1:], bias=head.bias,
+            hidden[:, :-1], head.weight, ids[:, 1:], bias=head.bias, lora=head.lora,
             logit_scale=head.logit_scale, softcap=head.softcap,
         )  # fmt: skip
         assert out.logprobs is not None
@@ -163,6 +163,14 @@ def test_check_sees_what_the_logits_do_not_do(family: str, field: str, value: ob
             check_fused_head(model)
 
 
+def test_padding_may_be_the_end_of_text() -> None:
+    """The embedding of the padding token is zero, and so are logits made of it alone."""
+    config = {**SMALL, "bos_token_id": None, "eos_token_id": 0}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**config))
+    add_fused_head(model)
+    check_fused_head(model)
+
+
 def test_check_leaves_no_trace() -> None:
     model = tiny_model("qwen2").train()
     add_fused_head(model)
@@ -220,99 +228,6 @@ def test_labels_are_refused() -> None:
     ids, _ = tokens()
     with pytest.raises(ValueError, match="labels: expected None"):
         model(input_ids=ids, labels=ids, head_fn=lambda hidden, head: hidden)
-
-
-def adapted(family: str, **lora: object) -> PreTrainedModel:
-    """A model under LoRA, with weights that make a difference."""
-    peft = pytest.importorskip("peft")
-    model = tiny_model(family)
-    add_fused_head(model)
-    settings = {"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM"} | lora
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings))
-    with torch.no_grad():
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return wrapped.eval()
-
-
-ADAPTED = {
-    "layers": dict(target_modules=["q_proj", "down_proj"]),
-    "head": dict(target_modules=["q_proj", "lm_head"]),
-    "head, rslora": dict(target_modules=["lm_head"], use_rslora=True),
-    "whole head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    "embedding": dict(target_modules=["q_proj", "embed_tokens"]),
-    "tied": dict(target_modules=["q_proj", "lm_head"], ensure_weight_tying=True),
-}
-
-
-@pytest.mark.filterwarnings("ignore")  # peft's, on tied weights
-@pytest.mark.parametrize("family", ["llama", "qwen2", "cohere"])  # the last two are tied
-@pytest.mark.parametrize("lora", ADAPTED)
-def test_adapters_wherever_they_are(family: str, lora: str) -> None:
-    model = adapted(family, **ADAPTED[lora])
-    assert_head_equals_own_logits(model)
-    check_fused_head(model.get_base_model())
-    with model.disable_adapter():
-        assert_head_equals_own_logits(model)
-
-
-@pytest.mark.parametrize("lora", ["layers", "head", "whole head"])
-def test_gradients_of_adapters(lora: str) -> None:
-    model = adapted("llama", **ADAPTED[lora])
-    ids, mask = tokens()
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trained = list(named.values())
-    assert len(named) < len(list(model.parameters()))
-    expected = torch.autograd.grad(own_logprobs(model, ids, mask)[:, 2:].sum(), trained)
-    fused = model(input_ids=ids, attention_mask=mask, head_fn=logprobs_fn(ids)).head
-    gradients = torch.autograd.grad(fused[:, 2:].sum(), trained)
-    for name, got, want in zip(named, gradients, expected, strict=True):
-        scale = float(want.abs().max())
-        assert scale > 0, name
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * scale, msg=name)
-
-
-def test_small_updates_of_a_bf16_head_are_not_rounded_away() -> None:
-    model = adapted("llama", target_modules=["lm_head"])
-    base = model.get_base_model()
-    base.lm_head.base_layer.bfloat16()
-    with torch.no_grad():
-        base.lm_head.lora_B["default"].weight.mul_(1e-4)
-    with torch.autocast("cpu", torch.bfloat16):
-        head = lm_head(base)
-        assert head.weight.dtype == torch.float32
-        ids, _ = tokens()
-        seen = model(input_ids=ids, head_fn=lambda hidden, head: hidden.dtype).head
-    assert seen == torch.float32
-    change = head.weight - base.lm_head.base_layer.weight.float()
-    expected = 7 / 3 * base.lm_head.lora_B["default"].weight @ base.lm_head.lora_A["default"].weight
-    torch.testing.assert_close(change, expected, rtol=1e-2, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("lora", "problem"),
-    [
-        (dict(lora_dropout=0.1), "lora_dropout=0.1"),
-        (dict(use_dora=True), "DoRA"),
-        (
-            dict(trainable_token_indices={"lm_head": [3]}, target_modules=["q_proj"]),
-            "single tokens",
-        ),
-    ],
-)
-def test_adapters_of_the_head_that_are_refused(lora: dict[str, object], problem: str) -> None:
-    model = adapted("llama", **{"target_modules": ["lm_head"], **lora})
-    with pytest.raises(ValueError, match=problem):
-        lm_head(model.get_base_model())
-
-
-def test_other_methods_on_the_head_are_refused() -> None:
-    peft = pytest.importorskip("peft")
-    model = tiny_model("llama")
-    config = peft.LoHaConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="adapter of type"):
-        lm_head(peft.get_peft_model(model, config).get_base_model())
 
 
 def test_a_quantised_head_is_refused() -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import predicted
 from benchmarks.predicted import predicted_memory
 from benchmarks.shapes import MODELS, Case
 from benchmarks.work import WORKS
-from grpo_kernels.logprob import cpu, schedule
+from grpo_kernels.logprob import cpu, mkl, schedule
+from grpo_kernels.logprob import gradients as sums
 from grpo_kernels.logprob.dispatch import chunk_rows
 from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.rows import RowStats, Transform, output_view
@@ -97,8 +99,8 @@ class EmptyRows:
 def one_pass_on_a_gpu(monkeypatch, head: HeadShape, tokens: int, precision: str) -> int:
     """Bytes at the peak of the schedule itself, on tensors without storage."""
     # on a GPU, a product writes its result and nothing else
-    monkeypatch.setattr(schedule, "project", lambda rows, weight, bias, out: out)
-    monkeypatch.setattr(schedule, "accumulate", lambda *_, **__: None)
+    monkeypatch.setattr(schedule, "project", lambda rows, head, out: out)
+    monkeypatch.setattr(sums, "accumulate", lambda *_, **__: None)
     hidden = torch.empty(tokens, D, dtype=head.dtype, device="meta")
     weight = torch.empty(V, D, dtype=head.weight_dtype or head.dtype, device="meta")
     target = torch.zeros(tokens, dtype=torch.int64, device="meta")
@@ -117,7 +119,7 @@ def one_pass_on_a_gpu(monkeypatch, head: HeadShape, tokens: int, precision: str)
             schedule.Needs(hidden=True, weight=not head.frozen, bias=False),
         )
         dloss = torch.empty((), device="meta")
-        pairs = zip(gradients, (hidden, weight, None), strict=True)
+        pairs = zip(gradients[:2], (hidden, weight), strict=True)
         kept = [_scaled_(grad, dloss, x.dtype) for grad, x in pairs if grad is not None]
     assert len(kept) == 2 - head.frozen
     return live.growth
@@ -252,26 +254,53 @@ def test_no_micro_batch_fits():
     assert largest_micro_batch(lambda tokens: False) == 0
 
 
-def test_work_counts_products():
+def test_work_counts_products(monkeypatch):
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
     head, product = HeadShape(hidden=D, vocabulary=V), 2.0 * 10 * D * V
     frozen = HeadShape(hidden=D, vocabulary=V, frozen=True)
 
-    def products(name: str, shape: HeadShape, device: str = "cuda") -> tuple[float, float]:
+    def products(name: str, shape: HeadShape, device: str = "cuda") -> tuple[float, ...]:
+        """Plain, with fp32 sums, with statistics, in fp32."""
         work = predict_head_work(name, shape, 10, device=device)
         assert work is not None and work.traffic > 0
-        return work.flop / product, work.wide_flop / product
+        kinds = (work.flop, work.sums_flop, work.fused_flop, work.wide_flop)
+        return tuple(flop / product for flop in kinds)
 
-    assert products("eager", head) == products("ours", head) == (3, 0)
-    assert products("ours-two-pass", head) == products("trl", head) == (4, 0)
-    assert products("ours", frozen) == (2, 0)
-    # a CPU multiplies 16-bit inputs in fp32 where it needs fp32 results
-    assert products("ours", head, "cpu") == (2, 1)
-    assert products("ours-input", head, "cpu") == (3, 0)
-    assert products("trl", head, "cpu") == (2, 2)
+    assert products("eager", head) == (3, 0, 0, 0) and products("trl", head) == (4, 0, 0, 0)
+    assert products("ours", head) == (2, 1, 0, 0) and products("ours", frozen) == (1, 1, 0, 0)
+    assert products("ours-input", head) == (3, 0, 0, 0)
+    assert products("ours-two-pass", head) == (1, 2, 1, 0)
+    # a CPU's own product gives the logits along with their statistics
+    assert products("ours", head, "cpu") == (2, 0, 1, 0)
+    assert products("ours-input", head, "cpu") == (3, 0, 0, 0)
+    assert products("trl", head, "cpu") == (2, 0, 0, 2)
+    # without it, and without a product that leaves its fp32 sums, 16 bits are multiplied in fp32
+    monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
+    assert products("ours", head, "cpu")[2] == 0
+    monkeypatch.setattr(mkl, "available", lambda dtype: False)
+    assert products("ours", head, "cpu") == (2, 0, 0, 1)
+    assert products("ours-two-pass", head, "cpu") == (1, 0, 0, 3)
+
+
+def test_many_chunks_add_to_their_sums():
+    def adding(head: HeadShape, rows: int, name: str = "ours") -> float:
+        work = predict_head_work(name, head, 128, max_workspace_bytes=rows * V * 4)
+        assert work is not None
+        return work.adding
+
+    bf16, size = HeadShape(hidden=D, vocabulary=V), V * D
+    assert adding(bf16, 128) == 0  # one product, rounded once
+    assert adding(bf16, 64) == size * (2 * 4 + 4 + 2)  # read and written once more, then rounded
+    assert adding(bf16, 16) == size * (7 * 2 * 4 + 4 + 2)
+    assert adding(HeadShape(hidden=D, vocabulary=V, dtype=torch.float32), 64) == size * 2 * 4
+    assert adding(HeadShape(hidden=D, vocabulary=V, frozen=True), 16) == 0
+    # a slice of dweight is one product over all rows; dhidden is summed over three of them
+    assert 0 < adding(bf16, 128, "ours-two-pass") < 128 * D * 4 * 2 * 3
 
 
 def test_time_is_products_and_passes():
-    work = predict_head_work("ours", HeadShape(hidden=D, vocabulary=V), 10, device="cpu")
+    head = HeadShape(hidden=D, vocabulary=V)
+    work = predict_head_work("trl", head, 10, device="cpu")
     speed = Speed(matrix=2e9, wide_matrix=1e9, bandwidth=1e8, where="", source="")
     expected = work.flop / 2e9 + work.wide_flop / 1e9 + work.traffic / 1e8
     assert work.seconds(speed) == expected
@@ -311,16 +340,26 @@ def test_measured_speed(monkeypatch):
     assert min(speed.matrix, speed.wide_matrix, speed.bandwidth) > 0
 
 
-def test_cases_of_the_benchmarks():
+def test_cases_of_the_benchmarks(monkeypatch):
     def of(work: str, provider: str, tokens: int = 1024) -> MemoryPrediction | None:
         case = Case(MODELS["qwen2.5-0.5b"], tokens, "fp32", WORKS[work])
         return predicted_memory(case, provider, "cpu")
 
+    def auto_takes(schedule: str) -> None:
+        rate = 1e12 if schedule == "one_pass" else 1e30  # a fourth product costs nothing
+        speed = Speed(matrix=1e12, fused=rate, adding=1e12, wide_matrix=1e12, bandwidth=1e12,
+                      where="a test", source="a test")  # fmt: skip
+        monkeypatch.setattr(predicted, "speed_of", lambda *_: speed)
+
     head = HeadShape(hidden=896, vocabulary=151936, dtype=torch.float32)
     ours = predict("ours", head, 1024, device="cpu")
-    assert of("dapo", "ours") == of("nll", "ours") == of("gspo", "ours") == ours
+    auto_takes("one_pass")
+    assert of("dapo", "ours") == of("nll", "ours") == ours
+    assert of("gspo", "ours", 512) == of("dapo", "ours", 512)
     assert of("dapo-frozen", "ours").returned < ours.returned
     # a sequence of 1024 tokens does not fit into the tile
     two_pass = predict("ours-two-pass", head, 4096, device="cpu")
     assert of("gspo", "ours", 4096) == two_pass
     assert of("dapo-masked", "ours") is of("logprobs", "ours") is of("dapo", "liger") is None
+    auto_takes("two_pass")
+    assert of("dapo", "ours") == of("dapo", "ours-two-pass") != ours

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.logprob.dispatch import BACKENDS
 from grpo_kernels.logprob.op import OUTPUTS
 from grpo_kernels.losses import LOSSES
@@ -23,6 +24,7 @@ from grpo_trainer.cli import parse
 from grpo_trainer.config_names import OldNames
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.report.command import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from grpo_trainer.serve import serve_command
 from tests.test_modeling import FAMILIES
@@ -120,6 +122,44 @@ def test_logprobs(model: PreTrainedModel, text: str, capsys: pytest.CaptureFixtu
     assert text is README or "numerics" in capsys.readouterr().out
 
 
+def test_lora_on_the_head() -> None:
+    names: dict[str, Any] = {
+        "lora_a": torch.nn.Linear(16, 3, bias=False),
+        "lora_b": torch.nn.Linear(3, 50, bias=False),
+        "alpha": 6,
+        "rank": 3,
+        "linear_policy_loss": linear_policy_loss,
+        "hidden": torch.randn(2, 3, 16),
+        "weight": torch.randn(50, 16),
+        "batch": TokenBatch.from_padded(torch.randint(0, 50, (2, 3)), torch.tensor([1.0, -1.0])),
+        "config": LossConfig(),
+    }
+    exec(python_block(KERNELS, "HeadLoRA("), names)
+    names["loss"].backward()
+    assert all(names[name].weight.grad.any() for name in ("lora_a", "lora_b"))
+
+
+def test_counts_and_a_buffer_for_the_gradient() -> None:
+    weight = torch.randn(50, 16, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    names: dict[str, Any] = {
+        "TokenBatch": TokenBatch,
+        "linear_policy_loss": linear_policy_loss,
+        "completion_ids": torch.randint(0, 50, (2, 3)),
+        "advantages": torch.tensor([1.0, 0.0]),
+        "mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+        "lengths": [2, 1],
+        "active_lengths": [2, 0],
+        "hidden": torch.randn(2, 3, 16),
+        "weight": weight,
+        "config": LossConfig(),
+        "scaler": torch.amp.GradScaler("cpu"),
+    }
+    for mentioning in ("active_lengths=", "weight_grad="):
+        exec(python_block(KERNELS, mentioning), names)
+    assert weight.grad.any()
+
+
 def test_trainer(folder: Path) -> None:
     names: dict[str, Any] = {}
     exec(python_block(README, "GRPOTrainer(").replace('output_dir="out"', TINY), names)
@@ -146,6 +186,9 @@ def test_run_file(folder: Path) -> None:
 def test_commands(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if words[0] == "serve":
         assert "path/to/model" in serve_command(words[1:]).words
+        return
+    if words[0] == "report":
+        assert report_arguments(words[1:]).runs[0] == Path("out")
         return
     if "--use_peft" in words:
         pytest.importorskip("peft")
@@ -181,5 +224,4 @@ def test_settings_are_fields() -> None:
     prefixes = ("vllm_", "use_", "ref_model_", "max_", "sync_", "router_", "dynamic_", "cast_")
     named = {name for name in code(TRAINER) if name.startswith(prefixes)}
     fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"}
-    # of what is not built
-    assert named - fields - {"dynamic_prompts_fn"} == set()
+    assert named - fields == set()

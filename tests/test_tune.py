@@ -131,7 +131,7 @@ def test_a_sweep_goes_on_after_a_failure_and_stops_when_the_device_is_lost() -> 
 
 def test_every_kernel_dtype_and_vocabulary_is_a_setting() -> None:
     chosen = settings()
-    assert len(set(chosen)) == len(chosen) == 18 + 14
+    assert len(set(chosen)) == len(chosen) == 24 + 14
     assert {setting.kernel for setting in chosen} == {*ROW_KERNELS, *LINEAR_KERNELS, CHUNK}
     assert {setting.width for setting in chosen} == {None, "narrow", "wide"}
     for setting in chosen:
@@ -257,6 +257,10 @@ def test_every_candidate_gives_the_defaults_result() -> None:
             assert one.check() is None, (kernel, one.value)
     tile.dlogits[1, 7] = float("nan")
     wrong = rows.candidates("dlogits", tile)[0]
+    wrong.prepare()
+    assert wrong.check() == "the gradient differs by nan"
+    tile.dloss[0, 3] = float("nan")
+    wrong = rows.candidates("loss", tile)[0]
     wrong.prepare()
     assert wrong.check() == "the gradient differs by nan"
     tile.stats.entropy.add_(1.0)

@@ -12,6 +12,7 @@ _COLOURS = {
     "floor": "#111111",
     "ours": "#0050d8",
     "ours-input": "#2f9bff",
+    "ours-one-pass": "#06606a",
     "ours-two-pass": "#0b8f9c",
     "ours-chunked": "#6d8fd0",
     "ours-reference": "#9fb2de",

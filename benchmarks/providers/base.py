@@ -31,6 +31,9 @@ class Provider:
     checked: bool = True  # False: only products, there is no result to compare
     slow_start: bool = False  # compiles for long: left out where a suite is short of time
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
+    planned: Callable[[Problem], str | None] = lambda problem: (
+        None
+    )  # which schedule of ours it takes
 
     def absent(self, device: str) -> str | None:
         """None when it can run here, else why not."""

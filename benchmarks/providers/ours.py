@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.predicted import default_schedule, splits_sequences
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from benchmarks.shapes import Case
-from grpo_kernels import LossConfig, linear_logprobs, linear_policy_loss
+from grpo_kernels import LossConfig, explain, linear_logprobs, linear_policy_loss
 from grpo_kernels.logprob.dispatch import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
@@ -21,7 +22,7 @@ def _runner(schedule: str, **settings: str) -> Callable[[Problem], Result]:
     def run(problem: Problem) -> Result:
         if problem.work.kind in ("forward", "backward"):
             return _run_logprobs(problem, settings)
-        return _run_loss(problem, {**settings, "schedule": schedule})
+        return run_loss(problem, {**settings, "schedule": schedule})
 
     return run
 
@@ -43,7 +44,8 @@ def _run_logprobs(problem: Problem, settings: dict[str, Any]) -> Result:
     return with_gradients(problem, out.logprobs, problem.dlogprobs, logprobs=out.logprobs)
 
 
-def _run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
+def run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
+    """A loss, forward and backward; ``settings`` are those of ``linear_policy_loss``."""
     if problem.work.kind == "mean":
         problem = replace(problem, advantages=torch.ones_like(problem.advantages))
     loss, _ = linear_policy_loss(
@@ -57,12 +59,41 @@ def _run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
     return with_gradients(problem, loss, loss=loss)
 
 
+def _planner(schedule: str, **settings: Any) -> Callable[[Problem], str | None]:
+    def planned(problem: Problem) -> str | None:
+        if problem.work.kind in ("forward", "backward"):
+            return None
+        loss = _MEAN if problem.work.kind == "mean" else problem.loss
+        return explain(
+            problem.hidden,
+            problem.weight,
+            problem.batch(),
+            loss,
+            softcap=problem.softcap,
+            schedule=schedule,
+            **settings,
+        ).schedule
+
+    return planned
+
+
 def _bf16(case: Case) -> str | None:
     return None if case.dtype == "bf16" else "the same as ours: nothing is rounded"
 
 
 def _losses(case: Case) -> str | None:
     return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
+
+
+def _not_the_default(case: Case) -> str | None:
+    """For one_pass, which "auto" mostly takes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if (reason := _losses(case)) is not None:
+        return reason
+    if splits_sequences(case, "fp32", device):
+        return "a sequence does not fit into a tile"
+    chosen = default_schedule(case, "ours", device)
+    return "the same as ours: it is what ours chooses" if chosen == "one_pass" else None
 
 
 def _unless_default(name: str) -> Callable[[str], str | None]:
@@ -75,7 +106,8 @@ def _unless_default(name: str) -> Callable[[str], str | None]:
 
 def _provider(name: str, note: str, schedule: str = "auto", **rest: Any) -> Provider:
     settings = {key: rest.pop(key) for key in ("precision", "backend") if key in rest}
-    return Provider(name=name, note=note, run=_runner(schedule, **settings), **rest)
+    run, planned = _runner(schedule, **settings), _planner(schedule, **settings)
+    return Provider(name=name, note=note, run=run, planned=planned, **rest)
 
 
 OURS = _provider("ours", "the defaults: unrounded fp32 logits")
@@ -84,6 +116,12 @@ OURS_INPUT = _provider(
     'precision="input": logits rounded to the input dtype, as most peers do',
     precision="input",
     unable=_bf16,
+)
+OURS_ONE_PASS = _provider(
+    "ours-one-pass",
+    'schedule="one_pass": gradients in the forward; where ours chooses two_pass',
+    "one_pass",
+    unable=_not_the_default,
 )
 OURS_TWO_PASS = _provider(
     "ours-two-pass",
@@ -103,4 +141,4 @@ OURS_REFERENCE = _provider(
     backend="reference",
     missing=_unless_default("reference"),
 )
-OURS_ALL = (OURS, OURS_INPUT, OURS_TWO_PASS, OURS_CHUNKED, OURS_REFERENCE)
+OURS_ALL = (OURS, OURS_INPUT, OURS_ONE_PASS, OURS_TWO_PASS, OURS_CHUNKED, OURS_REFERENCE)

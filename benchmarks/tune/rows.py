@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.tune.contest import Candidate
+from grpo_kernels import LossConfig, TokenBatch
 from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.logprob.tiles import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
 from grpo_kernels.logprob.triton_dlogits import dlogits_
+from grpo_kernels.logprob.triton_row_loss import RowFunction, row_loss_
 from grpo_kernels.logprob.triton_row_stats import row_stats
+from grpo_kernels.losses.weights import static_weights
+from grpo_kernels.middle import RowKernelStage
 
 _WARPS, _DEPTHS = (2, 4, 8, 16), (1, 2, 4, 8)
 # of the two; beyond it the registers of a multiprocessor no longer hold the tile
@@ -31,7 +35,7 @@ def row_configs() -> list[RowConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A tile of logits as in training, and what the default makes of it."""
+    """A tile of logits as in training, and what the defaults make of it."""
 
     source: Tensor  # (C, V)
     work: Tensor  # (C, V); the gradient is left in it
@@ -39,6 +43,9 @@ class Tile:
     stats: RowStats
     dlogp: Tensor  # (C,) fp32
     dlogits: Tensor  # (C, V), 16-bit
+    loss: RowFunction  # of rows whose policy is where it was when they were sampled
+    values: tuple[Tensor | None, ...]  # (C,) each, its further arguments
+    dloss: Tensor  # (C, V), 16-bit; that of the loss
 
 
 def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int) -> Tile:
@@ -51,21 +58,43 @@ def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int)
     stats = row_stats(source, target, Transform(), False, DEFAULT_ROW_CONFIG)
     out = torch.bfloat16 if dtype == torch.float32 else dtype
     work = source.clone()
-    got = dlogits_(work, target, Transform(), stats, dlogp, None, out, DEFAULT_ROW_CONFIG)
+    options = Transform(), stats, dlogp, None, out, DEFAULT_ROW_CONFIG
+    dlogits = dlogits_(work, target, *options).clone()
+    loss, values = _loss_of(target, stats.logp)
+    arguments = target, Transform(), loss, values, out, DEFAULT_ROW_CONFIG
     return Tile(
-        source=source, work=work, target=target, stats=stats, dlogp=dlogp, dlogits=got.clone()
+        source=source,
+        work=work,
+        target=target,
+        stats=stats,
+        dlogp=dlogp,
+        dlogits=dlogits,
+        loss=loss,
+        values=values,
+        dloss=row_loss_(work.copy_(source), *arguments)[2].clone(),
+    )
+
+
+def _loss_of(target: Tensor, logp: Tensor) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
+    """The default loss with a KL term, which reads two values more."""
+    config, ends = LossConfig(beta=0.04), torch.tensor([0, target.numel()], device=target.device)
+    batch = TokenBatch.from_packed(
+        target, logp.new_ones(1), ends, old_logprobs=logp, ref_logprobs=logp
+    )
+    return RowKernelStage(batch, static_weights(batch, config), config, "row kernel").function(
+        slice(0, target.numel())
     )
 
 
 def tile_rows(dtype: torch.dtype, columns: int, free: int) -> int:
     """Rows of a tile whose copies take half of ``free`` bytes at most."""
-    copies = 3  # source, work and the default's gradient
+    copies = 4  # source, work and the defaults' gradients
     return max(1, min(DEFAULT_CHUNK_ROWS, free // (2 * copies * columns * dtype.itemsize)))
 
 
 def candidates(kernel: str, tile: Tile) -> list[Candidate]:
     """Of ``kernel``, one of ``ROW_KERNELS``."""
-    make = {"stats": _stats, "dlogits": _dlogits}[kernel]
+    make = {"stats": _stats, "dlogits": _dlogits, "loss": _loss}[kernel]
     return [make(tile, config) for config in row_configs()]
 
 
@@ -91,11 +120,27 @@ def _dlogits(tile: Tile, config: RowConfig) -> Candidate:
         )  # fmt: skip
 
     def check() -> str | None:
-        difference = _largest_difference(run(), tile.dlogits)
-        allowed = torch.finfo(tile.dlogits.dtype).eps * _largest(tile.dlogits)
-        return None if difference <= allowed else f"the gradient differs by {difference:.1e}"
+        return _wrong_gradient(run(), tile.dlogits)
 
     return Candidate(value=_value(config), check=check, prepare=_restore(tile), run=run)
+
+
+def _loss(tile: Tile, config: RowConfig) -> Candidate:
+    def run() -> Tensor:
+        return row_loss_(
+            tile.work, tile.target, Transform(), tile.loss, tile.values, tile.dloss.dtype, config
+        )[2]
+
+    def check() -> str | None:
+        return _wrong_gradient(run(), tile.dloss)
+
+    return Candidate(value=_value(config), check=check, prepare=_restore(tile), run=run)
+
+
+def _wrong_gradient(got: Tensor, want: Tensor) -> str | None:
+    difference = _largest_difference(got, want)
+    allowed = torch.finfo(want.dtype).eps * _largest(want)
+    return None if difference <= allowed else f"the gradient differs by {difference:.1e}"
 
 
 def _restore(tile: Tile) -> Callable[[], None]:

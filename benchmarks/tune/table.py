@@ -78,7 +78,7 @@ class Table:
         parts = [_HEADER]
         for name, comment, kind in _PARTS:
             entries = getattr(self, name.lower())
-            parts.append(f"# {comment}\n{name}: {kind} = {_dict(entries)}\n")
+            parts.append(f"# {comment}\n{name}: {kind} = {dict_text(entries)}\n")
         return "\n".join(parts)
 
     def write(self, path: Path = PATH) -> None:
@@ -91,8 +91,8 @@ def read(path: Path = PATH) -> Table:
     return Table(**{name.lower(): values[name] for name, _, _ in _PARTS})
 
 
-def _dict(entries: Mapping[Any, Any], indent: str = "") -> str:
-    """One entry a line, sorted."""
+def dict_text(entries: Mapping[Any, Any], indent: str = "") -> str:
+    """A dictionary as code, one entry a line, sorted."""
     if not entries:
         return "{}"
     inner = f"{indent}    "
@@ -101,10 +101,12 @@ def _dict(entries: Mapping[Any, Any], indent: str = "") -> str:
 
 
 def _value(value: Any, indent: str) -> str:
-    return _dict(value, indent) if isinstance(value, dict) else _text(value)
+    return dict_text(value, indent) if isinstance(value, dict) else _text(value)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))})"
+    if isinstance(value, float):
+        return f"{value:g}".replace("e+", "e")
     return f'"{value}"' if isinstance(value, str) else str(value)

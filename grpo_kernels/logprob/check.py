@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.logprob.head import PRECISIONS, Head
+from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.precision import tf32_unavailable
 from grpo_kernels.logprob.rows import Transform, stats_dtype
 
@@ -27,6 +28,7 @@ def prepare_head(
     bias: Tensor | None,
     transform: Transform,
     precision: str,
+    lora: HeadLoRA | None = None,
 ) -> tuple[Tensor, Head]:
     """Checks the arguments and applies autocast: (..., D) hidden states, and the head.
 
@@ -58,7 +60,27 @@ def prepare_head(
             raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
     check_precision(precision, hidden)
     _check_transform(transform)
-    return hidden, Head(weight, bias, transform)
+    if lora is not None:
+        _check_lora(lora, weight)
+    return hidden, Head(weight, bias, transform, lora)
+
+
+def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
+    if not isinstance(lora, HeadLoRA):
+        raise ValueError(f"lora: expected a HeadLoRA or None, got {type(lora).__name__}")
+    columns, depth = weight.shape
+    for name, factor in (("lora.a", lora.a), ("lora.b", lora.b)):
+        check_floating(name, factor)
+        check_device(name, factor, weight)
+    if lora.a.dim() != 2 or lora.a.shape[1] != depth or not lora.a.shape[0]:
+        raise ValueError(f"lora.a: expected shape (r, {depth}), r > 0, got {tuple(lora.a.shape)}")
+    if lora.b.shape != (columns, lora.rank):
+        raise ValueError(
+            f"lora.b: expected shape ({columns}, {lora.rank}) (V of weight, r of lora.a), "
+            f"got {tuple(lora.b.shape)}"
+        )
+    if not isinstance(lora.scaling, float | int) or not math.isfinite(lora.scaling):
+        raise ValueError(f"lora.scaling: expected a finite number, got {lora.scaling!r}")
 
 
 def check_floating(name: str, value: Tensor) -> None:
@@ -114,9 +136,15 @@ def row_temperature(
             f"got {tuple(temperature.shape)}"
         )
     check_device("temperature", temperature, hidden)
-    if temperature.device.type == "cpu" and not bool((temperature > 0).all()):
-        raise ValueError("temperature: expected values > 0")
     return temperature.reshape(-1).to(stats_dtype(hidden.dtype))
+
+
+def check_row_temperature(temperature: Tensor | None) -> None:
+    """Raises ValueError for temperatures that are not positive; a GPU's are not looked at."""
+    if temperature is None or temperature.device.type != "cpu":
+        return
+    if not bool((temperature > 0).all()):
+        raise ValueError("temperature: expected values > 0")
 
 
 def _check_transform(transform: Transform) -> None:

@@ -18,7 +18,7 @@ class TorchRows:
         return concatenate(
             [
                 _stats(logits[block], target[block], transform.rows(block), extras)
-                for block in _blocks(logits)
+                for block in row_blocks(logits, BLOCK_ELEMENTS)
             ]
         )
 
@@ -33,7 +33,7 @@ class TorchRows:
         out_dtype: torch.dtype,
     ) -> Tensor:
         out = output_view(logits, out_dtype)
-        for block in _blocks(logits):
+        for block in row_blocks(logits, BLOCK_ELEMENTS):
             gradient = _dlogits(
                 logits[block],
                 target[block],
@@ -50,14 +50,14 @@ class TorchRows:
 TORCH_ROWS = TorchRows()
 
 
-def _blocks(logits: Tensor) -> list[slice]:
-    """Ranges of a power of two of rows.
+def row_blocks(logits: Tensor, elements: int) -> list[slice]:
+    """Ranges of a power of two of rows, of about ``elements`` logits.
 
     A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
     many rows it is given.
     """
     rows, columns = logits.shape
-    step = 1 << (max(1, BLOCK_ELEMENTS // max(columns, 1)).bit_length() - 1)
+    step = 1 << (max(1, elements // max(columns, 1)).bit_length() - 1)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 

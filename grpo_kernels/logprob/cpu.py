@@ -11,13 +11,15 @@ import functools
 import importlib.util
 import warnings
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.logprob.rows import RowStats, Transform, output_view
 
-ABI_VERSION = 3  # kAbiVersion of csrc/rows.h
+ABI_VERSION = 4  # kAbiVersion of csrc/rows.h
+_DONE = 0  # kDone of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
 
@@ -50,6 +52,15 @@ class Stats(ctypes.Structure):
     ]
 
 
+class Update(ctypes.Structure):
+    _fields_ = [
+        ("inner", c_void_p),
+        ("outer", c_void_p),
+        ("inner_stride", c_int64),
+        ("rank", c_int64),
+    ]
+
+
 class Linear(ctypes.Structure):
     _fields_ = [
         ("hidden", c_void_p),
@@ -60,6 +71,7 @@ class Linear(ctypes.Structure):
         ("weight_stride", c_int64),
         ("dtype", c_int32),
         ("rounded", c_int32),
+        ("update", Update),
         ("tile", Tile),
     ]
 
@@ -87,13 +99,27 @@ def _load() -> ctypes.CDLL | str:
         return f"the native CPU extension {spec.origin} belongs to another version of grpo-kernels"
     library.grpo_isa.argtypes = [c_int32]
     library.grpo_isa.restype = c_char_p
-    library.grpo_stats.argtypes = [POINTER(Tile), POINTER(Stats), c_int32, c_int32]
-    library.grpo_stats.restype = None
-    library.grpo_dlogits.argtypes = [POINTER(Tile), POINTER(_Gradient), c_int32, c_int32]
-    library.grpo_dlogits.restype = None
-    library.grpo_linear.argtypes = [POINTER(Linear), POINTER(Stats), c_int32, c_int32]
-    library.grpo_linear.restype = None
+    for function, of, results in (
+        (library.grpo_stats, Tile, Stats),
+        (library.grpo_dlogits, Tile, _Gradient),
+        (library.grpo_linear, Linear, Stats),
+    ):
+        function.argtypes = [POINTER(of), POINTER(results), c_int32, c_int32]
+        function.restype = c_int32
+        function.errcheck = _check_status  # type: ignore[assignment]
     return library
+
+
+def _check_status(status: int, function: Any, arguments: tuple) -> None:
+    """Raises torch.OutOfMemoryError where a kernel found no memory for what it needs beside its
+    arguments."""
+    if status == _DONE:
+        return
+    tile = arguments[0].tile if isinstance(arguments[0], Linear) else arguments[0]
+    raise torch.OutOfMemoryError(
+        f"{function.__name__}: can't allocate memory to work on {tile.rows} rows of "
+        f"{tile.columns} logits"
+    )
 
 
 def library() -> ctypes.CDLL:

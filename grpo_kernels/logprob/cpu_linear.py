@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_kernels.logprob.cpu import (
     DTYPES,
     Linear,
     NativeRows,
+    Update,
     empty_stats,
     library,
     pointer,
@@ -22,8 +26,8 @@ from grpo_kernels.logprob.rows import RowStats
 class NativeLinear:
     """``LinearStats`` for fp32, bf16 and fp16 on a CPU.
 
-    The product's sums are fp32. A row's bits depend neither on the other rows nor on
-    ``torch.get_num_threads()``. ``RowStats.lse`` is fp64, as that of ``NativeRows``.
+    The product's sums are fp32. A row's bits depend neither on the other rows nor, without LoRA,
+    on ``torch.get_num_threads()``. ``RowStats.lse`` is fp64, as that of ``NativeRows``.
     """
 
     def __init__(self, isa_rank: int = 0) -> None:
@@ -46,6 +50,7 @@ class NativeLinear:
         rows, columns = hidden.shape[0], weight.shape[0]
         assert weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
         assert bias is None or bias.shape == (columns,), bias.shape
+        update = _LowRank.of(hidden, head)
         stats = empty_stats(rows, extras)
         # a name of its own: `linear` gets a copy, which keeps nothing alive
         tile = tile_view(logits, rows, columns, target, head.transform)
@@ -58,6 +63,7 @@ class NativeLinear:
             weight_stride=weight.stride(0),
             dtype=DTYPES[hidden.dtype],
             rounded=precision == "input",
+            update=update.view() if update is not None else Update(),
             tile=tile,
         )
         threads = torch.get_num_threads()
@@ -81,6 +87,43 @@ class NativeHeadRows(NativeRows):
     ) -> RowStats:
         """Fills ``out`` (C, V) with the raw logits; the statistics have ``NativeLinear``'s bits."""
         return self._linear(hidden, head, target, "fp32", extras, out)
+
+
+# Rows for which torch forms the small factor of an update at a time: always as many, so that a
+# row's bits are its own. A power of two, as blocks of vectors are.
+_FACTOR_ROWS = 256
+_LANES = 16  # tokens of the widest vector
+_RANK_STEP = 8  # kRankStep of csrc/linear.h
+
+
+@dataclass(frozen=True)
+class _LowRank:
+    """What LoRA adds to the logits, as the kernel reads it; keeps its memory alive."""
+
+    inner: Tensor  # (rank, tokens) fp32, both filled up with zeros
+    outer: Tensor  # (V, rank) fp32
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head) -> _LowRank | None:
+        if head.lora is None:
+            return None
+        lora = head.lora.wide(hidden.dtype)
+        missing = -lora.rank % _RANK_STEP
+        outer = pad(lora.b, (0, missing)) if missing else lora.b.contiguous()
+        inner = hidden.new_zeros(
+            outer.shape[1], -(-hidden.shape[0] // _LANES) * _LANES, dtype=torch.float32
+        )
+        block = hidden.new_zeros(_FACTOR_ROWS, hidden.shape[1], dtype=torch.float32)
+        for start in range(0, hidden.shape[0], _FACTOR_ROWS):
+            part = hidden[start : start + _FACTOR_ROWS]
+            block[: part.shape[0]] = part
+            factor = lora.inner(block)[: part.shape[0]]
+            inner[: lora.rank, start : start + part.shape[0]] = factor.t()
+        return _LowRank(inner.detach(), outer.detach())
+
+    def view(self) -> Update:
+        inner, outer = self.inner, self.outer
+        return Update(inner.data_ptr(), outer.data_ptr(), inner.stride(0), inner.shape[0])
 
 
 NATIVE_LINEAR = NativeLinear()

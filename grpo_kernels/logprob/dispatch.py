@@ -16,11 +16,12 @@ from grpo_kernels.logprob.rows import LinearStats, RowKernels
 from grpo_kernels.logprob.tiles import gpu_chunk_rows
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
+REFERENCE = "reference"
 
-# Default size of the logits tile. On a CPU it bounds memory: down to 256 rows the products are as
+# Default size of the logits tile. On a CPU it bounds memory: down to 200 rows the products are as
 # fast, but 16-bit inputs gain from a single chunk, whose weight gradient needs no fp32 accumulator
 # (V * D * 4 bytes). On a GPU it is rows.
-_CPU_WORKSPACE_BYTES = 160 << 20
+_CPU_WORKSPACE_BYTES = 128 << 20
 _CPU_WORKSPACE_BYTES_16BIT = 320 << 20
 
 
@@ -76,12 +77,14 @@ BACKENDS: dict[str, Backend] = {
             lambda: None,
             lambda device, dtype: None,
         ),
-        Backend("reference", None, lambda: None, lambda device, dtype: None),
+        Backend(REFERENCE, None, lambda: None, lambda device, dtype: None),
     )
 }
 
 
 def _triton_linear_stats(hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+    if head.lora is not None:  # its update is added to a tile
+        return None
     if not LinearCase.of(hidden, head, precision).pays:
         return None
     return _module("triton_linear_stats").linear_stats
@@ -117,6 +120,11 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name, backend in BACKENDS.items() if backend.unavailable() is None)
 
 
+def requested_backend(backend: str) -> str:
+    """The argument, or what the environment says in place of ``"auto"``."""
+    return (os.environ.get(BACKEND_VARIABLE) or backend) if backend == "auto" else backend
+
+
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
     """The backend for these tensors.
 
@@ -126,9 +134,8 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     Raises:
         ValueError: the name is unknown, or that backend cannot run here or on these tensors.
     """
-    source = "backend"
-    if requested == "auto" and os.environ.get(BACKEND_VARIABLE):
-        requested, source = os.environ[BACKEND_VARIABLE], BACKEND_VARIABLE
+    source = "backend" if requested != "auto" else BACKEND_VARIABLE
+    requested = requested_backend(requested)
     if requested != "auto":
         return _forced(requested, source, device, dtype)
     reasons = []
@@ -186,4 +193,10 @@ def chunk_rows(
             f"max_workspace_bytes: expected at least {row_bytes} (one row of {columns} logits), "
             f"got {max_workspace_bytes}"
         )
-    return rows if rows < 64 else rows // 64 * 64
+    return _rounded(rows)
+
+
+def _rounded(rows: int) -> int:
+    """To full blocks of a product; of a small tile only to those of its innermost loop."""
+    block = 1 if rows < 64 else 16 if rows < 256 else 64
+    return rows // block * block

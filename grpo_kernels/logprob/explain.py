@@ -8,8 +8,11 @@ from torch import Tensor
 
 from grpo_kernels.logprob.check import prepare_head
 from grpo_kernels.logprob.fingerprint import fingerprint, forward_name
+from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.path import choose_path
 from grpo_kernels.logprob.rows import Transform
+
+_READS_A_TILE = "a tile of logits: some of what is asked for is read from it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +39,14 @@ def explain_logprobs(
     weight: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: HeadLoRA | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     precision: str = "fp32",
     backend: str = "auto",
     max_workspace_bytes: int | None = None,
     kept: bool = False,
+    ranked: bool = False,
     batch_invariant: bool = False,
 ) -> LogprobsPlan:
     """The plan that :func:`linear_logprobs` would follow for the same arguments; print it.
@@ -52,13 +57,14 @@ def explain_logprobs(
 
     Args:
         kept: whether ``kept_logprobs`` are asked for.
+        ranked: whether ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
         hidden, weight, ...: as for ``linear_logprobs``.
 
     Raises:
         ValueError: as ``linear_logprobs`` would for these arguments.
     """
     transform = Transform(float(logit_scale), softcap)
-    hidden, head = prepare_head(hidden, weight, bias, transform, precision)
+    hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
     rows = hidden.reshape(-1, hidden.shape[-1])
     path = choose_path(
         backend,
@@ -68,11 +74,12 @@ def explain_logprobs(
         max_workspace_bytes,
         batch_invariant=batch_invariant,
         kept=kept,
+        ranked=ranked,
     )
     return LogprobsPlan(
         backend=path.choice.backend.name,
         forward=forward_name(path),
         precision=precision,
         fingerprint=fingerprint(path, rows, head),
-        reasons=path.choice.reasons,
+        reasons=path.choice.reasons + ((_READS_A_TILE,) if kept or ranked else ()),
     )

@@ -28,10 +28,11 @@ def fingerprint(path: Path, hidden: Tensor, head: Head, schedule: str | None = N
         f"grpo-kernels {VERSION}",
         " ".join([name, *configured]),
         forward_name(path),
+        *([f"LoRA of rank {head.lora.rank}"] if head.lora is not None else []),
         f"{str(hidden.dtype).removeprefix('torch.')} precision={path.precision}",
         *([schedule] if schedule is not None else []),
         *(["batch_invariant"] if path.batch_invariant else []),
-        " ".join([*_device(hidden.device, path), *_libraries(name, hidden.device)]),
+        " ".join([*_device(hidden.device, path, head), *_libraries(name, hidden.device)]),
     ]
     line = " | ".join(parts)
     return f"{line} | {hashlib.sha256(line.encode()).hexdigest()[:8]}"
@@ -65,15 +66,13 @@ def _cpu(path: Path, hidden: Tensor, head: Head) -> list[str]:
 _CONFIGS: dict[str, Callable[[Path, Tensor, Head], list[str]]] = {"triton": _triton, "cpu": _cpu}
 
 
-def _device(device: torch.device, path: Path) -> list[str]:
+def _device(device: torch.device, path: Path, head: Head) -> list[str]:
     """The device; on a CPU a library's product depends on the number of threads, too."""
     if device.type != "cpu":
         return [device_class(device)]
     capability = torch.backends.cpu.get_cpu_capability()
-    return [
-        capability,
-        *([f"threads={torch.get_num_threads()}"] if path.linear_stats is None else []),
-    ]
+    by_library = path.linear_stats is None or head.lora is not None
+    return [capability, *([f"threads={torch.get_num_threads()}"] if by_library else [])]
 
 
 def _libraries(backend: str, device: torch.device) -> list[str]:

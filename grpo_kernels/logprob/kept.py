@@ -67,6 +67,20 @@ class KeptRows:
             logp=own.values - peak - excess.log1p(),
         )
 
+    def at(self, order: Tensor) -> KeptRows:
+        """The same where a tile holds the rows ``order`` (n,) of this one."""
+        places = torch.full_like(self.target, -1)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        left = places[self.rows] >= 0
+        return KeptRows(
+            ids=self.ids[left],
+            rows=places[self.rows[left]],
+            others=self.others[left],
+            target=self.target[order],
+            target_slope=self.target_slope[order],
+            logp=self.logp[order],
+        )
+
     def add_gradient_(self, dlogits: Tensor, dkept: Tensor) -> None:
         """Adds ``dkept (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.kept import KeptSet
-from grpo_kernels.logprob.dispatch import choose_backend
-from grpo_kernels.logprob.head import Head
-from grpo_kernels.logprob.path import Path
+from grpo_kernels.logprob.check import check_row_temperature
+from grpo_kernels.logprob.derivatives import no_second_derivative
+from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.logprob.out_of_memory import (
+    SPOILED_SUM,
+    fewer_rows,
+    first_that_fits,
+    forward_ways,
+    smaller_tile,
+)
+from grpo_kernels.logprob.path import Path, choose_path
+from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.recompute import recompute_backward
-from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform, dtype_of, stats_dtype
+from grpo_kernels.logprob.rows import RowStats, Transform, dtype_of, shapes_of, stats_dtype
 from grpo_kernels.logprob.schedule import (
     Gradients,
     Needs,
@@ -36,13 +47,18 @@ class Tensors(NamedTuple):
     kept_indices: Tensor | None  # of a KeptSet, as the next two
     kept_offsets: Tensor | None
     kept_bounds: Tensor | None
+    lora_a: Tensor | None = None  # (r, D)
+    lora_b: Tensor | None = None  # (V, r)
 
     @staticmethod
     def of(hidden: Tensor, head: Head, target: Tensor, kept: KeptSet | None) -> Tensors:
         temperature = head.transform.temperature
         per_row = temperature if isinstance(temperature, Tensor) else None
-        sets = (None, None, None) if kept is None else (kept.indices, kept.offsets, kept.bounds)
-        return Tensors(hidden, head.weight, head.bias, target, per_row, *sets)
+        indices, offsets, bounds = (
+            (None, None, None) if kept is None else (kept.indices, kept.offsets, kept.bounds)
+        )
+        plain = (hidden, head.weight, head.bias, target, per_row)
+        return Tensors(*plain, indices, offsets, bounds, *head.factors)
 
     @property
     def kept(self) -> KeptSet | None:
@@ -53,23 +69,20 @@ class Tensors(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """The scalar arguments of the ops, as they stand in the schema."""
+    """The scalar arguments of the ops, as they stand in the schema: what the caller asked for.
+
+    The ops decide what runs. So a compiler sees no decision, and guards on none.
+    """
 
     temperature: float
     logit_scale: float
     softcap: float | None
     precision: str
     backend: str
-    tile_rows: int
+    max_workspace_bytes: int | None
     batch_invariant: bool
-
-    @staticmethod
-    def of(transform: Transform, path: Path) -> HeadOptions:
-        scalar = transform.temperature if isinstance(transform.temperature, float | int) else 1.0
-        return HeadOptions(
-            float(scalar), transform.logit_scale, transform.softcap, path.precision,
-            path.choice.backend.name, path.tile_rows, path.batch_invariant,
-        )  # fmt: skip
+    all_valid: bool = False  # every row has a target, and its id was checked
+    lora_scaling: float = 1.0
 
     def head(self, tensors: Tensors) -> Head:
         temperature = tensors.row_temperature
@@ -78,36 +91,49 @@ class HeadOptions(NamedTuple):
             self.softcap,
             self.temperature if temperature is None else temperature,
         )
-        return Head(tensors.weight, tensors.bias, transform)
+        lora = None
+        if tensors.lora_a is not None and tensors.lora_b is not None:
+            lora = HeadLoRA(a=tensors.lora_a, b=tensors.lora_b, scaling=self.lora_scaling)
+        return Head(tensors.weight, tensors.bias, transform, lora)
 
-    def rows(self, tensors: Tensors) -> Rows:
-        """The rows that carry a target."""
+    def rows(self, tensors: Tensors, wanted: Tensor | None = None) -> Rows:
+        """The rows that carry a target and are ``wanted``, (T,) bool; see :class:`Rows`."""
         hidden, target = tensors.hidden, tensors.target
-        head = self.head(tensors)
-        return Rows(hidden=hidden, head=head, target=target, kept=tensors.kept).valid()
+        rows = Rows(hidden=hidden, head=self.head(tensors), target=target, kept=tensors.kept)
+        return rows.chosen(wanted) if self.all_valid else rows.valid(wanted)
 
-    def path(self, tensors: Tensors) -> Path:
-        hidden = tensors.hidden
-        return Path.of(
-            choose_backend(self.backend, hidden.device, hidden.dtype),
-            hidden,
+    def path(self, tensors: Tensors, ranking: Ranking = UNRANKED) -> Path:
+        return choose_path(
+            self.backend,
+            tensors.hidden,
             self.head(tensors),
             self.precision,
-            self.tile_rows,
+            self.max_workspace_bytes,
             batch_invariant=self.batch_invariant,
             kept=tensors.kept_indices is not None,
+            ranked=ranking.wanted,
         )
 
+    def advice(self, tensors: Tensors) -> Callable[[Path], str]:
+        """What to set where a path with a smaller tile has to step in."""
+        dtype = logits_dtype(tensors.hidden.dtype, self.precision)
+        return smaller_tile(tensors.weight.shape[0], dtype)
 
+
+DIFFERENTIABLE = Gradients._fields
 _NUM_TENSORS, _NUM_OPTIONS = len(Tensors._fields), len(HeadOptions._fields)
 _TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? row_temperature, "
-    "Tensor? kept_indices, Tensor? kept_offsets, Tensor? kept_bounds"
+    "Tensor? kept_indices, Tensor? kept_offsets, Tensor? kept_bounds, "
+    "Tensor? lora_a, Tensor? lora_b"
 )
 _OPTIONS = (
     "float temperature, float logit_scale, float? softcap, str precision, str backend, "
-    "int tile_rows, bool batch_invariant"
+    "int? max_workspace_bytes, bool batch_invariant, bool all_valid, "
+    "float lora_scaling"
 )
+_ASKED = "bool extras, bool rank, int top_k"
+_NUM_ASKED = 1 + len(Ranking._fields)
 _STATS = ", ".join(["Tensor"] * len(RowStats._fields))
 
 
@@ -120,16 +146,23 @@ def _split(arguments: tuple) -> tuple[Tensors, HeadOptions, tuple]:
 @torch.library.custom_op(
     "grpo_kernels::linear_logprobs",
     mutates_args=(),
-    schema=f"({_TENSORS}, {_OPTIONS}, bool extras) -> ({_STATS})",
+    tags=(torch.Tag.cudagraph_unsafe,),  # it asks which rows are valid
+    schema=f"({_TENSORS}, {_OPTIONS}, {_ASKED}) -> ({_STATS})",
 )
 def linear_logprobs_forward(*arguments):
     """Statistics of (T, D) rows in the order of :class:`RowStats`; what was not asked is empty."""
-    tensors, options, (extras,) = _split(arguments)
-    rows = options.rows(tensors)
-    chunks = row_chunks(rows.target.numel(), options.tile_rows)
+    tensors, options, (extras, *order) = _split(arguments)
+    ranking = Ranking(*order)
+    check_row_temperature(tensors.row_temperature)
+    rows, path = options.rows(tensors), options.path(tensors, ranking)
+
+    def run(path: Path) -> RowStats:
+        chunks = row_chunks(rows.target.numel(), path.tile_rows)
+        execution = path.execution(chunks, extras, rows.kept, ranking)
+        return forward(rows.hidden, rows.head, rows.target, execution)
+
     with torch.no_grad():
-        execution = options.path(tensors).execution(chunks, extras, rows.kept)
-        stats = forward(rows.hidden, rows.head, rows.target, execution)
+        stats = first_that_fits(run, forward_ways(path), options.advice(tensors))
     return tuple(
         rows.spread(value) if value is not None else tensors.hidden.new_empty(0, dtype=dtype)
         for value, dtype in zip(stats, _stats_dtypes(tensors), strict=True)
@@ -143,46 +176,59 @@ def _stats_dtypes(tensors: Tensors) -> list[torch.dtype]:
 
 @linear_logprobs_forward.register_fake
 def _(*arguments):
-    tensors, _, (extras,) = _split(arguments)
-    shapes = dict.fromkeys(RowStats._fields, tensors.target.shape)
-    if not extras:
-        shapes.update(dict.fromkeys(EXTRAS, torch.Size((0,))))
-    if tensors.kept_indices is None:
-        shapes["kept_logp"] = torch.Size((0,))
+    tensors, _, (extras, rank, top_k) = _split(arguments)
+    kept = tensors.kept_indices is not None
+    shapes = shapes_of(tensors.target.shape, extras=extras, kept=kept, rank=rank, top_k=top_k)
     return tuple(
-        tensors.hidden.new_empty(shape, dtype=dtype)
-        for shape, dtype in zip(shapes.values(), _stats_dtypes(tensors), strict=True)
+        tensors.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
+        for name, dtype in zip(RowStats._fields, _stats_dtypes(tensors), strict=True)
     )
 
 
 @torch.library.custom_op(
     "grpo_kernels::linear_logprobs_backward",
     mutates_args=(),
+    tags=(torch.Tag.cudagraph_unsafe,),
     schema=(
         f"({_TENSORS}, {_OPTIONS}, Tensor logp, Tensor entropy, Tensor lse, "
         "Tensor? dlogp, Tensor? dentropy, Tensor? dkept, bool[] needs)"
-        " -> (Tensor, Tensor, Tensor)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def linear_logprobs_backward(*arguments):
-    """Gradients of hidden, weight and bias from what the forward found; one that is not needed is
+    """Gradients of what is differentiable from what the forward found; one that is not needed is
     empty."""
     tensors, options, (logp, entropy, lse, *given, needs) = _split(arguments)
-    rows = options.rows(tensors)
-    outer = StatsGradients(*(rows.take(gradient) for gradient in given))
-    stats = RowStats(*(rows.take(found) for found in (logp, entropy, lse)))  # type: ignore[arg-type]
-    path, scale = (
-        options.path(tensors),
-        fp16_gradient_scale(tensors.hidden, _largest(outer, tensors.hidden)),
-    )
-    run = recompute_backward if rows.kept is None else _whole_rows
-    gradients = run(rows, stats, outer, path, Needs(*needs), scale)
-    if gradients.hidden is not None:
-        gradients = gradients._replace(hidden=rows.spread(gradients.hidden))
+    stats, outer = RowStats(logp, entropy, lse), StatsGradients(*given)
+    gradients = head_gradients(tensors, options, stats, outer, Needs(*needs))
     return tuple(
         gradient.to(x.dtype) if gradient is not None else x.new_empty(0)
         for gradient, x in zip(gradients, _differentiable(tensors), strict=True)
     )
+
+
+def head_gradients(
+    tensors: Tensors,
+    options: HeadOptions,
+    stats: RowStats,  # of all rows: logp, entropy and lse
+    outer: StatsGradients,
+    needs: Needs,
+) -> Gradients:
+    """Gradients of what is differentiable, in fp32 or the dtype of the hidden states."""
+    rows, path = options.rows(tensors, outer.nonzero), options.path(tensors)
+    outer = StatsGradients(*(rows.take(gradient) for gradient in outer))
+    stats = RowStats(*(rows.take(found) for found in stats[:3]))  # type: ignore[arg-type]
+    scale = fp16_gradient_scale(tensors.hidden, _largest(outer, tensors.hidden))
+    run = recompute_backward if rows.kept is None else _whole_rows
+    gradients = first_that_fits(
+        lambda path: run(rows, stats, outer, path, needs, scale),
+        fewer_rows(path),
+        options.advice(tensors),
+        lambda _: SPOILED_SUM if needs.weight_sink is not None else None,
+    )
+    if gradients.hidden is not None:
+        gradients = gradients._replace(hidden=rows.spread(gradients.hidden))
+    return gradients
 
 
 def _whole_rows(
@@ -212,26 +258,29 @@ def _(*arguments):
     )
 
 
-def _differentiable(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden, weight and bias; for want of a bias, something to make an empty tensor of."""
-    hidden, weight, bias = tensors[:3]
-    return hidden, weight, hidden if bias is None else bias
+def _differentiable(tensors: Tensors) -> list[Tensor]:
+    """The tensors that get gradients; for want of one, something to make an empty tensor of."""
+    found = (getattr(tensors, name) for name in DIFFERENTIABLE)
+    return [tensors.hidden if x is None else x for x in found]
 
 
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3])  # logp, entropy and lse
-    ctx.options = inputs[_NUM_TENSORS:-1]
+    ctx.options = inputs[_NUM_TENSORS:-_NUM_ASKED]
 
 
 def _backward(ctx, *outer):
     by_name = dict(zip(RowStats._fields, outer, strict=True))
-    needs = list(ctx.needs_input_grad[:3])
+    needed = dict(zip(Tensors._fields, ctx.needs_input_grad, strict=False))
+    needs = [needed[name] for name in DIFFERENTIABLE]
+    saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
     gradients = linear_logprobs_backward(
-        *ctx.saved_tensors[:_NUM_TENSORS], *ctx.options, *ctx.saved_tensors[_NUM_TENSORS:],
+        *saved[:_NUM_TENSORS], *ctx.options, *saved[_NUM_TENSORS:],
         *(_dense(by_name[name]) for name in ("logp", "entropy", "kept_logp")), needs,
     )  # fmt: skip
-    wanted = [grad if needed else None for grad, needed in zip(gradients, needs, strict=True)]
-    return (*wanted, *[None] * (_NUM_TENSORS - 3 + _NUM_OPTIONS + 1))
+    found = dict(zip(DIFFERENTIABLE, gradients, strict=True))
+    wanted = [found[name] if needed[name] and name in found else None for name in Tensors._fields]
+    return (*wanted, *[None] * (_NUM_OPTIONS + _NUM_ASKED))
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
@@ -240,6 +289,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 
 linear_logprobs_forward.register_autograd(_backward, setup_context=_setup_context)
+linear_logprobs_backward.register_autograd(no_second_derivative("linear_logprobs"))
 
 
 def _largest(outer: StatsGradients, hidden: Tensor) -> Tensor:

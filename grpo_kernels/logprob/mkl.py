@@ -36,8 +36,9 @@ def matmul(
     b: Tensor,  # (K, N) likewise
     out: Tensor,  # (M, N) fp32, columns contiguous
     accumulate: bool = False,
+    alpha: float = 1.0,
 ) -> Tensor:
-    """``out = a @ b``, or ``out += a @ b``, without rounding in between."""
+    """``out = alpha a @ b``, or ``out += alpha a @ b``, without rounding in between."""
     (rows, depth), columns = a.shape, b.shape[1]
     assert out.shape == (rows, columns) and out.dtype == torch.float32, (out.shape, out.dtype)
     assert a.dtype == b.dtype and b.shape[0] == depth, (a.shape, b.shape, a.dtype, b.dtype)
@@ -53,7 +54,7 @@ def matmul(
     assert how_out == _AS_IT_IS, out.stride()
     multiply(
         *(_ROW_MAJOR, how_a, how_b, rows, columns, depth),
-        *(1.0, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
+        *(alpha, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
         *(float(accumulate), out.data_ptr(), stride_out),
     )
     return out

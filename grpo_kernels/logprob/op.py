@@ -12,15 +12,17 @@ from grpo_kernels.logprob.check import (
     check_device,
     check_floating,
     check_kept_range,
+    check_row_temperature,
     prepare_head,
     row_temperature,
 )
-from grpo_kernels.logprob.head import Head
+from grpo_kernels.logprob.derivatives import check_plain
+from grpo_kernels.logprob.dispatch import REFERENCE, requested_backend
 from grpo_kernels.logprob.library import HeadOptions, Tensors, linear_logprobs_forward
-from grpo_kernels.logprob.path import choose_path
+from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.reference import reference_logprobs
 from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform
-from grpo_kernels.logprob.valid_rows import Rows
 
 # in the order of RowStats
 OUTPUTS = (
@@ -29,12 +31,17 @@ OUTPUTS = (
     "lse",
     *EXTRAS,
     "kept_logprobs",
+    "rank",
+    "topk_logprobs",
+    "topk_indices",
 )
+_TOP_K = ("topk_logprobs", "topk_indices")
 DIFFERENTIABLE = ("logprobs", "entropy", "kept_logprobs")
 
 
 class LinearLogprobs(NamedTuple):
-    """Outputs of :func:`linear_logprobs`, each of the shape of ``target``; None if not asked."""
+    """Outputs of :func:`linear_logprobs`; None if not asked. All have the shape of ``target``, the
+    last two one more dimension of ``top_k``."""
 
     logprobs: Tensor | None  # log p[target]
     entropy: Tensor | None  # nats
@@ -44,6 +51,9 @@ class LinearLogprobs(NamedTuple):
     max_logit: Tensor | None  # largest transformed logit; no gradient
     min_logit: Tensor | None  # smallest; no gradient
     kept_logprobs: Tensor | None  # log of p[target] / sum of p over the kept set and the target
+    rank: Tensor | None  # int64, how many ids come before the target; 0: it is top-1
+    topk_logprobs: Tensor | None  # (..., k) log p of the first k ids, descending; no gradient
+    topk_indices: Tensor | None  # (..., k) int64, these ids
 
 
 def linear_logprobs(
@@ -52,6 +62,7 @@ def linear_logprobs(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: HeadLoRA | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -60,24 +71,32 @@ def linear_logprobs(
     backend: str = "auto",
     max_workspace_bytes: int | None = None,
     kept: KeptSet | None = None,
+    top_k: int | None = None,
     batch_invariant: bool = False,
 ) -> LinearLogprobs:
     """Log-probabilities of ``target`` under a linear head; the logits never exist as a whole.
 
     The scores are ``softcap * tanh(logit_scale * logits / softcap) / temperature``, without the
-    tanh when ``softcap`` is None. Gradients flow to hidden, weight and bias, through ``logprobs``,
-    ``entropy`` and ``kept_logprobs``.
+    tanh when ``softcap`` is None. Gradients flow to hidden, weight, bias and the factors of
+    ``lora``, through ``logprobs``, ``entropy`` and ``kept_logprobs``.
+
+    ``rank`` and the top k order a row's ids by score, equal scores by the smaller id. A row without
+    a softmax, with a NaN or +inf among its scores or -inf alone, has rank and ids -1 and
+    log-probabilities NaN.
 
     Args:
         hidden: (..., D) last hidden states; fp32, bf16, fp16 or fp64.
         weight: (V, D) LM-head weight of the same dtype (under autocast any).
         target: (...) int64 ids in [0, V); -100 marks a row that costs nothing and gives 0.
         bias: (V,) or None.
+        lora: an adapter of the head, or None. Its update is added to the logits in fp32; no (V, D)
+            tensor is made of it.
         temperature: a float > 0, or one value per row, shaped as ``target``; no gradient.
         logit_scale: a factor on the logits (Cohere, Granite).
         softcap: bound of the logits (Gemma), or None.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
-            kept_logprobs`` to return.
+            kept_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
+            from a tile of logits, also where a backend otherwise forms none.
         precision: ``"fp32"`` keeps the accumulators of the product unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
             a GPU's tf32 units. torch's own precision switches have no say in it.
@@ -85,7 +104,8 @@ def linear_logprobs(
         max_workspace_bytes: bound on the logits tile; None: the backend's default.
         kept: the ids that sampling left for each row of ``target.reshape(-1)``, for
             ``kept_logprobs``: the log-probability that a top-p, top-k or min-p sampler gave the
-            target. Its scores are read from a tile of logits, also where a backend needs none.
+            target.
+        top_k: how many ids ``topk_logprobs`` and ``topk_indices`` hold, in [1, V].
         batch_invariant: a row's bits depend on its own inputs alone: not on the rows around it, on
             their number, or on whether gradients are wanted. Else they may, by fp32 rounding. It
             holds for one device, one setting of the arguments and, on a CPU, of its threads:
@@ -97,33 +117,28 @@ def linear_logprobs(
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
     """
-    _check_outputs(outputs, kept)
+    _check_outputs(outputs, kept, top_k)
     check_floating("hidden", hidden)
     _check_target(hidden, target)
     temperature = row_temperature(temperature, target.shape, hidden)
     transform = Transform(float(logit_scale), softcap, temperature)
-    hidden, head = prepare_head(hidden, weight, bias, transform, precision)
+    hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
     if kept is not None:
         check_kept(kept, target)
         check_kept_range(kept.max_id, weight.shape[0])
         kept = kept if "kept_logprobs" in outputs else None
+    if top_k is not None and not 1 <= top_k <= weight.shape[0]:
+        raise ValueError(f"top_k: expected 1 to {weight.shape[0]} (ids of weight), got {top_k}")
+    ranking = Ranking("rank" in outputs, top_k or 0)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    path = choose_path(
-        backend,
-        rows,
-        head,
-        precision,
-        max_workspace_bytes,
-        batch_invariant=batch_invariant,
-        kept=kept is not None,
-    )
-    if path.choice.backend.kernels is None:
-        stats = _reference(rows, head, target.reshape(-1), precision, kept)
-    else:
-        tensors = Tensors.of(rows, head, target.reshape(-1), kept)
-        extras = any(name in EXTRAS for name in outputs)
-        options = HeadOptions.of(transform, path)
-        stats = RowStats(*linear_logprobs_forward(*tensors, *options, extras))
+    scalar = 1.0 if isinstance(temperature, Tensor) else temperature
+    options = HeadOptions(
+        scalar, transform.logit_scale, softcap, precision, requested_backend(backend),
+        max_workspace_bytes, batch_invariant, all_valid=False,
+        lora_scaling=1.0 if lora is None else float(lora.scaling),
+    )  # fmt: skip
+    extras = any(name in EXTRAS for name in outputs)
+    stats = head_stats(Tensors.of(rows, head, target.reshape(-1), kept), options, extras, ranking)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     values = zip(OUTPUTS, stats, strict=True)
     return LinearLogprobs(
@@ -131,14 +146,31 @@ def linear_logprobs(
     )
 
 
+def head_stats(
+    tensors: Tensors, options: HeadOptions, extras: bool = False, ranking: Ranking = UNRANKED
+) -> RowStats:
+    """The statistics behind :func:`linear_logprobs`, of arguments that were checked."""
+    if options.backend != REFERENCE:
+        factors = {"lora.a": tensors.lora_a, "lora.b": tensors.lora_b}
+        check_plain(hidden=tensors.hidden, weight=tensors.weight, bias=tensors.bias, **factors)
+        return RowStats(*linear_logprobs_forward(*tensors, *options, extras, *ranking))
+    options.path(tensors, ranking)  # for its checks
+    check_row_temperature(tensors.row_temperature)
+    rows = options.rows(tensors)
+    stats = reference_logprobs(
+        rows.hidden, rows.head, rows.target, options.precision, rows.kept, ranking
+    )
+    return RowStats(*(rows.spread(x) if x is not None else None for x in stats))  # type: ignore[arg-type]
+
+
 def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
     assert value is not None  # it was asked for
     if name not in DIFFERENTIABLE:
         value = value.detach()
-    return value.reshape(target.shape)
+    return value.reshape(*target.shape, *value.shape[1:])
 
 
-def _check_outputs(outputs: tuple[str, ...], kept: KeptSet | None) -> None:
+def _check_outputs(outputs: tuple[str, ...], kept: KeptSet | None, top_k: int | None) -> None:
     unknown = [name for name in outputs if name not in OUTPUTS]
     if isinstance(outputs, str) or unknown or not outputs:
         raise ValueError(
@@ -146,6 +178,13 @@ def _check_outputs(outputs: tuple[str, ...], kept: KeptSet | None) -> None:
         )
     if "kept_logprobs" in outputs and kept is None:
         raise ValueError("kept: expected a KeptSet for the output 'kept_logprobs', got None")
+    wanted = [name for name in _TOP_K if name in outputs]
+    if bool(wanted) != (top_k is not None):
+        expected = f"a number of ids for the output {wanted[0]!r}" if wanted else "None"
+        without = "" if wanted else f" without one of the outputs {', '.join(_TOP_K)}"
+        raise ValueError(f"top_k: expected {expected}{without}, got {top_k!r}")
+    if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
+        raise ValueError(f"top_k: expected an int, got {top_k!r}")
 
 
 def _check_target(hidden: Tensor, target: Tensor) -> None:
@@ -158,11 +197,3 @@ def _check_target(hidden: Tensor, target: Tensor) -> None:
             f"dimension), got {tuple(target.shape)}"
         )
     check_device("target", target, hidden)
-
-
-def _reference(
-    hidden: Tensor, head: Head, target: Tensor, precision: str, kept: KeptSet | None
-) -> RowStats:
-    rows = Rows(hidden=hidden, head=head, target=target, kept=kept).valid()
-    stats = reference_logprobs(rows.hidden, rows.head, rows.target, precision, rows.kept)
-    return RowStats(*(rows.spread(x) if x is not None else None for x in stats))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.dispatch import Choice, choose_backend, chunk_rows
 from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.rows import FormsLogits, LinearStats
 from grpo_kernels.logprob.schedule import Execution
 
@@ -42,9 +43,14 @@ class Path:
         *,
         batch_invariant: bool,
         kept: bool,
+        ranked: bool = False,
     ) -> Path:
-        """The path with a tile that is already known; a ``kept`` set is read from a tile."""
-        tiled = kept or choice.backend.kernels is None
+        """The path with a tile that is already known.
+
+        Scores of a ``kept`` set, and what is ``ranked`` (the target, the top k), are read from a
+        tile.
+        """
+        tiled = kept or ranked or choice.backend.kernels is None
         return Path(
             choice=choice,
             precision=precision,
@@ -67,7 +73,11 @@ class Path:
         return isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, logits)
 
     def execution(
-        self, chunks: Sequence[slice], extras: bool = False, kept: KeptSet | None = None
+        self,
+        chunks: Sequence[slice],
+        extras: bool = False,
+        kept: KeptSet | None = None,
+        ranking: Ranking = UNRANKED,
     ) -> Execution:
         """The loop over ``chunks`` of rows."""
         return Execution(
@@ -77,6 +87,7 @@ class Path:
             extras,
             self.linear_stats,
             kept,
+            ranking,
             self.fixed_rows,
         )
 
@@ -90,6 +101,7 @@ def choose_path(
     *,
     batch_invariant: bool = False,
     kept: bool = False,
+    ranked: bool = False,
 ) -> Path:
     """The path of a head's arguments.
 
@@ -102,7 +114,14 @@ def choose_path(
     if batch_invariant:
         rows = _fixed_rows(choice, hidden.device, rows, max_workspace_bytes)
     return Path.of(
-        choice, hidden, head, precision, rows, batch_invariant=batch_invariant, kept=kept
+        choice,
+        hidden,
+        head,
+        precision,
+        rows,
+        batch_invariant=batch_invariant,
+        kept=kept,
+        ranked=ranked,
     )
 
 

@@ -12,12 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.logprob.gradients import (
+    Gradients,
+    Needs,
+    StatsGradients,
+    adapter_gradients,
+    with_adapter,
+)
 from grpo_kernels.logprob.head import Head, accumulate, logits_dtype, project
 from grpo_kernels.logprob.memory import on_huge_pages
 from grpo_kernels.logprob.path import Path
 from grpo_kernels.logprob.precision import products
 from grpo_kernels.logprob.rows import RowStats, clear_row_ends, stats_dtype
-from grpo_kernels.logprob.schedule import Gradients, Needs, StatsGradients, row_chunks
+from grpo_kernels.logprob.schedule import row_chunks
 from grpo_kernels.logprob.valid_rows import Rows
 
 # Narrower slices starve the products, wider ones gain nothing.
@@ -54,19 +61,20 @@ def recompute_backward(
     needs: Needs,
     gradient_scale: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of hidden, weight and bias.
+    """Gradients of hidden, weight, bias and an adapter.
 
     ``gradient_scale`` is that of :func:`grpo_kernels.logprob.schedule.forward_backward`.
     """
-    hidden, weight = rows.hidden, rows.head.weight.to(rows.hidden.dtype)
+    hidden, whole = rows.hidden, rows.head.to(rows.hidden.dtype)
+    weight = whole.weight
     slices = cut(hidden.shape[0], weight.shape[0], path.tile_rows * weight.shape[0])
     dtype = logits_dtype(hidden.dtype, path.precision)
     tile = on_huge_pages(hidden.new_empty(slices.elements, dtype=dtype))
     task = _Task(rows, stats, outer.times(gradient_scale), path, tile)
-    results = _zeros(hidden, rows.head, needs)
+    results, adapter = _zeros(hidden, rows.head, needs), adapter_gradients(hidden, whole, needs)
+    sink = needs.weight_sink if needs.weight else None
     for columns in slices.columns:
-        bias = rows.head.bias[columns] if rows.head.bias is not None else None
-        head = Head(weight[columns], bias, rows.head.transform)
+        head = whole.columns(columns)
         dweight = _place(results.weight, columns, hidden.dtype, len(slices.rows))
         for part in slices.rows:
             dlogits = task.dlogits(part, head, columns)
@@ -76,11 +84,17 @@ def recompute_backward(
                     accumulate(results.hidden[part], dlogits, head.weight, columns.start == 0)
                 if dweight is not None:
                     accumulate(dweight, dlogits.t(), hidden[part], part.start == 0)
+                if sink is not None:
+                    sink.add(dlogits, hidden[part], columns, gradient_scale)
+                if adapter is not None:
+                    adapter.add(dlogits, part, columns)
             if results.bias is not None:
                 results.bias[columns] += torch.sum(dlogits, 0, dtype=results.bias.dtype)
         if dweight is not None and results.weight is not None:
             _store(results.weight[columns], dweight, gradient_scale)
-    for result in (results.hidden, results.bias):
+    with products(hidden.device, path.precision):
+        results = with_adapter(results, adapter)
+    for result in (results.hidden, results.bias, results.lora_a, results.lora_b):
         if result is not None and gradient_scale is not None:
             result.div_(gradient_scale)
     return results
@@ -100,7 +114,7 @@ class _Task:
         size = (hidden.shape[0], head.weight.shape[0])
         logits = self.tile[: size[0] * size[1]].view(size)
         with products(hidden.device, self.path.precision):
-            project(hidden, head.weight, head.bias, logits)
+            project(hidden, head, logits)
         dlogp, dentropy, _ = self.outer.rows(part)
         stats = self.stats.rows(part)
         return self.path.choice.kernels().dlogits_(
@@ -122,7 +136,9 @@ def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
     wide = stats_dtype(hidden.dtype)
     return Gradients(
         make(hidden.shape, wide) if needs.hidden else None,
-        make(head.weight.shape, head.weight.dtype) if needs.weight else None,
+        make(head.weight.shape, head.weight.dtype)
+        if needs.weight and needs.weight_sink is None
+        else None,
         make(head.weight.shape[:1], wide) if needs.bias else None,
     )
 

@@ -8,19 +8,26 @@ from torch import Tensor
 from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.head import Head, logits_dtype
 from grpo_kernels.logprob.precision import products
+from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.rows import RowStats, stats_dtype
 
 
 def reference_logprobs(
-    hidden: Tensor, head: Head, target: Tensor, precision: str, kept: KeptSet | None = None
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    precision: str,
+    kept: KeptSet | None = None,
+    ranking: Ranking = UNRANKED,
 ) -> RowStats:
-    """Statistics of (T,) targets, differentiable in hidden, weight and bias.
+    """Statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
 
     The products of its backward are torch's own, and follow torch's precision switches.
     """
     product_dtype = logits_dtype(hidden.dtype, precision)
-    with products(hidden.device, precision):
-        logits = hidden.to(product_dtype) @ head.weight.to(product_dtype).t()
+    exact = torch.autocast(hidden.device.type, enabled=False)
+    with products(hidden.device, precision), exact:
+        logits = _product(hidden, head, product_dtype)
     if head.bias is not None:
         logits = logits + head.bias
     scores = logits.to(stats_dtype(hidden.dtype)) * head.transform.logit_scale
@@ -30,7 +37,7 @@ def reference_logprobs(
     scores = scores / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     logp = scores.log_softmax(-1)  # (T, V)
     p = logp.exp()
-    return RowStats(
+    stats = RowStats(
         logp=logp.gather(-1, target[:, None]).squeeze(-1),
         # a logit of -inf has probability 0 and adds nothing
         entropy=-(p * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1),
@@ -41,6 +48,30 @@ def reference_logprobs(
         min_logit=scores.amin(-1),
         kept_logp=_kept_logp(scores, target, kept) if kept is not None else None,
     )
+    return _ranked(stats, scores, logp, target, ranking) if ranking.wanted else stats
+
+
+def _ranked(
+    stats: RowStats, scores: Tensor, logp: Tensor, target: Tensor, ranking: Ranking
+) -> RowStats:
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # (T, V)
+    first = order[:, : ranking.top_k]
+    return ranking.complete(
+        stats,
+        target,
+        (order == target[:, None]).long().argmax(-1) if ranking.rank else None,
+        *((logp.gather(-1, first), first) if ranking.top_k else ()),
+    )
+
+
+def _product(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
+    """(T, V) logits before the bias, rounded once if ``dtype`` rounds."""
+    if head.lora is None:
+        return hidden.to(dtype) @ head.weight.to(dtype).t()
+    wide = stats_dtype(hidden.dtype)
+    x, a, b = (factor.to(wide) for factor in (hidden, head.lora.a, head.lora.b))
+    update = head.lora.scaling * (x @ a.t()) @ b.t()
+    return (x @ head.weight.to(hidden.dtype).to(wide).t() + update).to(dtype)
 
 
 def _kept_logp(scores: Tensor, target: Tensor, kept: KeptSet) -> Tensor:

@@ -50,20 +50,45 @@ class RowStats(NamedTuple):
     sum_sq_probs: Tensor | None = None  # (C,) sum_j p_j^2
     max_logit: Tensor | None = None  # (C,) largest of the transformed logits
     min_logit: Tensor | None = None  # (C,) smallest of them
-    kept_logp: Tensor | None = None  # (C,) logp renormalised over a kept set; no backend fills it
+    # on request as well, read from a tile of logits: no backend fills them
+    kept_logp: Tensor | None = None  # (C,) logp renormalised over a kept set
+    rank: Tensor | None = None  # (C,) int64, how many columns come before the target
+    topk_logp: Tensor | None = None  # (C, k) log-probabilities of the first k columns
+    topk_indices: Tensor | None = None  # (C, k) int64, which these are
 
-    def rows(self, index: slice) -> RowStats:
-        """The same for a range of the rows."""
+    def rows(self, index: slice | Tensor) -> RowStats:
+        """The same for a subset of the rows."""
         return RowStats(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
+_DTYPES = {
+    "is_top1": torch.bool,
+    "lse": torch.float64,
+    "rank": torch.int64,
+    "topk_indices": torch.int64,
+}
 # what a backend fills on request, all or none
 EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 
 
 def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
     """The dtype of a field of :class:`RowStats`, ``wide`` that of most."""
-    return {"is_top1": torch.bool, "lse": torch.float64}.get(name, wide)
+    return _DTYPES.get(name, wide)
+
+
+def shapes_of(
+    rows: torch.Size, *, extras: bool, kept: bool, rank: bool, top_k: int
+) -> dict[str, torch.Size]:
+    """The fields of :class:`RowStats` that a call fills, and their shapes."""
+    names = ("logp", "entropy", "lse", *(EXTRAS if extras else ()))
+    shapes = dict.fromkeys(names, rows)
+    if kept:
+        shapes["kept_logp"] = rows
+    if rank:
+        shapes["rank"] = rows
+    if top_k:
+        shapes["topk_logp"] = shapes["topk_indices"] = torch.Size((*rows, top_k))
+    return shapes
 
 
 def concatenate(parts: list[RowStats]) -> RowStats:
@@ -161,18 +186,26 @@ def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
     return flat.set_(logits.untyped_storage(), offset, (rows, columns), (row_stride, 1))
 
 
-_CPU_COLUMNS = 32  # columns that a 16-bit product on a CPU reads at a time
+# On a CPU oneDNN reads the columns of a 16-bit matrix in steps of so many, and multiplies those
+# past the end by zero. One that looks like an infinity or a NaN would spoil its row.
+_CPU_COLUMNS = 32
 
 
 def clear_row_ends(dlogits: Tensor) -> None:
     """Zeroes what lies behind the last column of each row, as far as a product may read it.
 
-    On a CPU oneDNN reads the columns of a 16-bit matrix in steps of 32 and multiplies those past
-    the end by zero. Behind narrowed rows lie halves of the fp32 logits, and one that looks like an
-    infinity or a NaN would spoil its row.
+    Behind narrowed rows lie halves of the fp32 logits, which look like anything.
     """
     (rows, columns), stride = dlogits.shape, dlogits.stride(0)
     end = min(stride, -columns % _CPU_COLUMNS + columns)
     if dlogits.device.type == "cpu" and rows and end > columns:
         first = dlogits.storage_offset() + columns
         dlogits.as_strided((rows, end - columns), (stride, 1), first).zero_()
+
+
+def with_clear_row_ends(x: Tensor) -> Tensor:
+    """(M, K) ``x``, or a copy whose rows end in zeros where a product would read the next row."""
+    columns = x.shape[1]
+    if x.device.type != "cpu" or x.element_size() != 2 or columns % _CPU_COLUMNS == 0:
+        return x
+    return torch.nn.functional.pad(x, (0, -columns % _CPU_COLUMNS))[:, :columns]

@@ -8,47 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.kept import KeptSet
-from grpo_kernels.logprob.head import Head, accumulate, logits_dtype, project
+from grpo_kernels.logprob.compaction import move_rows_, surviving_rows
+from grpo_kernels.logprob.gradients import Chunk, Gradients, GradientSums, Needs, StatsGradients
+from grpo_kernels.logprob.head import Head, logits_dtype, project
 from grpo_kernels.logprob.kept import KeptRows
 from grpo_kernels.logprob.memory import on_huge_pages
 from grpo_kernels.logprob.precision import products
+from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.rows import (
-    EXTRAS,
     FormsLogits,
     LinearStats,
     RowKernels,
     RowMiddle,
     RowStats,
-    clear_row_ends,
     concatenate,
     dtype_of,
+    shapes_of,
     stats_dtype,
 )
-
-
-class StatsGradients(NamedTuple):
-    """Gradients of a chunk's statistics, each (C,) or None for zeros."""
-
-    dlogp: Tensor | None
-    dentropy: Tensor | None = None
-    dkept: Tensor | None = None  # of kept_logp
-
-    def rows(self, index: slice) -> StatsGradients:
-        """The same for a range of the rows."""
-        return StatsGradients(*(x[index] if x is not None else None for x in self))
-
-    def times(self, scale: Tensor | None) -> StatsGradients:
-        """The same, multiplied by a () tensor."""
-        if scale is None:
-            return self
-        return StatsGradients(*(x * scale if x is not None else None for x in self))
-
 
 Middle = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
 
@@ -63,28 +45,8 @@ class Execution:
     extras: bool = False  # also is_top1, sum_sq_probs, max_logit and min_logit
     linear_stats: LinearStats | None = None  # forward without a tile of logits
     kept: KeptSet | None = None  # also kept_logp
+    ranking: Ranking = UNRANKED  # also the target's rank, the top k
     fixed_rows: int | None = None  # every tile is filled up to these rows with zeros
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which gradients are wanted."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    @property
-    def any(self) -> bool:
-        return self.hidden or self.weight or self.bias
-
-
-class Gradients(NamedTuple):
-    """Gradients of the head's inputs; fp32, or the input dtype where nothing is lost by it."""
-
-    hidden: Tensor | None  # (T, D)
-    weight: Tensor | None  # (V, D)
-    bias: Tensor | None  # (V,)
 
 
 def row_chunks(rows: int, size: int) -> list[slice]:
@@ -142,59 +104,75 @@ def _sweep(
     needs: Needs,
     gradient_scale: Tensor | None,
 ) -> tuple[RowStats, Gradients]:
-    gradients = _empty_gradients(hidden, head, needs, len(execution.chunks))
-    weight = head.weight.to(hidden.dtype)
-    head = replace(head, weight=weight)
+    sums = GradientSums(hidden, head, needs, len(execution.chunks), gradient_scale)
+    head = head.to(hidden.dtype)
     height = max((chunk.stop - chunk.start for chunk in execution.chunks), default=0)
-    shape = (execution.fixed_rows or height, weight.shape[0])
+    shape = (execution.fixed_rows or height, head.weight.shape[0])
     tile = on_huge_pages(hidden.new_empty(shape, dtype=_tile_dtype(hidden, execution)))
     parts: list[RowStats] = []
-    for chunk in execution.chunks:
-        part = _Part(chunk, hidden[chunk], head.rows(chunk), target[chunk])
-        stats, dlogits = _rows_pass(part, tile, execution, middle, gradient_scale)
+    for rows in execution.chunks:
+        chunk = Chunk(rows, hidden[rows], head.rows(rows), target[rows])
+        stats, chunk, dlogits = _rows_pass(chunk, tile, execution, middle, gradient_scale)
         parts.append(stats)
         if dlogits is not None:
             with products(hidden.device, execution.precision):
-                _add_gradients(gradients, dlogits, part, first=len(parts) == 1)
-    _finish(gradients, gradient_scale)
+                sums.add(dlogits, chunk)
+    with products(hidden.device, execution.precision):
+        gradients = sums.finish()
     return _all_stats(parts, hidden, execution), gradients
 
 
-class _Part(NamedTuple):
-    """A chunk of C rows."""
-
-    range: slice
-    rows: Tensor  # (C, D)
-    head: Head
-    target: Tensor  # (C,)
-
-
 def _rows_pass(
-    part: _Part,
+    chunk: Chunk,
     tile: Tensor,
     execution: Execution,
     middle: Middle | RowMiddle | None,
     gradient_scale: Tensor | None,
-) -> tuple[RowStats, Tensor | None]:
-    """Logits of a chunk in ``tile``, their statistics and, with ``middle``, their gradient."""
-    transform, target, dtype = part.head.transform, part.target, part.rows.dtype
+) -> tuple[RowStats, Chunk, Tensor | None]:
+    """Logits of a chunk in ``tile`` and their statistics; with ``middle`` also their gradient.
+
+    The gradient is that of the chunk's rows which have one.
+    """
+    transform, target, dtype = chunk.head.transform, chunk.target, chunk.rows.dtype
     if isinstance(middle, RowMiddle):
-        logits = _product(part.rows, part.head, tile, execution)[: target.numel()]
-        return middle.gradient_(part.range, logits, target, transform, dtype)
-    logits, stats = _logits(part.rows, part.head, target, tile, execution)
+        logits = _product(chunk.rows, chunk.head, tile, execution)[: target.numel()]
+        stats, dlogits = middle.gradient_(chunk.range, logits, target, transform, dtype)
+        return stats, chunk, dlogits
+    logits, stats = _logits(chunk.rows, chunk.head, target, tile, execution)
     kept = None
     if execution.kept is not None:
-        kept = KeptRows.of(logits, target, transform, execution.kept.take(part.range))
+        kept = KeptRows.of(logits, target, transform, execution.kept.take(chunk.range))
         stats = stats._replace(kept_logp=kept.logp.to(stats.logp.dtype))
+    if execution.ranking.wanted:
+        stats = execution.ranking.of(logits, target, transform, stats)
     if middle is None:
-        return stats, None
-    dlogp, dentropy, dkept = middle(part.range, stats).times(gradient_scale)
+        return stats, chunk, None
+    outer = middle(chunk.range, stats).times(gradient_scale)
+    return stats, *_dlogits(chunk, logits, stats, outer, kept, execution.kernels)
+
+
+def _dlogits(
+    chunk: Chunk,
+    logits: Tensor,  # (C, V), overwritten
+    stats: RowStats,
+    outer: StatsGradients,
+    kept: KeptRows | None,
+    kernels: RowKernels,
+) -> tuple[Chunk, Tensor]:
+    """The gradient of the raw logits of the rows that have one, and these rows."""
+    order = surviving_rows(outer.nonzero)
+    if order is not None:
+        logits = move_rows_(logits, order)
+        chunk, stats, outer = chunk.rows_at(order), stats.rows(order), outer.rows(order)
+        kept = kept.at(order) if kept is not None else None
+    dlogp, dentropy, dkept = outer
     if dlogp is None:
         dlogp = torch.zeros_like(stats.logp)
-    dlogits = execution.kernels.dlogits_(logits, target, transform, stats, dlogp, dentropy, dtype)
+    transform, dtype = chunk.head.transform, chunk.rows.dtype
+    dlogits = kernels.dlogits_(logits, chunk.target, transform, stats, dlogp, dentropy, dtype)
     if kept is not None and dkept is not None:
         kept.add_gradient_(dlogits, dkept)
-    return stats, dlogits
+    return chunk, dlogits
 
 
 def _tile_dtype(hidden: Tensor, execution: Execution) -> torch.dtype:
@@ -232,7 +210,7 @@ def _product(rows: Tensor, head: Head, tile: Tensor, execution: Execution) -> Te
     if execution.fixed_rows is not None:
         rows = _filled_up(rows, execution.fixed_rows)
     with products(rows.device, execution.precision):
-        return project(rows, head.weight, head.bias, tile[: rows.shape[0]])
+        return project(rows, head, tile[: rows.shape[0]])
 
 
 def _filled_up(x: Tensor, rows: int, value: int = 0) -> Tensor:
@@ -241,53 +219,17 @@ def _filled_up(x: Tensor, rows: int, value: int = 0) -> Tensor:
     return filled
 
 
-def _empty_gradients(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) -> Gradients:
-    """Uninitialised results, or zeros where no chunk will write."""
-    make = torch.empty if num_chunks else torch.zeros
-    wide = stats_dtype(hidden.dtype)
-    exact = hidden.dtype != torch.float16  # fp16 results wait in fp32 for the loss scale
-    dhidden_dtype = hidden.dtype if exact else wide
-    # one chunk: one product, accumulated inside the GEMM and rounded once
-    one_product = num_chunks <= 1 and exact and head.weight.dtype == hidden.dtype
-    dweight_dtype = hidden.dtype if one_product else wide
-    device = hidden.device
-    return Gradients(
-        make(hidden.shape, dtype=dhidden_dtype, device=device) if needs.hidden else None,
-        on_huge_pages(make(head.weight.shape, dtype=dweight_dtype, device=device))
-        if needs.weight
-        else None,
-        torch.zeros(head.weight.shape[0], dtype=wide, device=device) if needs.bias else None,
-    )
-
-
-def _add_gradients(gradients: Gradients, dlogits: Tensor, part: _Part, first: bool) -> None:
-    if gradients.hidden is not None:
-        clear_row_ends(dlogits)
-        place, weight = gradients.hidden[part.range], part.head.weight
-        if place.dtype == dlogits.dtype:
-            torch.mm(dlogits, weight, out=place)
-        else:
-            accumulate(place, dlogits, weight, first=True)
-    if gradients.weight is not None:
-        accumulate(gradients.weight, dlogits.t(), part.rows, first)
-    if gradients.bias is not None:
-        gradients.bias.add_(torch.sum(dlogits, 0, dtype=gradients.bias.dtype))
-
-
-def _finish(gradients: Gradients, gradient_scale: Tensor | None) -> None:
-    if gradient_scale is None:
-        return
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.div_(gradient_scale)
-
-
 def _all_stats(parts: list[RowStats], hidden: Tensor, execution: Execution) -> RowStats:
     if parts:
         return concatenate(parts)
-    names = ["logp", "entropy", "lse"]
-    names += EXTRAS if execution.extras else ()
-    names += ["kept_logp"] if execution.kept is not None else []
-    wide = stats_dtype(hidden.dtype)
-    none = {name: dtype_of(name, wide) for name in names}
-    return RowStats(**{name: hidden.new_empty(0, dtype=dtype) for name, dtype in none.items()})
+    wide, ranking = stats_dtype(hidden.dtype), execution.ranking
+    shapes = shapes_of(
+        torch.Size((0,)),
+        extras=execution.extras,
+        kept=execution.kept is not None,
+        **ranking._asdict(),
+    )
+    none = {name: (shape, dtype_of(name, wide)) for name, shape in shapes.items()}
+    return RowStats(
+        **{name: hidden.new_empty(shape, dtype=dtype) for name, (shape, dtype) in none.items()}
+    )

@@ -13,7 +13,7 @@ import torch
 
 from grpo_kernels.logprob.row_configs import CHUNK_ROWS, ROW_CONFIGS
 
-ROW_KERNELS = ("stats", "dlogits")
+ROW_KERNELS = ("stats", "dlogits", "loss")
 # Fewer than about 2048 rows leave the matrix units idle, more cost memory.
 DEFAULT_CHUNK_ROWS = 4096
 _UP_TO = {"small": 65_536, "medium": 196_608}  # columns; beyond: "large"

@@ -120,7 +120,7 @@ def row_loss_(
     stats = empty_stats(rows, logits.device, extras=False)
     each = torch.empty_like(stats.logp)
     if rows:
-        config = config or row_config("dlogits", logits.dtype, columns, logits.device)
+        config = config or row_config("loss", logits.dtype, columns, logits.device)
         contiguous = (x if x is None else x.contiguous() for x in values)
         with on_device(logits):
             _row_loss_kernel[(rows,)](

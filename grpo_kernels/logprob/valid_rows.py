@@ -1,4 +1,4 @@
-"""The rows of a call that carry a target: the others enter no product."""
+"""The rows of a call that matter, with a target and a gradient: the others enter no product."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import grpo_kernels.host as host
 from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.check import check_target_range
 from grpo_kernels.logprob.head import Head
@@ -15,7 +16,7 @@ from grpo_kernels.packing import IGNORE_INDEX
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Hidden states with what belongs to them, T rows or the valid ones of them."""
+    """Hidden states with what belongs to them, T rows or some of them."""
 
     hidden: Tensor  # (T, D)
     head: Head
@@ -24,17 +25,40 @@ class Rows:
     index: Tensor | None = None  # which rows these are of all, None: all of them
     total: int = 0  # how many all are
 
-    def valid(self) -> Rows:
-        """The rows with a target; one host transfer, and one more for a kept set.
+    def valid(self, wanted: Tensor | None = None) -> Rows:
+        """The rows with a target that are ``wanted`` (T,), None: those with a target.
+
+        One host transfer, and one more for a kept set.
 
         Raises:
             ValueError: a target is outside of the vocabulary.
         """
-        keep = _valid_rows(self.target, self.head.weight.shape[0])
+        if self.target.numel() == 0:
+            return self
+        valid = self.target != IGNORE_INDEX
+        inside = torch.where(valid, self.target, 0)
+        matter = valid if wanted is None else valid & wanted
+        found = torch.stack([inside.amin(), inside.amax(), matter.sum()])
+        low, high, count = host.fetch(found)
+        check_target_range(low, high, self.head.weight.shape[0])
+        return self._where(matter, count)
+
+    def chosen(self, wanted: Tensor | None = None) -> Rows:
+        """The ``wanted`` rows of some that all have a target; all where a look would have to wait.
+
+        So this needs no host transfer.
+        """
+        if wanted is None or not host.reading_is_free(wanted):
+            return self
+        return self._where(wanted, int(wanted.sum()))
+
+    def _where(self, mask: Tensor, count: int) -> Rows:
         total = self.target.numel()
-        if keep is None:
-            return replace(self, total=total)
-        return Rows(
+        if count == total:
+            return self
+        keep = torch.argsort(~mask, stable=True)[:count]
+        return replace(
+            self,
             hidden=self.hidden[keep],
             head=self.head.rows(keep),
             target=self.target[keep],
@@ -53,16 +77,3 @@ class Rows:
             return values
         whole = values.new_zeros((self.total, *values.shape[1:]))
         return whole.index_copy(0, self.index, values)
-
-
-def _valid_rows(target: Tensor, columns: int) -> Tensor | None:
-    """Index of the rows that carry a target, None when all do; one host transfer."""
-    if target.numel() == 0:
-        return None
-    valid = target != IGNORE_INDEX
-    inside = torch.where(valid, target, 0)
-    low, high, count = torch.stack([inside.amin(), inside.amax(), valid.sum()]).tolist()
-    check_target_range(low, high, columns)
-    if count == target.numel():
-        return None
-    return torch.argsort(~valid, stable=True)[:count]

@@ -12,10 +12,11 @@ from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel
 from grpo_kernels.losses.registry import LOSSES, NamedLoss, check_name
 from grpo_kernels.losses.surrogates import SURROGATES, Surrogate
 from grpo_kernels.losses.terms import widest
+from grpo_kernels.opaque import Opaque
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(Opaque):
     """A GRPO-family loss. Field names follow TRL's ``GRPOConfig`` where it has them.
 
     Args:
@@ -82,6 +83,7 @@ class LossConfig:
         self._check_ranges()
         self._check_combinations()
         self.surrogate.validate(self)
+        self._pack(self)
 
     @property
     def loss(self) -> NamedLoss:

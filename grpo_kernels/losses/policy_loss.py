@@ -20,7 +20,7 @@ from grpo_kernels.losses.stage import (
     segments_of,
     token_inputs,
 )
-from grpo_kernels.losses.weights import AGGREGATIONS, static_weights
+from grpo_kernels.losses.weights import AGGREGATIONS, Weights, static_weights
 
 
 class PolicyLossOutput(NamedTuple):
@@ -63,7 +63,18 @@ def policy_loss(
         raise ValueError(
             f"entropy: expected shape {tuple(logprobs.shape)}, got {tuple(entropy.shape)}"
         )
-    x = token_inputs(logprobs, entropy, batch, static_weights(batch, config))
+    return weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
+
+
+def weighted_loss(
+    logprobs: Tensor,
+    batch: TokenBatch,
+    config: LossConfig,
+    entropy: Tensor | None,
+    weights: Weights,
+) -> PolicyLossOutput:
+    """:func:`policy_loss` of some rows of a batch, with the weights that they have in the whole."""
+    x = token_inputs(logprobs, entropy, batch, weights)
     evaluation = evaluate(x, segments_of(batch), config)
     # fp64 makes the sum independent of how the batch was cut
     loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
@@ -97,6 +108,9 @@ def _metrics(
         stats["kl"] = mean_stat(evaluation.kl)
     if x.entropy is not None:
         stats["entropy"] = mean_stat(x.entropy)
+        means, occupied = batch.segment_mean(x.entropy), batch.cu_seqlens.diff() > 0
+        for extreme in ("min", "max"):
+            stats[f"entropy/sequence_{extreme}"] = extreme_stat(extreme, means, occupied)
     if x.entropy is not None and evaluation.entropy_gate is not None:
         gate = evaluation.entropy_gate.double()
         stats["entropy_top"] = Stat("mean", (x.entropy * gate).sum(), gate.sum())

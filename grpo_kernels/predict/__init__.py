@@ -8,7 +8,8 @@ from grpo_kernels.predict.memory import (
 )
 from grpo_kernels.predict.shape import HeadShape
 from grpo_kernels.predict.speed import GPUS, Speed, datasheet, find_gpu, measured
-from grpo_kernels.predict.time import Work, predict_head_work
+from grpo_kernels.predict.time import predict_head_work
+from grpo_kernels.predict.work import Work
 
 __all__ = [
     "GPUS",

@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 
 from grpo_kernels import machine
+from grpo_kernels.cost import fitted_speed
 from grpo_kernels.predict.model_config import ModelHead, read_model
 from grpo_kernels.predict.report import Line, Question, answer, as_dict, in_units
 from grpo_kernels.predict.shape import HeadShape
 from grpo_kernels.predict.speed import GPUS, Speed, datasheet, find_gpu, measured
-from grpo_kernels.text import BadArgumentError, aligned
+from grpo_kernels.text import BadArgumentError, aligned, duration
 
 _UNITS = {
     "b": 1,
@@ -134,11 +135,11 @@ def _speed(arguments: argparse.Namespace, head: HeadShape) -> Speed:
         )
     known = _known_speed(arguments, head)
     if tflops is not None:
-        known = replace(known, matrix=tflops * 1e12, source=f"--tflops; else {known.source}")
+        rate = {"matrix": tflops * 1e12, "sums": None, "fused": None}
+        known = replace(known, **rate, source=f"--tflops; else {known.source}")
     if bandwidth is not None:
-        known = replace(
-            known, bandwidth=bandwidth * 1e9, source=f"--bandwidth; else {known.source}"
-        )
+        rate = {"bandwidth": bandwidth * 1e9, "adding": None}
+        known = replace(known, **rate, source=f"--bandwidth; else {known.source}")
     return known
 
 
@@ -157,7 +158,10 @@ def _known_speed(arguments: argparse.Namespace, head: HeadShape) -> Speed:
         if gpu is not None:
             return datasheet(gpu, head.dtype)
         return measured(torch.device("cuda"), head.dtype, head.hidden)
-    speed = measured(torch.device("cpu"), head.dtype, head.hidden)
+    cpu = torch.device("cpu")
+    if arguments.device == "cpu" and (fitted := fitted_speed(cpu, head.dtype)) is not None:
+        return fitted
+    speed = measured(cpu, head.dtype, head.hidden)
     if arguments.device == "cpu":
         return speed
     return replace(speed, source=f"{speed.source}; no GPU is here, and --gpu names none")
@@ -226,7 +230,7 @@ def _table(question: Question, lines: list[Line]) -> list[list[str]]:
         rows[0].append("largest micro-batch")
     for line in lines:
         sizes = (line.memory.inputs, line.memory.returned, line.memory.extra, line.memory.total)
-        rows.append([line.title, *map(in_units, sizes), _duration(line.seconds)])
+        rows.append([line.title, *map(in_units, sizes), duration(line.seconds)])
         if line.largest is not None:
             rows[-1].append(f"{line.largest:,} tokens" if line.largest else "not one token")
     return rows
@@ -262,10 +266,6 @@ def _rates(speed: Speed) -> str:
         f"Rates: {speed.matrix / 1e12:.3g} TFLOP/s, {speed.bandwidth / 1e9:.0f} GB/s, "
         f"from: {speed.source}."
     )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _short(dtype: torch.dtype) -> str:

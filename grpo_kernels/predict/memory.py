@@ -79,9 +79,20 @@ def predict_head_memory(
         threads=torch.get_num_threads() if threads is None else threads,
         max_workspace_bytes=max_workspace_bytes,
     )
-    moments = [*formula(head, setting), Moment("the end", head.returned_bytes(tokens))]
-    peak = max(moments, key=lambda moment: moment.bytes)
+    return _prediction(formula(head, setting), head, tokens)
+
+
+def predict_schedule_memory(
+    schedule: str, head: HeadShape, setting: Setting, precision: str
+) -> MemoryPrediction:
+    """The same of one of our schedules, "one_pass" or "two_pass", by all that is known of it."""
+    formula = {"one_pass": ours.one_pass, "two_pass": ours.two_pass}[schedule]
+    return _prediction(formula(head, setting, precision), head, setting.tokens)
+
+
+def _prediction(moments: list[Moment], head: HeadShape, tokens: int) -> MemoryPrediction:
     returned = head.returned_bytes(tokens)
+    peak = max([*moments, Moment("the end", returned)], key=lambda moment: moment.bytes)
     return MemoryPrediction(head.input_bytes(tokens), returned, peak.bytes - returned, peak.when)
 
 

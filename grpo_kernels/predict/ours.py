@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_kernels.logprob import chunked, cpu, mkl
+from grpo_kernels.logprob import chunked, mkl
 from grpo_kernels.logprob import head as products
-from grpo_kernels.logprob.dispatch import chunk_rows
 from grpo_kernels.logprob.head import logits_dtype
 from grpo_kernels.logprob.recompute import cut
 from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
@@ -24,40 +23,29 @@ def one_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list
 
 def two_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list[Moment]:
     """Statistics first; the backward takes a slice of the vocabulary at a time."""
+    if setting.kept:  # its backward is the loop of one_pass
+        return one_pass(head, setting, precision)
     kept = logits_dtype(head.dtype, precision)
-    fit = chunk_rows(
-        head.vocabulary,
-        head.dtype,
-        precision,
-        torch.device(setting.device),
-        setting.max_workspace_bytes,
-    )
+    fit = setting.rows(head, precision)
     slices = cut(setting.tokens, head.vocabulary, fit * head.vocabulary)
     tile = slices.elements * kept.itemsize
-    # an fp32 weight is cast before the op, which saves that copy for its backward
+    # a weight of another dtype is cast in the forward, and again in the backward
     copy = head.size * head.width if head.mixed else 0
-    dhidden, dweight = setting.tokens * head.hidden * WIDE, head.trained * head.width
-    waits = head.dtype == torch.float16 or (len(slices.rows) > 1 and head.width < WIDE)
+    dhidden, dweight = setting.tokens * head.hidden * WIDE, head.trained * head.weight_width
+    narrow = len(slices.rows) > 1 and head.weight_width < WIDE
+    waits = head.trained and (head.dtype == torch.float16 or narrow)
     columns = max(part.stop - part.start for part in slices.columns)
-    waiting = columns * head.hidden * WIDE if waits and head.trained else 0
+    waiting = columns * head.hidden * WIDE if waits else 0
     library = library_bytes(setting, fp32_products=head.width == WIDE)
     rounded = setting.tokens * head.hidden * head.width if head.width < WIDE else 0
-    forward = 0 if _fused(head, setting) else min(fit, setting.tokens) * head.vocabulary
+    tiled = 0 if setting.forms_no_tile(head) else min(fit, setting.tokens)
+    forward = tiled * head.vocabulary
     moments = [
         Moment("the forward's tile of logits", copy + forward * kept.itemsize),
         Moment("a slice's logits and the gradients", copy + tile + dhidden + dweight + waiting),
-        Moment("the gradients in two dtypes", copy + dhidden + rounded + dweight),
+        Moment("the gradients in two dtypes", dhidden + rounded + dweight),
     ]
-    moments = [Moment(each.when, each.bytes + library) for each in moments]
-    if head.mixed:
-        both = head.trained * (head.width + head.weight_width)
-        moments.append(Moment("the weight's gradient in two dtypes", rounded + both))
-    return moments
-
-
-def _fused(head: HeadShape, setting: Setting) -> bool:
-    """Whether the forward forms no tile of logits."""
-    return cpu.unavailable() is None if setting.on_cpu else head.width < WIDE
+    return [Moment(each.when, each.bytes + library) for each in moments]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +66,7 @@ class _Sweep:
     @classmethod
     def of(cls, head: HeadShape, setting: Setting, precision: str, cast: bool) -> _Sweep:
         kept = logits_dtype(head.dtype, precision)
-        device = torch.device(setting.device)
-        rows = chunk_rows(
-            head.vocabulary, head.dtype, precision, device, setting.max_workspace_bytes
-        )
+        rows = setting.rows(head, precision)
         single = setting.tokens <= rows
         rows = min(rows, setting.tokens)
         accumulates = WIDE if head.dtype == torch.float16 else head.width
@@ -126,7 +111,7 @@ class _Sweep:
                 base + self.kept + self._accumulating(),
             ),
         ]
-        if self.setting.on_cpu and self.exact and cpu.unavailable() is not None and self._upcasts:
+        if self.exact and not self.setting.in_place and self._upcasts:
             moments.append(
                 Moment("the tile and fp32 copies for its product", base + early + self._upcasting())
             )
@@ -154,7 +139,7 @@ class _Sweep:
 
 def _row_pass_bytes(head: HeadShape, setting: Setting, rows: int) -> int:
     """Native and Triton row passes work in place; the torch path copies a block of rows."""
-    if not setting.on_cpu or cpu.unavailable() is None:
+    if setting.in_place:
         return 0
     block = min(rows * head.vocabulary, chunked.BLOCK_ELEMENTS) * WIDE
     # scores, probabilities, the gradient of the block before; with a softcap tanh and its slope

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from grpo_kernels.cost import predict_costs, speed_of
 from grpo_kernels.predict.memory import (
     MemoryPrediction,
     largest_micro_batch,
     predict_head_memory,
 )
-from grpo_kernels.predict.shape import HeadShape
+from grpo_kernels.predict.shape import HeadShape, Setting
 from grpo_kernels.predict.speed import Speed
-from grpo_kernels.predict.time import Work, predict_head_work
+from grpo_kernels.predict.time import predict_head_work
+from grpo_kernels.predict.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,26 @@ def answer(question: Question) -> list[Line]:
         ValueError: a number is out of range; the message names the argument.
     """
     small = question.small_workspace
+    mark = {default_schedule(question): " (the default)"}
     return [
         _line(question, "eager, full logits", "eager"),
         _line(question, "TRL 1.16, chunked head", "trl"),
-        _line(question, "ours, one_pass (the default)", "ours"),
-        _line(question, "ours, two_pass", "ours-two-pass"),
+        _line(question, f"ours, one_pass{mark.get('one_pass', '')}", "ours"),
+        _line(question, f"ours, two_pass{mark.get('two_pass', '')}", "ours-two-pass"),
         _line(question, f"ours, one_pass, tile of {in_units(small)}", "ours", small),
     ]
+
+
+def default_schedule(question: Question) -> str:
+    """What ``schedule="auto"`` takes for a loss of token scope."""
+    setting = Setting(tokens=question.tokens, device=question.device)
+    speed = question.speed
+    if question.device == "cpu":
+        speed = speed_of(torch.device("cpu"), question.head.dtype)
+    costs = predict_costs(question.head, setting, "fp32", speed)
+    free = None if question.memory is None else question.memory - question.reserved
+    inputs = question.head.input_bytes(question.tokens)
+    return costs.choose(None if free is None else free - inputs)[0]
 
 
 def as_dict(question: Question, lines: list[Line]) -> dict[str, Any]:
@@ -101,7 +118,13 @@ def _line(question: Question, title: str, name: str, workspace: int | None = Non
         assert question.memory is not None
         return memory(tokens).total + question.reserved <= question.memory
 
-    work = predict_head_work(name, question.head, question.tokens, device=question.device)
+    work = predict_head_work(
+        name,
+        question.head,
+        question.tokens,
+        device=question.device,
+        max_workspace_bytes=workspace,
+    )
     assert work is not None
     return Line(
         title=title,
@@ -123,8 +146,8 @@ def _plain(line: Line) -> dict[str, Any]:
         "extra_bytes": memory.extra,
         "total_bytes": memory.total,
         "peak": memory.peak,
-        "flop": line.work.flop + line.work.wide_flop,
-        "traffic_bytes": line.work.traffic,
+        "flop": line.work.all_flop,
+        "traffic_bytes": line.work.traffic + line.work.adding,
         "seconds": line.seconds,
         "largest_micro_batch_tokens": line.largest,
     }

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from grpo_kernels.logprob import cpu
+from grpo_kernels.logprob.dispatch import chunk_rows
+
 WIDE = 4  # bytes of an element in fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,7 +83,14 @@ class Setting:
     tokens: int  # T
     device: str  # "cpu" | "cuda"
     threads: int = 1  # of a CPU
-    max_workspace_bytes: int | None = None  # ours
+    # of ours:
+    max_workspace_bytes: int | None = None
+    tile_rows: int | None = None  # where they are known already, and not to be derived
+    num_chunks: int | None = None  # of one_pass, where they do not follow from the tile
+    forward_only: int = 0  # further tokens, without a gradient
+    kept: bool = False  # the loss is of kept sets
+    tiled: bool | None = None  # the forward without a gradient; None: where nothing else is there
+    native: bool | None = None  # the C++ kernels of a CPU; None: where they can run
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -91,6 +101,26 @@ class Setting:
     @property
     def on_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether row passes need no temporaries: they are native, or Triton's."""
+        if not self.on_cpu:
+            return True
+        return cpu.unavailable() is None if self.native is None else self.native
+
+    def rows(self, head: HeadShape, precision: str) -> int:
+        """Of a tile of logits, at most."""
+        if self.tile_rows is not None:
+            return self.tile_rows
+        device = torch.device(self.device)
+        return chunk_rows(head.vocabulary, head.dtype, precision, device, self.max_workspace_bytes)
+
+    def forms_no_tile(self, head: HeadShape) -> bool:
+        """Whether the forward without a gradient is a product with its statistics folded in."""
+        if self.tiled is not None:
+            return not self.tiled
+        return not self.kept and self.in_place and (self.on_cpu or head.width < WIDE)
 
 
 class Moment(NamedTuple):

@@ -8,11 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.head import accumulate
+from grpo_kernels.logprob.op import linear_logprobs
 
 # What large products and copies reach of the data sheet's numbers.
 MATRIX_EFFICIENCY = 0.7
 BANDWIDTH_EFFICIENCY = 0.8
 
+# Starting the dozen kernels of a chunk, and the few hundred of a loss; a guess.
+_GPU_PIECE, _GPU_CALL = 50e-6, 1e-3
 _SECONDS = 0.25  # of each of the measurements
 _COPIED_BYTES = 256 << 20
 
@@ -49,13 +55,30 @@ GPUS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Achieved rates, and where they are from."""
+    """Achieved rates, and where they are from.
 
-    matrix: float  # operations per second, in the dtype of the hidden states
+    Operations and bytes per second, reads plus writes. What is not known is taken to be like a
+    plain product, or a plain pass.
+    """
+
+    matrix: float  # products in the dtype of the hidden states
     wide_matrix: float  # in fp32
-    bandwidth: float  # bytes per second, reads plus writes
+    bandwidth: float  # passes over the logits, and the weight of a product
     where: str  # the device
     source: str
+    sums: float | None = None  # products of 16-bit factors that leave their fp32 sums
+    fused: float | None = None  # the product that takes its statistics along
+    adding: float | None = None  # fp32 sums in memory that a product adds to
+    piece: float = 0.0  # seconds that a chunk of rows or a slice of the vocabulary costs besides
+    call: float = 0.0  # seconds that a loss costs besides
+
+    def rate(self, name: str) -> float:
+        """Of a field that is one."""
+        found = getattr(self, name)
+        return getattr(self, _LIKE[name]) if found is None else found
+
+
+_LIKE = {"sums": "matrix", "fused": "matrix", "adding": "bandwidth"}
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -72,6 +95,8 @@ def datasheet(gpu: Gpu, dtype: torch.dtype) -> Speed:
         matrix=peak * 1e12 * MATRIX_EFFICIENCY,
         wide_matrix=gpu.tflops_fp32 * 1e12 * MATRIX_EFFICIENCY,
         bandwidth=gpu.bandwidth * 1e9 * BANDWIDTH_EFFICIENCY,
+        piece=_GPU_PIECE,
+        call=_GPU_CALL,
         where=gpu.name,
         source=(
             f"data sheet of {gpu.name}: {MATRIX_EFFICIENCY:.0%} of its {peak:g} TFLOP/s "
@@ -82,9 +107,10 @@ def datasheet(gpu: Gpu, dtype: torch.dtype) -> Speed:
 
 
 def measured(device: torch.device, dtype: torch.dtype, hidden: int) -> Speed:
-    """The rates of this machine: a product of (rows, hidden) states, and a copy."""
-    matrix = _product_rate(device, dtype, hidden)
-    wide = matrix if dtype == torch.float32 else _product_rate(device, torch.float32, hidden)
+    """The rates of this machine: products of (rows, hidden) states, and a copy."""
+    matrix = _product_rate(device, dtype, hidden, _plain)
+    narrow = dtype != torch.float32
+    wide = _product_rate(device, torch.float32, hidden, _plain) if narrow else matrix
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     copies = _rate(device, lambda: target.copy_(source))
@@ -92,18 +118,38 @@ def measured(device: torch.device, dtype: torch.dtype, hidden: int) -> Speed:
         matrix=matrix,
         wide_matrix=wide,
         bandwidth=copies * 2 * _COPIED_BYTES,
+        sums=_product_rate(device, dtype, hidden, _summed) if narrow else matrix,
+        fused=_product_rate(device, dtype, hidden, _with_statistics),
         where=f"this {'GPU' if device.type == 'cuda' else 'CPU'}",
-        source="a product and a copy that were timed just now",
+        source="products and a copy that were timed just now",
     )
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype, hidden: int) -> float:
+def _plain(x: Tensor, weight: Tensor) -> Callable[[], object]:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    return lambda: torch.mm(x, weight.t(), out=out)
+
+
+def _summed(x: Tensor, weight: Tensor) -> Callable[[], object]:
+    out = x.new_zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
+    return lambda: accumulate(out, x, weight.t(), first=True)
+
+
+def _with_statistics(x: Tensor, weight: Tensor) -> Callable[[], object]:
+    target = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    return lambda: linear_logprobs(x, weight, target)
+
+
+def _product_rate(
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden: int,
+    make: Callable[[Tensor, Tensor], Callable[[], object]],
+) -> float:
     rows, columns = (512, 4096) if device.type == "cpu" else (4096, 32768)
     x = torch.randn(rows, hidden, device=device).to(dtype)
     weight = torch.randn(columns, hidden, device=device).to(dtype)
-    out = x.new_empty(rows, columns)
-    products = _rate(device, lambda: torch.mm(x, weight.t(), out=out))
-    return products * 2.0 * rows * columns * hidden
+    return _rate(device, make(x, weight)) * 2.0 * rows * columns * hidden
 
 
 def _rate(device: torch.device, call: Callable[[], object]) -> float:

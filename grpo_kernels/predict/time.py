@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-from grpo_kernels.logprob.head import logits_dtype
+from grpo_kernels.predict import our_work
+from grpo_kernels.predict.our_work import product
 from grpo_kernels.predict.shape import WIDE, HeadShape, Setting
-from grpo_kernels.predict.speed import Speed
+from grpo_kernels.predict.work import Work
 
 # Reads and writes of one fp32 element per logit by the row passes of torch. log_softmax reads its
 # input twice and writes; its backward is handed zeros that were written, reads them twice and the
@@ -20,37 +19,21 @@ _ENTROPY = 6  # exp, a product, a sum
 _TRL_FOLDS = 14 + 23
 
 
-@dataclass(frozen=True)
-class Work:
-    """What has to be done, whatever does it."""
-
-    flop: float  # of products in the dtype of the hidden states
-    wide_flop: float  # of fp32 products of 16-bit hidden states
-    traffic: float  # bytes that passes over the logits read and write
-
-    def seconds(self, speed: Speed) -> float:
-        """Products and passes one after the other."""
-        products = self.flop / speed.matrix + self.wide_flop / speed.wide_matrix
-        return products + self.traffic / speed.bandwidth
-
-
 def predict_head_work(
-    implementation: str, head: HeadShape, tokens: int, *, device: str = "cuda"
+    implementation: str,
+    head: HeadShape,
+    tokens: int,
+    *,
+    device: str = "cuda",
+    max_workspace_bytes: int | None = None,
 ) -> Work | None:
     """The work of one forward and backward of all ``tokens``; None without a formula."""
     count = _COUNTS.get(implementation)
     if count is None:
         return None
-    passes = count(head, Setting(tokens=tokens, device=device).on_cpu)
-    logits = float(tokens) * head.vocabulary
-    product = 2.0 * logits * head.hidden
-    return Work(passes.products * product, passes.wide * product, passes.traffic * logits)
-
-
-class _Passes(NamedTuple):
-    products: int  # over the head, in the dtype of the hidden states
-    wide: int  # in fp32 instead
-    traffic: int  # bytes per logit
+    return count(
+        head, Setting(tokens=tokens, device=device, max_workspace_bytes=max_workspace_bytes)
+    )
 
 
 def _gradients(head: HeadShape) -> int:
@@ -63,34 +46,33 @@ def _converting(head: HeadShape) -> int:
     return head.width + WIDE if head.width < WIDE else 0
 
 
-def _eager(head: HeadShape, on_cpu: bool, entropy: bool = False) -> _Passes:
+def _eager(head: HeadShape, setting: Setting, entropy: bool = False) -> Work:
     traffic = WIDE * (_LOG_SOFTMAX + entropy * _ENTROPY) + 2 * _converting(head)
-    return _Passes(1 + _gradients(head), 0, traffic)
+    return _total(head, setting, 1 + _gradients(head), 0, traffic)
 
 
-def _trl(head: HeadShape, on_cpu: bool) -> _Passes:
-    if not on_cpu:  # logits twice; the kernels read once, then read and write
-        return _Passes(2 + _gradients(head), 0, 3 * head.width)
+def _trl(head: HeadShape, setting: Setting) -> Work:
+    if not setting.on_cpu:  # logits twice; the kernels read once, then read and write
+        return _total(head, setting, 2 + _gradients(head), 0, 3 * head.width)
     # the products with the gradient take fp32 copies
     wide = _gradients(head) if head.width < WIDE else 0
     traffic = WIDE * _TRL_FOLDS + 4 * _converting(head)
-    return _Passes(2 + _gradients(head) - wide, wide, traffic)
+    return _total(head, setting, 2 + _gradients(head) - wide, wide, traffic)
 
 
-def _ours(head: HeadShape, on_cpu: bool, precision: str = "fp32", forwards: int = 1) -> _Passes:
-    kept = logits_dtype(head.dtype, precision).itemsize
-    # statistics read the tile, each time it is there; the gradient reads and overwrites it
-    traffic = (forwards + 1) * kept + head.width
-    # a CPU has no 16-bit product that leaves its fp32 sums
-    wide = forwards if on_cpu and kept > head.width else 0
-    return _Passes(forwards - wide + _gradients(head), wide, traffic)
+def _total(head: HeadShape, setting: Setting, products: int, wide: int, traffic: int) -> Work:
+    """So many products, ``wide`` of them in fp32, and passes of ``traffic`` bytes per logit."""
+    work = Work(traffic=float(traffic) * setting.tokens * head.vocabulary)
+    for kind in ["flop"] * products + ["wide_flop"] * wide:
+        work += product(kind, head, setting.tokens)
+    return work
 
 
-_COUNTS: dict[str, Callable[[HeadShape, bool], _Passes]] = {
+_COUNTS: dict[str, Callable[[HeadShape, Setting], Work]] = {
     "eager": _eager,
     "eager-entropy": partial(_eager, entropy=True),
     "trl": _trl,
-    "ours": _ours,
-    "ours-input": partial(_ours, precision="input"),
-    "ours-two-pass": partial(_ours, forwards=2),
+    "ours": our_work.one_pass,
+    "ours-input": partial(our_work.one_pass, precision="input"),
+    "ours-two-pass": our_work.two_pass,
 }

@@ -96,6 +96,8 @@ def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) 
         "bf16": False,
         "gradient_checkpointing": False,
         "logging_steps": 5,
+        "log_completions": True,
+        "num_completions_to_print": 0,
         "eval_strategy": "steps",
         "eval_steps": steps,
         "eval_on_start": True,

@@ -84,10 +84,10 @@ def _rollout(
     rewards = digits_reversal_reward(completions, [row["answer"] for row in rows])
     advantages = compute_advantages(torch.tensor(rewards)[:, None], torch.ones(1), group).advantages
     tokens = torch.tensor(float(sum(map(len, completion_ids))))
-    kept = [True] * len(rows)
+    in_loss = [[1] * len(ids) for ids in completion_ids]
     counts = TokenCounts(tokens, tokens)
     return collate(
-        prompt_ids, completion_ids, kept, advantages, counts, tokenizer.pad_token_id or 0
+        prompt_ids, completion_ids, in_loss, advantages, counts, tokenizer.pad_token_id or 0
     )
 
 

@@ -11,18 +11,19 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+END = "<eos>"  # also fills up: the policy has no other way to stop
+UNKNOWN = "?"  # a character like the others: one that the policy writes is seen
 CHARACTERS = "0123456789="
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of ``CHARACTERS``, and three special ones."""
-    symbols = [*SPECIAL_TOKENS.values(), *CHARACTERS]
+    """One token per character of ``CHARACTERS``, the end and an unknown character."""
+    symbols = [END, UNKNOWN, *CHARACTERS]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
     tokenizer.decoder = Fuse()  # joins tokens without spaces
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> Qwen3ForCausalLM:

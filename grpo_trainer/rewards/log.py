@@ -11,9 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from grpo_kernels.losses import Metrics, Stat
-
-# the table of completions has these columns itself
-_OWN_COLUMNS = frozenset({"step", "prompt", "completion", "reward", "advantage"})
+from grpo_trainer.completions import OWN_COLUMNS, REWARD_PREFIX
 
 
 class RewardLog:
@@ -34,7 +32,7 @@ class RewardLog:
         Raises:
             ValueError: the column is the table's own, or has the wrong number of values.
         """
-        if column in _OWN_COLUMNS:
+        if column in OWN_COLUMNS or column.startswith(REWARD_PREFIX):
             raise ValueError(f"log_extra: expected a new column, got {column!r}, which exists")
         if len(values) != self._count:
             raise ValueError(

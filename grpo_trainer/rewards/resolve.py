@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.imports import load_function
 from grpo_trainer.rewards import accuracy, builtin
 from grpo_trainer.rewards.call import RewardFunction
 from grpo_trainer.rewards.model import RewardModel, load_reward_model, load_reward_tokenizer
@@ -148,26 +148,12 @@ def _load(path: str) -> Callable[..., Any]:
     if path in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[path]
     known = ", ".join(sorted(BUILTIN_REWARDS))
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
+    if "." not in path:
         raise ValueError(
             f"reward_funcs: expected a built-in ({known}), an import path "
             f"package.module.function or a reward model (a folder or owner/name), got {path!r}"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"reward_funcs: the module of {path!r} cannot be imported: {error}"
-        ) from error
-    if not hasattr(module, attribute):
-        raise ValueError(f"reward_funcs: module {module_name!r} has no {attribute!r}")
-    function = getattr(module, attribute)
-    if not callable(function):
-        raise ValueError(
-            f"reward_funcs: expected {path!r} to be callable, got {type(function).__name__}"
-        )
-    return function
+    return load_function(path, "reward_funcs")
 
 
 def _inner(function: Any) -> Any:

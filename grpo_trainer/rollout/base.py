@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
 
 TokenIds = list[int]
+_TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
 # the policy's own memory, so it is copied before the next optimizer step and never written to.
 WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -30,6 +31,7 @@ class Sampling:
         max_tokens: longest completion.
         temperature, top_p, top_k, min_p, repetition_penalty: as in GRPOConfig.
         structured_outputs_regex: what the text of a completion must match; None: anything.
+        kept_ids: report what the filters left of so many of each token's likeliest ids; 0: do not.
         engine_options: the rest of generation_kwargs, in the engine's own names.
     """
 
@@ -41,6 +43,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     structured_outputs_regex: str | None = None
+    kept_ids: int = 0
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -59,6 +62,8 @@ class Sampling:
         }
         extra = dict(options("generation_kwargs", args.generation_kwargs))
         settings |= {name: extra.pop(name) for name in tuple(settings) if name in extra}
+        if args.use_kept_sets:
+            settings["kept_ids"] = min(settings["top_k"] + _TIES, len(tokenizer))
         eos = extra.pop("eos_token_id", tokenizer.eos_token_id)
         eos = [eos] if isinstance(eos, int) else eos or ()
         return cls(
@@ -76,6 +81,8 @@ class Completions(NamedTuple):
     token_ids: list[TokenIds]
     # of each token, under the distribution it was drawn from; None: the engine does not say
     logprobs: list[list[float]] | None = None
+    # of each token, the ids that the sampling filters left to choose from; None: not asked for
+    kept: list[list[TokenIds]] | None = None
 
 
 class RolloutEngine(Protocol):
@@ -100,6 +107,38 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends what the engine started. It is not used afterwards."""
+        ...
+
+
+class WeightsLostError(RuntimeError):
+    """A generation in the background came to nothing: the engine has lost the weights for it, and
+    nobody else has them any more."""
+
+
+class Pending(Protocol):
+    """A generation that was started. Every process has one, and calls the same methods."""
+
+    def result(self) -> Completions:
+        """Waits for the completions of this process's prompts; called once.
+
+        Raises:
+            WeightsLostError: the engine needs an update, and to be asked again.
+            Exception: what went wrong, with the traceback of where it did.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Ends the generation, in place of ``result``; nothing of it runs afterwards."""
+        ...
+
+
+@runtime_checkable
+class BackgroundEngine(RolloutEngine, Protocol):
+    """An engine that can generate while the policy trains: it has weights of its own."""
+
+    def start(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Pending:
+        """As ``generate``, but it returns at once. Nothing else is asked of the engine until
+        ``result`` or ``cancel`` was called."""
         ...
 
 

@@ -61,6 +61,8 @@ class ContinuousBatchingEngine:
         Raises:
             ValueError: a prompt was not completed, such as one that the cache has no room for.
         """
+        if not prompt_ids:
+            return Completions([])
         model = self._policy()
         was_training = model.training
         model.eval()

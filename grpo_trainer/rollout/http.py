@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import requests
+
+from grpo_trainer.rollout.connections import CuttableAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,10 @@ class JsonServer:
         self._advice = advice
         self._session = requests.Session()
         self._session.trust_env = False  # neither proxies nor passwords of the user's shell
+        self._interrupted = threading.Event()
+        self._adapter = CuttableAdapter(self._interrupted)
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, self._adapter)
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
@@ -95,14 +103,29 @@ class JsonServer:
                     raise ServerError(f"{error}, {faults} times") from error
                 fault = error
             logger.warning("%s; next try in %.1f s", fault, delay)
-            time.sleep(delay)
+            self._interrupted.wait(delay)
             delay = min(2 * delay, _LONGEST_DELAY)
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Meanwhile every request fails with ServerError, those that other threads wait for too."""
+        self._interrupted.set()
+        self._adapter.cut()
+        try:
+            yield
+        finally:
+            self._interrupted.clear()
 
     def close(self) -> None:
         self._session.close()
 
+    def _check_interrupted(self, asked: str) -> None:
+        if self._interrupted.is_set():
+            raise ServerError(f"{asked}: interrupted")
+
     def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
         asked = f"{method} {self.url}{path}"
+        self._check_interrupted(asked)
         try:
             response = self._session.request(
                 method,
@@ -111,14 +134,9 @@ class JsonServer:
                 timeout=(_CONNECT_TIMEOUT, timeout),
                 allow_redirects=False,
             )
-        except requests.exceptions.ReadTimeout as error:
-            raise RetryableError(f"{asked}: no answer within {timeout:g} seconds") from error
-        except (requests.ConnectionError, requests.Timeout) as error:
-            raise _LostError(f"{asked}: no connection ({_first_cause(error)})") from error
-        except requests.exceptions.ChunkedEncodingError as error:
-            raise _LostError(
-                f"{asked}: the connection broke in the answer ({_first_cause(error)})"
-            ) from error
+        except requests.RequestException as error:
+            self._check_interrupted(asked)
+            raise _fault(asked, timeout, error) from error
         if response.status_code != requests.codes.ok:
             kind = _kind(response.status_code)
             advice = self._advice if response.status_code == requests.codes.not_found else ""
@@ -132,6 +150,17 @@ class JsonServer:
             raise ServerError(
                 f"{asked}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
             ) from error
+
+
+def _fault(asked: str, timeout: float, error: requests.RequestException) -> ServerError:
+    """What it is to have no whole answer."""
+    if isinstance(error, requests.exceptions.ReadTimeout):
+        return RetryableError(f"{asked}: no answer within {timeout:g} seconds")
+    if isinstance(error, requests.exceptions.ChunkedEncodingError):
+        return _LostError(f"{asked}: the connection broke in the answer ({_first_cause(error)})")
+    if isinstance(error, requests.ConnectionError | requests.Timeout):
+        return _LostError(f"{asked}: no connection ({_first_cause(error)})")
+    return ServerError(f"{asked}: {error}")
 
 
 def _kind(status: int) -> type[ServerError]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.rollout.base import EngineContext, RolloutEngine, Sampling
+from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEngine, Sampling
 from grpo_trainer.rollout.continuous import ContinuousBatchingEngine
 from grpo_trainer.rollout.sync import Rollouts
 from grpo_trainer.rollout.transformers import TransformersEngine
@@ -80,5 +80,11 @@ def make_rollouts(
         )
     sampling = Sampling.from_config(args, context.tokenizer)
     engine = engine or make_engine(context)
+    if args.overlap_generation and not isinstance(engine, BackgroundEngine):
+        raise ValueError(
+            "overlap_generation: expected an engine with weights of its own, which can generate "
+            "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
+            f"`start`), got {type(engine).__name__}"
+        )
     sleeps = args.vllm_enable_sleep_mode
     return Rollouts(engine, context.policy, sampling, step, sleeps)

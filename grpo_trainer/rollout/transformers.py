@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from grpo_trainer.microbatch import pad_rows
 from grpo_trainer.rollout.base import (
@@ -16,6 +21,7 @@ from grpo_trainer.rollout.base import (
     WeightSource,
     cut_after_eos,
 )
+from grpo_trainer.rollout.filters import NO_FILTERS, KeptFilters
 
 
 class TransformersEngine:
@@ -43,18 +49,29 @@ class TransformersEngine:
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
         """One completion per prompt, in one left-padded batch."""
+        if not prompt_ids:
+            return Completions([])
         model = self._policy()
         config = generation_config(sampling, self._tokenizer, self._cache)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
         mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
+        filters = KeptFilters(sampling) if sampling.kept_ids else None
+        processors = None if filters is None else LogitsProcessorList([filters])
         was_training = model.training
         model.eval()  # no dropout, and gradient checkpointing would disable the cache
         with torch.no_grad():
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=processors,
+            )
         model.train(was_training)
-        completions = output[:, ids.shape[1] :].tolist()
-        return Completions([cut_after_eos(row, sampling.eos_token_ids) for row in completions])
+        found = output[:, ids.shape[1] :].tolist()
+        completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
+        kept = None if filters is None else filters.kept([len(row) for row in completions])
+        return Completions(completions, kept=kept)
 
     def update_weights(self, weights: WeightSource) -> None: ...
 
@@ -83,6 +100,8 @@ def generation_config(
         "eos_token_id": sorted(sampling.eos_token_ids) or None,
         "pad_token_id": pad_token_id(tokenizer),
     }
+    if sampling.kept_ids:
+        settings |= NO_FILTERS  # KeptFilters has them
     return GenerationConfig(**(settings | dict(sampling.engine_options)))
 
 

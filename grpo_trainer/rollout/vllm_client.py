@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_trainer.rollout.base import TokenIds, WeightSource
+from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
 from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.rollout.vllm_answer import completions_of
 
@@ -19,6 +19,8 @@ _ADVICE = "Is it a vLLM server that takes weights, as `grpo-train serve` starts 
 
 class WeightTransfer(Protocol):
     """One way for weights to reach the server's workers."""
+
+    keeps_a_copy: bool  # what was sent can be sent again, also when the policy has moved on
 
     def send(self, server: JsonServer, weights: WeightSource, version: str) -> None:
         """Replaces the server's weights. Repeating it, with a server that was restarted, works."""
@@ -97,27 +99,33 @@ class VLLMClient:
         logprobs: int | None = 0,
         structured_outputs_regex: str | None = None,
         generation_kwargs: Mapping[str, Any] | None = None,
+        in_background: bool = False,
     ) -> dict[str, Any]:
         """``n`` completions of each prompt, those of a prompt in a row.
 
         Args:
             prompts: token ids.
             temperature, top_p, top_k, min_p, repetition_penalty, max_tokens: as in vLLM.
-            logprobs: 0: of the tokens that were drawn; None: none.
+            logprobs: 0: of the tokens that were drawn; None: none; above: also find out which of
+                so many of the likeliest ids the filters left.
             structured_outputs_regex: what the text of a completion matches.
             generation_kwargs: more fields of vLLM's completion request.
+            in_background: the policy trains meanwhile, so it no longer has the weights last sent.
 
         Returns:
             ``prompt_ids`` (one list per prompt), ``completion_ids`` (``n`` lists per prompt) and
-            ``logprobs`` (one number per token of these, or None).
+            ``logprobs`` (one number per token of these, or None); with ``logprobs`` above 0 also
+            ``kept_ids`` (a list of ids per token).
 
         Raises:
             ServerError: the server fails, refuses, or answers something else.
+            WeightsLostError: ``in_background``, the server was restarted, and the weights that it
+                had are nowhere else.
             ValueError: an argument is wrong.
         """
         prompts = [list(ids) for ids in prompts]
-        if logprobs not in (0, None):
-            raise ValueError(f"logprobs: expected 0 or None, got {logprobs!r}")
+        if logprobs is not None and logprobs < 0:
+            raise ValueError(f"logprobs: expected a number >= 0 or None, got {logprobs!r}")
         body: dict[str, Any] = {
             "prompt": prompts,
             "n": n,
@@ -129,21 +137,23 @@ class VLLMClient:
             "max_tokens": max_tokens,
             "logprobs": logprobs,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
         self._check_names(generation_kwargs or {}, body)
         body |= generation_kwargs or {}
-        answer = self.server.retrying(lambda: self._complete(body))
+        answer = self.server.retrying(lambda: self._complete(body, in_background))
         try:
-            ids, values = completions_of(answer, prompts, n, logprobs is not None)
+            ids, values, kept = completions_of(answer, prompts, n, logprobs)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.server.url}/v1/completions: expected {n} completions of each of "
                 f"{len(prompts)} prompts: {error!r}; got {str(answer)[:500]}"
             ) from error
-        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": values}
+        found = {"prompt_ids": prompts, "completion_ids": ids, "logprobs": values}
+        return found if kept is None else found | {"kept_ids": kept}
 
     def update_weights(self, weights: WeightSource) -> None:
         """Replaces the server's weights. One that restarts later gets them before it generates.
@@ -175,8 +185,11 @@ class VLLMClient:
     def _retried(self, path: str, name: str) -> Any:
         return self.server.field(self.server.retrying(lambda: self.server.get(path)), name)
 
-    def _complete(self, body: dict[str, Any]) -> Any:
+    def _complete(self, body: dict[str, Any], in_background: bool) -> Any:
         if self._weights is not None and self._served_version() != self._version:
+            assert self._transfer is not None  # it has sent them
+            if in_background and not self._transfer.keeps_a_copy:
+                raise WeightsLostError(f"{self.server.url} was restarted in mid-generation")
             logger.warning("%s was restarted: its weights are sent again", self.server.url)
             self._send_weights()
         return self.server.post("/v1/completions", body, self.request_timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import math
 import os
 import random
 import tempfile
@@ -26,7 +27,7 @@ from grpo_trainer.rollout.base import (
     WeightSource,
     runs,
 )
-from grpo_trainer.rollout.vllm_params import structured_outputs, vllm_params
+from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS, structured_outputs, vllm_params
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -87,7 +88,13 @@ class ColocatedVLLM:
             [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
             for sample, ids in zip(mine, token_ids, strict=True)
         ]
-        return Completions(token_ids, logprobs)
+        if not sampling.kept_ids:
+            return Completions(token_ids, logprobs)
+        kept = [
+            [[i for i, found in at.items() if found.logprob > -math.inf] for at in sample.logprobs]
+            for sample in mine
+        ]
+        return Completions(token_ids, logprobs, kept)
 
     def update_weights(self, weights: WeightSource) -> None:
         """In place, tensor by tensor; keys and values cached by the old weights are dropped."""
@@ -179,6 +186,7 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         # of the distribution that tokens are drawn from, after temperature and filters
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
         "disable_log_stats": True,
     }
     if accelerator.num_processes > 1:

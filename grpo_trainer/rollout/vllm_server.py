@@ -15,12 +15,15 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
+    Pending,
     Sampling,
     TokenIds,
+    WeightsLostError,
     WeightSource,
     runs,
 )
 from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout.task import Task
 from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
 from grpo_trainer.rollout.vllm_params import structured_outputs, vllm_params
 from grpo_trainer.rollout.weight_files import FileTransfer
@@ -38,16 +41,27 @@ class VLLMServer:
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
         self._client: VLLMClient | None = None
+        self._task: Task[Completions] | None = None  # of the first process
         self._on_main(lambda: self._connect(context))
         atexit.register(self.close)
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
         """Completions of this process's prompts; those of all processes are sent together."""
         prompts = gather_object(prompt_ids)
-        everyone = self._on_main(lambda: self._generate(prompts, sampling))
-        first = self._accelerator.process_index * len(prompt_ids)
-        mine = slice(first, first + len(prompt_ids))
-        return Completions(*(column[mine] for column in everyone))
+        return self._mine(lambda: self._generate(prompts, sampling), len(prompt_ids))
+
+    def start(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Pending:
+        """The same on a thread of the first process; only ``result`` talks to the others."""
+        prompts = gather_object(prompt_ids)
+        if self._accelerator.is_main_process:
+            self._task = Task(lambda: self._generate(prompts, sampling, in_background=True))
+        return _Requested(self, len(prompt_ids))
+
+    def finish(self, count: int) -> Completions:
+        """What ``start`` has started, for the ``count`` prompts of this process."""
+        completions = self._mine(lambda: self._task.result(), count)  # type: ignore[union-attr]
+        self._task = None
+        return completions
 
     def update_weights(self, weights: WeightSource) -> None:
         self._on_main(lambda: self._client.update_weights(weights))  # type: ignore[union-attr]
@@ -58,8 +72,23 @@ class VLLMServer:
 
     def close(self) -> None:
         atexit.unregister(self.close)
+        self.cancel()
         if self._client is not None:
             self._client.close()
+
+    def cancel(self) -> None:
+        """Ends what ``start`` has started."""
+        if self._task is not None and self._client is not None:
+            with self._client.server.interrupted():
+                self._task.wait()
+        self._task = None
+
+    def _mine(self, work: Callable[[], Completions], count: int) -> Completions:
+        """This process's share of what ``work`` returns on the first one."""
+        everyone = self._on_main(work)
+        # they differ where some conversations have ended and others have not
+        first = sum(gather_object([count])[: self._accelerator.process_index])
+        return Completions(*(c and c[first : first + count] for c in everyone))
 
     def _connect(self, context: EngineContext) -> None:
         args = context.args
@@ -74,13 +103,13 @@ class VLLMServer:
         )
 
     def _generate(
-        self, prompts: list[TokenIds], sampling: Sampling
-    ) -> tuple[list[TokenIds], list[list[float]]]:
+        self, prompts: list[TokenIds], sampling: Sampling, in_background: bool = False
+    ) -> Completions:
         assert self._client is not None  # this is the first process
         params = vllm_params(sampling)
         own = {name: params.pop(name) for name in _ARGUMENTS}
         regex = structured_outputs(sampling)
-        token_ids, logprobs = [], []
+        token_ids, logprobs, kept = [], [], []
         # almost always one request: every prompt has as many completions
         for n, part in groupby(runs(prompts), key=lambda run: run[1]):
             answer = self._client.generate(
@@ -88,11 +117,13 @@ class VLLMServer:
                 n=n,
                 structured_outputs_regex=None if regex is None else regex["regex"],
                 generation_kwargs=params,
+                in_background=in_background,
                 **own,
             )
             token_ids += answer["completion_ids"]
             logprobs += answer["logprobs"]
-        return token_ids, logprobs
+            kept += answer.get("kept_ids", ())
+        return Completions(token_ids, logprobs, kept if sampling.kept_ids else None)
 
     def _on_main(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns or raises on the first process, on all of them."""
@@ -100,7 +131,7 @@ class VLLMServer:
         if self._accelerator.is_main_process:
             try:
                 outcome[0] = work()
-            except (ServerError, ValueError) as error:
+            except (ServerError, WeightsLostError, ValueError) as error:
                 if self._accelerator.num_processes == 1:
                     raise
                 outcome[1] = error
@@ -109,6 +140,20 @@ class VLLMServer:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+class _Requested:
+    """A generation that the first process waits for, on a thread."""
+
+    def __init__(self, server: VLLMServer, count: int) -> None:
+        self._server = server
+        self._count = count  # prompts of this process
+
+    def result(self) -> Completions:
+        return self._server.finish(self._count)
+
+    def cancel(self) -> None:
+        self._server.cancel()
 
 
 # what VLLMClient.generate has arguments for

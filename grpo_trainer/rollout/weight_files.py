@@ -24,6 +24,8 @@ class FileTransfer:
         timeout: seconds that the server may take to load.
     """
 
+    keeps_a_copy = True
+
     def __init__(self, folder: Path, timeout: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # runs that share an output folder do not share this one
@@ -38,6 +40,7 @@ class FileTransfer:
             unfinished.mkdir()
             for number, tensors in enumerate(_parts(weights())):
                 save_file(tensors, unfinished / f"model-{number:05d}.safetensors")
+                tensors.clear()  # or it would live as long as the next part is made
             for old in self._folder.iterdir():
                 if old != unfinished:
                     shutil.rmtree(old)

@@ -28,6 +28,8 @@ class NCCLTransfer:
         timeout: seconds that one update may take.
     """
 
+    keeps_a_copy = False
+
     def __init__(self, workers: int, port: int, timeout: float) -> None:
         self._workers = workers
         self._port = port

@@ -123,7 +123,7 @@ def _row_loss_cases(target: str) -> Iterator[Case]:
     for dtype, out in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")):
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **_BASICS, **values)
         types |= {"each_ptr": "*fp32", "stride_out_row": "i64"}
-        for config in _configs("dlogits", DTYPES[dtype], target):
+        for config in _configs("loss", DTYPES[dtype], target):
             for flags in _variants(
                 "HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY", thorough=False
             ):

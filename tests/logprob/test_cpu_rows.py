@@ -154,11 +154,15 @@ def test_offset_logits(rows, offset, temperature):
     check(rows, logits + offset, target, Transform(temperature=temperature), FP32)
 
 
-@pytest.mark.parametrize("lead", [12.0, 20.0, 60.0, 200.0])
+@pytest.mark.parametrize("lead", [12.0, 16.6, 20.0, 60.0, 200.0])
 def test_probability_near_one(rows, lead):
+    """No digits are lost beside the 1 of the largest term."""
     logits, target = tile(4, 1003, FP32, spread=1.0)
     logits[torch.arange(4), target] = logits.amax(-1) + lead
     check(rows, logits, target, Transform(), FP32)
+    exact = logits.double().log_softmax(-1)[torch.arange(4), target]
+    logp = rows.stats(logits, target, Transform(), extras=False).logp
+    torch.testing.assert_close(logp.double(), exact, rtol=1e-6, atol=1e-15)
 
 
 @pytest.mark.parametrize("depth", [30.0, 60.0, 69.0, 85.0, 120.0])

@@ -14,6 +14,7 @@ from grpo_kernels.logprob.library import (
     linear_logprobs_backward,
     linear_logprobs_forward,
 )
+from grpo_kernels.logprob.ranking import Ranking
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
@@ -164,12 +165,13 @@ def test_opcheck() -> None:
         problem.hidden[0], problem.weight, problem.bias, problem.target[0], None,
         kept.indices, kept.offsets, kept.bounds,
     )  # fmt: skip
-    options = HeadOptions(1.5, 1.0, None, "fp32", "chunked", 2, False)
-    opcheck(linear_logprobs_forward, (*tensors, *options, True))
+    options = HeadOptions(1.5, 1.0, None, "fp32", "chunked", 2 * 53 * 4, False)
+    opcheck(linear_logprobs_forward, (*tensors, *options, True, *Ranking()))
     plain = [x.detach() if x is not None else None for x in tensors]
     outer = (None, None, torch.randn(5))
-    found = linear_logprobs_forward(*plain, *options, True)[:3]
-    opcheck(linear_logprobs_backward, (*plain, *options, *found, *outer, [True, True, False]))
+    found = linear_logprobs_forward(*plain, *options, True, *Ranking())[:3]
+    needs = [True, True, *[False] * 3]
+    opcheck(linear_logprobs_backward, (*plain, *options, *found, *outer, needs))
 
 
 def test_ways_to_build_one() -> None:

@@ -56,6 +56,7 @@ def make_args(tmp_path):
             "gradient_checkpointing": False,
             "use_cpu": True,
             "disable_tqdm": True,
+            "write_report": False,
         }
         return GRPOConfig(**(settings | changes))
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from grpo_trainer.completions import OWN_COLUMNS, as_text
+
 
 @pytest.mark.parametrize("unique", [False, True])
 def test_extra_columns_and_unique_prompts(make_trainer, unique):
@@ -28,5 +30,42 @@ def test_extra_columns_and_unique_prompts(make_trainer, unique):
     )
     prompts = table["prompt"]
     assert len(table) == (2 if unique else 8) and len(set(prompts)) == 2
-    assert table["length"] == table["reward"]
+    assert table["length"] == table["reward"] == table["rewards/digits"]
+    assert set(table.column_names) == {*OWN_COLUMNS, "rewards/digits", "length"}
+    assert all(1 <= count <= 4 for count in table["tokens"]) and set(table["step"]) == {1}
+    assert all(
+        count == 4 for count, cut in zip(table["tokens"], table["truncated"], strict=True) if cut
+    )
     assert trainer.state.log_history[0]["longest"] >= max(table["length"])
+
+
+def test_completions_of_evaluations(make_trainer, capsys):
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "num_completions_to_print": 1}
+    trainer = make_trainer(log_completions=True, max_steps=1, **changes)
+    trainer.train()
+    folder = Path(trainer.args.output_dir) / "completions"
+    table = Dataset.from_parquet(str(folder / "eval_completions_00001.parquet"))
+    assert len(table) == 16 and len(set(table["prompt"])) == 4
+    shown = capsys.readouterr().out
+    assert shown.count("eval completions at step 1") == 1
+
+
+def test_columns_that_are_taken(make_trainer):
+    for name in ("tokens", "rewards/other"):
+
+        def reward(completions, log_extra, name=name, **kwargs):
+            log_extra(name, completions)
+            return [0.0] * len(completions)
+
+        with pytest.raises(RuntimeError, match="log_extra: expected a new column"):
+            make_trainer(reward, max_steps=1).train()
+
+
+def test_messages_as_text():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    text = as_text(messages)
+    assert text.startswith('assistant: {"type": "function"') and text.endswith("tool: 2")

@@ -54,7 +54,11 @@ VALUES: dict[str, Any] = {
     "multi_objective_aggregation": "normalize_then_sum",
     "dynamic_sampling": True,
     "max_resampling_rounds": 5,
+    "max_tool_calling_iterations": 3,
+    "tool_timeout": 2.5,
+    "dynamic_prompts_fn": "package.module.function",
     "log_completions": True,
+    "write_report": False,
     "num_completions_to_print": 0,
     "log_unique_prompts": True,
     "loss_type": "grpo",
@@ -87,6 +91,8 @@ VALUES: dict[str, Any] = {
     "ref_model_mixup_alpha": 0.5,
     "ref_model_sync_steps": 64,
     "rollout_engine": "transformers",
+    "overlap_generation": True,
+    "use_kept_sets": True,
     "use_vllm": True,
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 64},
@@ -114,6 +120,7 @@ VALUES: dict[str, Any] = {
 NEEDS = {
     "sync_ref_model": {"beta": 0.1},
     "use_adaptive_entropy": {"entropy_coef": 0.1},
+    "use_kept_sets": {"top_k": 20},
     "transformers_continuous_batching_config": {"use_transformers_continuous_batching": True},
 }
 

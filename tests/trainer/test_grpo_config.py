@@ -99,7 +99,10 @@ def test_scale_rewards(make_args, given, kept):
         ({"generation_kwargs": {"num_beamz": 5}}, "GenerationConfig has no 'num_beamz'"),
         ({"generation_kwargs": "beams"}, "generation_kwargs: expected a dictionary"),
         ({"report_to": "wandbb"}, "report_to: expected one of .*wandb"),
-        ({"report_to": ["swanlab"]}, "report_to: swanlab: not installed"),
+        (
+            {"report_to": ["swanlab"]},
+            "report_to: expected trackers that are installed .*, got swanlab; pip install swanlab",
+        ),
     ],
 )
 def test_wrong_values(make_args, changes, message):

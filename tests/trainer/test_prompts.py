@@ -39,7 +39,7 @@ def test_padding():
 def test_collate_predicts_completions_only():
     one = torch.tensor(1.0)
     batch = collate(
-        [[5, 6], [7]], [[8, 1], [9]], [True, False], torch.ones(2), TokenCounts(one, one), 0
+        [[5, 6], [7]], [[8, 1], [9]], [[1, 1], [0]], torch.ones(2), TokenCounts(one, one), 0
     )
     assert batch.input_ids.tolist() == [[5, 6, 8, 1], [7, 9, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]

@@ -94,8 +94,8 @@ def test_names_that_the_server_would_ignore(make_client, stub):
         client.generate([[1]], generation_kwargs={"sead": 3})
     with pytest.raises(ValueError, match="temperature have arguments of their own"):
         client.generate([[1]], generation_kwargs={"temperature": 3})
-    with pytest.raises(ValueError, match="logprobs: expected 0 or None, got 5"):
-        client.generate([[1]], logprobs=5)
+    with pytest.raises(ValueError, match="logprobs: expected a number >= 0 or None, got -1"):
+        client.generate([[1]], logprobs=-1)
 
 
 def test_faults_are_retried(make_client, stub):

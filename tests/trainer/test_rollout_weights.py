@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from grpo_trainer.rollout import weight_files
+from grpo_trainer.rollout.weight_files import FileTransfer
 from grpo_trainer.rollout.weights import parameter_versions, policy_weights
 
 SIZES = dict(
@@ -92,6 +98,69 @@ def test_a_quantised_base_is_refused():
     model.get_base_model().is_quantized = True
     with pytest.raises(ValueError, match="full precision"):
         policy_weights(model)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that were made inside and still exist; ``peak`` at the worst moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        new = isinstance(found, torch.Tensor) and not any(found is x for x in args)
+        if new and found.device.type != "meta" and not func.is_view:
+            size = found.numel() * found.element_size()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(found, self._gone, size)
+        return found
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def size_of(tensors) -> int:
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+def drained(model) -> Alive:
+    """What exists while an engine takes the weights one by one."""
+    with Alive() as alive:
+        for _ in policy_weights(model):
+            pass
+    return alive
+
+
+def test_an_update_streams():
+    """Never is there a second model in memory, whatever has to be merged or converted."""
+    wide = SIZES | {"num_hidden_layers": 12}
+    plain = Qwen3ForCausalLM(Qwen3Config(**wide))
+    assert drained(plain).peak == 0
+    layer = size_of(plain.model.layers[0].parameters())
+    adapted = drained(lora(plain, target_modules="all-linear"))
+    # of one linear layer: how it was, the merged one and what is added to it
+    assert 0 < adapted.peak <= layer < size_of(plain.parameters()) / 8
+    config = Qwen3MoeConfig(**wide, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    experts = Qwen3MoeForCausalLM(config)
+    block = size_of(experts.model.layers[0].parameters())
+    assert drained(experts).peak <= 2 * block < size_of(experts.parameters()) / 4
+
+
+def test_an_update_through_files_streams(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "_FILE_BYTES", 2000)
+    transfer = FileTransfer(tmp_path, 5.0)
+    own = {f"layer{i}": torch.randn(10, 25) for i in range(40)}  # 1000 bytes each
+    server = SimpleNamespace(post=lambda *args: None)
+    with Alive() as alive:
+        transfer.send(server, lambda: iter(own.items()), "v1")
+    # a file of them, and one more while it grows
+    assert 2000 <= alive.peak <= 3000 and alive.now == 0
+    files = sorted((transfer._folder / "v1").iterdir())
+    assert len(files) == 20
+    sent = {name: value for file in files for name, value in load_file(file).items()}
+    assert_same(sent, own)
 
 
 def test_versions():

@@ -207,7 +207,7 @@ def test_bf16_on_cpu(make_trainer):
 
 def test_completions_are_written(make_trainer, capsys, tmp_path):
     make_trainer(log_completions=True, num_completions_to_print=1, max_steps=1).train()
-    assert capsys.readouterr().out.count("step 1  reward") == 1
+    assert capsys.readouterr().out.count("completions at step 1") == 1
     assert (tmp_path / "out" / "completions" / "completions_00001.parquet").exists()
 
 

@@ -63,6 +63,7 @@ def test_the_runs_are_what_they_say(results):
     for result in results:
         resumed, straight = result["resumed"]["parameters"], result["dynamic"]["parameters"]
         assert torch.equal(resumed, straight)
+    assert alone["overlap"]["metrics"]["sampling/staleness"] == 0.5  # 0 and 1 steps
     same = torch.equal(alone["dapo"]["parameters"], alone["bnpo"]["parameters"])
     assert same  # one micro-batch per step: their means are over the same tokens
     assert not torch.equal(alone["dapo"]["parameters"], alone["grpo"]["parameters"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.rollout import Completions
+from grpo_trainer.rollout.task import Task
 
 CLOCK = ("_time", "_runtime", "_per_second")
 
@@ -43,7 +46,87 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
 def logged(trainer: GRPOTrainer) -> list[dict[str, float]]:
     """Everything the run logged that does not depend on the clock."""
     return [
-        {name: value for name, value in row.items() if not name.endswith(CLOCK)}
+        {name: value for name, value in row.items() if not _reads_the_clock(name)}
         for row in trainer.state.log_history
         if "train_runtime" not in row
     ]
+
+
+def _reads_the_clock(name: str) -> bool:
+    return name.endswith(CLOCK) or name.startswith("profiling/")
+
+
+class BackgroundEngine:
+    """An engine with a copy of the policy, which completes as CannedEngine does on a thread.
+
+    Args:
+        tokenizer: for its special tokens.
+        model: the copy, which gives log-probabilities; None: none are reported.
+        process: as in CannedEngine.
+        kept: whether it reports kept sets.
+    """
+
+    def __init__(self, tokenizer, model=None, process: int = 0, kept: bool = False) -> None:
+        self._canned = CannedEngine(tokenizer, process)
+        self._model = model
+        self._kept = kept
+        self.calls: list[str] = []
+        self.may_end = threading.Event()  # of what was started
+        self.may_end.set()
+        self.work = lambda prompt_ids: None  # done before it completes
+
+    def generate(self, prompt_ids, sampling) -> Completions:
+        self.calls.append("generate")
+        return self._complete(prompt_ids, sampling)
+
+    def start(self, prompt_ids, sampling) -> _Pending:
+        self.calls.append("start")
+        return _Pending(self, lambda: self._slowly(prompt_ids, sampling))
+
+    def _slowly(self, prompt_ids, sampling) -> Completions:
+        self.work(prompt_ids)
+        assert self.may_end.wait(30)
+        return self._complete(prompt_ids, sampling)
+
+    def _complete(self, prompt_ids, sampling) -> Completions:
+        ids = self._canned.generate(prompt_ids).token_ids
+        if self._model is None:
+            return Completions(ids)
+        kept = [[[t, t + 1] for t in row] for row in ids] if self._kept else None
+        pairs = zip(prompt_ids, ids, strict=True)
+        return Completions(ids, [self._logprobs(*pair, sampling) for pair in pairs], kept)
+
+    def _logprobs(self, prompt, completion, sampling) -> list[float]:
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([prompt + completion])).logits[0]
+        table = (logits / sampling.temperature).log_softmax(-1)
+        start = len(prompt) - 1
+        return [table[start + i, token].item() for i, token in enumerate(completion)]
+
+    def update_weights(self, weights) -> None:
+        self.calls.append("update")
+        if self._model is not None:
+            self._model.load_state_dict({name: value.clone() for name, value in weights()})
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Pending:
+    def __init__(self, engine: BackgroundEngine, work) -> None:
+        self._engine = engine
+        self._task = Task(work)
+
+    def result(self) -> Completions:
+        try:
+            return self._task.result()
+        finally:
+            self._engine.calls.append("end")
+
+    def cancel(self) -> None:
+        self._engine.calls.append("cancel")
+        self._engine.may_end.set()
+        self._task.wait()

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from trainer_helpers import CannedEngine, parameters
+from tool_helpers import (
+    ScriptedEngine,
+    add,
+    call,
+    make_small_policy,
+    make_tool_tokenizer,
+    question,
+    results,
+)
+from trainer_helpers import BackgroundEngine, CannedEngine, parameters
 
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -23,6 +32,8 @@ METRICS = (
     "completions/min_length", "completions/mean_terminated_length", "loss", "grad_norm",
     "entropy_coef", "dynamic_sampling/resampling_rounds", "dynamic_sampling/discarded_groups",
     "dynamic_sampling/unfilled_groups", "eval_reward", "eval_entropy", "eval_loss",
+    "sampling/staleness", "sampling/sampling_logp_difference/mean",
+    "tools/call_frequency", "tools/failure_frequency", "eval_tools/call_frequency",
 )  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     # one loss of each aggregation
@@ -39,7 +50,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "groups over processes": {"num_generations": 16},
     "resumed": {"dynamic_sampling": True, "max_resampling_rounds": 2, "save_steps": 1},
     "stream": {"eval_strategy": "steps", "eval_steps": 2},
+    "overlap": {"overlap_generation": True, "eval_strategy": "steps", "eval_steps": 1},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+    "tools": {"max_completion_length": 120, "eval_strategy": "steps", "eval_steps": 2},
+    "curriculum": {},  # its function is below
 }
 
 
@@ -56,15 +70,22 @@ def rare_reward(prompts, completion_ids, **kwargs):
     ]
 
 
+def longer_prompts(prompts, completions, rewards, metas):
+    """The first prompt grows, the second is one of the dataset, others stay."""
+    assert all(len(group) == 4 for group in completions) and len(set(rewards)) > 1
+    return [f"1{prompts[0]}", None, *prompts[2:]]
+
+
 def run(name: str, folder: str, processes: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "num_generations": 4}
-    settings |= RUNS[name]
+    settings |= {"max_completion_length": 4} | RUNS[name]
+    if name == "curriculum":
+        settings["dynamic_prompts_fn"] = longer_prompts
     micro_batches = settings["gradient_accumulation_steps"]
     args = GRPOConfig(
         output_dir=f"{folder}/out",
         per_device_train_batch_size=ROWS // micro_batches // processes,
         per_device_eval_batch_size=ROWS // 2 // processes,
-        max_completion_length=4,
         max_steps=2,
         optim="sgd",
         learning_rate=0.1,
@@ -90,6 +111,8 @@ def run(name: str, folder: str, processes: int) -> dict[str, Any]:
 
 
 def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
+    if name == "tools":
+        return make_tool_trainer(args)
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"{i % 10}{i // 2}="} for i in range(20)]
     train = Dataset.from_list(rows)
@@ -98,9 +121,35 @@ def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
         train, test = train.to_iterable_dataset(), test.to_iterable_dataset()
     policy = make_policy(tokenizer, seed=0)
     reward = rare_reward if args.dynamic_sampling else lengths_reward
+    if name == "overlap":
+        rank, own = int(os.environ.get("RANK", 0)), make_policy(tokenizer, seed=0).eval()
+        engine = BackgroundEngine(tokenizer, own, rank)
+        return GRPOTrainer(
+            policy, reward, args, train, test, tokenizer, rollout_engine=engine
+        )  # fmt: skip
     trainer = GRPOTrainer(policy, reward, args, train, test, processing_class=tokenizer)
     trainer._collector._rollouts = CannedEngine(tokenizer, trainer.accelerator.process_index)
     return trainer
+
+
+def make_tool_trainer(args: GRPOConfig) -> GRPOTrainer:
+    """No call, one, or one too many to fit: one process has ended while the other goes on."""
+
+    def script(text: str, row: int) -> str:
+        wanted, done = int(text.split("user\n")[1][0]), len(results(text))
+        mark = "abcd"[row % 4] if done == 0 else ""  # tells a group's completions apart
+        return mark + (call("add", a=1, b=1) if done < wanted else "end")
+
+    def reward(completion_ids, **kwargs):
+        return [float(len(ids) % 7 + row % 2) for row, ids in enumerate(completion_ids)]
+
+    tokenizer = make_tool_tokenizer()
+    rows = Dataset.from_list([{"prompt": question(str(n % 3))} for n in range(12)])
+    engine = ScriptedEngine(tokenizer, script, by_row=True)
+    return GRPOTrainer(
+        make_small_policy(len(tokenizer)), reward, args, rows, rows.select(range(4)), tokenizer,
+        tools=[add], rollout_engine=engine,
+    )  # fmt: skip
 
 
 def main(folder: str, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
+from vllm_helpers import (
+    CLOSE,
+    PROMPTS,
+    change,
+    difference,
+    differences_over_kept,
+    worst_mismatch,
+)
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import EngineContext, Sampling
+from grpo_trainer.rollout import EngineContext, Rollouts, Sampling
 from grpo_trainer.rollout.weights import policy_weights
 
 
@@ -51,7 +58,7 @@ def test_parity(make_engine, policy, tokenizer, packed, monkeypatch):
         drawn = [
             (engine.generate(prompts, sampling(tokenizer, temperature=t)), t) for t in temperatures
         ]
-        return [difference(policy, prompts, *found, t) for found, t in drawn]
+        return [difference(policy, prompts, *found[:2], t) for found, t in drawn]
 
     engine.update_weights(lambda: policy_weights(policy))
     assert max(apart()) < CLOSE
@@ -96,6 +103,16 @@ def test_what_is_sampled(make_engine, policy, tokenizer):
 
 
 @pytest.mark.parametrize("tied", [False], indirect=True)
+def test_kept_sets(make_engine, policy, tokenizer):
+    engine = make_engine()
+    engine.update_weights(lambda: policy_weights(policy))
+    prompts = [prompt for prompt in PROMPTS for _ in range(8)]
+    for filters in ({"top_k": 4}, {"top_k": 1}, {"top_k": 6, "top_p": 0.7}):
+        found = engine.generate(prompts, sampling(tokenizer, kept_ids=8, **filters))
+        assert differences_over_kept(policy, prompts, found, **filters) < CLOSE
+
+
+@pytest.mark.parametrize("tied", [False], indirect=True)
 def test_adapters_are_merged(make_engine, policy, tokenizer):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"])
@@ -104,7 +121,21 @@ def test_adapters_are_merged(make_engine, policy, tokenizer):
     engine = make_engine(model)
     engine.update_weights(lambda: policy_weights(model))
     found = engine.generate(PROMPTS, sampling(tokenizer))
-    assert difference(model, PROMPTS, *found) < CLOSE
+    assert difference(model, PROMPTS, found.token_ids, found.logprobs) < CLOSE
+
+
+@pytest.mark.parametrize("tied", [True], indirect=True)
+def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
+    """The cache gets its memory when the weights have theirs; on a CPU both have it always."""
+    engine, asked = make_engine(), []
+    monkeypatch.setattr(engine._llm, "sleep", lambda level: asked.append(f"sleep {level}"))
+    monkeypatch.setattr(engine._llm, "wake_up", lambda tags: asked.extend(tags))
+    rollouts = Rollouts(engine, lambda: policy, sampling(tokenizer), step=lambda: 0, sleeps=True)
+    for _ in range(2):
+        change(policy)
+        found = rollouts.generate(PROMPTS)
+        assert difference(policy, PROMPTS, found.token_ids, found.logprobs) < CLOSE
+    assert asked == ["sleep 2", "weights", "kv_cache", "sleep 2"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to sleep on")
@@ -113,9 +144,14 @@ def test_sleep_needs_a_gpu(make_engine):
         make_engine(vllm_enable_sleep_mode=True)
 
 
-def test_training(make_args, policy, tokenizer, dataset):
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "use_kept_sets": True}])
+def test_training(make_args, policy, tokenizer, dataset, filters):
     args = make_args(
-        temperature=0.7, steps_per_generation=2, gradient_accumulation_steps=1, max_steps=6
+        temperature=0.7,
+        steps_per_generation=2,
+        gradient_accumulation_steps=1,
+        max_steps=6,
+        **filters,
     )
     trainer = GRPOTrainer(policy, digits_reversal_reward, args, dataset, processing_class=tokenizer)
     trainer.train()
@@ -124,5 +160,8 @@ def test_training(make_args, policy, tokenizer, dataset):
     rollouts = trainer._collector._rollouts
     prompts = [tokenizer("123=")["input_ids"]] * 4
     found = rollouts.generate(prompts)
-    assert difference(policy.eval(), prompts, *found, 0.7) < CLOSE
+    if filters:
+        rollouts.close()
+        return
+    assert difference(policy.eval(), prompts, *found[:2], 0.7) < CLOSE
     rollouts.close()

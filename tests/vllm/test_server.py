@@ -12,6 +12,7 @@ from vllm_helpers import (
     Server,
     change,
     difference,
+    differences_over_kept,
     free_port,
     make_model,
     worst_mismatch,
@@ -19,6 +20,7 @@ from vllm_helpers import (
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout import Completions
 from grpo_trainer.rollout.http import ServerError
 from grpo_trainer.rollout.vllm_client import VLLMClient
 from grpo_trainer.rollout.weight_files import FileTransfer
@@ -101,6 +103,52 @@ def test_what_is_sampled(client, tokenizer):
         client.generate(PROMPTS, generation_kwargs={"sead": 5})
 
 
+def test_kept_sets(client, policy):
+    client.update_weights(lambda: policy_weights(policy))
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    for filters in ({"top_k": 4}, {"top_k": 6, "top_p": 0.7}):
+        answer = client.generate(PROMPTS, n=4, max_tokens=8, logprobs=8, **filters)
+        found = Completions(answer["completion_ids"], answer["logprobs"], answer["kept_ids"])
+        assert differences_over_kept(policy, prompts, found, **filters) < CLOSE
+
+
+def test_overlap(server, make_args, policy, tokenizer, dataset):
+    """Completions are one generation batch old, those of evaluations are not."""
+
+    def reward(completion_ids, **columns) -> list[float]:  # every group has something to learn
+        return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
+
+    args = make_args(
+        vllm_mode="server",
+        vllm_server_port=server.port,
+        vllm_server_timeout=START,
+        overlap_generation=True,
+        use_kept_sets=True,
+        top_k=8,
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=4,
+    )
+    trainer = GRPOTrainer(
+        policy,
+        reward,
+        args,
+        dataset,
+        dataset.select(range(2)),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "loss" in row]
+    fresh, *old = [row["sampling/sampling_logp_difference/max"] for row in steps]
+    assert fresh < CLOSE and min(old) > CLOSE
+    assert [row["sampling/staleness"] for row in steps] == [0, 1, 1, 1]
+    evaluated = [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert len(evaluated) == 2
+    name = "eval_sampling/sampling_logp_difference/max"
+    assert max(row[name] for row in evaluated) < CLOSE
+    trainer._collector._rollouts.close()
+
+
 def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, tmp_path):
     """The server dies after the second generation and returns with the weights on its disk."""
     steps = 0
@@ -125,7 +173,8 @@ def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, 
     assert worst_mismatch(trainer, steps=4) < CLOSE
     rollouts = trainer._collector._rollouts
     prompts = [tokenizer("123=")["input_ids"]] * 4
-    assert difference(policy.eval(), prompts, *rollouts.generate(prompts), 0.7) < CLOSE
+    found = rollouts.generate(prompts)
+    assert difference(policy.eval(), prompts, found.token_ids, found.logprobs, 0.7) < CLOSE
     # what the server was sent last are the trainer's weights
     [file] = (tmp_path / "out" / "vllm_weights").rglob("*.safetensors")
     sent, own = load_file(file), trainer.model.state_dict()

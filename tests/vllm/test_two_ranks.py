@@ -28,10 +28,10 @@ def run(*words: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are processes on a CPU")
-@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize("mode", ["colocate", "parallel", "server", "overlap"])
 def test_two_gloo_ranks(tmp_path, tokenizer, mode):
     file = str(tmp_path / "out")
-    if mode == "colocate":
+    if mode in ("colocate", "parallel"):  # an engine each, or one together
         run(mode, file)
     else:
         make_model(tokenizer, tied=True).save_pretrained(tmp_path / "model")
@@ -42,6 +42,9 @@ def test_two_gloo_ranks(tmp_path, tokenizer, mode):
         finally:
             server.kill()
     first, second = (json.loads(Path(f"{file}.{rank}.json").read_text()) for rank in range(2))
-    assert first["mismatch"] == second["mismatch"] < CLOSE
+    assert first["mismatch"] == second["mismatch"]
+    assert (first["mismatch"] < CLOSE) == (mode != "overlap")  # there completions are older
+    expected = [0, 1, 1] if mode == "overlap" else []
+    assert first["staleness"] == second["staleness"] == expected
     assert first["weight"] == second["weight"]
     assert first["seen"] != second["seen"]  # they draw different random numbers

@@ -24,8 +24,10 @@ def main(mode: str, file: str, port: str | None = None) -> None:
     tokenizer = make_tokenizer()
     if port is not None:
         engine = {"vllm_server_port": int(port), "vllm_server_timeout": 180.0}
+        engine["overlap_generation"] = mode == "overlap"
     else:
         engine = {"vllm_engine_kwargs": ENGINE, "vllm_gpu_memory_utilization": 0.1}
+        engine["vllm_tensor_parallel_size"] = 2 if mode == "parallel" else 1
     args = GRPOConfig(
         output_dir=file + ".out",
         per_device_train_batch_size=4,
@@ -42,7 +44,7 @@ def main(mode: str, file: str, port: str | None = None) -> None:
         ddp_backend="gloo",
         disable_tqdm=True,
         use_vllm=True,
-        vllm_mode=mode,
+        vllm_mode="colocate" if port is None else "server",
         **engine,
     )
     dataset = Dataset.from_list([{"prompt": f"{i % 10}{i // 2}="} for i in range(12)])
@@ -55,6 +57,8 @@ def main(mode: str, file: str, port: str | None = None) -> None:
     rank = trainer.accelerator.process_index
     weight = float(trainer.accelerator.unwrap_model(trainer.model).lm_head.weight.double().sum())
     found = {"mismatch": worst_mismatch(trainer, 3), "weight": weight, "seen": seen}
+    rows = [row for row in trainer.state.log_history if "sampling/staleness" in row]
+    found["staleness"] = [row["sampling/staleness"] for row in rows]
     Path(f"{file}.{rank}.json").write_text(json.dumps(found))
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, Trainer
 
+from grpo_trainer.rollout import Completions
+
 ROOT = Path(__file__).parents[2]
 
 # a small and quick engine; on a CPU blocks hold 32 tokens and heads have a multiple of 32 channels
@@ -71,6 +73,34 @@ def difference(
         expected = table.gather(1, torch.tensor(ids)[:, None])[:, 0]
         largest = max(largest, (expected - torch.tensor(values)).abs().max().item())
     return largest
+
+
+def differences_over_kept(
+    model: torch.nn.Module, prompts: list[list[int]], found: Completions, **filters
+) -> float:
+    """The largest difference of log-probabilities over the kept ids.
+
+    Raises AssertionError where those are not what ``filters`` leave.
+    """
+    largest = 0.0
+    for prompt, ids, values, kept in zip(prompts, *found, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits[0]
+        rows = logits.double().cpu()[len(prompt) - 1 : -1]
+        for row, token, value, left in zip(rows, ids, values, kept, strict=True):
+            assert token in left and set(left) == kept_ids(row, **filters)
+            over_left = row[token] - row[left].logsumexp(0)
+            largest = max(largest, abs(float(over_left) - value))
+    return largest
+
+
+def kept_ids(logits: torch.Tensor, top_k: int, top_p: float = 1.0) -> set[int]:
+    """Of one token, by the definitions of the filters."""
+    p = logits.softmax(-1)
+    order = p.argsort(descending=True)[:top_k].tolist()
+    chosen = p[order] / p[order].sum()
+    before = (chosen.cumsum(0) - chosen).tolist()
+    return {i for i, mass in zip(order, before, strict=True) if mass < top_p}
 
 
 def worst_mismatch(trainer: Trainer, steps: int) -> float:

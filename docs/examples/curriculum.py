@@ -1,0 +1,60 @@
+"""A curriculum: the prompt says how many zeros to write, and asks for more once that is learned."""
+
+from __future__ import annotations
+
+from datasets import Dataset
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+
+ENOUGH = 0.7  # mean reward of a prompt that is mastered
+MOST = 5
+
+
+def zeros_reward(prompts, completions, **kwargs):
+    """1 for as many zeros as the prompt says. The curriculum rewrites prompts: ask them alone."""
+    counts = [int(prompt.rstrip("=")) for prompt in prompts]
+    return [
+        text[:count].count("0") / max(count, len(text))
+        for text, count in zip(completions, counts, strict=True)
+    ]
+
+
+def more_when_ready(prompts, completions, rewards, metas):
+    """One new prompt per old one; ``rewards`` are the means of their groups."""
+    counts = [
+        min(int(prompt.rstrip("=")) + (reward > ENOUGH), MOST)
+        for prompt, reward in zip(prompts, rewards, strict=True)
+    ]
+    print(f"asks for {sum(counts) / len(counts):.2f} zeros")
+    return [f"{count}=" for count in counts]
+
+
+def main() -> None:
+    tokenizer = make_tokenizer()
+    trainer = GRPOTrainer(
+        model=make_policy(tokenizer, seed=0),
+        reward_funcs=zeros_reward,
+        args=GRPOConfig(
+            output_dir="out/curriculum",
+            dynamic_prompts_fn=more_when_ready,
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=MOST + 1,
+            learning_rate=1e-2,
+            max_steps=24,
+            logging_steps=6,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "1="}] * 8),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    last = [row for row in trainer.state.log_history if "reward" in row][-1]
+    print(f"final reward {last['reward']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

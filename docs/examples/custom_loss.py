@@ -1,0 +1,67 @@
+"""A loss of one's own: a few lines of torch, registered under a name.
+
+No derivative is written: autograd derives it, and on a GPU the Triton kernel is printed from it.
+"""
+
+from __future__ import annotations
+
+from datasets import Dataset
+
+from grpo_kernels.losses import NamedLoss, Surrogate, register_loss, register_surrogate
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+
+
+class PenalisedRatio(Surrogate):
+    """The advantage times the ratio, less a penalty on the ratio's distance from 1."""
+
+    name = "penalised_ratio"
+    source = "this example"
+
+    def __call__(self, terms, config):
+        away = (terms.ratio - 1).square()
+        return -terms.ratio * terms.advantages + 0.5 / config.epsilon * away
+
+
+def zeros(completions, **kwargs):
+    """The share of zeros."""
+    return [text.count("0") / max(len(text), 1) for text in completions]
+
+
+def main() -> None:
+    register_surrogate(PenalisedRatio())
+    register_loss(
+        "penalised",
+        NamedLoss(
+            surrogate="penalised_ratio", aggregation="window_token_mean", source="this example"
+        ),
+    )
+    tokenizer = make_tokenizer()
+    rows = [{"prompt": f"{n}="} for n in range(100, 132)]
+    trainer = GRPOTrainer(
+        model=make_policy(tokenizer, seed=0),
+        reward_funcs=zeros,
+        args=GRPOConfig(
+            output_dir="out/custom_loss",
+            loss_type="penalised",
+            num_iterations=2,  # so that the ratio is not always 1
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=4,
+            learning_rate=6e-3,
+            max_steps=16,
+            logging_steps=4,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    print(f"final reward {rewards[-1]:.3f}, at first {rewards[0]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The trainer with rewards of one's own: a plain function, and one that waits for something.
+
+Both log beside their rewards: a metric, and a column of the table of completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from datasets import Dataset
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+
+
+def right_digits(completions, answer, log_metric, **kwargs):
+    """The share of digits in their place."""
+    scores = [
+        sum(a == b for a, b in zip(text, right, strict=False)) / len(right)
+        for text, right in zip(completions, answer, strict=True)
+    ]
+    log_metric("right_digits/best", max(scores))  # averaged until it is logged
+    return scores
+
+
+async def judged(completions, log_extra, **kwargs):
+    """As a judge behind a network would: all completions at once, beside the other rewards."""
+
+    async def judge(text):
+        await asyncio.sleep(0)
+        return 1.0 if len(text) == 3 else None  # None: does not apply
+
+    scores = await asyncio.gather(*map(judge, completions))
+    log_extra("judge", ["three digits" if score else "-" for score in scores])
+    return scores
+
+
+def main() -> None:
+    tokenizer = make_tokenizer()
+    numbers = [f"{n:03d}" for n in range(100, 164)]
+    rows = [{"prompt": f"{number}=", "answer": number[::-1]} for number in numbers]
+    trainer = GRPOTrainer(
+        model=make_policy(tokenizer, seed=0),
+        reward_funcs=[right_digits, judged],
+        args=GRPOConfig(
+            output_dir="out/custom_reward",
+            reward_weights=[1.0, 0.2],
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=4,
+            learning_rate=2e-3,
+            max_steps=10,
+            logging_steps=2,
+            log_completions=True,
+            num_completions_to_print=3,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model()  # with a model card
+    last = [row for row in trainer.state.log_history if "reward" in row][-1]
+    print(f"final reward {last['reward']:.3f}, best digits {last['right_digits/best']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

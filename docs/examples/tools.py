@@ -1,0 +1,131 @@
+"""Tool calling: a policy that knows how to write a call learns to make the right one.
+
+The tokenizer has a token for each part of a call, and a few steps of supervised training show the
+policy the format with random numbers. What to add, it finds out by the reward alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy
+
+WORDS = [
+    "<pad>", "<unk>", "<end>", "<tools>", "<user>", "<assistant>", "<tool>", "add", "+",
+    '<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>", *"0123456789",
+]  # fmt: skip
+TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LARGEST = 3
+SHOWN_STEPS, STEPS = 60, 30
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def sum_reward(prompts, completions, **kwargs):
+    """A third each for the two numbers that the tool is called with and for the right answer."""
+    scores = []
+    for prompt, messages in zip(prompts, completions, strict=True):
+        a, b = map(int, prompt[0]["content"].split("+"))
+        right = [messages[-1]["content"] == str(a + b)]
+        for call in messages[0].get("tool_calls", ()):
+            asked = call["function"]["arguments"]
+            right += [asked.get("a") == a, asked.get("b") == b]
+        scores.append(sum(right) / 3)
+    return scores
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    longest_first = "|".join(re.escape(word) for word in sorted(WORDS, key=len, reverse=True))
+    tokenizer.pre_tokenizer = Split(Regex(longest_first + r"|[\s\S]"), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<end>"
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def show_the_format(policy, tokenizer) -> None:
+    """Supervised steps on conversations whose calls add numbers that nobody asked for."""
+    numbers = random.Random(0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3)
+    for _ in range(SHOWN_STEPS):
+        texts = []
+        for _ in range(32):
+            x, y, a, b = (numbers.randint(1, LARGEST) for _ in range(4))
+            call = {"name": "add", "arguments": {"a": a, "b": b}}
+            turns = [
+                {"role": "user", "content": f"{x}+{y}"},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+                {"role": "tool", "content": str(a + b)},
+                {"role": "assistant", "content": str(a + b)},
+            ]
+            texts.append(tokenizer.apply_chat_template(turns, tools=[add], tokenize=False))
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        loss = policy(batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def main() -> None:
+    tokenizer = make_tokenizer()
+    policy = make_policy(tokenizer, seed=0)
+    show_the_format(policy, tokenizer)
+    pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
+    prompts = [[{"role": "user", "content": f"{a}+{b}"}] for a, b in pairs]
+    trainer = GRPOTrainer(
+        model=policy,
+        reward_funcs=sum_reward,
+        args=GRPOConfig(
+            output_dir="out/tools",
+            max_tool_calling_iterations=1,
+            per_device_train_batch_size=96,
+            num_generations=16,
+            max_completion_length=20,
+            learning_rate=4e-3,
+            max_steps=STEPS,
+            logging_steps=6,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        processing_class=tokenizer,
+        tools=[add],
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    print(f"calls per completion {rows[-1]['tools/call_frequency']:.2f}")
+    print(f"final reward {rows[-1]['reward']:.3f}, at first {rows[0]['reward']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

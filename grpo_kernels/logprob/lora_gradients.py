@@ -1,0 +1,95 @@
+"""Gradients of LoRA on the LM head, from tiles of the gradient of its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.logprob.head import accumulate
+from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.logprob.rows import clear_row_ends
+
+_BLOCK_ROWS = 1024  # of hidden states that are widened at a time
+
+
+class LoRAGradients:
+    """Gradients of a head's adapter and its share of dhidden, summed in fp32 tile by tile.
+
+    As the head's own weight and hidden states, the factors enter the large products in the dtype
+    of the hidden states.
+    """
+
+    def __init__(
+        self,
+        lora: HeadLoRA,  # wide
+        hidden: Tensor,  # (T, D)
+        *,
+        of_hidden: bool,  # which gradients are wanted
+        of_a: bool,
+        of_b: bool,
+    ) -> None:
+        inner = of_hidden or of_a
+        self._lora, self._hidden, self._of_a = lora, hidden, of_a
+        self._factor = _Narrow.of(lora.b, hidden.dtype) if inner else None
+        self._dinner = lora.a.new_zeros(hidden.shape[0], lora.rank) if inner else None
+        self._db = torch.zeros_like(lora.b) if of_b else None
+
+    def add(self, dlogits: Tensor, rows: slice | Tensor, columns: slice) -> None:
+        """A tile's share; ``dlogits`` has the dtype of the hidden states."""
+        if self._dinner is not None and self._factor is not None:
+            clear_row_ends(dlogits)
+            place = self._dinner[rows]  # a copy for an index
+            _add(place, dlogits, self._factor.rows(columns))
+            self._dinner[rows] = place
+        if self._db is not None:
+            inner = _Narrow.of(self._lora.inner(self._hidden[rows]), dlogits.dtype)
+            _add(self._db[columns], dlogits.t(), inner)
+
+    def finish(self, dhidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Adds to ``dhidden`` (T, D), and returns the gradients of A and B that are wanted."""
+        lora, da = self._lora, None
+        if self._dinner is None:
+            return None, self._db
+        if self._of_a:
+            da = torch.zeros_like(lora.a)
+        for start in range(0, self._hidden.shape[0], _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
+            part, hidden = self._dinner[rows], self._hidden[rows]
+            if da is not None:
+                torch.addmm(da, part.t(), hidden.to(da.dtype), alpha=lora.scaling, out=da)
+            if dhidden is not None:
+                update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
+                dhidden[rows] += update.mul_(lora.scaling)
+        return da, self._db
+
+
+def _add(out: Tensor, a: Tensor, b: _Narrow) -> None:
+    """``out += a @ b``."""
+    if b.scale is None:
+        accumulate(out, a, b.values, first=False)
+        return
+    product = torch.empty_like(out)
+    accumulate(product, a, b.values, first=True)
+    out.addcmul_(product, b.scale)
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """A factor in the dtype that its product is computed in: ``values * scale``."""
+
+    values: Tensor
+    scale: Tensor | None  # () power of two; None: 1
+
+    @staticmethod
+    def of(x: Tensor, dtype: torch.dtype) -> _Narrow:
+        """fp16 holds no factor of 1e-8: its values are scaled into the middle of what it holds."""
+        if dtype != torch.float16 or not x.numel():
+            return _Narrow(x.to(dtype), None)
+        largest = x.abs().amax().clamp(min=2.0**-100)
+        scale = torch.exp2((largest.log2().ceil() - 10).clamp(max=100))
+        return _Narrow((x / scale).to(dtype), scale)
+
+    def rows(self, index: slice) -> _Narrow:
+        return _Narrow(self.values[index], self.scale)

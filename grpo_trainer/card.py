@@ -1,0 +1,159 @@
+"""The README.md of a saved model: what it was trained from and how, and whom to cite."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from transformers import Trainer
+
+from grpo_trainer.recipe import Recipe, changed_loss_fields, environment
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
+
+logger = logging.getLogger(__name__)
+
+CARD_NAME = "README.md"
+
+# who wrote it: a card whose text is no longer what the digest says was edited by somebody
+_MARK = re.compile(r"\n<!-- written by grpo-trainer, digest (\w+) -->\s*$")
+
+_GRPO = """@article{shao2024deepseekmath,
+  title   = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
+  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and
+             Bi, Xiao and Zhang, Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and
+             Guo, Daya},
+  year    = {2024},
+  journal = {arXiv preprint arXiv:2402.03300}
+}"""
+_GRPO_PAPER = "2402.03300"
+_ARXIV = re.compile(r"\d{4}\.\d{4,5}")
+
+
+class WritesCard(Trainer):
+    """Writes a card beside each saved model, unless somebody has edited the one that is there."""
+
+    recipe: Recipe
+    args: GRPOConfig
+    loss_config: Any
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        ours = may_write(folder)  # asked first: peft leaves a card of its own
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self._write_card(folder, ours)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Called before an upload."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            self._write_card(folder, may_write(folder))
+
+    def _write_card(self, folder: Path, ours: bool) -> None:
+        if ours:
+            (folder / CARD_NAME).write_text(_signed(model_card(self)), encoding="utf-8")
+        else:
+            logger.warning("%s was edited: it stays as it is", folder / CARD_NAME)
+
+
+def may_write(folder: Path) -> bool:
+    """Whether there is no card, or one that is as it was written here."""
+    path = folder / CARD_NAME
+    if not path.exists():
+        return True
+    text = _body(path.read_text(encoding="utf-8"))
+    mark = _MARK.search(text)
+    return mark is not None and mark[1] == _digest(text[: mark.start()])
+
+
+def model_card(trainer: WritesCard) -> ModelCard:
+    """The card of what ``trainer`` has trained."""
+    recipe = trainer.recipe
+    name = Path(trainer.args.output_dir).resolve().name
+    local = Path(recipe.model).exists()
+    data = ModelCardData(
+        base_model=None if local else recipe.model,
+        library_name="peft" if recipe.adapter else "transformers",
+        model_name=name,
+        tags=["grpo", "reinforcement-learning", "grpo-kernels", recipe.loss_type],
+        pipeline_tag="text-generation",
+    )
+    parts = [
+        f"# {name}",
+        f"`{recipe.model}`, trained by reinforcement learning with the loss `{recipe.loss_type}` "
+        f"({recipe.loss_source}) of grpo-kernels" + _adapter(recipe) + ".",
+        "## Recipe",
+        _table(_recipe_rows(trainer)),
+        "## Versions",
+        _table(environment(torch.device(trainer.args.device))),
+        "## Citation",
+        *_citations(recipe),
+    ]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _recipe_rows(trainer: WritesCard) -> dict[str, str]:
+    recipe, args = trainer.recipe, trainer.args
+    rewards = ", ".join(
+        f"`{name}`" + ("" if weight == 1 else f" x {weight:g}")
+        for name, weight in recipe.rewards.items()
+    )
+    prompts = "a stream" if recipe.prompts is None else f"{recipe.prompts:,} prompts"
+    changed = changed_loss_fields(trainer.loss_config) | {"beta": trainer.loss_config.beta}
+    return {
+        "dataset": f"`{recipe.dataset}`, {prompts}" if recipe.dataset else prompts,
+        "rewards": rewards,
+        "loss": ", ".join(f"{name} = {value}" for name, value in changed.items()),
+        "completions": f"{args.num_generations} per prompt, {args.generation_batch_size} at once, "
+        f"up to {args.max_completion_length} tokens, temperature {args.temperature:g}",
+        "sampled by": recipe.engine,
+        "steps": f"{trainer.state.global_step:,}, learning rate {args.learning_rate:g}, seed "
+        f"{args.seed}, {recipe.processes} process{'es' * (recipe.processes > 1)}",
+    }
+
+
+def _adapter(recipe: Recipe) -> str:
+    return f"; this is a {recipe.adapter} adapter" if recipe.adapter else ""
+
+
+def _table(rows: dict[str, str]) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _citations(recipe: Recipe) -> list[str]:
+    """GRPO's, and the loss's own, by what the registry says of it."""
+    cited = [f"```bibtex\n{_GRPO}\n```"]
+    paper = _ARXIV.search(recipe.loss_source)
+    if paper is None:
+        cited.append(f"The loss `{recipe.loss_type}`: {recipe.loss_source}.")
+    elif paper[0] != _GRPO_PAPER:
+        entry = (
+            f"@misc{{{recipe.loss_type}, title = {{{{The loss {recipe.loss_type}}}}},\n"
+            f"  eprint = {{{paper[0]}}}, archivePrefix = {{arXiv}},\n"
+            f"  url = {{https://arxiv.org/abs/{paper[0]}}}\n}}"
+        )
+        cited.append(f"```bibtex\n{entry}\n```")
+    return cited
+
+
+def _signed(card: ModelCard) -> str:
+    text = str(card).rstrip()
+    return f"{text}\n<!-- written by grpo-trainer, digest {_digest(_body(text))} -->\n"
+
+
+def _body(text: str) -> str:
+    """Without the metadata, which other libraries rewrite."""
+    return REGEX_YAML_BLOCK.sub("", text, count=1)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:16]

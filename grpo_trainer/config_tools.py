@@ -1,0 +1,68 @@
+"""The fields of GRPOConfig for tools and for prompts that change during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_trainer.config_checks import check_number
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass
+class ToolFields:
+    """How long completions go on with tools, and where the next prompts come from."""
+
+    max_tool_calling_iterations: int | None = field(
+        default=None,
+        metadata=_help(
+            "How often a completion may call tools and go on with their answers. Default: until "
+            "max_completion_length."
+        ),
+    )
+    tool_timeout: float | None = field(
+        default=60.0,
+        metadata=_help(
+            "Seconds that a tool may take; then it answers with an error. Plain functions run in a "
+            "thread of their own for that; null in the file: no limit, and no other thread."
+        ),
+    )
+    dynamic_prompts_fn: Callable[..., Any] | str | None = field(
+        default=None,
+        metadata=_help(
+            "Import path of a function (prompts, completions, rewards, metas) that returns the "
+            "prompts of the next generation batch, each text, messages, or None: the dataset's "
+            "next."
+        ),
+    )
+
+
+def check_tools(args: GRPOConfig) -> None:
+    """Raises ValueError unless they are in range, and possible with the rest."""
+    if args.tool_timeout is not None:
+        check_number("tool_timeout", args.tool_timeout, 0, above=True)
+    function = args.dynamic_prompts_fn
+    if function is not None and not isinstance(function, str) and not callable(function):
+        raise ValueError(
+            f"dynamic_prompts_fn: expected a function or its import path, got {function!r}"
+        )
+    if function is not None and args.overlap_generation:
+        raise ValueError(
+            "dynamic_prompts_fn: expected None with overlap_generation, which needs the next "
+            "prompts before the current completions are scored"
+        )
+
+
+def import_path(function: Callable[..., Any] | str | None) -> str | None:
+    """What a function is called where only text can stand."""
+    if function is None or isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{function.__module__}.{name}"

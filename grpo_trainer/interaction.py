@@ -1,0 +1,89 @@
+"""What completions are made with beside the policy: tools, environments, or a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.rewards import RewardFunction, RewardSource, Tokenizers, resolve_rewards
+from grpo_trainer.rollout_function import FunctionSource, RolloutFunction, check_rollout_func
+from grpo_trainer.scored import Source
+from grpo_trainer.tools import Agents, EnvironmentFactory, Environments, make_toolbox
+
+
+class Interaction:
+    """The arguments of the trainer that say so.
+
+    Raises:
+        ValueError: one is wrong, or they exclude each other.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: EnvironmentFactory | None = None,
+        rollout_func: RolloutFunction | None = None,
+    ) -> None:
+        self._args = args
+        self._tools = make_toolbox(tools or ())
+        self._environments: Environments | None = None
+        if environment_factory is not None:
+            self._environments = Environments(environment_factory, self._tools)
+        self._rollout_func = rollout_func
+        agents = bool(self._tools) or self._environments is not None
+        if rollout_func is not None:
+            check_rollout_func(rollout_func)
+            if agents:
+                raise ValueError(
+                    "rollout_func: expected neither tools nor environment_factory with it: the "
+                    "function makes whole completions"
+                )
+        if args.overlap_generation and (agents or rollout_func is not None):
+            raise ValueError(
+                "overlap_generation: expected False with tools, environment_factory and "
+                "rollout_func, whose completions need the engine more than once"
+            )
+
+    def rewards(
+        self,
+        sources: RewardSource | Sequence[RewardSource] | None,
+        processing_classes: Tokenizers,
+    ) -> list[RewardFunction]:
+        """The reward functions, and after them those of environments.
+
+        Raises:
+            ValueError: there are none, or one is wrong.
+        """
+        own = self._environments.rewards if self._environments is not None else []
+        if own and not sources:
+            return own
+        return resolve_rewards(sources or [], processing_classes, self._args) + own
+
+    def source(
+        self,
+        trainer: Any,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: frozenset[int],
+        context: int | None,
+    ) -> Source | None:
+        """What makes the completions; None: one call of the engine.
+
+        Raises:
+            ValueError: the chat template cannot write conversations with these tools.
+        """
+        args = self._args
+        if self._rollout_func is not None:
+            function = self._rollout_func
+            return FunctionSource(
+                lambda prompts: function(prompts, trainer), args, tokenizer, context
+            )
+        if not self._tools and self._environments is None:
+            return None
+        made_of = (self._tools, self._environments)
+        return Agents(args, accelerator, tokenizer, *made_of, eos_token_ids, context)

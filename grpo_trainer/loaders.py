@@ -1,0 +1,42 @@
+"""The trainer's side of the data: how many steps there are, and the rows of an evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
+
+from grpo_trainer.data import Prompts, as_they_are
+from grpo_trainer.resumable import ResumableTrainer
+from grpo_trainer.sampling import RepeatedStream, RepeatSampler, completions_per_epoch
+
+
+class GroupTrainer(ResumableTrainer):
+    """Counts completions, and repeats each prompt of an evaluation as often as it is completed.
+
+    The loop counts the items of a loader; the training prompts come from a stream of their own,
+    from which dynamic sampling takes as many as it needs.
+    """
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One item per completion in the loss and epoch."""
+        items: Any = range(completions_per_epoch(self.train_dataset, self.args))
+        batch = self._train_batch_size
+        loader = DataLoader(items, batch_size=batch, collate_fn=as_they_are)
+        return self.accelerator.prepare(loader)
+
+    def _get_dataloader(self, dataset: Prompts, *args: Any, **kwargs: Any) -> DataLoader:
+        if isinstance(dataset, IterableDataset):  # for evaluation, which has no sampler then
+            self.args.check_eval_batch()
+            # each process reads for itself: one that reads for all could only send tensors
+            self.accelerator.dataloader_config.dispatch_batches = False
+            dataset = RepeatedStream(dataset, self.args.eval_group_size)
+        return super()._get_dataloader(dataset, *args, **kwargs)
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> RepeatSampler:
+        self.args.check_eval_batch()
+        return RepeatSampler(len(eval_dataset), self.args.eval_group_size)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt"]  # what remove_unused_columns keeps

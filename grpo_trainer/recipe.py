@@ -1,0 +1,94 @@
+"""What a run is made of, in words: for its report and its model's card."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import is_peft_model
+
+from grpo_kernels import LossConfig
+from grpo_kernels.machine import cpu_name, installed_version
+from grpo_trainer.rewards import RewardFunction
+
+if TYPE_CHECKING:
+    from grpo_trainer.trainer import GRPOTrainer
+
+_PACKAGES = (
+    "grpo-kernels",
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "vllm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The parts of a run that have names."""
+
+    model: str  # folder or hub id it started from
+    rewards: dict[str, float]  # name -> weight
+    dataset: str | None  # as it was named, if it was
+    prompts: int | None  # of the dataset; None: it is a stream
+    adapter: str | None  # its kind, if only an adapter is trained
+    loss_type: str
+    loss_source: str  # the paper
+    engine: str  # what completes the prompts
+    processes: int
+
+    @classmethod
+    def of(cls, trainer: GRPOTrainer, rewards: list[RewardFunction], engine: str | None) -> Recipe:
+        """That of ``trainer``; ``engine`` names one that its arguments do not say."""
+        args, model = trainer.args, trainer.model
+        weights = args.reward_weights or [1.0] * len(rewards)
+        data = trainer.train_dataset
+        adapter = None
+        if is_peft_model(model):
+            adapter = str(next(iter(model.peft_config.values())).peft_type.value)
+        return cls(
+            model=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            rewards={item.name: w for item, w in zip(rewards, weights, strict=True)},
+            dataset=None,
+            prompts=len(data) if hasattr(data, "__len__") else None,
+            adapter=adapter,
+            loss_type=trainer.loss_config.loss_type,
+            loss_source=trainer.loss_config.loss.source,
+            engine=engine or _engine(args),
+            processes=trainer.accelerator.num_processes,
+        )
+
+
+def changed_loss_fields(config: LossConfig) -> dict[str, Any]:
+    """Fields of the loss that are not at their defaults."""
+    return {
+        item.name: getattr(config, item.name)
+        for item in dataclasses.fields(config)
+        if getattr(config, item.name) != item.default
+    }
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Machine and versions."""
+    on_gpu = device.type == "cuda"
+    facts = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return facts | {name: version for name, version in versions.items() if version is not None}
+
+
+def _engine(args: Any) -> str:
+    if args.rollout_engine is not None:
+        return args.rollout_engine
+    if args.use_vllm:
+        return f"vLLM ({args.vllm_mode})"
+    return "transformers"

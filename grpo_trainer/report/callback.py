@@ -1,0 +1,76 @@
+"""Keeps a run's record and report up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from grpo_trainer.recipe import environment
+from grpo_trainer.report.command import write_report
+from grpo_trainer.report.record import REPORT_NAME, RunRecord, jsonable
+
+if TYPE_CHECKING:
+    from grpo_trainer.trainer import GRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class ReportWriter(TrainerCallback):
+    """Writes ``run.json`` and ``report.html`` with every checkpoint and at the end.
+
+    Without plotly it writes the former alone and says once how to get the latter.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+        self._can_draw = True
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._write(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._write(state)
+
+    def _write(self, state: TrainerState) -> None:
+        if not state.is_world_process_zero or not state.log_history:
+            return
+        record = record_of(self._trainer)
+        record.save()
+        if not self._can_draw:
+            return
+        try:
+            write_report([record.folder], record.folder / REPORT_NAME)
+        except ImportError as error:
+            self._can_draw = False
+            logger.warning("%s: %s", record.folder, error)
+
+
+def record_of(trainer: GRPOTrainer) -> RunRecord:
+    """The run of ``trainer`` as it is now."""
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    settings = jsonable(args.to_dict())  # without tokens and passwords
+    defaults = {item.name: item.default for item in dataclasses.fields(args)}
+    return RunRecord(
+        name=args.run_name or folder.resolve().name,
+        history=jsonable(trainer.state.log_history),
+        settings=settings,
+        changed=[n for n in settings if n in defaults and _differs(getattr(args, n), defaults[n])],
+        recipe=jsonable(dataclasses.asdict(trainer.recipe)),
+        environment=environment(args.device),
+        folder=folder,
+    )
+
+
+def _differs(value: Any, default: Any) -> bool:
+    """Whether somebody set it: TrainingArguments fills some of its defaults in itself."""
+    if default in (dataclasses.MISSING, None, "", "none"):
+        return bool(value) and isinstance(value, str | int | float | list | dict)
+    return value != default

@@ -1,0 +1,92 @@
+"""What a report is made from: a run's settings, its log and where its completions lie."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+RECORD_NAME = "run.json"  # in the run's folder
+REPORT_NAME = "report.html"
+
+History = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Args:
+        name: how it is called beside others.
+        history: what the trainer logged, ``state.log_history``.
+        settings: every argument.
+        changed: the names of those that are not at their defaults.
+        recipe: model, rewards, dataset and so on, by name.
+        environment: device and versions.
+        folder: of the run, where its completions lie.
+    """
+
+    name: str
+    history: History
+    settings: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def save(self) -> None:
+        """Writes ``run.json`` into the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = asdict(self) | {"folder": None}
+        text = json.dumps(jsonable(content), indent=1)
+        (self.folder / RECORD_NAME).write_text(text + "\n")
+
+
+def load_run(folder: Path) -> RunRecord:
+    """The run in ``folder``: by its ``run.json``, else by the trainer's state alone.
+
+    Raises:
+        ValueError: there is neither, or it cannot be read.
+    """
+    record = folder / RECORD_NAME
+    path = record if record.is_file() else _trainer_state(folder)
+    if path is None:
+        raise ValueError(
+            f"report: expected the folder of a run, with {RECORD_NAME} or {TRAINER_STATE_NAME}, "
+            f"got {str(folder)!r}"
+        )
+    try:
+        content = json.loads(path.read_text())
+        if path == record:
+            return RunRecord(**(content | {"folder": folder}))
+        return RunRecord(name=folder.resolve().name, history=content["log_history"], folder=folder)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"report: {path} is not the record of a run: {error}") from error
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` as JSON can hold it: NaN and infinities as None, other objects as text."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _trainer_state(folder: Path) -> Path | None:
+    """The newest: a run leaves one at its end, and one in each checkpoint."""
+    if (folder / TRAINER_STATE_NAME).is_file():
+        return folder / TRAINER_STATE_NAME
+    steps = {
+        int(match[1]): path
+        for path in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.parent.name))
+    }
+    return steps[max(steps)] if steps else None

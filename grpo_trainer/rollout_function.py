@@ -1,0 +1,157 @@
+"""Completions by a function of the user's, checked."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.phases import phase
+from grpo_trainer.prompts import Prompt, decode_completions
+from grpo_trainer.rollout import Rollouts
+from grpo_trainer.sampling import Row
+from grpo_trainer.scored import Rollout, Sampled
+
+# (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
+RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
+
+_NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+# what reward functions are given anyway
+_TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+
+
+def check_rollout_func(function: Any) -> None:
+    """Raises ValueError unless it can be called as ``rollout_func``."""
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"rollout_func: expected a plain function (prompts, trainer), got {function!r}"
+        )
+
+
+class FunctionSource:
+    """Asks a function for completions.
+
+    Args:
+        function: gets the prompts of this process, each as often as it is to be completed, and
+            returns a dictionary with one entry per prompt in each field.
+        args: the longest completion.
+        tokenizer: of the policy.
+        context: tokens that the policy has positions for; None: any number.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Prompt]], Mapping[str, Any]],
+        args: GRPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        context: int | None,
+    ) -> None:
+        self._function = function
+        self._longest = args.max_completion_length
+        self._tokenizer = tokenizer
+        self._context = context
+
+    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+        """What the function returns for the prompts of ``rows``.
+
+        Raises:
+            ValueError: a field is missing, ragged or of the wrong kind.
+        """
+        prompts = [row["prompt"] for row in rows]
+        with phase("generate"):
+            answer = self._function(copy.deepcopy(prompts))
+        fields = _fields(answer, len(rows))
+        prompt_ids = _ids("prompt_ids", fields.pop("prompt_ids"))
+        completion_ids = _ids("completion_ids", fields.pop("completion_ids"))
+        self._check_lengths(prompt_ids, completion_ids)
+        logprobs = fields.pop("logprobs")
+        if logprobs is not None:
+            logprobs = [[math.nan if x is None else float(x) for x in row] for row in logprobs]
+        mask = fields.pop("env_mask", None)
+        for name, column in (("logprobs", logprobs), ("env_mask", mask)):
+            _check_per_token(name, column, completion_ids)
+        completions = decode_completions(completion_ids, prompts, self._tokenizer)
+        made = [
+            Rollout(
+                prompts[i],
+                prompt_ids[i],
+                completions[i],
+                completion_ids[i],
+                completion_ids[i][-1] not in rollouts.eos_token_ids,
+                None if logprobs is None else logprobs[i],
+                env_mask=None if mask is None else [int(bool(x)) for x in mask[i]],
+            )
+            for i in range(len(rows))
+        ]
+        return Sampled(made, fields)
+
+    def _check_lengths(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
+        longest = max(map(len, completion_ids))
+        if longest > self._longest:
+            raise ValueError(
+                f"rollout_func: expected completion_ids of at most max_completion_length = "
+                f"{self._longest} tokens, got {longest}"
+            )
+        pairs = zip(prompt_ids, completion_ids, strict=True)
+        length = max(len(prompt) + len(completion) for prompt, completion in pairs)
+        if self._context is not None and length > self._context:
+            raise ValueError(
+                f"rollout_func: expected at most {self._context} tokens of prompt and completion, "
+                f"the model's positions, got {length}"
+            )
+
+
+def _fields(answer: Any, count: int) -> dict[str, Any]:
+    """What the function returned, numbers as Python's."""
+    if not isinstance(answer, Mapping):
+        raise ValueError(f"rollout_func: expected a dictionary, got {type(answer).__name__}")
+    missing = [name for name in _NEEDED if name not in answer]
+    if missing:
+        raise ValueError(
+            f"rollout_func: expected {', '.join(_NEEDED)} (the last may be None), got a dictionary "
+            f"without {', '.join(missing)}"
+        )
+    taken = [name for name in _TAKEN if name in answer]
+    if taken:
+        raise ValueError(f"rollout_func: expected other names for its columns than {taken[0]!r}")
+    fields = {name: _plain(value) for name, value in answer.items()}
+    for name, column in fields.items():
+        if column is None and name in ("logprobs", "env_mask"):
+            continue
+        if not isinstance(column, list | tuple) or len(column) != count:
+            got = len(column) if isinstance(column, list | tuple) else type(column).__name__
+            raise ValueError(
+                f"rollout_func: expected {count} entries in {name!r}, one per prompt, got {got}"
+            )
+    return fields
+
+
+def _plain(column: Any) -> Any:
+    """Without tensors: some write a list of them."""
+    if hasattr(column, "tolist"):
+        return column.tolist()
+    if isinstance(column, list | tuple):
+        return [item.tolist() if hasattr(item, "tolist") else item for item in column]
+    return column
+
+
+def _ids(name: str, column: Any) -> list[list[int]]:
+    for row in column:
+        good = isinstance(row, list | tuple) and row
+        if not good or not all(type(token) is int and token >= 0 for token in row):
+            raise ValueError(f"rollout_func: expected lists of token ids in {name!r}, got {row!r}")
+    return [list(row) for row in column]
+
+
+def _check_per_token(name: str, column: Any, completion_ids: list[list[int]]) -> None:
+    for index, ids in enumerate(completion_ids):
+        if column is not None and len(column[index]) != len(ids):
+            raise ValueError(
+                f"rollout_func: expected one value per token in {name!r}, got "
+                f"{len(column[index])} for the {len(ids)} tokens of completion {index}"
+            )

@@ -1,0 +1,157 @@
+"""Environments: what a completion acts upon. Their public methods are tools."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from grpo_trainer.prompts import Prompt, shortened
+from grpo_trainer.rewards import RewardFunction
+from grpo_trainer.sampling import Row
+from grpo_trainer.tools.schema import Toolbox, make_toolbox
+
+EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
+
+_OURS = ("reset", "get_reward")  # public methods that are no tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What is known of the environments that a factory makes."""
+
+    make: Callable[[], Any]
+    toolbox: Toolbox  # whose functions belong to `probe`
+    probe: Any
+
+
+class Environments:
+    """Gives each completion an environment of its own, and reuses them from batch to batch.
+
+    Args:
+        factory: makes one, or a dictionary of such functions: then a row's column ``environment``
+            names its own.
+        tools: what all completions have beside their environment's methods.
+
+    Raises:
+        ValueError: an environment has no ``reset``, or a method that cannot be a tool.
+    """
+
+    def __init__(self, factory: EnvironmentFactory, tools: Toolbox) -> None:
+        self._by_column = isinstance(factory, Mapping)
+        factories = factory if isinstance(factory, Mapping) else {None: factory}
+        self._kinds = {name: _probe(make, tools) for name, make in factories.items()}
+        self._made = {name: [kind.probe] for name, kind in self._kinds.items()}
+
+    @property
+    def toolboxes(self) -> list[Toolbox]:
+        """The tools of each kind."""
+        return [kind.toolbox for kind in self._kinds.values()]
+
+    @property
+    def rewards(self) -> list[RewardFunction]:
+        """One for each class that has ``get_reward``, under the name of the class."""
+        classes = dict.fromkeys(type(kind.probe) for kind in self._kinds.values())
+        return [_reward(one) for one in classes if hasattr(one, "get_reward")]
+
+    def take(self, rows: Sequence[Row]) -> list[tuple[Any, Toolbox]]:
+        """An environment for each row until the next call, and what can be called with it."""
+        used: Counter[str | None] = Counter()
+        taken = []
+        for row in rows:
+            name = self._name(row)
+            kind, made = self._kinds[name], self._made[name]
+            if used[name] == len(made):
+                made.append(kind.make())
+            environment = made[used[name]]
+            used[name] += 1
+            taken.append((environment, _bound(kind, environment)))
+        return taken
+
+    def drop(self, environment: Any) -> None:
+        """Does not use it again: something that was called may still work on it."""
+        for made in self._made.values():
+            made[:] = [one for one in made if one is not environment]
+
+    def reset(self, environment: Any, row: Row) -> Prompt:
+        """The prompt of ``row``, with what the environment shows at the beginning.
+
+        Raises:
+            ValueError: that is not text, or the prompt has no place for it.
+        """
+        columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
+        shown = environment.reset(**columns)
+        prompt = row["prompt"]
+        if shown is None:
+            return prompt
+        kind = type(environment).__name__
+        if not isinstance(shown, str):
+            raise ValueError(f"{kind}.reset: expected text or None, got {type(shown).__name__}")
+        if isinstance(prompt, str) or not isinstance(prompt[-1].get("content"), str):
+            raise ValueError(
+                f"prompt: expected messages, the last one with text that {kind}.reset can add to, "
+                f"got {shortened(prompt)}"
+            )
+        last = prompt[-1]
+        return [*prompt[:-1], last | {"content": last["content"] + shown}]
+
+    def _name(self, row: Row) -> str | None:
+        name = row.get("environment") if self._by_column else None
+        if name not in self._kinds:
+            known = ", ".join(map(str, self._kinds))
+            raise ValueError(f"environment: expected one of {known} in that column, got {name!r}")
+        return name
+
+
+def _probe(make: Any, tools: Toolbox) -> _Kind:
+    if not callable(make):
+        raise ValueError(f"environment_factory: expected a function or a class, got {make!r}")
+    probe = make()
+    kind = type(probe)
+    if not inspect.isfunction(getattr(kind, "reset", None)) or inspect.iscoroutinefunction(
+        kind.reset
+    ):
+        raise ValueError(
+            "environment_factory: expected environments with a plain method reset(**row), got "
+            f"{kind.__name__} without"
+        )
+    # those of the class: on the object, properties would be evaluated
+    methods = [
+        getattr(probe, name)
+        for name, _ in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and name not in _OURS
+    ]
+    own = make_toolbox(methods, f"environment_factory: {kind.__name__}")
+    both = sorted(set(own) & set(tools))
+    if both:
+        raise ValueError(
+            f"environment_factory: expected other names than those of tools, got {both[0]!r} twice"
+        )
+    return _Kind(make=make, toolbox=tools | own, probe=probe)
+
+
+def _bound(kind: _Kind, environment: Any) -> Toolbox:
+    """The kind's tools, those of the environment being its own."""
+    own = {
+        name: replace(tool, function=getattr(environment, name))
+        for name, tool in kind.toolbox.items()
+        if getattr(tool.function, "__self__", None) is kind.probe
+    }
+    return kind.toolbox | own
+
+
+def _reward(kind: Any) -> RewardFunction:
+    """None for completions in environments of another class."""
+    if inspect.iscoroutinefunction(kind.get_reward):
+
+        async def later(environments: list[Any], **kwargs: Any) -> list[Any]:
+            return [await one.get_reward() if type(one) is kind else None for one in environments]
+
+        return RewardFunction(kind.__name__, later, is_async=True)
+
+    def now(environments: list[Any], **kwargs: Any) -> list[Any]:
+        return [one.get_reward() if type(one) is kind else None for one in environments]
+
+    return RewardFunction(kind.__name__, now)

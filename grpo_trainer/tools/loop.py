@@ -1,0 +1,179 @@
+"""Completions in several turns: the policy writes, its tools answer, it goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from grpo_kernels.losses import Metrics, Stat
+from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.phases import phase
+from grpo_trainer.prompts import check_context, encode_prompts, shortened
+from grpo_trainer.rollout import Rollouts
+from grpo_trainer.sampling import Row
+from grpo_trainer.scored import Sampled
+from grpo_trainer.tools.conversation import Conversation
+from grpo_trainer.tools.environment import Environments
+from grpo_trainer.tools.parse import TurnParser
+from grpo_trainer.tools.run import Outcome, ToolRunner
+from grpo_trainer.tools.schema import Toolbox, schemas
+from grpo_trainer.tools.template import ToolTemplate, result_message
+
+
+class Agents:
+    """Samples completions that call tools.
+
+    All turns of a batch go together: the engine completes every conversation that waits for it,
+    then the tools answer all calls. On several processes all take part until no conversation waits
+    on any of them, since some engines work for all processes at once.
+
+    Args:
+        args: budgets and the template's arguments.
+        accelerator: tells how far the other processes are.
+        tokenizer: of the policy.
+        tools: what every completion can call.
+        environments: what completions act upon, with tools of their own; None: nothing.
+        eos_token_ids: what a turn ends with.
+        context: tokens that the policy has positions for; None: any number.
+
+    Raises:
+        ValueError: the chat template cannot write conversations with these tools.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Toolbox,
+        environments: Environments | None,
+        eos_token_ids: frozenset[int],
+        context: int | None,
+    ) -> None:
+        self._args = args
+        self._accelerator = accelerator
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._environments = environments
+        self._eos = eos_token_ids
+        self._context = context
+        self._options = options("chat_template_kwargs", args.chat_template_kwargs)
+        self._parser = TurnParser(tokenizer, eos_token_ids)
+        self._template = ToolTemplate(tokenizer, eos_token_ids, self._options)
+        for toolbox in environments.toolboxes if environments else [tools]:
+            if toolbox:
+                self._template.check(schemas(toolbox), self._parser)
+        self._runner = ToolRunner(args.tool_timeout)
+
+    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+        """One completion per row: messages, and the tokens of all turns.
+
+        Raises:
+            ValueError: a prompt is no list of messages, or too long.
+        """
+        talks = self._begin(rows)
+        counts = [0, 0]  # calls, and those that failed
+        while True:
+            waiting = [talk for talk in talks if not talk.over]
+            step = self._step(waiting)
+            if step is None:
+                break
+            self._turn(waiting, step, rollouts)
+            self._answer([talk for talk in waiting if talk.calls and not talk.over], counts)
+        columns = {}
+        if self._environments is not None:
+            columns["environments"] = [talk.environment for talk in talks]
+        metrics = self._metrics(len(talks), *counts)
+        return Sampled([talk.rollout() for talk in talks], columns, metrics)
+
+    def _begin(self, rows: list[Row]) -> list[Conversation]:
+        args = self._args
+        if self._environments is None:
+            pairs: list[tuple[Any, Toolbox]] = [(None, self._tools)] * len(rows)
+            prompts = [row["prompt"] for row in rows]
+        else:
+            pairs = self._environments.take(rows)
+            prompts = [
+                self._environments.reset(environment, row)
+                for (environment, _), row in zip(pairs, rows, strict=True)
+            ]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                raise ValueError(
+                    f"prompt: expected messages with tools, got the text {shortened(prompt)}"
+                )
+        shown = [schemas(toolbox) for _, toolbox in pairs]
+        prompt_ids = encode_prompts(
+            prompts, self._tokenizer, args.max_prompt_length, self._options, shown
+        )
+        budget = args.max_completion_length
+        check_context(prompts, prompt_ids, budget, self._context)
+        return [
+            Conversation(prompt, ids, toolbox, budget, environment)
+            for prompt, ids, (environment, toolbox) in zip(prompts, prompt_ids, pairs, strict=True)
+        ]
+
+    def _step(self, waiting: list[Conversation]) -> int | None:
+        """Tokens to ask for, the same on all processes; None: nothing waits on any of them.
+
+        As many as the one with the most room has, but not beyond the policy's positions: what is
+        cut by that goes on in the next step.
+        """
+        most = max((talk.room for talk in waiting), default=0)
+        longest = max((len(talk.ids) for talk in waiting), default=0)
+        if self._accelerator.num_processes > 1:
+            here = torch.tensor([[most, longest]], device=self._accelerator.device)
+            most, longest = self._accelerator.gather(here).amax(0).tolist()
+        if most == 0:
+            return None
+        return most if self._context is None else min(most, self._context - longest)
+
+    def _turn(self, waiting: list[Conversation], step: int, rollouts: Rollouts) -> None:
+        """Every conversation that waits gets tokens; most of their turns end."""
+        with phase("generate"):
+            drawn = rollouts.generate([talk.ids for talk in waiting], step)
+        for index, talk in enumerate(waiting):
+            ids = drawn.token_ids[index]
+            logprobs = None if drawn.logprobs is None else drawn.logprobs[index]
+            talk.add_tokens(ids, logprobs, None if drawn.kept is None else drawn.kept[index])
+            ended = talk.completion_ids[-1] in self._eos
+            # an engine that stops by itself, as at a stop string, has ended the turn too
+            if ended or talk.room == 0 or len(ids) < step:
+                tools = schemas(talk.toolbox)
+                message = self._parser.parse(talk.turn_ids, talk.turn_prefix, tools)
+                talk.end_turn(message, complete=ended)
+
+    def _answer(self, talks: list[Conversation], counts: list[int]) -> None:
+        most = self._args.max_tool_calling_iterations
+        for talk in talks:
+            talk.over = most is not None and talk.rounds >= most
+        talks = [talk for talk in talks if not talk.over]
+        outcomes = iter(self._runner.run([call for talk in talks for call in talk.calls]))
+        for talk in talks:
+            answered = [(call, next(outcomes)) for call in talk.calls]
+            counts[0] += len(answered)
+            counts[1] += sum(outcome.failed for _, outcome in answered)
+            self._free_of_strays(talk, [outcome for _, outcome in answered])
+            messages = [result_message(call.name, outcome.text) for call, outcome in answered]
+            talk.add_results(messages, self._template.results(messages, schemas(talk.toolbox)))
+
+    def _free_of_strays(self, talk: Conversation, outcomes: list[Outcome]) -> None:
+        if self._environments is not None and any(outcome.timed_out for outcome in outcomes):
+            self._environments.drop(talk.environment)
+
+    def _metrics(self, completions: int, calls: int, failures: int) -> Metrics:
+        """Calls per completion, and failures per call."""
+
+        def ratio(total: int, count: int) -> Stat:
+            pair = torch.tensor([total, count], dtype=torch.float64)
+            return Stat("mean", *pair.to(self._accelerator.device))
+
+        return Metrics(
+            {
+                "tools/call_frequency": ratio(calls, completions),
+                "tools/failure_frequency": ratio(failures, calls),
+            }
+        )

@@ -1,0 +1,91 @@
+"""From the tokens of a turn to the assistant's message, tool calls included."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class TurnParser:
+    """Reads a turn with the tokenizer's ``response_template``, where it has one.
+
+    Otherwise calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and
+    Hermes models write them. A turn with a call that cannot be read has no calls: it is text.
+
+    Args:
+        tokenizer: of the policy.
+        eos_token_ids: what a turn may end with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = set(eos_token_ids)
+        self._by_template = getattr(tokenizer, "response_template", None) is not None
+
+    def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
+        """The message ``{"role", "content"}``, with ``tool_calls`` if there are any.
+
+        Args:
+            ids: the turn.
+            prefix: the tokens before it.
+            tools: schemas, by which arguments get their types.
+        """
+        # tags may be special tokens, which are left out only where there are none
+        decode = self._tokenizer.decode
+        ended = ids[-1] in self._eos
+        text, end = decode(ids), decode(ids[-1:]) if ended else ""
+        message = self.read(text, end, decode(prefix) if self._by_template else "", tools)
+        return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
+
+    def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
+        """The same from text. ``end`` closes the turn. None: it is no more than text."""
+        try:
+            if not self._by_template:
+                return _tagged(text.removesuffix(end))
+            parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=tools)
+            return _message(parsed, end)
+        except ValueError:  # JSON's errors are such
+            return None
+
+
+def _message(parsed: dict[str, Any], end: str) -> Message:
+    # some templates leave the end in the text
+    content = (parsed.get("content") or "").removesuffix(end)
+    message: Message = {"role": "assistant"} | parsed | {"content": content}
+    if "tool_calls" in message:
+        message["tool_calls"] = [_checked(call) for call in message["tool_calls"]]
+    return message
+
+
+def _tagged(text: str) -> Message | None:
+    calls = [_from_json(found) for found in _CALL.findall(text)]
+    if not calls:
+        return None
+    return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": calls}
+
+
+def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call, as chat templates take it."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    return _checked({"type": "function", "function": json.loads(text)})
+
+
+def _checked(call: Any) -> dict[str, Any]:
+    """Raises ValueError unless it is the call of a function with named arguments."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict):
+        name, arguments = function.get("name"), function.get("arguments")
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return tool_call(name, arguments)
+    raise ValueError(f"tool call: expected a name and arguments, got {call!r}")

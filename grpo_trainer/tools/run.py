@@ -1,0 +1,122 @@
+"""Calling tools: whatever happens in one becomes the text that the model reads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from grpo_trainer.rewards.background import start
+from grpo_trainer.tools.schema import Tool
+
+
+class Call(NamedTuple):
+    """What the model asked for."""
+
+    name: str
+    arguments: dict[str, Any]
+    tool: Tool | None  # None: there is none of that name
+
+
+class Outcome(NamedTuple):
+    """What the model gets."""
+
+    text: str
+    failed: bool = False
+    timed_out: bool = False
+
+
+class ToolRunner:
+    """Runs tools. First the plain functions, in order, then the ``async`` ones, all together.
+
+    With a time limit, plain functions run in one thread of their own, the same for all calls. One
+    that takes too long cannot be stopped: its thread is left behind, and another one goes on.
+    Without a limit they run in the caller's thread.
+
+    Args:
+        timeout: seconds for a call; None: any number.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._timeout = timeout
+        self._worker: _Worker | None = None
+
+    def run(self, calls: list[Call]) -> list[Outcome]:
+        """What each call answers. A tool that raises or takes too long answers with its error."""
+        outcomes: dict[int, Outcome] = {}
+        awaited: dict[int, Call] = {}
+        for index, call in enumerate(calls):
+            if call.tool is None:
+                outcomes[index] = _failed(f"Tool {call.name} not found.")
+            elif call.tool.is_async:
+                awaited[index] = call
+            else:
+                outcomes[index] = self._run(call.tool.function, call.arguments)
+        together = start([self._await(call) for call in awaited.values()]).result()
+        outcomes |= zip(awaited, together, strict=True)
+        return [outcomes[index] for index in range(len(calls))]
+
+    def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+        if self._timeout is None:
+            return _answer(function, arguments)
+        self._worker = self._worker or _Worker()
+        try:
+            return self._worker.submit(function, arguments).result(self._timeout)
+        except TimeoutError:  # a tool's own is an outcome
+            self._worker.leave()
+            self._worker = None
+            return self._too_late()
+
+    async def _await(self, call: Call) -> Outcome:
+        assert call.tool is not None
+        answer = _answer_async(call.tool.function, call.arguments)
+        try:
+            return await asyncio.wait_for(answer, self._timeout)
+        except TimeoutError:
+            return self._too_late()
+
+    def _too_late(self) -> Outcome:
+        return _failed(f"No answer within {self._timeout:g} seconds.")._replace(timed_out=True)
+
+
+class _Worker:
+    """A thread that runs one function after the other. It does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._work, name="tools", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+        answer: Future[Outcome] = Future()
+        self._jobs.put((function, arguments, answer))
+        return answer
+
+    def leave(self) -> None:
+        """Ends the thread when its function returns, if ever."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, arguments, answer = job
+            answer.set_result(_answer(function, arguments))
+
+
+def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(str(function(**arguments)))
+    except (Exception, SystemExit) as error:  # a tool may run code that the model wrote
+        return _failed(error)
+
+
+async def _answer_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(str(await function(**arguments)))
+    except (Exception, SystemExit) as error:
+        return _failed(error)
+
+
+def _failed(error: Any) -> Outcome:
+    return Outcome(str({"error": str(error)}), failed=True)

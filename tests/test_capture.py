@@ -1,0 +1,162 @@
+"""A step that is captured once and replayed: the host decides nothing from values.
+
+On a GPU it is captured and replayed. Elsewhere the operations of a step are written down, with
+their shapes, for two batches of the same lengths: a replay is right if they are the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from grpo_kernels import KeptSet, LossConfig, TokenBatch, linear_policy_loss
+from grpo_kernels.testing import Problem, make_problem
+from tests.conftest import HAS_GPU
+from tests.host_reads import OURS, counted_reads
+
+SCHEDULES = ("one_pass", "two_pass")
+LOSSES = ("dapo", "gspo", "vespo", "cispo")
+
+
+def posed(seed: int, device: str, dtype: torch.dtype = torch.float32) -> Problem:
+    """Problems that differ in all values, but not in the lengths."""
+    problem = make_problem(4, 9, seed=seed).to(device, dtype)
+    problem.mask.copy_(make_problem(4, 9, seed=0).mask)
+    return problem
+
+
+def batch_of(problem: Problem) -> TokenBatch:
+    """Without any transfer: the lengths are given, and what may change is a tensor."""
+    lengths = tuple(problem.mask.sum(1).tolist())
+    items = torch.full((), 17.0, device=problem.target.device) * problem.advantages[0].exp()
+    return problem.batch(lengths=lengths, num_items_in_batch=items)
+
+
+def config_for(name: str) -> LossConfig:
+    high = 5.0 if name == "cispo" else None
+    return LossConfig(
+        loss_type=name, epsilon=0.01, epsilon_high=high, rollout_correction_mode="token_truncate"
+    )
+
+
+def step(problem: Problem, batch: TokenBatch, name: str, schedule: str) -> Tensor:
+    out = linear_policy_loss(
+        problem.hidden, problem.weight, batch, config_for(name), bias=problem.bias,
+        schedule=schedule, max_workspace_bytes=53 * 4 * 8,
+    )  # fmt: skip
+    out.loss.backward()
+    return out.loss.detach()
+
+
+class Written(TorchDispatchMode):
+    """The operations within it, with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in OURS:
+            with self:
+                return OURS[func](*args, **kwargs)
+        what = tree_map_only(Tensor, lambda x: tuple(x.shape), (args, kwargs))
+        self.operations.append(f"{func} {what}")
+        return func(*args, **kwargs)
+
+
+def written(run: Callable[[], object]) -> list[str]:
+    mode = Written()
+    with mode:
+        run()
+    return mode.operations
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_is_the_same_for_all_values(
+    monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+) -> None:
+    first, second = posed(0, "cpu"), posed(1, "cpu")
+    with counted_reads(monkeypatch) as reads:  # tensors count as a GPU's
+        batches = [batch_of(problem) for problem in (first, second)]
+        before = list(reads)  # of the tests' own lengths
+        steps = [
+            written(lambda p=problem, b=batch: step(p, b, name, schedule))
+            for problem, batch in zip((first, second), batches, strict=True)
+        ]
+        assert reads == before
+    assert len(steps[0]) > 50 and steps[0] == steps[1]
+
+
+def test_written_steps_show_a_choice_by_value() -> None:
+    def choice(x: Tensor) -> None:
+        x.add(1) if x.sum() > 0 else x.mul(2)
+
+    assert written(lambda: choice(torch.ones(3))) != written(lambda: choice(-torch.ones(3)))
+    taken = [written(lambda n=n: torch.arange(5.0)[torch.arange(5) < n]) for n in (2, 3)]
+    assert taken[0] != taken[1]
+
+
+def test_overwritten_batch_gives_the_other_ones_loss() -> None:
+    first, second = posed(0, "cpu"), posed(1, "cpu")
+    batch, other = batch_of(first), batch_of(second)
+    storage = batch.target.data_ptr()
+    batch.overwrite(other)
+    assert batch.target.data_ptr() == storage
+    loss = step(second, batch, "dapo", "one_pass")
+    assert torch.equal(loss, step(second, other, "dapo", "one_pass"))
+
+
+@pytest.mark.parametrize("field", ("lengths", "ref_logprobs", "entropy_scale"))
+def test_what_the_host_knows_cannot_be_overwritten(field: str) -> None:
+    problem = posed(0, "cpu")
+    changes = {"lengths": {"mask": problem.mask | True}, "ref_logprobs": {"ref_logprobs": None}}
+    batch = problem.batch(entropy_scale=1.0)
+    other = problem.batch(**{"entropy_scale": 1.0, **changes.get(field, {"entropy_scale": 2.0})})
+    with pytest.raises(ValueError, match=r"\w+: expected .*, got"):
+        batch.overwrite(other)
+    kept = KeptSet.from_padded(torch.zeros(*problem.target.shape, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="kept: expected None"):
+        problem.batch(kept=kept).overwrite(problem.batch(kept=kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_replayed_graph_gives_the_bits_of_eager(
+    name: str, schedule: str, dtype: torch.dtype
+) -> None:
+    static = posed(0, "cuda", dtype)
+    batch = batch_of(static)
+    leaves = (static.hidden, static.weight, static.bias)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # kernels are compiled, workspaces made
+            step(static, batch, name, schedule)
+    torch.cuda.current_stream().wait_stream(stream)
+    for leaf in leaves:
+        leaf.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(static, batch, name, schedule)
+    for seed in (1, 2):
+        other = posed(seed, "cuda", dtype)
+        with torch.no_grad():
+            for mine, new in zip(leaves, (other.hidden, other.weight, other.bias), strict=True):
+                mine.copy_(new)
+        new_batch = batch_of(other)
+        batch.overwrite(new_batch)
+        graph.replay()
+        expected = step(other, new_batch, name, schedule)
+        assert torch.equal(loss, expected)
+        for mine, new in zip(leaves, (other.hidden, other.weight, other.bias), strict=True):
+            assert torch.equal(mine.grad, new.grad)

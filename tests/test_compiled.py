@@ -1,0 +1,276 @@
+"""Inside torch.compile: one graph, the bits of eager, no recompilation for a new batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from grpo_kernels import (
+    KeptSet,
+    LossConfig,
+    PolicyLossOutput,
+    TokenBatch,
+    compiled,
+    linear_logprobs,
+    linear_policy_loss,
+)
+from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.losses import Metrics
+from grpo_kernels.opaque import from_bytes, to_bytes
+from grpo_kernels.testing import Problem, make_problem
+
+SCHEDULES = ("one_pass", "two_pass")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def whole(function: Callable) -> Callable:
+    """Compiled to one graph, which runs as it is; an error if there would be two."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def loss_of(
+    hidden: Tensor, problem: Problem, batch: TokenBatch, config: LossConfig, **options: object
+) -> PolicyLossOutput:
+    """A model, as far as a compiler cares, and the loss."""
+    return linear_policy_loss(
+        torch.tanh(hidden), problem.weight, batch, config, bias=problem.bias, **options
+    )  # type: ignore[arg-type]
+
+
+def results(function: Callable, problem: Problem, *args: object, **kwargs: object) -> list[Tensor]:
+    """Loss, gradients and metrics."""
+    leaves = (problem.hidden, problem.weight, problem.bias)
+    for leaf in leaves:
+        leaf.grad = None
+    out = function(problem.hidden, problem, *args, **kwargs)
+    (out.loss * 3).backward()
+    return [out.loss.detach(), *(leaf.grad for leaf in leaves), *out.metrics.values()]
+
+
+def assert_same_bits(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(got) == len(expected)
+    for value, other in zip(got, expected, strict=True):
+        assert value.dtype == other.dtype
+        assert torch.equal(value.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_compiled_are_eager_ones(dtype: torch.dtype) -> None:
+
+    def function(hidden: Tensor, problem: Problem, target: Tensor, temperature: Tensor) -> tuple:
+        out = linear_logprobs(
+            torch.tanh(hidden), problem.weight, target, bias=problem.bias, softcap=3.0,
+            temperature=temperature, outputs=("logprobs", "entropy", "max_logit"),
+        )  # fmt: skip
+        return out.logprobs, out.entropy, out.max_logit
+
+    def run(function: Callable, problem: Problem) -> list[Tensor]:
+        problem.hidden.grad = problem.weight.grad = problem.bias.grad = None
+        temperature = problem.advantages[:, None].exp().expand(problem.target.shape)
+        logp, entropy, peak = function(problem.hidden, problem, problem.target, temperature)
+        (logp.sum() + entropy.square().sum()).backward()
+        gradients = (problem.hidden.grad, problem.weight.grad, problem.bias.grad)
+        return [logp.detach(), entropy.detach(), peak, *gradients]
+
+    function_compiled = whole(function)
+    for length in (7, 9, 4):
+        problem = make_problem(length=length).to("cpu", dtype)
+        assert_same_bits(run(function_compiled, problem), run(function, problem))
+    assert graphs() <= 2  # one for the first length, one for all others
+
+
+def test_logprobs_of_a_kept_set_compiled() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    kept = KeptSet.from_padded(torch.randint(0, 53, (*problem.target.shape, 5)))
+
+    def function(hidden: Tensor) -> Tensor:
+        out = linear_logprobs(
+            hidden, problem.weight, problem.target, outputs=("kept_logprobs",), kept=kept
+        )
+        assert out.kept_logprobs is not None
+        return out.kept_logprobs
+
+    def gradient(function: Callable) -> Tensor:
+        return torch.autograd.grad(function(problem.hidden).sum(), problem.hidden)[0]
+
+    assert torch.equal(gradient(whole(function)), gradient(function))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> None:
+    """Other lengths, another loss and another coefficient need no new graph."""
+    function = whole(loss_of)
+    for length, name in ((7, "dapo"), (9, "gspo"), (5, "sapo"), (7, "vespo")):
+        problem = make_problem(length=length).to("cpu", dtype)
+        config = LossConfig(loss_type=name, beta=0.01 * length, rollout_correction_mode=None)
+        args = (problem, problem.batch(num_items_in_batch=17.0 + length), config)
+        got = results(function, *args, schedule=schedule)
+        assert_same_bits(got, results(loss_of, *args, schedule=schedule))
+    assert graphs() <= 2
+
+
+def test_skipped_rows_batch_scope_and_a_workspace_compiled() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    some = problem.batch(advantages=problem.advantages * torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    function = whole(loss_of)
+    for batch, config, options in (
+        (some, LossConfig(rollout_correction_mode=None), {}),
+        (problem.batch(), LossConfig(top_entropy_quantile=0.5, entropy_coef=0.1), {}),
+        (problem.batch(), LossConfig(), {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
+    ):
+        args = (problem, batch, config)
+        assert_same_bits(results(function, *args, **options), results(loss_of, *args, **options))
+
+
+def test_adapter_on_the_head_compiled() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    a, b = torch.randn(3, 16, requires_grad=True), torch.randn(53, 3, requires_grad=True)
+    batch, config = problem.batch(), LossConfig(rollout_correction_mode=None)
+
+    def function(hidden: Tensor) -> Tensor:
+        lora = HeadLoRA(a=a, b=b, scaling=0.3)
+        weight = problem.weight.detach()
+        return linear_policy_loss(hidden, weight, batch, config, lora=lora).loss
+
+    def gradients(function: Callable) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(problem.hidden), (problem.hidden, a, b))
+
+    for got, expected in zip(gradients(whole(function)), gradients(function), strict=True):
+        assert torch.equal(got, expected)
+
+
+class Model(nn.Module):
+    """A policy with its loss: what a user compiles as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 53, bias=False)
+
+    def forward(self, inputs: Tensor, batch: TokenBatch, config: LossConfig) -> Tensor:
+        hidden = self.layer(inputs).tanh()
+        return linear_policy_loss(hidden, self.head.weight, batch, config).loss
+
+
+def test_inductor_compiles_model_and_loss_in_one_graph() -> None:
+    problem, model = make_problem().to("cpu", torch.float32), Model()
+    args = (problem.hidden.detach(), problem.batch(), LossConfig())
+    model(*args).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with torch._inductor.config.patch(compile_threads=1):  # faster than to start more
+        loss = torch.compile(model, fullgraph=True)(*args)
+        loss.backward()
+    assert torch.equal(loss, model(*args))
+    for parameter, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, other)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_autocast_compiled(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+
+    def function(*args: object, **kwargs: object) -> PolicyLossOutput:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_of(*args, **kwargs)  # type: ignore[arg-type]
+
+    args = (problem, problem.batch(), LossConfig())
+    got = results(whole(function), *args, schedule=schedule)
+    assert_same_bits(got, results(function, *args, schedule=schedule))
+    assert problem.weight.grad is not None and problem.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_repeated_backward_of_a_compiled_loss(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem, problem.batch(), LossConfig())
+    expected = [2 * x for x in results(loss_of, *args, schedule=schedule)[1:4]]
+    problem.hidden.grad = problem.weight.grad = problem.bias.grad = None
+    # torch's own condition for a second backward of what it compiled
+    with torch._functorch.config.patch(donated_buffer=False):
+        out = whole(loss_of)(problem.hidden, *args, schedule=schedule)
+    out.loss.backward(retain_graph=True)
+    (out.loss * 5).backward()
+    leaves = (problem.hidden, problem.weight, problem.bias)
+    for leaf, other in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, other)
+
+
+def test_nothing_is_kept_of_a_compiled_loss() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    function = whole(loss_of)
+    gc.collect()  # what other tests left
+    assert not compiled._TICKETS
+    out = function(*args)
+    assert compiled._TICKETS
+    out.loss.backward()
+    del out
+    function(*args)  # and no backward
+    gc.collect()
+    assert not compiled._TICKETS
+    with torch.no_grad():
+        out = function(*args)
+    assert not out.loss.requires_grad and "entropy" in out.metrics
+    assert not compiled._TICKETS
+
+
+def test_metrics_of_compiled_losses_merge() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    got, expected = whole(loss_of)(*args).metrics, loss_of(*args).metrics
+    merged, other = Metrics.merge([got, got]), Metrics.merge([expected, expected])
+    assert list(merged) == list(other) and repr(got) == repr(expected)
+    for name in other:
+        assert torch.equal(merged[name].nan_to_num(), other[name].nan_to_num()), name
+
+
+def test_dynamo_explains_one_graph() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    explained = torch._dynamo.explain(loss_of)(*args)
+    assert explained.graph_count == 1 and explained.graph_break_count == 0
+
+
+def test_errors_come_through_the_compiler() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    with pytest.raises(ValueError, match="hidden: expected shape"):
+        whole(loss_of)(problem.hidden[:, 1:], problem, problem.batch(), LossConfig())
+    without = problem.batch(ref_logprobs=None)
+    with pytest.raises(ValueError, match="ref_logprobs: expected"):
+        whole(loss_of)(problem.hidden, problem, without, LossConfig(beta=0.1))
+
+
+def test_state_that_was_moved_is_said_to_be_lost() -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    function = whole(loss_of)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        loss = function(*args).loss
+    gc.collect()
+    with pytest.raises(RuntimeError, match="lost the state of its forward"):
+        loss.backward()
+
+
+def test_bytes_keep_python_values() -> None:
+    values = {"lengths": (3, 0), "scale": 0.1, "none": None}
+    assert from_bytes(to_bytes(values)) == values
+    assert to_bytes(values).shape == to_bytes(None).shape

@@ -1,0 +1,59 @@
+"""The scripts of docs/examples run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses.surrogates import SURROGATES
+
+FOLDER = Path(__file__).parent.parent / "docs" / "examples"
+SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
+TWO_PROCESSES = "two_processes"
+NEEDS = {"lora": "peft"}
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _losses_as_before():
+    registries: tuple[dict, ...] = (LOSSES, SURROGATES)
+    before = [set(registry) for registry in registries]
+    yield
+    for registry, names in zip(registries, before, strict=True):
+        for name in set(registry) - names:
+            del registry[name]
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != TWO_PROCESSES])
+def test_example(name, capsys):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
+    assert re.search(r"^final ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_two_processes():
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, *command, str(SCRIPTS[TWO_PROCESSES])],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert re.search(r"^final reward .* on 2 processes$", done.stdout, re.MULTILINE)
+
+
+def test_the_documents_name_every_example():
+    text = (FOLDER.parent / "trainer.md").read_text()
+    assert [name for name in SCRIPTS if f"examples/{name}.py" not in text] == []

@@ -1,0 +1,228 @@
+"""Out of memory at any allocation: met once by smaller chunks, with the result of an easy run."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import KeptSet, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.logprob import recompute, schedule
+from grpo_kernels.logprob.out_of_memory import first_that_fits, is_out_of_memory
+
+T, D, V = 48, 16, 300
+TILE = 16 * V * 4  # rows of fp32 logits
+ERRORS = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 12 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+}
+
+
+class Shortage:
+    """Lets the n-th product of logits fail, and those after it up to the last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.failing, self.error = 0, range(0), ERRORS["cuda"]
+        for module in (schedule, recompute):
+            monkeypatch.setattr(module, "project", self._wrapped(module.project))
+
+    def at(self, first: int, last: int | None = None, error: str = "cuda") -> None:
+        self.count, self.error = 0, ERRORS[error]
+        self.failing = range(first, (first if last is None else last) + 1)
+
+    def _wrapped(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def project(*args, **kwargs):
+            self.count += 1
+            if self.count in self.failing:
+                raise self.error
+            return run(*args, **kwargs)
+
+        return project
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
+    return Shortage(monkeypatch)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TokenBatch]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(4, T // 4, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(V, (4, T // 4), generator=generator)
+    old = torch.randn(target.shape, generator=generator) - 6
+    advantages = torch.tensor([1.0, -1.0, 0.0, 2.0])
+    return hidden, weight, TokenBatch.from_padded(target, advantages, old_logprobs=old)
+
+
+def loss_of(name: str = "dapo", dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
+    """Loss, gradients and the mean entropy."""
+    hidden, weight, batch = inputs(dtype)
+    options = dict(backend="chunked", max_workspace_bytes=TILE) | options
+    out = linear_policy_loss(hidden, weight, batch, LossConfig(loss_type=name), **options)
+    gradients = torch.autograd.grad(out.loss, (hidden, weight))
+    return [out.loss.detach(), *gradients, out.metrics["entropy"]]
+
+
+def assert_same(found: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> None:
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    for one, two in zip(found, want, strict=True):
+        assert (one - two).float().norm() <= bound * two.float().norm()
+
+
+@pytest.mark.parametrize("name", ("dapo", "gspo"))
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("at", (1, 2, 3))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_one_pass_goes_on_in_smaller_chunks(
+    shortage: Shortage, name: str, error: str, at: int, dtype: torch.dtype
+) -> None:
+    want = loss_of(name, dtype, schedule="one_pass")
+    shortage.at(at, error=error)
+    with pytest.warns(RuntimeWarning, match="out of memory: .*max_workspace_bytes="):
+        found = loss_of(name, dtype, schedule="auto" if name == "gspo" else "one_pass")
+    assert_same(found, want, dtype)
+
+
+def test_then_two_pass(shortage: Shortage) -> None:
+    want = loss_of(schedule="one_pass")
+    shortage.at(2, last=3)  # the second chunk, and the first of the smaller ones
+    with pytest.warns(RuntimeWarning, match=r"third try.*schedule='two_pass'.*=4800 avoids"):
+        found = loss_of()
+    assert_same(found, want, torch.float32)
+
+
+@pytest.mark.parametrize("options", ({}, {"schedule": "one_pass"}, {"schedule": "two_pass"}))
+def test_each_way_is_tried_once(shortage: Shortage, options: dict[str, str]) -> None:
+    shortage.at(1, last=1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            loss_of(**options)
+    assert shortage.count <= 4
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("at", (1, 3, 4, 5))
+def test_two_pass_in_forward_and_backward(shortage: Shortage, error: str, at: int) -> None:
+    want = loss_of(schedule="two_pass")
+    shortage.at(0)
+    loss_of(schedule="two_pass")
+    assert shortage.count == 6  # three tiles in each direction
+    shortage.at(at, error=error)
+    with pytest.warns(RuntimeWarning, match="second try.*max_workspace_bytes=4800 avoids"):
+        found = loss_of(schedule="two_pass")
+    assert_same(found, want, torch.float32)
+
+
+def test_log_probabilities_with_a_kept_set(shortage: Shortage) -> None:
+    hidden, weight, batch = inputs()
+    target = batch.target
+    kept = KeptSet.from_padded(torch.stack([target, (target + 7) % V], -1))
+
+    def run() -> list[Tensor]:
+        out = linear_logprobs(
+            hidden.flatten(0, 1), weight, target, outputs=("kept_logprobs", "entropy"),
+            kept=kept, backend="chunked", max_workspace_bytes=TILE,
+        )  # fmt: skip
+        loss = out.kept_logprobs.sum() + out.entropy.sum()
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    want = run()
+    for at in (2, 5):
+        shortage.at(at)
+        with pytest.warns(RuntimeWarning, match="out of memory"):
+            assert_same(run(), want, torch.float32)
+
+
+def test_a_second_backward_of_one_pass(shortage: Shortage) -> None:
+    hidden, weight, batch = inputs()
+    loss = linear_policy_loss(
+        hidden, weight, batch, LossConfig(), backend="chunked", schedule="one_pass",
+        max_workspace_bytes=TILE,
+    ).loss  # fmt: skip
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    shortage.at(2)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        second = torch.autograd.grad(loss, (hidden, weight))
+    assert_same(list(second), list(first), torch.float32)
+
+
+@pytest.mark.parametrize("schedule_name", ("one_pass", "two_pass"))
+def test_an_offered_buffer_is_never_added_to_twice(shortage: Shortage, schedule_name: str) -> None:
+    hidden, weight, batch = inputs()
+
+    def run(scale: float | None) -> Tensor:
+        buffer = torch.zeros_like(weight)
+        linear_policy_loss(
+            hidden, weight, batch, LossConfig(), backend="chunked", schedule=schedule_name,
+            max_workspace_bytes=TILE, weight_grad=buffer, gradient_scale=scale,
+        ).loss.backward()  # fmt: skip
+        return buffer
+
+    want = run(None)
+    # in two_pass the forward's three tiles come first
+    shortage.at(2 if schedule_name == "one_pass" else 5)
+    scale = 1.0 if schedule_name == "one_pass" else None
+    with pytest.raises(torch.OutOfMemoryError, match="weight_grad now holds a part"):
+        run(scale)
+    # before anything was added, there is a second try
+    shortage.at(2)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        assert_same([run(None)], [want], torch.float32)
+
+
+def test_a_fixed_tile_is_not_made_smaller(shortage: Shortage) -> None:
+    """It decides the bits that were promised; two_pass has the same."""
+    options = dict(batch_invariant=True, max_workspace_bytes=16 * V * 4)
+    hidden, weight, batch = inputs()
+
+    def logprobs() -> Tensor:
+        return linear_logprobs(
+            hidden.flatten(0, 1), weight, batch.target, backend="chunked", **options
+        ).logprobs
+
+    want = loss_of(**options)
+    shortage.at(2)
+    with pytest.warns(RuntimeWarning, match="schedule='two_pass', max_workspace_bytes=19200"):
+        assert_same(loss_of(**options), want, torch.float32)
+    shortage.at(1)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="Tried to"):
+        logprobs()
+
+
+def test_other_errors_are_not_met(shortage: Shortage) -> None:
+    shortage.at(1)
+    shortage.error = RuntimeError("the device is lost")
+    assert not is_out_of_memory(shortage.error) and all(map(is_out_of_memory, ERRORS.values()))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        loss_of()
+    assert shortage.count == 1
+
+
+def test_a_failed_try_leaves_no_memory_behind() -> None:
+    alive: list[weakref.ref] = []
+
+    def run(way: int) -> int:
+        if alive:
+            gc.disable()  # without the collector's help
+            assert alive[0]() is None
+        large = torch.empty(10)
+        alive.append(weakref.ref(large))
+        if way < 2:
+            raise torch.OutOfMemoryError("no")
+        return large.numel() + way
+
+    try:
+        with pytest.warns(RuntimeWarning, match="third try.*way 2 avoids"):
+            assert first_that_fits(run, (0, 1, 2), lambda way: f"way {way}") == 12
+    finally:
+        gc.enable()

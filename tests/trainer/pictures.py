@@ -1,0 +1,56 @@
+"""Writes the pictures of docs/images from two runs: ``python tests/trainer/pictures.py RUN OTHER``.
+
+The report of the first, the comparison of both, and the live view as it was at the end of the
+first, as a captured terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from browser import open_page
+from rich.console import Console
+from transformers import TrainerControl, TrainerState
+
+from grpo_trainer import GRPOConfig
+from grpo_trainer.live import LiveView
+from grpo_trainer.report.command import write_report
+from grpo_trainer.report.record import load_run
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+SIZES = {"report.png": (1400, 1400), "comparison.png": (1400, 1150)}
+WIDTH = 92  # characters
+
+
+def main(runs: list[Path]) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    for name, folders in {"report.png": runs[:1], "comparison.png": runs}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            open_page(write_report(folders, place / "page.html"), place, size=SIZES[name])
+            shutil.copyfile(place / "page.png", IMAGES / name)
+    (IMAGES / "live.svg").write_text(live_view(runs[0]))
+
+
+def live_view(folder: Path) -> str:
+    """What a terminal shows four fifths into the run, by its log."""
+    history = [row for row in load_run(folder).history if "num_tokens" in row]
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True)
+    state = TrainerState(max_steps=history[-1]["step"], is_world_process_zero=False)
+    view = LiveView(Console(file=io.StringIO()))
+    view.on_train_begin(args, state, TrainerControl())
+    for row in history[: len(history) * 4 // 5]:
+        state.global_step = row["step"]
+        left = (state.max_steps - row["step"]) * row["step_time"]
+        view.show(view._snapshot(args, state, row)._replace(seconds_left=left))
+    console = Console(file=io.StringIO(), record=True, width=WIDTH)
+    console.print(view.picture())
+    return console.export_svg(title="grpo-train")
+
+
+if __name__ == "__main__":
+    main([Path(word) for word in sys.argv[1:]])

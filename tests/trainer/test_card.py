@@ -1,0 +1,81 @@
+"""The card of a saved model: the recipe, the papers, and respect for what somebody wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.card import CARD_NAME, may_write
+
+
+def saved(trainer: GRPOTrainer) -> str:
+    trainer.save_model()
+    return (Path(trainer.args.output_dir) / CARD_NAME).read_text()
+
+
+def test_card_has_the_recipe(make_trainer):
+    trainer = make_trainer(loss_type="dr_grpo", beta=0.04, epsilon_high=0.3, max_steps=1)
+    trainer.recipe = replace(trainer.recipe, model="owner/base", dataset="owner/prompts")
+    trainer.train()
+    text = saved(trainer)
+    card = ModelCard(text)
+    assert card.data.base_model == "owner/base" and card.data.library_name == "transformers"
+    assert {"grpo", "dr_grpo"} <= set(card.data.tags)
+    for words in (
+        "`dr_grpo` (Dr. GRPO, arXiv:2503.20783)", "beta = 0.04", "epsilon_high = 0.3",
+        "`digits_reversal_reward`", "`owner/prompts`, 25 prompts", "4 per prompt", "| torch |",
+        "shao2024deepseekmath", "eprint = {2503.20783}", "1 process |",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_card_of_grpo_cites_one_paper(make_trainer):
+    assert saved(make_trainer(loss_type="grpo")).count("```bibtex") == 1
+
+
+def test_an_edited_card_stays(make_trainer, caplog):
+    trainer = make_trainer(max_steps=1)
+    path = Path(trainer.args.output_dir) / CARD_NAME
+    saved(trainer)
+    trainer.train()
+    assert "| 1, learning rate" in saved(trainer)  # written again, with the steps
+    for mine in (path.read_text().replace("## Recipe", "## My recipe"), "# Mine\n"):
+        path.write_text(mine)
+        caplog.clear()
+        assert saved(trainer) == mine
+        assert "was edited: it stays as it is" in caplog.text
+
+
+def test_metadata_may_change(make_trainer):
+    """Uploads and other libraries add tags."""
+    trainer = make_trainer()
+    card = ModelCard(saved(trainer))
+    card.data.tags.append("mine")
+    path = Path(trainer.args.output_dir) / CARD_NAME
+    card.save(path)
+    assert may_write(path.parent)
+
+
+def test_checkpoints_have_cards(make_trainer):
+    trainer = make_trainer(save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    assert (Path(trainer.args.output_dir) / "checkpoint-1" / CARD_NAME).exists()
+
+
+def test_card_of_an_adapter(make_args, policy, tokenizer, dataset):
+    peft = pytest.importorskip("peft")
+    trainer = GRPOTrainer(
+        policy,
+        lambda completions, **_: [0.0] * len(completions),
+        make_args(),
+        dataset,
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    )
+    text = saved(trainer)
+    assert "this is a LORA adapter" in text and ModelCard(text).data.library_name == "peft"
+    assert saved(trainer) == text  # peft added lines of its own in between

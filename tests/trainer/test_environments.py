@@ -1,0 +1,232 @@
+"""One environment per completion: its prompt, its tools, its reward."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from datasets import Dataset
+from tool_helpers import (
+    Play,
+    ScriptedEngine,
+    add,
+    call,
+    make_small_policy,
+    make_tool_tokenizer,
+    question,
+    results,
+)
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.tools import Environments, make_toolbox
+
+
+class Counter:
+    """Counts up from what its row says."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self._value = 0
+
+    def reset(self, start: int = 0, **row: object) -> str | None:
+        assert "prompt" in row
+        self._value = start
+        return f" at {start}" if start else None
+
+    def step(self, by: int) -> int:
+        """Counts.
+
+        Args:
+            by: how far.
+        """
+        self._value += by
+        return self._value
+
+    def get_reward(self) -> float:
+        return float(self._value)
+
+    @property
+    def broken(self) -> int:
+        raise AssertionError("properties are not read")
+
+
+class Lamp:
+    def reset(self, **row: object) -> None:
+        self._on = False
+
+    async def switch(self) -> str:
+        """Switches."""
+        self._on = not self._on
+        return "on" if self._on else "off"
+
+
+class JudgedLamp(Lamp):
+    async def get_reward(self) -> float:
+        return float(self._on)
+
+
+def step_script(text: str) -> str:
+    """Two steps, as wide as the number in the prompt."""
+    if len(results(text)) == 2:
+        return "end"
+    return call("step", by=int(text.split("at ")[1][0]) if "at " in text else 1)
+
+
+def test_each_completion_has_its_own():
+    Counter.made = 0
+    play = Play(step_script, environments=Counter)
+    rows = [{"prompt": question(), "start": start} for start in (3, 3, 0, 5)]
+    sampled = play(*rows)
+    environments = sampled.columns["environments"]
+    assert len(set(map(id, environments))) == 4
+    answers = [
+        [m["content"] for m in rollout.completion if m["role"] == "tool"]
+        for rollout in sampled.rollouts
+    ]
+    assert answers == [["6", "9"], ["6", "9"], ["1", "2"], ["10", "15"]]
+    contents = [rollout.prompt[-1]["content"] for rollout in sampled.rollouts]
+    assert contents == ["q at 3", "q at 3", "q", "q at 5"]
+    assert rows[0]["prompt"] == question()  # the dataset's row is as it was
+    [reward] = play.environments.rewards
+    assert reward.name == "Counter" and not reward.is_async
+    assert reward.function(environments=environments) == [9.0, 9.0, 2.0, 15.0]
+    shown = play.text(sampled.rollouts[0].prompt_ids)
+    assert shown.startswith("<|start|>tadd step <|end|>")
+    # the next batch uses them again
+    assert play(*rows[:2]).columns["environments"] == environments[:2]
+    assert Counter.made == 4
+
+
+def test_several_kinds():
+    def script(text):
+        if results(text):
+            return "end"
+        return call("switch") if "switch" in text else call("step", by=2)
+
+    play = Play(script, environments={"count": Counter, "lamp": JudgedLamp})
+    rows = [{"prompt": question(), "environment": name} for name in ("lamp", "count", "lamp")]
+    sampled = play(*rows)
+    kinds = [type(one).__name__ for one in sampled.columns["environments"]]
+    assert kinds == ["JudgedLamp", "Counter", "JudgedLamp"]
+    texts = [play.text(rollout.prompt_ids).split("<|end|>")[0] for rollout in sampled.rollouts]
+    assert texts == [f"<|start|>tadd {name} " for name in ("switch", "step", "switch")]
+    assert [rollout.completion[1]["content"] for rollout in sampled.rollouts] == ["on", "2", "on"]
+    assert [(one.name, one.is_async) for one in play.environments.rewards] == [
+        ("Counter", False), ("JudgedLamp", True),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="environment: expected one of count, lamp .* got 'x'"):
+        play({"prompt": question(), "environment": "x"})
+
+
+def test_what_hangs_in_an_environment_stays_in_it():
+    release = threading.Event()
+
+    class Hangs:
+        def reset(self, **row: object) -> None: ...
+
+        def wait(self) -> None:
+            """Never answers."""
+            release.wait()
+
+    play = Play(
+        lambda text: "end" if results(text) else call("wait"),
+        environments=Hangs,
+        tool_timeout=0.05,
+    )
+    try:
+        [first], [second] = (play().columns["environments"] for _ in range(2))
+    finally:
+        release.set()
+    assert first is not second
+
+
+class NoReset:
+    def step(self) -> None:
+        """Steps."""
+
+
+class AsyncReset:
+    async def reset(self, **row: object) -> None: ...
+
+
+class NoDocstring:
+    def reset(self, **row: object) -> None: ...
+
+    def step(self, by: int) -> None: ...
+
+
+class Adds(Lamp):
+    def add(self) -> None:
+        """Has the name of a tool."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (NoReset, r"with a plain method reset\(\*\*row\), got NoReset without"),
+        (AsyncReset, "got AsyncReset without"),
+        (NoDocstring, "NoDocstring: expected type hints for all arguments of 'step'"),
+        (Adds, "expected other names than those of tools, got 'add' twice"),
+        (3, "expected a function or a class, got 3"),
+        ({"one": NoReset}, "got NoReset without"),
+    ],
+)
+def test_wrong_environments(factory, message):
+    with pytest.raises(ValueError, match=f"environment_factory: .*{message}"):
+        Environments(factory, make_toolbox([add]))
+
+
+def test_wrong_observations():
+    class Shows(Lamp):
+        def reset(self, what: object, **row: object) -> object:
+            return what
+
+    play = Play(lambda text: "", environments=Shows)
+    with pytest.raises(ValueError, match=r"Shows.reset: expected text or None, got int"):
+        play({"prompt": question(), "what": 3})
+    with pytest.raises(ValueError, match="prompt: expected messages, the last one with text that"):
+        play({"prompt": "text", "what": "more"})
+
+
+def test_training_on_the_environments_rewards(make_args):
+    tokenizer = make_tool_tokenizer()
+    rows = Dataset.from_list([{"prompt": question(str(n)), "start": n} for n in range(6)])
+    seen = []
+
+    def lengths(environments, completions, **kwargs):
+        seen.append({type(one).__name__ for one in environments})
+        return [float(index) for index, _ in enumerate(completions)]
+
+    def train(reward_funcs, **changes):
+        trainer = GRPOTrainer(
+            make_small_policy(len(tokenizer)),
+            reward_funcs,
+            make_args(max_completion_length=300, shuffle_dataset=False, **changes),
+            rows,
+            rows.select(range(1)),
+            processing_class=tokenizer,
+            environment_factory=Counter,
+            rollout_engine=ScriptedEngine(tokenizer, step_script),
+        )
+        trainer.train()
+        return [row for row in trainer.state.log_history if "loss" in row]
+
+    alone = train(None, max_steps=3)
+    assert [row["rewards/Counter/mean"] for row in alone] == [2.0, 3.0, 6.0]
+    assert [row["reward"] for row in alone] == [2.0, 3.0, 6.0]
+    both = train(lengths, max_steps=1, reward_weights=[1.0, 0.5])[0]
+    assert both["reward"] == 1.5 + 0.5 * 2.0 and seen == [{"Counter"}]
+    with pytest.raises(ValueError, match="reward_weights: expected 2 values"):
+        train(lengths, reward_weights=[1.0])
+
+
+def test_some_reward_is_needed(make_args):
+    tokenizer = make_tool_tokenizer()
+    rows = Dataset.from_list([{"prompt": question()}])
+    with pytest.raises(ValueError, match="reward_funcs: expected at least one"):
+        GRPOTrainer(
+            make_small_policy(len(tokenizer)), None, make_args(), rows,
+            processing_class=tokenizer, environment_factory=Lamp,
+        )  # fmt: skip

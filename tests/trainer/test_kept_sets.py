@@ -1,0 +1,195 @@
+"""use_kept_sets: what the sampling filters left, from the engine to the loss."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_rollout_client import COMPLETE, make_client, stub  # noqa: F401
+from trainer_helpers import CannedEngine
+from vllm_stub import choices
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout import Completions, Sampling, TransformersEngine
+from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout.vllm_params import vllm_params
+
+FILTERS = [
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_k": 8, "top_p": 0.6, "temperature": 0.7},
+    {"top_k": 8, "min_p": 0.4},
+    {"top_k": 400},
+]
+
+
+def kept_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
+    """Of one token, by the definitions of the filters."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = p.argsort(descending=True)[:top_k].tolist()
+    chosen = p[order] / p[order].sum()
+    before = chosen.cumsum(0) - chosen
+    likely = [i for i, mass in zip(order, before.tolist(), strict=True) if mass < top_p]
+    return {i for i in likely if min_p is None or p[i] >= min_p * p.max()}
+
+
+@pytest.fixture
+def sharp(policy):
+    """With distributions far from uniform."""
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(20)
+    return policy.eval()
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
+    engine = TransformersEngine(lambda: sharp, tokenizer)
+    prompts = [[3, 4, 5, 13], [7, 13], [7, 13]]
+    found = []
+    for use in (False, True):
+        sampling = Sampling.from_config(make_args(use_kept_sets=use, **filters), tokenizer)
+        torch.manual_seed(3)
+        found.append(engine.generate(prompts, sampling))
+    plain, (ids, _, kept) = found
+    assert plain.kept is None and plain.token_ids == ids  # the same tokens at the same seed
+    for prompt, row, sets in zip(prompts, ids, kept, strict=True):
+        with torch.no_grad():
+            logits = sharp(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
+        assert len(row) == len(sets)
+        for token, at, left in zip(row, logits, sets, strict=True):
+            assert token in left and set(left) == kept_ids(at, **filters)
+
+
+def test_the_loss_takes_probabilities_over_the_kept_ids(sharp, make_args, tokenizer, dataset):
+    changes = {"use_kept_sets": True, "top_k": 5, "top_p": 0.9, "temperature": 0.8, "beta": 0.1}
+    args = make_args(num_iterations=2, report_to="none", max_steps=1, save_steps=1, **changes)
+    args.save_strategy = "steps"
+    trainer = GRPOTrainer(
+        copy.deepcopy(sharp), digits_reversal_reward, args, dataset, processing_class=tokenizer
+    )
+    trainer.train()
+    [batch] = trainer._buffer
+    with torch.no_grad():
+        logits = sharp(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits / 0.8
+    rows, expected = batch.kept, torch.zeros(batch.target.numel())
+    pairs = zip(logits.flatten(0, 1), batch.target.flatten(), strict=True)
+    for index, (row, token) in enumerate(pairs):
+        ids = rows.indices[rows.bounds[index] : rows.bounds[index + 1]]
+        assert (ids.numel() > 0) == (token >= 0)
+        if token >= 0:
+            expected[index] = row[token] - row[ids].logsumexp(0)
+    for found in (batch.old_logprobs, batch.ref_logprobs):
+        torch.testing.assert_close(found.flatten(), expected, atol=1e-5, rtol=0)
+    [row] = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["ratio/max"] == pytest.approx(1, abs=1e-4)
+    assert row["kl"] == pytest.approx(0, abs=1e-5)
+
+    resumed = GRPOTrainer(
+        copy.deepcopy(sharp), digits_reversal_reward, args, dataset, processing_class=tokenizer
+    )
+    resumed.args.max_steps = 2
+    resumed.train(resume_from_checkpoint=True)
+    again = resumed._buffer[0].kept
+    assert again.indices.equal(rows.indices) and again.bounds.equal(rows.bounds)
+
+
+class FilteringEngine(CannedEngine):
+    """Draws from the two likeliest ids, as far as anybody can tell from what it reports."""
+
+    def __init__(self, tokenizer, model, reports: bool = True) -> None:
+        super().__init__(tokenizer)
+        self._model = model
+        self._reports = reports
+
+    def generate(self, prompt_ids, sampling) -> Completions:
+        ids = super().generate(prompt_ids).token_ids
+        kept, logprobs = [], []
+        for prompt, row in zip(prompt_ids, ids, strict=True):
+            with torch.no_grad():
+                logits = self._model(input_ids=torch.tensor([prompt + row])).logits[0].double()
+            sets = [[token, 2] for token in row]
+            at = logits[len(prompt) - 1 : -1] / sampling.temperature
+            pairs = zip(at, sets, strict=True)
+            logprobs.append([float(x[left].log_softmax(-1)[0]) for x, left in pairs])
+            kept.append(sets)
+        return Completions(ids, logprobs, kept if self._reports else None)
+
+    def update_weights(self, weights) -> None:
+        self._model.load_state_dict({name: value.clone() for name, value in weights()})
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def train(make_args, policy, tokenizer, dataset, reports: bool, **changes) -> GRPOTrainer:
+    engine = FilteringEngine(tokenizer, copy.deepcopy(policy), reports)
+    args = make_args(report_to="none", top_k=2, rollout_engine=None, **changes)
+    trainer = GRPOTrainer(
+        policy,
+        digits_reversal_reward,
+        args,
+        dataset,
+        processing_class=tokenizer,
+        rollout_engine=engine,
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("use", [True, False])
+def test_the_policy_and_the_engine_mean_the_same(make_args, policy, tokenizer, dataset, use):
+    name = "sampling/sampling_logp_difference/max"
+    trainer = train(make_args, policy, tokenizer, dataset, reports=use, use_kept_sets=use)
+    differences = [row[name] for row in trainer.state.log_history if "loss" in row]
+    assert max(differences) < 1e-5 if use else min(differences) > 0.1
+
+
+def test_an_engine_that_does_not_report_them(make_args, policy, tokenizer, dataset):
+    with pytest.raises(ValueError, match="use_kept_sets: .*none from FilteringEngine"):
+        train(make_args, policy, tokenizer, dataset, reports=False, use_kept_sets=True)
+
+
+def test_wrong_settings(make_args, tokenizer, policy):
+    def sampling(**changes) -> Sampling:
+        return Sampling.from_config(make_args(use_kept_sets=True, **changes), tokenizer)
+
+    with pytest.raises(ValueError, match="use_kept_sets: expected top_k >= 1 .*got 0"):
+        sampling()
+    with pytest.raises(ValueError, match="use_kept_sets: expected top_k >= 1 .*got 0"):
+        sampling(top_k=5, generation_kwargs={"top_k": 0})
+    with pytest.raises(ValueError, match="use_kept_sets: .*continuous_batching"):
+        sampling(top_k=5, use_transformers_continuous_batching=True)
+    wrong = sampling(top_k=5, generation_kwargs={"typical_p": 0.5})
+    with pytest.raises(ValueError, match="generation_kwargs: expected no typical_p"):
+        TransformersEngine(lambda: policy, tokenizer).generate([[3]], wrong)
+
+
+def test_the_warning_names_the_way_out(make_args):
+    with pytest.warns(UserWarning, match="top_k: .*use_kept_sets makes them alike"):
+        make_args(use_vllm=True, top_k=5)
+
+
+def test_in_vllms_words(make_args, tokenizer):
+    args = make_args(use_vllm=True, top_k=3, use_kept_sets=True)
+    assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == 11  # room for ties
+    args = make_args(use_vllm=True, top_k=100, use_kept_sets=True)
+    assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == len(tokenizer)
+
+
+def test_what_a_server_answers(make_client, stub):  # noqa: F811
+    def answer(sets):
+        made = choices([[1]], 1)
+        made[0]["logprobs"]["top_logprobs"] = sets
+        return 200, {"choices": made}
+
+    sets = [{"token_id:7": -0.5, "token_id:3": -9999.0, "token_id:2": -2.0}, {"token_id:0": 0.0}]
+    stub.script[COMPLETE] = [answer(sets), answer(sets[:1])]
+    client = make_client()
+    assert client.generate([[1]], logprobs=2)["kept_ids"] == [[[7, 2], [0]]]
+    with pytest.raises(ServerError, match="1 sets of ids for 2 tokens"):
+        client.generate([[1]], logprobs=2)

@@ -1,0 +1,92 @@
+"""What a run shows while it goes on: a view in a terminal, lines elsewhere, completions."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import PrinterCallback, ProgressCallback
+
+from grpo_trainer.completions import completion_table
+from grpo_trainer.live import LiveView, sparkline
+from grpo_trainer.progress import PlainProgress, Snapshot, duration, line, show_progress
+
+
+def terminal(**options: Any) -> Console:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=True, width=100, height=40, record=True, **options)
+
+
+SNAPSHOT = Snapshot(
+    step=30,
+    steps=120,
+    seconds=60.0,
+    seconds_left=3723.4,
+    numbers={"reward": "0.31 \u00b1 0.2", "kl": "0.01"},
+    tokens_per_second=1234.5,
+    memory_bytes=3 << 30,
+    shares={"generate": 0.5, "loss": 0.499},
+)
+
+
+def test_line():
+    assert line(SNAPSHOT) == (
+        "step 30/120  reward 0.31 \u00b1 0.2  kl 0.01  1,234 tok/s  3.0 GiB  generate 50%  "
+        "loss 50%  1:02:03 left"
+    )
+    assert duration(59.6) == "0:01:00"
+
+
+def test_sparkline():
+    assert sparkline([0.0, 0.5, 1.0]) == "\u2581\u2585\u2588"
+    assert sparkline([2.0, 2.0]) == "\u2581\u2581"
+
+
+def test_live_view_of_a_run(make_trainer):
+    """A terminal is recorded: the last view has what the run has logged."""
+    trainer = make_trainer(beta=0.1, max_steps=3, log_completions=True, num_completions_to_print=2)
+    console = terminal()
+    trainer.add_callback(LiveView(console))
+    trainer.train()
+    text = console.export_text().rpartition("GRPO")[2]
+    last = [row for row in trainer.state.log_history if "reward" in row][-1]
+    assert "step 3/3" in text and "0:00:00 left" in text
+    assert f"reward {last['reward']:.3g} \u00b1 {last['reward_std']:.2g}" in text
+    for word in ("kl ", "entropy ", "clipped ", "length ", "tokens/s ", "memory ", "GiB"):
+        assert word in text, word
+    assert re.search(r"\u25a0 generate \d+%", text) and re.search(r"\u25a0 loss \d+%", text)
+
+
+def test_where_there_is_no_terminal_it_is_lines(make_trainer):
+    trainer = make_trainer(disable_tqdm=False, max_steps=2)
+    kinds = [type(item) for item in trainer.callback_handler.callbacks]
+    assert ProgressCallback not in kinds and PlainProgress in kinds
+    quiet = make_trainer(model=trainer.model.__class__(trainer.model.config), max_steps=2)
+    kinds = [type(item) for item in quiet.callback_handler.callbacks]
+    assert PlainProgress not in kinds and PrinterCallback in kinds
+
+
+def test_a_terminal_gets_the_view(make_trainer):
+    trainer = make_trainer()
+    trainer.add_callback(ProgressCallback)
+    show_progress(trainer, terminal())
+    assert LiveView in [type(item) for item in trainer.callback_handler.callbacks]
+
+
+@pytest.mark.parametrize("markup", ["[red]", "[/]", "a [link=x]b"])
+def test_completions_as_a_table(markup):
+    rows = [
+        {"prompt": "1 + 1 =", "completion": f"2 {markup}", "tokens": 3, "truncated": False,
+         "rewards/right": 1.0, "rewards/short": None, "reward": 1.5, "advantage": 0.7, "level": 3},
+        {"prompt": "x" * 500, "completion": "", "tokens": 1, "truncated": True,
+         "rewards/right": float("nan"), "rewards/short": 0.5, "reward": 0.5, "advantage": -0.7},
+    ]  # fmt: skip
+    console = terminal(color_system=None)
+    console.print(completion_table(rows, "completions at step 3"))
+    text = console.export_text()
+    for words in ("completions at step 3", "right", "short", "level", "+0.70", "-0.70", "..."):
+        assert words in text, words
+    assert markup.split()[0] in text and "truncated" not in text

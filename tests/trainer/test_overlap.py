@@ -1,0 +1,328 @@
+"""overlap_generation: by which weights, in which order, and what becomes of errors."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from trainer_helpers import BackgroundEngine, logged, parameters
+from transformers import Qwen3ForCausalLM
+from vllm_stub import StubServer, choices
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout import WeightsLostError
+from grpo_trainer.rollout.http import JsonServer, ServerError
+
+STALENESS = "sampling/staleness"
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture
+def make(make_args, policy, tokenizer, dataset):
+    def run(engine=None, reward=digits_reversal_reward, **changes) -> GRPOTrainer:
+        settings = {"overlap_generation": True, "report_to": "none", "max_steps": 4}
+        return GRPOTrainer(
+            copy.deepcopy(policy),
+            reward,
+            make_args(**(settings | changes)),
+            dataset,
+            dataset.select(range(4)),
+            processing_class=tokenizer,
+            rollout_engine=engine,
+        )
+
+    return run
+
+
+@pytest.fixture
+def engine(policy, tokenizer) -> BackgroundEngine:
+    return BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval())
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+def of_steps(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_one_generation_batch_old(make, engine):
+    trainer = make(engine)
+    trainer.train()
+    assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
+    # weights go out when a generation has ended, before the next one; none is begun for nothing
+    one = ["update", "start", "end"]
+    assert engine.calls == ["update", "start", "end", "start", "end", *one, *one]
+    fresh, *old = of_steps(trainer, DIFFERENCE)
+    assert fresh < 1e-4 and min(old) > 1e-4
+    weights = of_steps(trainer, "sampling/importance_sampling_ratio/mean")
+    assert weights[0] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes, staleness",
+    [
+        ({"num_iterations": 2}, [0, 2]),
+        ({"steps_per_generation": 2, "per_device_train_batch_size": 2}, [0, 2]),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, [0, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_it_is_counted_in_optimizer_steps(make, engine, changes, staleness):
+    trainer = make(engine, **({"num_generations": 2} | changes))
+    trainer.train()
+    rows = trainer.state.log_history
+    assert [row[STALENESS] for row in rows if STALENESS in row] == staleness
+
+
+def test_it_generates_while_the_policy_trains(make, engine):
+    seen = []
+    trainer = make(engine)
+    loss = trainer.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        last = trainer.state.global_step == 3
+        while not last and engine.may_end.is_set():
+            time.sleep(0.01)  # until it is begun
+        found = loss(*args, **kwargs)
+        seen.append(engine.calls[-1])
+        engine.may_end.set()  # not before the loss is there
+        return found
+
+    def work(prompt_ids):
+        if engine.calls.count("start") > 1:
+            engine.may_end.clear()
+
+    trainer.compute_loss, engine.work = compute_loss, work
+    trainer.train()
+    assert seen == ["start", "start", "start", "end"]
+
+
+def test_old_logprobs_are_of_the_policy_at_the_start_of_training(make, engine):
+    trainer = make(engine, steps_per_generation=2, num_generations=2, logging_steps=1)
+    trainer.train()
+    ratios = of_steps(trainer, "ratio/max")
+    assert ratios[0] == ratios[2] == pytest.approx(1, abs=1e-5)  # the first step of a batch
+    assert ratios[1] != pytest.approx(1, abs=1e-5)
+
+
+def test_evaluation_is_by_the_weights_as_they_are(make, engine):
+    trainer = make(engine, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    evaluated = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert len(evaluated) == 4
+    assert max(row[f"eval_{DIFFERENCE}"] for row in evaluated) < 1e-4
+    assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
+    assert max(of_steps(trainer, DIFFERENCE)[1:]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_iterations": 2, "logging_steps": 3},
+        {"dynamic_sampling": True, "max_resampling_rounds": 2},
+        {"eval_strategy": "steps", "eval_steps": 2},
+        {"use_kept_sets": True, "top_k": 5, "steps_per_generation": 2, "num_generations": 2},
+    ],
+)
+def test_resumed_run_is_the_straight_run(make, policy, tokenizer, tmp_path, changes):
+    def run(resume: str | None = None):
+        kept = "use_kept_sets" in changes
+        engine = BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval(), kept=kept)
+        settings = {"max_steps": 7, "save_steps": 4, "save_strategy": "steps"}
+        trainer = make(engine, **(settings | {"lr_scheduler_type": "constant"} | changes))
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer), parameters(trainer.model)
+
+    straight = run()
+    shutil.copytree(tmp_path / "out" / "checkpoint-4", tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "out")
+    logs, weights = run(str(tmp_path / "checkpoint-4"))
+    assert without_profile(logs) == without_profile(straight[0])
+    assert torch.equal(weights, straight[1])
+
+
+def without_profile(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("profiling/")} for row in rows]
+
+
+def test_every_prompt_has_its_turn(make, engine, tmp_path):
+    def prompts(resume: str | None = None) -> list[str]:
+        seen: list[str] = []
+
+        def reward(prompts, **kwargs):
+            seen.append(prompts[0])
+            return [0.0] * len(prompts)
+
+        trainer = make(copy.copy(engine), reward, save_steps=2, save_strategy="steps", max_steps=6)
+        trainer.train(resume_from_checkpoint=resume)
+        return seen
+
+    straight = prompts()
+    assert len(set(straight)) == 6
+    assert prompts(str(tmp_path / "out" / "checkpoint-4")) == straight[4:]
+
+
+def test_errors_come_with_their_traceback(make, engine):
+    def out_of_luck(prompt_ids):
+        raise RuntimeError("the server is out of luck")
+
+    engine.work = out_of_luck
+    with pytest.raises(RuntimeError, match="out of luck") as caught:
+        make(engine).train()
+    assert "out_of_luck" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_run_ends_the_generation(make, engine, error):
+    def reward(**columns):
+        if engine.calls.count("start") == 2:
+            raise error("enough")
+        return digits_reversal_reward(**columns)
+
+    def never(prompt_ids):
+        if engine.calls.count("start") == 2:
+            engine.may_end.clear()
+
+    engine.work = never
+    trainer = make(engine, reward)
+    with pytest.raises(error, match="enough"):
+        trainer.train()
+    assert engine.calls[-1] == "cancel"
+    trainer.train()  # starts again
+    assert trainer.state.global_step == 4
+
+
+def test_an_early_stop_ends_the_generation(make, engine):
+    trainer = make(engine)
+
+    def stop(*args, **kwargs):
+        trainer.control.should_training_stop = True
+
+    trainer.callback_handler.callbacks[0].on_step_end = stop
+    trainer.train()
+    assert trainer.state.global_step == 1
+    trainer.evaluate()
+    after = engine.calls.index("cancel") + 1
+    assert engine.calls[after : after + 2] == ["update", "generate"]
+
+
+def test_lost_weights(make, engine):
+    """They cannot be had again: the policy is asked as it is by then."""
+    fails = iter([False, True])
+
+    def lost(prompt_ids):
+        if next(fails, False):
+            raise WeightsLostError("restarted")
+
+    engine.work = lost
+    trainer = make(engine)
+    trainer.train()
+    assert of_steps(trainer, STALENESS) == [0, 0, 1, 1]
+    assert of_steps(trainer, DIFFERENCE)[1] < 1e-4
+    assert engine.calls[4:7] == ["end", "update", "generate"]
+
+
+def test_wrong_settings(make, make_args, tokenizer):
+    with pytest.raises(ValueError, match="overlap_generation: .*own.*got TransformersEngine"):
+        make()
+    with pytest.raises(ValueError, match="overlap_generation: .*got ContinuousBatchingEngine"):
+        make(use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="overlap_generation: .*importance_sampling_correction"):
+        make_args(overlap_generation=True, vllm_importance_sampling_correction=False)
+    with pytest.raises(ValueError, match="overlap_generation: .*reports log-probabilities"):
+        make(BackgroundEngine(tokenizer)).train()
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = StubServer()
+    yield server
+    server.close()
+
+
+def on_a_server(stub: StubServer, **changes) -> dict:
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": stub.port}
+    return settings | {"vllm_server_timeout": 5.0} | changes
+
+
+def test_a_server_that_is_silent_is_not_waited_for(make, stub):
+    silent = threading.Event()
+    asked = 0
+
+    def answer():
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            silent.wait(60)
+        return 200, {"choices": choices(stub.asked[-1][1]["prompt"], 4)}
+
+    stub.script["/v1/completions"] = [answer] * 3
+    steps = 0
+
+    def reward(**columns):
+        nonlocal steps
+        steps += 1
+        while asked < 3 and steps == 2:
+            time.sleep(0.01)
+        if steps == 2:
+            raise KeyboardInterrupt
+        return digits_reversal_reward(**columns)
+
+    trainer = make(reward=reward, **on_a_server(stub))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert time.monotonic() - start < 30
+    silent.set()
+    trainer.train()  # the connection is not spoiled
+    assert of_steps(trainer, STALENESS)[1:] == [1, 1, 1]
+    trainer._collector._rollouts.close()
+
+
+def test_a_server_that_restarts_meanwhile_gets_the_weights_it_had(make, stub):
+    def die():
+        stub.version = "default"
+        return 500, {"error": "EngineCore encountered an issue"}
+
+    usual = [lambda: (200, {"choices": choices(stub.asked[-1][1]["prompt"], 4)})] * 2
+    stub.script["/v1/completions"] = [*usual, die]
+    trainer = make(**on_a_server(stub))
+    trainer.train()
+    assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
+    folders = [folder.rpartition("-")[2] for folder in stub.loaded]
+    assert folders == ["1", "2", "2", "3"]
+    trainer._collector._rollouts.close()
+
+
+def test_interrupted_requests(stub):
+    server = JsonServer(stub.url, patience=60.0)
+    stub.script["/health"] = [(503, b"")] * 99
+    errors = []
+
+    def ask():
+        try:
+            server.retrying(lambda: server.get("/health"))
+        except ServerError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not stub.asked:
+        time.sleep(0.01)
+    with server.interrupted():
+        thread.join(10)
+    assert errors == [f"GET {stub.url}/health: interrupted"]
+    stub.script.clear()
+    assert server.get("/health") == {}
+    server.close()

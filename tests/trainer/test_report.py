@@ -1,0 +1,243 @@
+"""The report: what it finds in a log, and the page as a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from browser import Page, open_page
+from pyarrow import parquet
+
+from grpo_trainer import cli
+from grpo_trainer.report import RunRecord, load_run, render
+from grpo_trainer.report.charts import metrics_of, sections
+from grpo_trainer.report.health import findings
+from grpo_trainer.report.record import jsonable
+from grpo_trainer.report.series import Curves
+
+pytest.importorskip("plotly")
+
+STEPS = range(5, 105, 5)
+SICK = "</script><img src=http://example.com/x.png>"  # what a page must not take for its own
+
+
+def history(**changes) -> list[dict]:
+    """A run in good health, but for what ``changes`` say: step -> value."""
+    curves = {
+        "reward": lambda step: step / 100,
+        "reward_std": lambda step: 0.2,
+        "rewards/right/mean": lambda step: step / 100,
+        "rewards/short/mean": lambda step: 1 - step / 100,
+        "frac_reward_zero_std": lambda step: 0.1,
+        "entropy": lambda step: 1.0 - step / 300,
+        "entropy/sequence_min": lambda step: 0.5,
+        "entropy/sequence_max": lambda step: 1.5,
+        "kl": lambda step: step / 1000,
+        "loss": lambda step: -0.1,
+        "grad_norm": lambda step: 1.0,
+        "learning_rate": lambda step: 1e-6,
+        "clip_ratio/region_mean": lambda step: 0.01,
+        "completions/mean_length": lambda step: 40 + step,
+        "completions/min_length": lambda step: 3.0,
+        "completions/max_length": lambda step: 200.0,
+        "completions/clipped_ratio": lambda step: 0.05,
+        "sampling/mismatch_kl_k3": lambda step: 1e-5,
+        "profiling/generate": lambda step: 2.0,
+        "profiling/loss": lambda step: 1.0,
+        "step_time": lambda step: 3.0,
+        "num_tokens": lambda step: 3000 * step,
+        "my/metric": lambda step: step % 3,
+    } | changes
+    rows = [{"step": step} | {name: at(step) for name, at in curves.items()} for step in STEPS]
+    held_out = [{"step": step, "eval_reward": step / 120, "eval_loss": 0.0} for step in (50, 100)]
+    return [*rows, *held_out, {"step": 100, "train_runtime": 60.0, "train_loss": 0.1}]
+
+
+def run(folder: Path, name: str = "run", **changes) -> RunRecord:
+    """A run on disk, with completions of two prompts."""
+    for step in STEPS:
+        prompts = ["1 + 1 =", SICK] * 4
+        columns = {
+            "prompt": prompts,
+            "completion": [f"answer {i} at {step} {SICK}" for i in range(8)],
+            "reward": [min(1.0, step / 100 + i / 20) for i in range(7)] + [float("nan")],
+            "step": [step] * 8,
+        }
+        path = folder / "completions" / f"completions_{step:05d}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.table(columns), path)
+    record = RunRecord(
+        name=name,
+        history=history(**changes),
+        settings={"learning_rate": 1e-6, "beta": 0.1, "output_dir": str(folder)},
+        changed=["beta"],
+        recipe={"model": "path/to/model", "rewards": {"right": 1.0}},
+        environment={"torch": "2", "device": "a CPU"},
+        folder=folder,
+    )
+    record.save()
+    return record
+
+
+def visible(page: Page) -> str:
+    """The text of a page, without its code."""
+    body = page.dom.partition("<body>")[2]
+    return re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<(script|style).*?</\1>", " ", body))
+
+
+def lines(page: Page) -> int:
+    """Curves that are drawn."""
+    return len(re.findall(r'<path class="js-line"[^>]* d="M[^"]{8,}', page.dom))
+
+
+@pytest.fixture(scope="module")
+def sick_run(tmp_path_factory) -> RunRecord:
+    return run(tmp_path_factory.mktemp("run"), entropy=lambda step: 1.0 if step < 50 else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("dark", "size"), [(False, (1400, 1000)), (True, (500, 1000))], ids=["light", "dark, narrow"]
+)
+def test_page_of_one_run(sick_run, tmp_path, dark, size):
+    path = tmp_path / "report.html"
+    path.write_text(render([sick_run]))
+    page = open_page(path, tmp_path, dark, size)
+    assert page.console == []
+    assert 'data-drawn="yes"' in page.dom
+    expected = sum(
+        name in Curves(sick_run.history)
+        for section in sections(Curves(sick_run.history))
+        for chart in section.charts
+        for name in chart.lines
+    )
+    assert lines(page) >= expected
+    text = visible(page)
+    for words in ("Worth a look", "Entropy has collapsed", "Reward by function", "my/metric",
+                  "Seconds per step", "answer 6 at 5", "answer 6 at 100", "1 + 1 =", "beta",
+                  "path/to/model", "a CPU"):  # fmt: skip
+        assert words in text, words
+    assert "example.com" in text and "<img src=http" not in page.dom
+    brightness, spread = page.pixels.mean(), page.pixels.std()
+    assert (brightness < 0.3 if dark else brightness > 0.8) and spread > 0.02
+    blue = [0x6E, 0xA8, 0xFE] if dark else [0x25, 0x63, 0xEB]  # --c0 of page.css
+    off = abs(page.pixels * 255 - blue).max(axis=2)
+    assert (off < 40).sum() > 100  # the first curve
+
+
+def test_page_of_two_runs(sick_run, tmp_path, capsys):
+    other = run(tmp_path / "other", "other run", reward=lambda step: 0.3)
+    record = json.loads((tmp_path / "other" / "run.json").read_text())
+    record["settings"]["beta"] = 0.5
+    (tmp_path / "other" / "run.json").write_text(json.dumps(record))
+    path = tmp_path / "two.html"
+    cli.main(["report", str(sick_run.folder), str(other.folder), "--out", str(path)])
+    assert capsys.readouterr().out.strip() == str(path)
+    page = open_page(path, tmp_path)
+    assert page.console == []
+    text = visible(page)
+    assert text.count("Worth a look") == 1
+    assert re.search(r"Settings that differ\s+run\s+other run\s+beta\s+0.1\s+0.5", text)
+    assert lines(page) >= 2 * 10
+
+
+def test_the_browser_tells_what_is_wrong(tmp_path):
+    """Otherwise an empty console would mean nothing."""
+    policy = re.search(r"<meta http-equiv=.*?>", render([RunRecord(name="r", history=history())]))
+    path = tmp_path / "bad.html"
+    path.write_text(
+        f'<html><head>{policy[0]}</head><body><img src="http://example.com/x.png">'
+        "<script>missing()</script></body></html>"
+    )
+    console = "\n".join(open_page(path, tmp_path).console)
+    assert "missing is not defined" in console and "Content Security Policy" in console
+
+
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ({}, None),
+        ({"entropy": lambda step: 2.0 / step}, "Entropy has collapsed"),
+        ({"clip_ratio/region_mean": lambda step: 0.4}, "Much is clipped"),
+        ({"cispo_clip_ratio": lambda step: 0.4}, "Much is clipped"),
+        ({"frac_reward_zero_std": lambda step: step / 100}, "Most advantages are zero"),
+        ({"completions/clipped_ratio": lambda step: 0.6}, "Many completions are cut off"),
+        ({"sampling/mismatch_kl_k3": lambda step: 1e-4 * step}, "Engine and policy drift apart"),
+        ({"grad_norm": lambda step: float("nan") if step == 40 else 1.0}, "no longer finite"),
+    ],
+)
+def test_signs_of_ill_health(changes, title):
+    for rows in (history(**changes), jsonable(history(**changes))):
+        found = findings(rows)
+        assert [title in item.title for item in found] == ([True] if title else [])
+    assert findings(history(**changes)[:3]) == []  # too short for a trend
+
+
+def test_every_logged_metric_is_drawn_once():
+    curves = Curves(history())
+    drawn = [name for s in sections(curves) for chart in s.charts for name in chart.lines]
+    drawn = [name for name in drawn if name in curves]
+    assert len(drawn) == len(set(drawn))
+    everything = {n for s in sections(curves) for chart in s.charts for n in metrics_of(chart)}
+    logged = {name for row in history() for name in row if not name.startswith(("eval_", "train"))}
+    assert logged - everything <= {"step", "num_tokens", "step_time"}
+    assert curves["tokens_per_second"].values == [pytest.approx(1000)] * len(STEPS)
+
+
+def test_wrong_input(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(tmp_path)])
+    assert "expected the folder of a run, with run.json" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json is not the record of a run"):
+        load_run(tmp_path)
+    with pytest.raises(ValueError, match="has logged something, got 'r'"):
+        render([RunRecord(name="r", history=[])])
+
+
+def test_runs_of_one_name_and_a_run_that_was_killed(tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name / "trained" / "checkpoint-5"
+        folder.mkdir(parents=True)
+        state = json.dumps({"log_history": history()})
+        (folder / "trainer_state.json").write_text(state)
+    runs = [str(tmp_path / name / "trained") for name in ("a", "b")]
+    cli.main(["report", *runs, "--out", str(tmp_path / "two.html")])
+    assert all(name in (tmp_path / "two.html").read_text() for name in runs)
+
+
+def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
+    trainer = make_trainer(write_report=True, log_completions=True, num_completions_to_print=0)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    record = load_run(folder)
+    assert record.settings["num_generations"] == 4 and "num_generations" in record.changed
+    assert "gradient_accumulation_steps" not in record.changed
+    assert record.recipe["rewards"] == {"digits_reversal_reward": 1.0}
+    assert record.environment["torch"] and record.recipe["loss_type"] == "dapo"
+    assert any("reward" in row for row in record.history)
+    assert "Settings that are not" in (folder / "report.html").read_text()
+
+    (folder / "report.html").unlink()
+    monkeypatch.setattr("grpo_trainer.report.page._plotly", _missing)
+    trainer.train()
+    assert caplog.text.count("pip install 'grpo-kernels[report]'") == 1
+    assert not (folder / "report.html").exists()
+
+
+def _missing() -> str:
+    raise ImportError("a report needs plotly: pip install 'grpo-kernels[report]'")
+
+
+def test_without_plotly_the_message_says_how_to_get_it(monkeypatch):
+    from grpo_trainer.report import page
+
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    page._plotly.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install 'grpo-kernels\[report\]'"):
+        render([RunRecord(name="r", history=history())])

@@ -1,0 +1,136 @@
+"""Completions by a user's function: what it gets, what becomes of it, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trainer_helpers import parameters
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.rollout_function import FunctionSource
+
+
+def rollout(prompts, trainer):
+    """Two tokens of the policy, two of somebody else."""
+    count = len(prompts)
+    ids = [[3 + row, 4, 5, 1] for row in range(count)]
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": ids,
+        "logprobs": [[-1.0, None, -1.0, float("nan")]] * count,
+        "env_mask": [[1, 0, 1, 0]] * count,
+        "steps": [row * 10 for row in range(count)],
+    }
+
+
+@pytest.fixture
+def train(make_args, policy, tokenizer, dataset):
+    def run(function, reward=None, **changes):
+        def rows(prompts, **kwargs):
+            return [float(row % 2) for row, _ in enumerate(prompts)]
+
+        trainer = GRPOTrainer(
+            copy.deepcopy(policy), reward or rows, make_args(max_steps=1, **changes), dataset,
+            dataset.select(range(4)), tokenizer, rollout_func=function,
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def test_masks_log_probabilities_and_extra_columns(train):
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, steps, answer, **kwargs):
+        seen.update(steps=steps, completions=completions, ids=completion_ids, prompts=prompts)
+        return [float(step) for step in steps]
+
+    trainer = train(rollout, reward)
+    assert seen["steps"] == [0, 10, 20, 30] and len(set(seen["prompts"])) == 1
+    assert seen["ids"][0] == [3, 4, 5, 1] and len(seen["completions"]) == 4
+    [batch] = trainer._buffer
+    target = [[token for token in row if token >= 0] for row in batch.target.tolist()]
+    assert target == [[3 + row, 5] for row in range(4)] and batch.num_items == 8
+    known = batch.rollout_logprobs[batch.target >= 0]
+    assert torch.equal(known, torch.full((8,), -1.0))
+    [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert log["completions/mean_length"] == 2 and log["rewards/reward/mean"] == 15
+    assert log["completions/clipped_ratio"] == 0
+
+
+def test_the_function_can_use_the_engine(train, policy):
+    def engine(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        drawn = trainer.rollouts.generate(ids, 3)
+        return {"prompt_ids": ids, "completion_ids": drawn.token_ids, "logprobs": None}
+
+    trainer = train(engine)
+    assert trainer._buffer[0].rollout_logprobs is None
+    assert trainer._buffer[0].target.ge(0).sum(1).max() <= 3
+    assert not torch.equal(parameters(trainer.model), parameters(policy))
+
+
+def test_evaluation_and_groups(train):
+    asked = []
+
+    def counted(prompts, trainer):
+        asked.append((len(prompts), len(set(prompts)), trainer.model.training))
+        return rollout(prompts, trainer)
+
+    train(counted, num_generations_eval=2, eval_strategy="steps", eval_steps=1)
+    assert asked == [(4, 1, True), (4, 2, False), (4, 2, False)]
+
+
+def without(*names):
+    return lambda p, t: {k: v for k, v in rollout(p, t).items() if k not in names}
+
+
+def changed(**values):
+    return lambda p, t: rollout(p, t) | values
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (without("prompt_ids", "logprobs"), "a dictionary without prompt_ids, logprobs"),
+        (lambda p, t: [1], "expected a dictionary, got list"),
+        (changed(completion_ids=[[3]] * 3), "expected 4 entries in 'completion_ids', .* got 3"),
+        (changed(completion_ids=[[3]] * 3 + [[]]), "lists of token ids in 'completion_ids', got"),
+        (changed(prompt_ids=[["a"]] * 4), "lists of token ids in 'prompt_ids', got"),
+        (changed(logprobs=[[0.0] * 3] * 4), "one value per token in 'logprobs', got 3 for the 4"),
+        (changed(env_mask=[[1] * 4] * 3 + [[1]]), "in 'env_mask', got 1 for the 4 tokens of .* 3"),
+        (changed(steps=[1]), "expected 4 entries in 'steps', one per prompt, got 1"),
+        (changed(steps=3), "expected 4 entries in 'steps', one per prompt, got int"),
+        (changed(prompts=[""] * 4), "other names for its columns than 'prompts'"),
+        (
+            changed(completion_ids=[[3] * 5] * 4),
+            "at most max_completion_length = 4 tokens, got 5",
+        ),
+        (changed(prompt_ids=[[3] * 61] * 4), "at most 64 tokens of prompt and .*, got 65"),
+    ],
+)
+def test_wrong_answers(make_args, tokenizer, function, message):
+    trainer = SimpleNamespace(processing_class=tokenizer)
+    source = FunctionSource(lambda p: function(p, trainer), make_args(), tokenizer, 64)
+    rollouts = SimpleNamespace(eos_token_ids=frozenset([1]))
+    with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
+        source.sample([{"prompt": "12="}] * 4, rollouts)
+
+
+def test_wrong_functions(train, make_args, policy, dataset):
+    async def later(prompts, trainer): ...
+
+    for function in (later, 3):
+        with pytest.raises(ValueError, match="rollout_func: expected a plain function"):
+            train(function)
+
+    def tool() -> str:
+        """Does nothing."""
+        return ""
+
+    with pytest.raises(ValueError, match="rollout_func: expected neither tools nor"):
+        GRPOTrainer(policy, len, make_args(), dataset, rollout_func=rollout, tools=[tool])

@@ -1,0 +1,201 @@
+"""Training on completions with tool calls: what is in the loss, and that a run resumes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from tool_helpers import (
+    ScriptedEngine,
+    add,
+    call,
+    make_small_policy,
+    make_tool_tokenizer,
+    question,
+    results,
+)
+from trainer_helpers import logged, parameters
+
+from grpo_kernels import policy_loss
+from grpo_trainer import GRPOTrainer
+
+SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
+
+
+def script(text: str, row: int) -> str:
+    """Calls as often as the prompt's first digit says; every fourth call fails."""
+    wanted, done = int(text.split("user\n")[1][0]), len(results(text))
+    if done == wanted:
+        return "sum " + str(len(text) * row % 7)
+    return call("add", a=done, b=1) if done % 4 < 3 else call("gone")
+
+
+def reward(completions, completion_ids, **kwargs):
+    return [float(row % 3 + len(ids) % 5) for row, ids in enumerate(completion_ids)]
+
+
+@pytest.fixture
+def make(make_args):
+    tokenizer = make_tool_tokenizer()
+    rows = Dataset.from_list([{"prompt": question(f"{n % 3}{n}")} for n in range(8)])
+    policy = make_small_policy(len(tokenizer))
+
+    def trainer(**changes):
+        logprobs = changes.pop("logprobs", False)
+        settings = {"max_completion_length": 250, "shuffle_dataset": False} | changes
+        return GRPOTrainer(
+            copy.deepcopy(policy), reward, make_args(**settings), rows, rows.select(range(3)),
+            tokenizer, tools=[add],
+            rollout_engine=ScriptedEngine(tokenizer, script, logprobs, by_row=True),
+        )  # fmt: skip
+
+    trainer.policy = policy
+    return trainer
+
+
+def tool_positions(trainer, batch):
+    """(B, L) where ``target`` would be a token that the template or a tool wrote."""
+    marks = trainer.processing_class.convert_tokens_to_ids(["<|start|>", "<|end|>"])
+    inside = torch.zeros_like(batch.target, dtype=torch.bool)
+    for row, ids in enumerate(batch.input_ids.tolist()):
+        by_policy = False
+        for index, token in enumerate(ids):
+            inside[row, index - 1] = not by_policy
+            if token == marks[1]:
+                by_policy = False
+            header = trainer.processing_class.decode(ids[max(index - 10, 0) : index + 1])
+            by_policy = by_policy or header.endswith("<|start|>assistant\n"[-11:])
+    return inside
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_step_is_the_formula_of_the_policys_tokens(make, loss_type):
+    """Log-probabilities of the model's own logits, at the positions of its own tokens alone."""
+    trainer = make(max_steps=1, loss_type=loss_type, logprobs=True, per_device_train_batch_size=8,
+                   vllm_importance_sampling_mode="token_truncate", **SGD)  # fmt: skip
+    trainer.train()
+    [batch] = trainer._buffer
+    outside = tool_positions(trainer, batch)
+    assert outside[:, :-1].any() and torch.equal(batch.target < 0, outside)
+    policy = make.policy
+    logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    tokens = batch.token_batch(1)
+    assert tokens.num_tokens == int((~outside).sum()) == int(batch.num_items)
+    logprobs = logits.log_softmax(-1).flatten(0, 1)[tokens.rows, :]
+    logprobs = logprobs.gather(1, tokens.target[:, None])[:, 0]
+    policy_loss(logprobs, tokens, trainer.loss_config).loss.backward()
+    expected = torch.cat([(p - 0.5 * p.grad).detach().reshape(-1) for p in policy.parameters()])
+    assert (expected - parameters(policy)).abs().max() > 1e-4
+    torch.testing.assert_close(parameters(trainer.model), expected, rtol=0, atol=2e-6)
+
+
+def test_what_tools_are_said_to_have_answered_with_has_no_influence(make):
+    """Log-probabilities at the tools' tokens, which no engine can know, are never read."""
+
+    def after(value):
+        mode = {"vllm_importance_sampling_mode": "token_truncate"}
+        trainer = make(max_steps=1, logprobs=True, **SGD, **mode)
+        slices = trainer._collector._slices
+
+        def filled(*args):
+            batches = slices(*args)
+            for batch in batches:
+                batch.rollout_logprobs = batch.rollout_logprobs.nan_to_num(nan=value)
+            return batches
+
+        trainer._collector._slices = filled
+        trainer.train()
+        return parameters(trainer.model)
+
+    unknown = after(float("nan"))
+    assert torch.equal(unknown, after(5.0))
+    assert not torch.equal(unknown, parameters(make.policy))
+
+
+def test_metrics_evaluation_and_the_table(make, tmp_path):
+    trainer = make(
+        max_steps=2, eval_strategy="steps", eval_steps=2, log_completions=True,
+        per_device_train_batch_size=12, num_generations_eval=2,
+    )  # fmt: skip
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["tools/call_frequency"] for row in logs] == [1.0, 1.0]
+    assert logs[0]["tools/failure_frequency"] == 0.0
+    [evaluation] = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert evaluation["eval_tools/call_frequency"] == 1.0
+    [file, _] = sorted((tmp_path / "out" / "completions").glob("completions_*.parquet"))
+    completions = Dataset.from_parquet(str(file))["completion"]
+    assert any('"name": "add"' in text and "tool: 1" in text for text in completions)
+
+
+def test_a_policy_that_calls_by_itself(make_args):
+    """The policy's own samples: a whole call is one token, which random weights draw by chance."""
+    whole = call("add", a=2, b=3)
+    tokenizer = make_tool_tokenizer(calls=(whole,))
+    [token] = tokenizer.encode(whole)
+    policy = make_small_policy(len(tokenizer))
+    seen = []
+
+    def calls(completions, completion_ids, **kwargs):
+        seen.extend(completions)
+        return [float(ids.count(token)) for ids in completion_ids]
+
+    rows = Dataset.from_list([{"prompt": question(str(n))} for n in range(8)])
+    args = make_args(
+        max_steps=3, max_completion_length=200, per_device_train_batch_size=16,
+        generation_kwargs={"sequence_bias": [[[tokenizer.eos_token_id], 3.0], [[token], 3.0]]},
+    )  # fmt: skip
+    before = parameters(policy)
+    trainer = GRPOTrainer(policy, calls, args, rows, processing_class=tokenizer, tools=[add])
+    trainer.train()
+    assert not torch.equal(parameters(policy), before)
+    assert trainer.state.log_history[0]["tools/call_frequency"] > 0.2
+    answered = [messages for messages in seen if len(messages) > 2]
+    assert answered
+    for messages in answered:
+        wanted = len(messages[0]["tool_calls"])
+        assert [message["content"] for message in messages[1 : wanted + 1]] == ["5"] * wanted
+        assert messages[wanted + 1]["role"] == "assistant"
+    [batch] = trainer._buffer
+    assert torch.equal(batch.target < 0, tool_positions(trainer, batch) | _padding(batch))
+
+
+def _padding(batch):
+    """Positions that predict nothing, at the end of each row."""
+    real = batch.attention_mask.bool()
+    return ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+
+
+def test_failures_are_counted(make):
+    trainer = make(max_steps=1, max_completion_length=400)
+    trainer.train_dataset = Dataset.from_list([{"prompt": question("4")}] * 2)
+    trainer.train()
+    log = next(row for row in trainer.state.log_history if "loss" in row)
+    assert (log["tools/call_frequency"], log["tools/failure_frequency"]) == (4.0, 0.25)
+
+
+def test_truncated_completions_leave_the_loss(make):
+    trainer = make(max_steps=1, max_completion_length=90, mask_truncated_completions=True,
+                   per_device_train_batch_size=12)  # fmt: skip
+    trainer.train()
+    [batch] = trainer._buffer
+    # one call does not leave room for its answer
+    assert (batch.target >= 0).any(1).tolist() == [True] * 4 + [False] * 8
+
+
+def test_resumed_run_is_the_straight_run(make, tmp_path):
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_iterations": 3}
+    changes |= {"lr_scheduler_type": "constant", "logging_steps": 3}
+    straight = make(**changes)
+    straight.train()
+    resumed = make(**changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert logged(resumed) == logged(straight)
+    assert torch.equal(parameters(resumed.model), parameters(straight.model))
+
+
+def test_overlap_is_refused(make):
+    with pytest.raises(ValueError, match="overlap_generation: expected False with tools"):
+        make(overlap_generation=True)

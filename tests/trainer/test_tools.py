@@ -1,0 +1,231 @@
+"""Tool calls: tokens, masks, messages, budgets and errors, against a policy that has a script."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import threading
+
+import pytest
+from tool_helpers import Play, add, call, make_tool_tokenizer, question, results, then
+
+
+def counts(sampled):
+    stats = sampled.metrics.stats
+    calls, failures = (stats[f"tools/{name}_frequency"] for name in ("call", "failure"))
+    assert calls.count == len(sampled.rollouts) and failures.count == calls.total
+    return int(calls.total), int(failures.total)
+
+
+def test_two_rounds_token_by_token():
+    play = Play(then("x" + call("add", a=1, b=2), call("add", a=3, b=4), "done"))
+    sampled = play()
+    [rollout] = sampled.rollouts
+    first, second = (
+        'x<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+        ('<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'),
+    )
+
+    def answer(number):
+        return f"\n<|start|>tool\n{number}<|end|>\n<|start|>assistant\n"
+
+    parts = [f"{first}<|end|>", answer(3), f"{second}<|end|>", answer(7), "done<|end|>"]
+    assert play.text(rollout.prompt_ids) == (
+        "<|start|>tadd <|end|>\n<|start|>user\nq<|end|>\n<|start|>assistant\n"
+    )
+    assert play.text(rollout.completion_ids) == "".join(parts)
+    lengths = [len(play.tokenizer.encode(part)) for part in parts]
+    expected = [bit for n, bit in zip(lengths, (1, 0, 1, 0, 1), strict=True) for _ in range(n)]
+    assert rollout.env_mask == rollout.by_policy == expected
+    known = [0 if math.isnan(value) else 1 for value in rollout.logprobs]
+    assert known == expected
+    assert not rollout.truncated and counts(sampled) == (2, 0)
+    arguments = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": item}} for item in arguments
+    ]
+    assert rollout.completion == [
+        {"role": "assistant", "content": "x", "tool_calls": calls[:1]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "", "tool_calls": calls[1:]},
+        {"role": "tool", "name": "add", "content": "7"},
+        {"role": "assistant", "content": "done"},
+    ]
+
+
+def test_earlier_turns_keep_their_tokens():
+    """Encoding the text again would split a token that the policy drew whole."""
+    tokenizer = make_tool_tokenizer()
+    whole = tokenizer.convert_tokens_to_ids("12")
+    turn = [whole, *tokenizer.encode(call("add", a=1, b=1) + "<|end|>")]
+    assert tokenizer.encode(tokenizer.decode(turn)) != turn
+    play = Play(then(turn, "yes"), tokenizer=tokenizer)
+    [rollout] = play().rollouts
+    assert rollout.completion_ids[: len(turn)] == turn
+    (_, first), (asked, second) = play.engine.asked
+    start = rollout.prompt_ids + turn
+    assert asked[0][: len(start)] == start
+    assert (first, second) == (500, 500 - (len(asked[0]) - len(rollout.prompt_ids)))
+
+
+def test_rows_end_when_they_end():
+    def script(text):
+        wanted = int(text.split("user\n")[1][0])
+        return call("add", a=wanted, b=0) if len(results(text)) < wanted else "end"
+
+    play = Play(script)
+    sampled = play(*({"prompt": question(str(n))} for n in (0, 2, 1)))
+    assert [len(prompts) for prompts, _ in play.engine.asked] == [3, 2, 1]
+    assert [len(rollout.completion) for rollout in sampled.rollouts] == [1, 5, 3]
+    assert counts(sampled) == (3, 0)
+
+
+def test_async_tools_run_together_and_answers_keep_their_order():
+    both = asyncio.Event()
+
+    async def first() -> str:
+        """Waits for the second."""
+        await both.wait()
+        return "one"
+
+    async def second() -> str:
+        """Lets the first go on."""
+        both.set()
+        return "two"
+
+    turn = call("first") + call("add", a=1, b=1) + call("second")
+    play = Play(lambda text: "ok" if results(text) else turn, tools=(add, first, second))
+    [rollout] = play().rollouts
+    assert [m["content"] for m in rollout.completion if m["role"] == "tool"] == ["one", "2", "two"]
+
+
+def test_errors_are_answers():
+    def fails(kind: str) -> str:
+        """Fails.
+
+        Args:
+            kind: how.
+        """
+        if kind == "exit":
+            sys.exit("bye")
+        raise KeyError(kind)
+
+    async def later() -> str:
+        """Fails later."""
+        raise OSError("gone")
+
+    turn = "".join(
+        [
+            call("fails", kind="x"), call("fails", kind="exit"), call("later"), call("missing"),
+            call("add", a=1), call("add", a=1, b=1),
+        ]
+    )  # fmt: skip
+    for timeout in (None, 5.0):
+        play = Play(
+            lambda text: "ok" if results(text) else turn,
+            tools=(add, fails, later),
+            tool_timeout=timeout,
+            max_completion_length=900,
+        )
+        sampled = play()
+        answers = [m["content"] for m in sampled.rollouts[0].completion if m["role"] == "tool"]
+        assert answers[:4] == [
+            """{'error': "'x'"}""", "{'error': 'bye'}", "{'error': 'gone'}",
+            "{'error': 'Tool missing not found.'}",
+        ]  # fmt: skip
+        assert "missing 1 required positional argument: 'b'" in answers[4]
+        assert answers[5] == "2" and counts(sampled) == (6, 5)
+
+
+def test_time_limit():
+    release = threading.Event()
+
+    def hangs() -> str:
+        """Never answers."""
+        release.wait()
+        return "late"
+
+    async def waits() -> str:
+        """Never answers either."""
+        await asyncio.Event().wait()
+        return ""
+
+    turn = call("hangs") + call("waits") + call("add", a=1, b=1)
+    script, tools = (lambda text: "ok" if results(text) else turn), (add, hangs, waits)
+    play = Play(script, tools, tool_timeout=0.05)
+    try:
+        sampled = play()
+    finally:
+        release.set()
+    answers = [m["content"] for m in sampled.rollouts[0].completion if m["role"] == "tool"]
+    late = "{'error': 'No answer within 0.05 seconds.'}"
+    assert answers == [late, late, "2"] and counts(sampled) == (3, 2)
+
+
+def test_iterations_are_limited():
+    play = Play(lambda text: call("add", a=1, b=1), max_tool_calling_iterations=2)
+    sampled = play()
+    [rollout] = sampled.rollouts
+    assert [message["role"] for message in rollout.completion] == ["assistant", "tool"] * 2 + [
+        "assistant"
+    ]
+    assert "tool_calls" in rollout.completion[-1]
+    assert counts(sampled) == (2, 0) and not rollout.truncated
+
+
+def test_an_answer_that_leaves_no_room_is_rolled_back():
+    script = then(call("add", a=1, b=1), "ok")
+    whole = Play(script)().rollouts[0]
+    answer_ends = len(whole.env_mask) - whole.env_mask[::-1].index(0)
+    called = whole.env_mask.index(0)
+    # one token of room is enough to go on, none is not
+    [rollout] = Play(script, max_completion_length=answer_ends + 1)().rollouts
+    assert rollout.completion_ids == whole.completion_ids[: answer_ends + 1]
+    assert rollout.truncated and rollout.completion[-1] == {"role": "assistant", "content": "o"}
+    sampled = Play(script, max_completion_length=answer_ends)()
+    [rollout] = sampled.rollouts
+    assert rollout.completion_ids == whole.completion_ids[:called]
+    assert rollout.env_mask == [1] * called and rollout.truncated
+    assert [message["role"] for message in rollout.completion] == ["assistant"]
+    assert counts(sampled) == (1, 0)  # it was called
+
+
+def test_a_turn_that_is_cut_calls_nothing():
+    turn = call("add", a=1, b=1)
+    length = len(make_tool_tokenizer().encode(turn))
+    sampled = Play(lambda text: turn, max_completion_length=length)()
+    assert sampled.rollouts[0].truncated and counts(sampled) == (0, 0)
+    assert "tool_calls" in sampled.rollouts[0].completion[0]
+
+
+def test_turns_stay_within_the_positions():
+    """The longest conversation bounds a step; what that cuts goes on in the next one."""
+
+    def script(text):
+        if "long" in text:
+            return "ok" if results(text) else call("add", a=1, b=1)
+        return "y" * 150 if results(text) else "x" * 20 + call("add", a=1, b=1)
+
+    rows = [{"prompt": question("long" * 30)}, {"prompt": question("s")}]
+    play = Play(script, context=400, max_completion_length=230)
+    sampled = play(*rows)
+    assert all(max(map(len, ids)) + step <= 400 for ids, step in play.engine.asked)
+    alone = [Play(script, max_completion_length=230)(row).rollouts[0] for row in rows]
+    assert [r.completion_ids for r in sampled.rollouts] == [r.completion_ids for r in alone]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "<tool_call>{broken</tool_call>",
+        '<tool_call>{"name": "add"}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        call("add", a=1, b=1) + "<tool_call>{</tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_is_text(turn):
+    sampled = Play(lambda text: turn)()
+    assert sampled.rollouts[0].completion == [{"role": "assistant", "content": turn}]
+    assert counts(sampled) == (0, 0)
