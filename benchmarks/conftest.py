@@ -19,9 +19,8 @@ from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COLLECTOR = pytest.StashKey[Collector | None]()
 # what ends at a deadline ends in the last of these
-_FILES = (
-    "test_accuracy", "test_savings", "test_head", "test_plan", "test_training_step", "test_rollouts",
-)  # fmt: skip
+_SUITES = ("accuracy", "savings", "head", "plan", "training_step", "rollouts")
+_FILES = tuple(f"test_{name}" for name in _SUITES)
 _ROUNDS = {"cpu": 5, "cuda": 10}
 
 

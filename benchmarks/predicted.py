@@ -57,7 +57,7 @@ def faster_schedule(case: Case, provider: str, setting: Setting, speed: Speed) -
     precision = _CHOOSING[provider]
     if splits_sequences(case, precision, setting.device):
         return "two_pass"
-    return predict_costs(_head(case), setting, precision, speed).faster
+    return predict_costs(_head(case), setting, precision, speed).choose(None)[0]
 
 
 def _head(case: Case) -> HeadShape:

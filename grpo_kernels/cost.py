@@ -29,6 +29,7 @@ _CPU_THREAD = Speed(
 )  # fmt: skip
 SCHEDULES = {"one_pass": our_work.one_pass, "two_pass": our_work.two_pass}
 FITTED = ("matrix", "sums", "fused", "bandwidth", "adding", "piece", "call")
+_TIE, _LESS = 1.03, 0.75  # times that the model cannot tell apart; memory that is worth a tie
 _OF_A_THREAD = ("matrix", "wide_matrix", "sums", "fused", "bandwidth", "adding")
 
 
@@ -55,8 +56,17 @@ class Costs:
     def faster(self) -> str:
         return "two_pass" if self.two_pass.seconds < self.one_pass.seconds else "one_pass"
 
+    @property
+    def _tied(self) -> bool:
+        """Whether two_pass takes no more time, as far as is known, and far less memory."""
+        one, two = self.one_pass, self.two_pass
+        near = one.seconds <= two.seconds < _TIE * one.seconds
+        return near and two.memory.extra < _LESS * one.memory.extra
+
     def choose(self, free: int | None) -> tuple[str, str]:
         """The schedule and the reason for it; ``free`` bytes matter only where one does not fit."""
+        if self._tied:
+            return "two_pass", "two_pass: predicted to be as fast, in less memory"
         other = {"one_pass": "two_pass", "two_pass": "one_pass"}[self.faster]
         first, second = getattr(self, self.faster), getattr(self, other)
         if free is None or first.memory.growth <= free:

@@ -9,16 +9,16 @@ from __future__ import annotations
 # device class -> what its entries were measured on
 MEASURED_ON: dict[str, dict[str, str]] = {
     "cpu amx": {
-        "commit": "15dc06e",
+        "commit": "f3024d094efc",
         "date": "2026-11-21",
         "device": "Intel(R) Xeon(R) Processor",
         "threads": "2",
-        "torch": "2.13.0",
+        "torch": "2.13.0+cpu",
     },
 }
 
 # device class, dtype -> coefficients, in the order of ``cost.FITTED``
 RATES: dict[tuple[str, str], tuple[float, ...]] = {
-    ("cpu amx", "bf16"): (1.77e12, 1.51e12, 2.83e12, 1.51e10, 4.66e09, 0.00326, 0.0029),
-    ("cpu amx", "fp32"): (3.4e11, 3.4e11, 5e11, 1.1e10, 1e11, 0.004, 0.003),
+    ("cpu amx", "bf16"): (1.8e12, 1.61e12, 3.12e12, 1.21e10, 2.01e10, 0.000974, 0.00573),
+    ("cpu amx", "fp32"): (4.05e11, 4.05e11, 3.82e11, 1.34e10, 2.41e10, 0.0016, 0.00609),
 }

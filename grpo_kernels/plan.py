@@ -116,8 +116,10 @@ def make_plan(
     if path.choice.backend.kernels is not None:
         reasons += rows_left_out(settings.metrics, forward_only, middle, hidden)
     dtype = logits_dtype(hidden.dtype, precision)
-    size = path.tile_rows if choice.backend.kernels is not None else batch.num_tokens
-    rows = path.fixed_rows or max(min(size, batch.num_tokens), 1)
+    tokens = batch.num_tokens
+    size = path.tile_rows if choice.backend.kernels is not None else tokens
+    highest = max((chunk.stop - chunk.start for chunk in chunks), default=min(size, tokens))
+    rows = path.fixed_rows or max(highest, 1)
     return Plan(
         backend=choice.backend.name,
         schedule=schedule,

@@ -89,7 +89,8 @@ def measure(samples: Sequence[Sample], timer: Timer, end: float) -> Iterator[Sam
 def _measured(sample: Sample, timer: Timer) -> Sample:
     work = WORKS["dapo-frozen" if sample.frozen else "dapo"]
     model = Model("tuned", sample.hidden, sample.vocabulary)
-    problem = make_problem(Case(model, sample.tokens, sample.dtype, work), sample.device, False)
+    # with its true old log-probabilities: tokens far off would be clipped, and left out
+    problem = make_problem(Case(model, sample.tokens, sample.dtype, work), sample.device)
     settings = dict(precision=sample.precision, max_workspace_bytes=sample.max_workspace_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for index in range(_ROUNDS):

@@ -24,7 +24,7 @@ from grpo_kernels.logprob.memory import on_huge_pages
 from grpo_kernels.logprob.path import Path
 from grpo_kernels.logprob.precision import products
 from grpo_kernels.logprob.rows import RowStats, clear_row_ends, stats_dtype
-from grpo_kernels.logprob.schedule import row_chunks
+from grpo_kernels.logprob.schedule import ranges, row_chunks
 from grpo_kernels.logprob.valid_rows import Rows
 
 # Narrower slices starve the products, wider ones gain nothing.
@@ -50,7 +50,7 @@ def cut(rows: int, columns: int, elements: int) -> Slices:
     width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
     width = min(width // _ALIGNMENT * _ALIGNMENT, columns)
     height = max(1, min(rows, elements // max(width, 1)))
-    return Slices(rows=row_chunks(rows, height), columns=row_chunks(columns, width))
+    return Slices(rows=row_chunks(rows, height), columns=ranges(columns, width))
 
 
 def recompute_backward(

@@ -49,9 +49,23 @@ class Execution:
     fixed_rows: int | None = None  # every tile is filled up to these rows with zeros
 
 
+_BLOCK = 16  # rows of a product's innermost loop
+
+
+def ranges(length: int, size: int) -> list[slice]:
+    """``length`` in ranges of ``size``, the last one may be shorter."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
 def row_chunks(rows: int, size: int) -> list[slice]:
-    """Ranges of at most ``size`` rows."""
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    """As few ranges of at most ``size`` rows as can be, evenly: products of few rows are slow."""
+    return ranges(rows, chunk_height(rows, size))
+
+
+def chunk_height(rows: int, size: int) -> int:
+    """Rows of all ranges of :func:`row_chunks` but the last, which may have fewer."""
+    even = -(-rows // max(1, -(-rows // size)))
+    return max(1, min(size, -(-even // _BLOCK) * _BLOCK))
 
 
 def forward(

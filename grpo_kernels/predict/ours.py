@@ -10,6 +10,7 @@ from grpo_kernels.logprob import chunked, mkl
 from grpo_kernels.logprob import head as products
 from grpo_kernels.logprob.head import logits_dtype
 from grpo_kernels.logprob.recompute import cut
+from grpo_kernels.logprob.schedule import chunk_height
 from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
 
 
@@ -68,7 +69,7 @@ class _Sweep:
         kept = logits_dtype(head.dtype, precision)
         rows = setting.rows(head, precision)
         single = setting.tokens <= rows
-        rows = min(rows, setting.tokens)
+        rows = min(chunk_height(setting.tokens, rows), setting.tokens)
         accumulates = WIDE if head.dtype == torch.float16 else head.width
         in_place = single and head.dtype != torch.float16 and not cast
         return cls(
