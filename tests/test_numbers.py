@@ -36,7 +36,7 @@ MEASURED = re.compile(
 )
 # definitions that look like measurements, each with its reason; one that is not in use fails
 ALLOWED: dict[str, str] = {}
-RESULT_FILES = sorted(RESULTS.glob("*/*.json"))
+RESULT_FILES = sorted(RESULTS.glob("*/????-??-??-*.json"))
 relative = lambda path: str(path.relative_to(ROOT))  # noqa: E731
 
 
@@ -133,7 +133,7 @@ def test_result_file_is_well_formed(path: Path) -> None:
     assert environment.kind in ("cpu", "cuda")
     assert path.parent.name == machine.slug(environment.device)
     assert path.name.startswith(f"{environment.day}-{environment.commit[:12]}")
-    assert run.tables or run.training or run.accuracy
+    assert run.tables or run.training or run.accuracy or run.savings or run.rollouts
     for table in run.tables:
         assert table.work in WORKS and table.dtype in DTYPES
         assert min(table.tokens, table.sequences, table.hidden, table.vocabulary) > 0
