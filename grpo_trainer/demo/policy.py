@@ -11,14 +11,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-END = "<eos>"  # also fills up: the policy has no other way to stop
 UNKNOWN = "?"  # a character like the others: one that the policy writes is seen
-CHARACTERS = "0123456789="
+END = "<eos>"  # also fills up: there is no other token that a text does not show
+CHARACTERS = ".0123456789="
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of ``CHARACTERS``, the end and an unknown character."""
-    symbols = [END, UNKNOWN, *CHARACTERS]
+    """One token per character of ``CHARACTERS``, the unknown one and the end."""
+    symbols = [UNKNOWN, END, *CHARACTERS]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")

@@ -14,7 +14,9 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_API_KEY": "secret",  # of servers and clients
 }
-os.environ.update(SETTINGS)
+INSTALLED = importlib.util.find_spec("vllm") is not None
+if INSTALLED:  # else this is collected among other tests, to which the settings would apply
+    os.environ.update(SETTINGS)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -24,8 +26,6 @@ from vllm_helpers import ENGINE, make_model  # noqa: E402
 
 from grpo_trainer import GRPOConfig  # noqa: E402
 from grpo_trainer.demo.policy import make_tokenizer  # noqa: E402
-
-INSTALLED = importlib.util.find_spec("vllm") is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
