@@ -83,8 +83,8 @@ time.sleep(600)
 def test_an_interrupted_job_may_still_report() -> None:
     code = """
 import time
-print("started", flush=True)
 try:
+    print("started", flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("what I had")
