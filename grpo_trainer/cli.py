@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model()
     trainer.save_state()
+    trainer.accelerator.end_training()  # processes that just leave may abort one another
 
 
 def build_trainer(argv: Sequence[str]) -> GRPOTrainer:

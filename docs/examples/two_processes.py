@@ -40,6 +40,7 @@ def main() -> None:
         last = [row for row in trainer.state.log_history if "reward" in row][-1]
         processes = trainer.accelerator.num_processes
         print(f"final reward {last['reward']:.3f} on {processes} processes", flush=True)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

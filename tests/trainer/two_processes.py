@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from tool_helpers import (
     ScriptedEngine,
@@ -157,6 +158,9 @@ def main(folder: str, names: list[str]) -> dict[str, dict[str, Any]]:
     results = {name: run(name, folder, processes) for name in names}
     if int(os.environ.get("RANK", 0)) == 0 and processes > 1:
         torch.save(results, f"{folder}/results.pt")
+    if dist.is_initialized():  # a process that leaves early may abort
+        dist.barrier()
+        dist.destroy_process_group()
     return results
 
 
