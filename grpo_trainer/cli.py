@@ -118,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model()
     trainer.save_state()
-    trainer.accelerator.end_training()  # processes that just leave may abort one another
+    if trainer.accelerator.num_processes > 1:  # one that just leaves may abort
+        trainer.rollouts.close()  # an engine in the process has groups of its own
+        trainer.accelerator.end_training()
 
 
 def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
