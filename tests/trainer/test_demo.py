@@ -14,7 +14,7 @@ from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"), [("321", 1.0), ("421", 2.2 / 3), ("32", 1.6 / 3), ("", 0.0), ("3217", 0.8)]
+    ("text", "reward"), [("321", 1.0), ("421", 0.8), ("32", 0.4), ("", 0.0), ("3217", 0.6)]
 )
 def test_reward(text, reward):
     assert digits_reversal_reward([text], ["321"]) == [pytest.approx(reward)]
