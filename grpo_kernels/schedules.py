@@ -23,13 +23,12 @@ from grpo_kernels.logprob.schedule import (
     Gradients,
     Needs,
     forward_backward,
-    fp16_gradient_scale,
 )
 from grpo_kernels.logprob.sunk import sunk_stats
 from grpo_kernels.logprob.weight_sink import WeightSink
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.losses.policy_loss import weighted_loss
-from grpo_kernels.losses.weights import Weights, static_weights
+from grpo_kernels.losses.weights import static_weights
 from grpo_kernels.middle import MiddleStage, middle_stage
 from grpo_kernels.plan import HeadSettings, Plan, make_plan
 from grpo_kernels.weight_grad import WeightGrad
@@ -115,7 +114,6 @@ def _active_pass(rows: Tensor, call: Call, needs: Needs) -> _Pass:
         call.plan.path.execution(call.plan.chunks, kept=batch.kept),
         stage,
         replace(needs, weight_sink=sink),
-        fp16_gradient_scale(rows, _largest_coefficient(batch, weights, config)),
     )
     if stats.kept_logp is not None:
         stats = stats._replace(logp=stats.kept_logp)
@@ -132,15 +130,6 @@ def _repeated_pass(rows: Tensor, call: Call, needs: Needs) -> _Pass:
         lambda way: way.advice,
         lambda _: SPOILED_SUM if filled else None,
     )
-
-
-def _largest_coefficient(batch: TokenBatch, weights: Weights, config: LossConfig) -> Tensor:
-    """About the largest ``dL/dlogp`` or ``dL/dentropy`` at ratio 1, a () tensor."""
-    largest = weights.policy * (batch.advantages.abs() + config.beta)
-    largest = largest + abs(config.entropy_coef) * weights.entropy
-    if largest.numel() == 0:
-        return largest.new_ones(())
-    return torch.where(largest.amax() > 0, largest.amax(), 1.0)
 
 
 def two_pass(rows: Tensor, call: Call) -> tuple[Tensor, Metrics]:

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import (
     FusedLinearGRPOLoss,
+    HeadLoRA,
+    KeptSet,
     LossConfig,
     PolicyLossOutput,
     TokenBatch,
@@ -256,6 +258,70 @@ def test_fp16_gradients_survive_a_tiny_loss() -> None:
         got = gradients(torch.float16, schedule=schedule)
         for value, expected in zip(got, exact, strict=True):
             assert relative_error(value, expected) < 2e-3
+
+
+@pytest.mark.parametrize("tile", (None, TILE))
+@pytest.mark.parametrize("head", ("plain", "kept", "lora", "sink"))
+def test_fp16_gradients_survive_a_huge_ratio(tile: int | None, head: str) -> None:
+    """One token's ratio is e^18, whose fp16 gradient of the logits would be infinite."""
+    problem = make_problem()
+    old = problem.logprobs["old_logprobs"].clone()
+    row = tuple(problem.mask.nonzero()[-1].tolist())
+    old[row] -= 18
+    fields: dict[str, object] = {
+        "num_items_in_batch": 1e5,
+        "old_logprobs": old,
+        "rollout_logprobs": None,
+        "advantages": -problem.advantages.abs(),
+    }
+    if head == "kept":
+        ids = torch.arange(53).expand(problem.target.numel(), 53)
+        fields["kept"] = KeptSet.from_padded(ids.contiguous())
+    batch = problem.batch(**fields)
+    generator = torch.Generator().manual_seed(3)
+    factors = [torch.randn(shape, generator=generator) for shape in ((2, 16), (53, 2))]
+
+    def gradients(dtype: torch.dtype, **kwargs: object) -> list[Tensor]:
+        posed = problem.to("cpu", dtype)
+        leaves = [posed.hidden, posed.weight]
+        if head == "lora":
+            a, b = (factor.to(dtype).requires_grad_() for factor in factors)
+            leaves += [a, b]
+            kwargs["lora"] = HeadLoRA(a=a, b=b, scaling=0.5)
+        buffer = torch.zeros(posed.weight.shape) if head == "sink" else None
+        if dtype == torch.float16:
+            kwargs["weight_grad"] = buffer
+        out = linear_policy_loss(posed.hidden, posed.weight, batch, config_for("dapo"), **kwargs)
+        out.loss.backward()
+        found = [leaf.grad if leaf.grad is not None else buffer for leaf in leaves]
+        return [value for value in found if value is not None]
+
+    exact = gradients(torch.float64, backend="reference")
+    assert max(value.abs().max() for value in exact) > 100
+    got = gradients(torch.float16, schedule="one_pass", max_workspace_bytes=tile)
+    for value, expected in zip(got, exact, strict=True):
+        assert relative_error(value, expected) < 3e-3
+
+
+@pytest.mark.parametrize(
+    "schedule,changed",
+    [
+        ("one_pass", "target"),
+        ("one_pass", "advantages"),
+        ("one_pass", "old_logprobs"),
+        ("two_pass", "target"),
+    ],
+)
+def test_a_batch_changed_before_a_recompute_is_refused(schedule: str, changed: str) -> None:
+    problem = make_problem(dtype=torch.float32)
+    batch = problem.batch()
+    out = linear_policy_loss(
+        problem.hidden, problem.weight, batch, config_for("dapo"), schedule=schedule
+    )
+    out.loss.backward(retain_graph=True)
+    getattr(batch, changed).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
 
 
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import grpo_kernels.host as host
 from grpo_kernels.logprob.head import Head, accumulate
 from grpo_kernels.logprob.lora_gradients import LoRAGradients
 from grpo_kernels.logprob.memory import on_huge_pages
@@ -31,6 +32,18 @@ class StatsGradients(NamedTuple):
     def rows(self, index: slice | Tensor) -> StatsGradients:
         """The same for a subset of the rows."""
         return StatsGradients(*(x[index] if x is not None else None for x in self))
+
+    @property
+    def fp16_scale(self) -> Tensor | None:
+        """Return the power of two, (), that brings the largest of them near 1; None for no values.
+
+        Without it fp16 gradients of small losses underflow, and those of huge ratios overflow.
+        """
+        largest = [x.abs().amax().float() for x in self if x is not None and x.numel()]
+        if not largest:
+            return None
+        exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).round()
+        return torch.exp2(exponent.clamp(-100, 100))
 
     def times(self, scale: Tensor | None) -> StatsGradients:
         """The same, multiplied by a () tensor."""
@@ -116,12 +129,36 @@ class GradientSums:
         head: Head,
         needs: Needs,
         num_chunks: int,
-        scale: Tensor | None,  # () contained in all gradients, divided out at the end
     ) -> None:
         self._sums = _uninitialised(hidden, head, needs, num_chunks)
         self._adapter = adapter_gradients(hidden, head, needs)
         self._sink = needs.weight_sink if needs.weight else None
-        self._scale, self._first = scale, True
+        self._first = True
+        self._is_fp16 = hidden.dtype == torch.float16
+        self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
+
+    def scaled(self, outer: StatsGradients) -> StatsGradients:
+        """Multiply a chunk's coefficients by the scale that fp16 needs, which never rises.
+
+        What is summed already follows where it falls: to a huge importance ratio, for example.
+        """
+        scale = outer.fp16_scale if self._is_fp16 else None
+        if scale is None:
+            return outer
+        if self._scale is not None:
+            scale = torch.minimum(scale, self._scale)
+            self._rescale(scale / self._scale)
+        self._scale = scale
+        return outer.times(scale)
+
+    def _rescale(self, factor: Tensor) -> None:
+        if host.reading_is_free(factor) and factor.item() == 1:
+            return
+        for total in self._sums:
+            if total is not None:
+                total.mul_(factor)
+        if self._adapter is not None:
+            self._adapter.rescale(factor)
 
     def add(self, dlogits: Tensor, chunk: Chunk) -> None:
         """A chunk's share; ``dlogits`` (C, V) has the dtype of the hidden states."""

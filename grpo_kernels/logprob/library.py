@@ -30,7 +30,6 @@ from grpo_kernels.logprob.schedule import (
     StatsGradients,
     forward,
     forward_backward,
-    fp16_gradient_scale,
     row_chunks,
 )
 from grpo_kernels.logprob.valid_rows import Rows
@@ -218,10 +217,9 @@ def head_gradients(
     rows, path = options.rows(tensors, outer.nonzero), options.path(tensors)
     outer = StatsGradients(*(rows.take(gradient) for gradient in outer))
     stats = RowStats(*(rows.take(found) for found in stats[:3]))  # type: ignore[arg-type]
-    scale = fp16_gradient_scale(tensors.hidden, _largest(outer, tensors.hidden))
     run = recompute_backward if rows.kept is None else _whole_rows
     gradients = first_that_fits(
-        lambda path: run(rows, stats, outer, path, needs, scale),
+        lambda path: run(rows, stats, outer, path, needs),
         fewer_rows(path),
         options.advice(tensors),
         lambda _: SPOILED_SUM if needs.weight_sink is not None else None,
@@ -237,7 +235,6 @@ def _whole_rows(
     outer: StatsGradients,
     path: Path,
     needs: Needs,
-    scale: Tensor | None,
 ) -> Gradients:
     """With a kept set: its gradient needs the logits of all kept ids of a row at once."""
 
@@ -245,8 +242,8 @@ def _whole_rows(
         return outer.rows(chunk)
 
     execution = path.execution(row_chunks(rows.target.numel(), path.tile_rows), kept=rows.kept)
-    found = forward_backward(rows.hidden, rows.head, rows.target, execution, middle, needs, scale)
-    return found[1]
+    _, gradients = forward_backward(rows.hidden, rows.head, rows.target, execution, middle, needs)
+    return gradients
 
 
 @linear_logprobs_backward.register_fake
@@ -290,11 +287,3 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 linear_logprobs_forward.register_autograd(_backward, setup_context=_setup_context)
 linear_logprobs_backward.register_autograd(no_second_derivative("linear_logprobs"))
-
-
-def _largest(outer: StatsGradients, hidden: Tensor) -> Tensor:
-    """The largest coefficient, a () tensor; 1 when there is none."""
-    given = [gradient for gradient in outer if gradient is not None]
-    values = torch.cat([*given, hidden.new_zeros(1, dtype=stats_dtype(hidden.dtype))])
-    largest = values.abs().amax()
-    return torch.where(largest > 0, largest, 1.0)

@@ -47,6 +47,12 @@ class LoRAGradients:
             inner = _Narrow.of(self._lora.inner(self._hidden[rows]), dlogits.dtype)
             _add(self._db[columns], dlogits.t(), inner)
 
+    def rescale(self, factor: Tensor) -> None:
+        """Multiply what is summed so far by a () tensor."""
+        for total in (self._dinner, self._db):
+            if total is not None:
+                total.mul_(factor)
+
     def finish(self, dhidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Adds to ``dhidden`` (T, D), and returns the gradients of A and B that are wanted."""
         lora, da = self._lora, None

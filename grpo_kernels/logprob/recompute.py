@@ -59,12 +59,9 @@ def recompute_backward(
     outer: StatsGradients,
     path: Path,
     needs: Needs,
-    gradient_scale: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of hidden, weight, bias and an adapter.
-
-    ``gradient_scale`` is that of :func:`grpo_kernels.logprob.schedule.forward_backward`.
-    """
+    """Gradients of hidden, weight, bias and an adapter."""
+    gradient_scale = outer.fp16_scale if rows.hidden.dtype == torch.float16 else None
     hidden, whole = rows.hidden, rows.head.to(rows.hidden.dtype)
     weight = whole.weight
     slices = cut(hidden.shape[0], weight.shape[0], path.tile_rows * weight.shape[0])

@@ -80,7 +80,7 @@ def forward(
             return execution.linear_stats(
                 hidden, head, target, execution.precision, execution.extras
             )
-    stats, _ = _sweep(hidden, head, target, execution, None, Needs(False, False, False), None)
+    stats, _ = _sweep(hidden, head, target, execution, None, Needs(False, False, False))
     return stats
 
 
@@ -91,22 +91,9 @@ def forward_backward(
     execution: Execution,
     middle: Middle | RowMiddle,
     needs: Needs,
-    gradient_scale: Tensor | None = None,
 ) -> tuple[RowStats, Gradients]:
-    """Statistics of every row and the gradients that ``middle`` asks for.
-
-    ``gradient_scale`` (a () power of two) multiplies the gradients inside, and is divided out of
-    the results: it keeps fp16 gradients of small losses from underflowing.
-    """
-    return _sweep(hidden, head, target, execution, middle, needs, gradient_scale)
-
-
-def fp16_gradient_scale(hidden: Tensor, largest: Tensor) -> Tensor | None:
-    """The scale that brings the ``largest`` coefficient (a () tensor) near 1; None unless fp16."""
-    if hidden.dtype != torch.float16:
-        return None
-    exponent = -torch.log2(largest.float().clamp(min=2.0**-100)).round()
-    return torch.exp2(exponent.clamp(-100, 100))
+    """Statistics of every row and the gradients that ``middle`` asks for."""
+    return _sweep(hidden, head, target, execution, middle, needs)
 
 
 def _sweep(
@@ -116,9 +103,8 @@ def _sweep(
     execution: Execution,
     middle: Middle | RowMiddle | None,
     needs: Needs,
-    gradient_scale: Tensor | None,
 ) -> tuple[RowStats, Gradients]:
-    sums = GradientSums(hidden, head, needs, len(execution.chunks), gradient_scale)
+    sums = GradientSums(hidden, head, needs, len(execution.chunks))
     head = head.to(hidden.dtype)
     height = max((chunk.stop - chunk.start for chunk in execution.chunks), default=0)
     shape = (execution.fixed_rows or height, head.weight.shape[0])
@@ -126,7 +112,7 @@ def _sweep(
     parts: list[RowStats] = []
     for rows in execution.chunks:
         chunk = Chunk(rows, hidden[rows], head.rows(rows), target[rows])
-        stats, chunk, dlogits = _rows_pass(chunk, tile, execution, middle, gradient_scale)
+        stats, chunk, dlogits = _rows_pass(chunk, tile, execution, middle, sums)
         parts.append(stats)
         if dlogits is not None:
             with products(hidden.device, execution.precision):
@@ -141,7 +127,7 @@ def _rows_pass(
     tile: Tensor,
     execution: Execution,
     middle: Middle | RowMiddle | None,
-    gradient_scale: Tensor | None,
+    sums: GradientSums,
 ) -> tuple[RowStats, Chunk, Tensor | None]:
     """Logits of a chunk in ``tile`` and their statistics; with ``middle`` also their gradient.
 
@@ -161,7 +147,7 @@ def _rows_pass(
         stats = execution.ranking.of(logits, target, transform, stats)
     if middle is None:
         return stats, chunk, None
-    outer = middle(chunk.range, stats).times(gradient_scale)
+    outer = sums.scaled(middle(chunk.range, stats))
     return stats, *_dlogits(chunk, logits, stats, outer, kept, execution.kernels)
 
 
