@@ -131,6 +131,13 @@ class TokenBatch(Opaque):
         return cls(**packed_fields(target, advantages, mask, cu_seqlens.long(), optional))
 
     @property
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the batch."""
+        values = [getattr(owner, field.name) for owner in (self, self.kept) if owner is not None
+                  for field in fields(owner)]  # fmt: skip
+        return [value for value in values if isinstance(value, Tensor)]
+
     def num_tokens(self) -> int:
         return self.target.numel()
 

@@ -62,7 +62,8 @@ class _OnePass(torch.autograd.Function):
         metrics = _loss(rows, call, found.stats.logp, found.stats.entropy).metrics
         ctx.found = found
         ctx.call, ctx.needs = call, needs
-        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b)
+        # the batch, too: autograd then refuses a backward after a change in place
+        ctx.save_for_backward(rows, weight, bias, lora_a, lora_b, *call.batch.tensors)
         return found.stage.loss(found.stats.logp.dtype), metrics
 
     @staticmethod
@@ -77,7 +78,7 @@ class _OnePass(torch.autograd.Function):
             ctx.call.weight_grad.settle(found.sink, dloss)
         dhidden, *others = (
             _scaled_(gradient, dloss, x.dtype) if gradient is not None else None
-            for gradient, x in zip(found.gradients, inputs, strict=True)
+            for gradient, x in zip(found.gradients, inputs, strict=False)
         )
         index = ctx.call.active.index
         if dhidden is not None and index is not None:
