@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats, Transform, concatenate, output_view, stats_dtype
+from grpo_kernels.logprob.rows import (
+    LEAST_LOGP,
+    RowStats,
+    Transform,
+    concatenate,
+    output_view,
+    stats_dtype,
+)
 
 # One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
 BLOCK_ELEMENTS = 1 << 23
@@ -109,7 +116,7 @@ def _stats(logits: Tensor, target: Tensor, transform: Transform, extras: bool) -
     log_total = total.log()
     sum_sq = (exponentials * exponentials).sum(-1) / total**2 if extras else None
     # a logit of -inf has probability 0 and adds nothing: 0 * -inf would be NaN
-    weighted = exponentials.mul_(shifted.clamp_(min=torch.finfo(shifted.dtype).min))
+    weighted = exponentials.mul_(shifted.clamp_(min=LEAST_LOGP))
     entropy = (log_total - weighted.sum(-1) / total).clamp(min=0)
     return RowStats(
         logp=shifted_target - log_total,
@@ -137,7 +144,7 @@ def _dlogits(
     p = logp.exp()
     coefficient = -dlogp.unsqueeze(-1)
     if dentropy is not None:
-        bounded = logp.clamp_(min=torch.finfo(logp.dtype).min)
+        bounded = logp.clamp_(min=LEAST_LOGP)
         coefficient = coefficient - dentropy.unsqueeze(-1) * (bounded + entropy.unsqueeze(-1))
     gradient = p.mul_(coefficient)
     inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary

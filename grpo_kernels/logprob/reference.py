@@ -9,7 +9,7 @@ from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.head import Head, logits_dtype
 from grpo_kernels.logprob.precision import products
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking
-from grpo_kernels.logprob.rows import RowStats, stats_dtype
+from grpo_kernels.logprob.rows import LEAST_LOGP, RowStats, stats_dtype
 
 
 def reference_logprobs(
@@ -40,7 +40,7 @@ def reference_logprobs(
     stats = RowStats(
         logp=logp.gather(-1, target[:, None]).squeeze(-1),
         # a logit of -inf has probability 0 and adds nothing
-        entropy=-(p * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1),
+        entropy=-(p * logp.clamp(min=LEAST_LOGP)).sum(-1),
         lse=scores.logsumexp(-1).double(),
         is_top1=scores.argmax(-1) == target,
         sum_sq_probs=(p * p).sum(-1),

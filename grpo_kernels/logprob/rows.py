@@ -169,6 +169,11 @@ class LinearStats(Protocol):
         ...
 
 
+# A log-probability of less is as good as -inf, whose probability is 0 in every dtype; unlike the
+# smallest fp32 it can be multiplied by a gradient before the probability, 0, is.
+LEAST_LOGP = -1e4
+
+
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics, losses and metrics: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

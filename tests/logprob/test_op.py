@@ -24,6 +24,7 @@ from grpo_kernels.testing import (
     assert_as_exact_as,
     make_problem,
     poisoned_allocations,
+    relative_error,
 )
 from tests.targets import targets
 
@@ -85,6 +86,43 @@ def assert_accurate(
             assert torch.equal(value, eager[name])
         else:
             assert_as_exact_as(value, eager[name], exact[name], floor, name)
+
+
+@pytest.mark.parametrize("backend,device", [*targets(), ("reference", torch.device("cpu"))])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("size", (1e-3, 3.0, 100.0))
+def test_entropy_gradient_beside_a_logit_of_minus_infinity(
+    backend: str, device: torch.device, dtype: torch.dtype, size: float
+) -> None:
+    """A probability of 0 has no share in the gradient, however large the entropy's is."""
+    problem = make_problem().to(device, dtype)
+    bias = problem.bias.detach().clone()
+    bias[3] = -torch.inf
+    target = torch.where(problem.target == 3, 4, problem.target)
+    out = linear_logprobs(
+        problem.hidden, problem.weight, target, bias=bias, outputs=("entropy",), backend=backend
+    )
+    gradients = torch.autograd.grad((out.entropy * size).sum(), (problem.hidden, problem.weight))
+    finite = torch.tensor([token != 3 for token in range(53)])
+    exact = make_problem()
+    kept = linear_logprobs(
+        exact.hidden, exact.weight[finite], torch.zeros_like(target).cpu(),
+        bias=exact.bias.detach()[finite], outputs=("entropy",), backend="reference",
+    )  # fmt: skip
+    expected = torch.autograd.grad((kept.entropy * size).sum(), (exact.hidden, exact.weight))
+    for value, wanted in zip(gradients, expected, strict=True):
+        assert relative_error(value, wanted) < 4 * FLOOR[dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_one_row_without_a_batch_dimension(backend: str) -> None:
+    problem = make_problem()
+    hidden, target = problem.hidden.float()[0, 0], problem.target[0, 0]
+    found = linear_logprobs(hidden, problem.weight.float(), target, top_k=2, backend=backend,
+                            outputs=("logprobs", "topk_indices"))  # fmt: skip
+    rows = linear_logprobs(hidden[None], problem.weight.float(), target[None], backend=backend)
+    assert found.logprobs.shape == () and found.topk_indices.shape == (2,)
+    torch.testing.assert_close(found.logprobs, rows.logprobs[0])
 
 
 @pytest.mark.parametrize("backend,device", targets())
