@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_kernels.losses.ratios import LOG_RATIO_LIMIT
 from grpo_kernels.losses.terms import Segments
+
+_LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class CorrectionMode(NamedTuple):
@@ -38,16 +42,19 @@ def rollout_correction(
     high: float | None,
     segments: Segments,
 ) -> Tensor:
-    """Importance weight against the rollout engine: (T,), or (B,) for a per-sequence mode."""
+    """Return the importance weight against the rollout engine: (T,), or (B,) per sequence.
+
+    Without an upper bound it ends at ``exp(LOG_RATIO_LIMIT)``: an infinite one times 0 is NaN.
+    """
     weight = (segments.sum(log_ratio) if mode.per_sequence else log_ratio).exp()
     if mode.truncate:
-        return weight if low is None and high is None else weight.clamp(min=low, max=high)
+        return weight.clamp(min=low, max=_LARGEST_WEIGHT if high is None else high)
     outside = torch.zeros_like(weight, dtype=torch.bool)
     if low is not None:
         outside = outside | (weight < low)
     if high is not None:
         outside = outside | (weight > high)
-    return weight.masked_fill(outside, 0.0)
+    return weight.clamp(max=_LARGEST_WEIGHT).masked_fill(outside, 0.0)
 
 
 def off_policy_gate(

@@ -21,7 +21,9 @@ def _k2(x: Tensor) -> Tensor:
 
 
 def _k3(x: Tensor) -> Tensor:
-    return x.exp() - x - 1
+    # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
+    exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
+    return exp - x - 1
 
 
 def _abs(x: Tensor) -> Tensor:
@@ -49,6 +51,5 @@ def kl_penalty(
     With ``bias_correction`` the estimate is multiplied by the importance ratio, which changes the
     gradient even where the ratio is 1 (DeepSeek-V3.2, arXiv:2512.02556).
     """
-    x = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    estimate = KL_ESTIMATORS[estimator](x)
+    estimate = KL_ESTIMATORS[estimator](ref_logprobs - logprobs)
     return estimate * ratio if bias_correction else estimate

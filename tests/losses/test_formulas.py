@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Metrics, TokenBatch, policy_loss
-from grpo_kernels.losses.gates import top_entropy_gate
+from grpo_kernels.losses.gates import CORRECTION_MODES, top_entropy_gate
+from grpo_kernels.losses.kl import KL_ESTIMATORS, kl_penalty
+from grpo_kernels.losses.ratios import LOG_RATIO_LIMIT
 
 LOG2 = math.log(2.0)
 
@@ -156,6 +158,58 @@ def test_rollout_correction(
     torch.testing.assert_close(out.loss.item(), -sum(weights) / 2)
     difference = out.metrics["sampling/sampling_logp_difference/max"].item()
     assert difference == pytest.approx(LOG2)
+
+
+@pytest.mark.parametrize("mode", CORRECTION_MODES)
+@pytest.mark.parametrize("drift", (-500.0, 500.0))
+@pytest.mark.parametrize("advantage", (0.0, 1.0))
+def test_an_unbounded_correction_is_finite(mode: str, drift: float, advantage: float) -> None:
+    sampled = torch.full((2,), -1.0 - drift)
+    logprobs, batch = two_tokens(advantage, 0.0, rollout_logprobs=sampled)
+    logprobs = logprobs.float().requires_grad_()
+    config = LossConfig(rollout_correction_mode=mode, rollout_correction_max=None)
+    loss = policy_loss(logprobs, batch, config).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert loss.isfinite() and gradient.isfinite().all()
+    expected = -advantage * math.exp(LOG_RATIO_LIMIT) if drift > 0 else 0.0
+    torch.testing.assert_close(loss.item(), expected)
+
+
+@pytest.mark.parametrize("drift", (-60.0, 0.3, 60.0))
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_the_kl_penalty_pulls_however_far_the_policy_is(estimator: str, drift: float) -> None:
+    """Beyond the limit k3 goes on as a line; the others are finite as they are."""
+    logprobs = torch.tensor([-1.0 - drift], dtype=torch.float64, requires_grad=True)
+    x = drift  # log-probability of the reference less that of the policy
+    penalty = kl_penalty(logprobs, torch.tensor([-1.0]).double(), torch.ones(1), estimator, False)
+    (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+    far = math.exp(LOG_RATIO_LIMIT)
+    exp, slope = (
+        (far * (1 + x - LOG_RATIO_LIMIT), far) if x > LOG_RATIO_LIMIT else [math.exp(x)] * 2
+    )
+    expected = {
+        "k1": (-x, 1.0),
+        "k2": (x * x / 2, -x),
+        "k3": (exp - x - 1, 1 - slope),
+        "abs": (abs(x), -math.copysign(1.0, x)),
+    }[estimator]
+    torch.testing.assert_close((penalty.item(), gradient.item()), expected)
+
+
+def test_clipped_tokens_of_gmpo_are_counted() -> None:
+    """Of the log-ratios with a positive advantage one of three is above the bound, 0.4."""
+    logprobs = torch.full((4,), -1.0, dtype=torch.float64)
+    batch = TokenBatch.from_packed(
+        torch.zeros(4, dtype=torch.int64),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([0, 3, 4]),
+        old_logprobs=logprobs - torch.tensor([0.5, 0.3, -0.5, 0.5]),
+    )
+    metrics = policy_loss(logprobs, batch, LossConfig(loss_type="gmpo")).metrics
+    assert metrics["clip_ratio/high_mean"].item() == pytest.approx(0.25)
+    assert metrics["clip_ratio/high_max"].item() == pytest.approx(1 / 3)
+    assert metrics["clip_ratio/low_mean"].item() == 0
+    assert metrics["clip_ratio/region_mean"].item() == pytest.approx(0.25)
 
 
 def test_unknown_rollout_logprobs_leave_the_token_uncorrected() -> None:
