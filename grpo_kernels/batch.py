@@ -52,6 +52,7 @@ class TokenBatch(Opaque):
     layout: tuple[int, ...] = ()  # the caller's layout, (B, L) or (T0,)
     # (B,) how many of them have an advantage other than 0, as host integers; None: not known
     active_lengths: tuple[int, ...] | None = None
+    advantages_per_token: bool = False  # given one per token, so they may differ in a sequence
     max_target: int | None = None  # the largest target; None: not known on the host
     old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
@@ -131,13 +132,13 @@ class TokenBatch(Opaque):
         return cls(**packed_fields(target, advantages, mask, cu_seqlens.long(), optional))
 
     @property
-    @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch."""
         values = [getattr(owner, field.name) for owner in (self, self.kept) if owner is not None
                   for field in fields(owner)]  # fmt: skip
         return [value for value in values if isinstance(value, Tensor)]
 
+    @property
     def num_tokens(self) -> int:
         return self.target.numel()
 

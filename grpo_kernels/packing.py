@@ -41,8 +41,8 @@ def packed_fields(
     _check_optional(optional)
     starts = _mended(cu_seqlens, target.numel())
     given = _given_counts(optional, starts.numel() - 1)
-    mask = _valid_mask(target, mask)
-    advantages = _token_advantages(advantages, target, starts)
+    mask, bad_mask = _valid_mask(target, mask)
+    advantages, per_token = _token_advantages(advantages, target, starts)
     logprobs = {name: _token_values(name, optional.get(name), target) for name in LOGPROB_FIELDS}
     kept = optional.get("kept")
     if kept is not None:
@@ -74,6 +74,7 @@ def packed_fields(
         "rows": keep,
         "layout": tuple(target.shape),
         "kept": kept.take(keep) if kept is not None and keep is not None else kept,
+        "advantages_per_token": per_token,
         **{name: take(value) if value is not None else None for name, value in logprobs.items()},
     }
 

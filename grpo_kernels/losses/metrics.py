@@ -110,18 +110,18 @@ def indicator_stats(
     indicators: Indicators,
     segment_mean: Callable[[Tensor], Tensor],
     lengths: Tensor,  # (B,)
-    per_sequence_ratio: bool,
+    one_per_sequence: bool,
 ) -> dict[str, Stat]:
-    """Reduces what a surrogate reports.
+    """Reduce what a surrogate reports.
 
-    Kinds: ``mean`` over tokens, or over sequences when the ratio is per sequence; ``sequence_min``
-    and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
+    Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
+    ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
     """
     stats = {}
-    occupied = torch.ones_like(lengths, dtype=torch.bool) if per_sequence_ratio else lengths > 0
+    occupied = torch.ones_like(lengths, dtype=torch.bool) if one_per_sequence else lengths > 0
     for name, (kind, values) in indicators.items():
         values = values.double()
-        if kind == "per_sequence" or (kind == "mean" and not per_sequence_ratio):
+        if kind == "per_sequence" or (kind == "mean" and not one_per_sequence):
             stats[name] = mean_stat(values)
         elif kind == "mean":
             stats[name] = mean_stat(segment_mean(values))

@@ -120,7 +120,7 @@ def _metrics(
         config.surrogate.metrics(evaluation.terms, config),
         batch.segment_mean,
         batch.cu_seqlens.diff(),
-        config.ratio_level.per_sequence,
+        config.ratio_level.per_sequence and not batch.advantages_per_token,
     )
     stats |= _ratio_stats(evaluation.terms.ratio)
     stats["perplexity"] = replace(mean_stat(x.logprobs), kind="perplexity")

@@ -55,6 +55,17 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
     )
 
 
+def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
+    """Metrics of which tokens are clipped from below and from above, each (T,) bool."""
+    return {
+        "clip_ratio/low_mean": ("mean", low),
+        "clip_ratio/low_min": ("sequence_min", low),
+        "clip_ratio/high_mean": ("mean", high),
+        "clip_ratio/high_max": ("sequence_max", high),
+        "clip_ratio/region_mean": ("mean", low | high),
+    }
+
+
 class Clip(Surrogate):
     """PPO's clipped ratio, with separate bounds (DAPO), ``delta`` and dual clip as options."""
 
@@ -74,13 +85,7 @@ class Clip(Surrogate):
         ratio, advantages = _capped(terms.ratio, config), terms.advantages
         low = (ratio < 1 - config.epsilon) & (advantages < 0)
         high = (ratio > 1 + config.upper_epsilon) & (advantages > 0)
-        return {
-            "clip_ratio/low_mean": ("mean", low),
-            "clip_ratio/low_min": ("sequence_min", low),
-            "clip_ratio/high_mean": ("mean", high),
-            "clip_ratio/high_max": ("sequence_max", high),
-            "clip_ratio/region_mean": ("mean", low | high),
-        }
+        return _clip_ratios(low, high)
 
 
 class Cispo(Surrogate):
@@ -171,6 +176,11 @@ class Gmpo(Surrogate):
         clipped = sign * (sign * terms.log_ratio).clamp(max=config.gmpo_clip)
         ratio = terms.segments.expand(terms.segments.mean(clipped)).exp()
         return -ratio * terms.advantages
+
+    def metrics(self, terms: Terms, config: LossConfig) -> Indicators:
+        low = (terms.log_ratio < -config.gmpo_clip) & (terms.advantages < 0)
+        high = (terms.log_ratio > config.gmpo_clip) & (terms.advantages > 0)
+        return _clip_ratios(low, high)
 
     def validate(self, config: LossConfig) -> None:
         if config.importance_sampling_level not in (None, "token"):
