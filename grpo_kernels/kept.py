@@ -9,6 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+_MAX_VOCABULARY = 2**31  # row and id are joined to one int64 key
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptSet:
@@ -61,8 +63,14 @@ class KeptSet:
         """From one sequence of ids per row.
 
         Raises:
-            ValueError: an id is negative.
+            ValueError: an id is no integer, negative or too large.
         """
+        for row in ids:
+            for token in row:
+                if not isinstance(token, int) or isinstance(token, bool):
+                    raise ValueError(f"ids: expected integers, got {token!r}")
+                if not 0 <= token < _MAX_VOCABULARY:
+                    raise ValueError(f"ids: expected token ids in [0, 2**31), got {token}")
         lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64, device=device)
         flat = torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int64, device=device)
         rows = torch.repeat_interleave(lengths, output_size=flat.numel())
@@ -136,8 +144,9 @@ def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> KeptSet:
     """Ids ascending within their rows, each once: a gradient is then added to each logit once."""
     low, high = torch.aminmax(ids) if ids.numel() else (ids.sum(), ids.sum())
     lowest, max_id = torch.stack([low, high]).tolist()
-    if lowest < 0:
-        raise ValueError(f"{name}: expected token ids >= 0, got {lowest}")
+    if lowest < 0 or max_id >= _MAX_VOCABULARY:
+        found = lowest if lowest < 0 else max_id
+        raise ValueError(f"{name}: expected token ids in [0, 2**31), got {found}")
     keys = torch.unique(rows * (max_id + 1) + ids)
     indices = keys % (max_id + 1)
     borders = torch.arange(num_rows + 1, device=ids.device) * (max_id + 1)

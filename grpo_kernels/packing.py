@@ -50,7 +50,8 @@ def packed_fields(
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
     active = mask & (advantages.reshape(target.shape) != 0)
     found = torch.stack([_per_sequence(mask, starts), _per_sequence(active, starts)])
-    flags = _value_flags(target, mask, advantages, logprobs, scalars, starts != cu_seqlens)
+    bad = [(starts != cu_seqlens).any(), bad_mask]
+    flags = _value_flags(target, mask, advantages, logprobs, scalars, bad)
     if given is None or host.reading_is_free(target):
         counts = _fetched(flags, found, given, scalars, target.numel())
     else:
@@ -73,8 +74,8 @@ def packed_fields(
         **counts._asdict(),
         "rows": keep,
         "layout": tuple(target.shape),
-        "kept": kept.take(keep) if kept is not None and keep is not None else kept,
         "advantages_per_token": per_token,
+        "kept": kept.take(keep) if kept is not None and keep is not None else kept,
         **{name: take(value) if value is not None else None for name, value in logprobs.items()},
     }
 
@@ -89,7 +90,8 @@ def _mended(cu_seqlens: Tensor, total: int) -> Tensor:
     if not cu_seqlens.numel():
         return cu_seqlens
     mended = cu_seqlens.clamp(0, total).cummax(0).values
-    mended[0], mended[-1] = 0, total
+    # slices are filled on the device; a number set at an index would be sent there, with a wait
+    mended[:1], mended[-1:] = 0, total
     return mended
 
 
@@ -149,7 +151,9 @@ def _require(flags: Tensor, found: Tensor, given: _Counts) -> None:
     """The checks of values, later and on the device."""
     low, bad, totals = flags[0], flags[2:], found.sum(1)
     host.require(low >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
-    host.require(~bad.any(), "TokenBatch: expected rising cu_seqlens and finite values")
+    host.require(
+        ~bad.any(), "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
+    )
     for name, total in zip(COUNT_FIELDS, totals, strict=True):
         stated = getattr(given, name)
         if stated is not None:
@@ -178,17 +182,21 @@ def _check_device(name: str, value: Tensor, target: Tensor) -> None:
         raise ValueError(f"{name}: expected device {target.device} (of target), got {value.device}")
 
 
-def _valid_mask(target: Tensor, mask: Tensor | None) -> Tensor:
+def _valid_mask(target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return which tokens count, and whether a value is neither 0 nor 1, ()."""
+    listed = target != IGNORE_INDEX
     if mask is None:
-        return target != IGNORE_INDEX
+        return listed, listed.new_zeros(())
     if not isinstance(mask, Tensor) or mask.shape != target.shape:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask: expected the shape of target {tuple(target.shape)}, got {got}")
     _check_device("mask", mask, target)
-    return (mask != 0) & (target != IGNORE_INDEX)
+    ones = mask != 0
+    return ones & listed, (ones & (mask != 1)).any()
 
 
-def _token_advantages(advantages: Tensor, target: Tensor, starts: Tensor) -> Tensor:
+def _token_advantages(advantages: Tensor, target: Tensor, starts: Tensor) -> tuple[Tensor, bool]:
+    """Return one advantage per token, and whether they were given so."""
     sequences = starts.numel() - 1
     per_token, per_sequence = tuple(target.shape), (sequences,)
     shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else None
@@ -205,8 +213,9 @@ def _token_advantages(advantages: Tensor, target: Tensor, starts: Tensor) -> Ten
     if advantages.dtype != torch.float64:
         advantages = advantages.float()
     if shape == per_token:
-        return advantages
-    return torch.repeat_interleave(advantages, starts.diff(), output_size=target.numel())
+        return advantages, True
+    each = torch.repeat_interleave(advantages, starts.diff(), output_size=target.numel())
+    return each, False
 
 
 def _token_values(name: str, value: Tensor | None, target: Tensor) -> Tensor | None:
@@ -240,9 +249,9 @@ def _value_flags(
     advantages: Tensor,
     logprobs: Mapping[str, Tensor | None],
     scalars: Mapping[str, Tensor | float | None],
-    bad_offsets: Tensor,
+    others: list[Tensor],  # (), whether something else is bad
 ) -> Tensor:
-    """(10,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
+    """(11,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
 
     def bad(value: Tensor | None, nan_is_fine: bool = False) -> Tensor:
         if value is None:
@@ -267,7 +276,7 @@ def _value_flags(
         bad(logprobs["ref_logprobs"]),
         bad(logprobs["rollout_logprobs"], nan_is_fine=True),
         *(bad_scalar(value) for value in scalars.values()),
-        bad_offsets.any().long(),
+        *(other.long() for other in others),
     ]
     return torch.stack(flags)
 
@@ -275,9 +284,11 @@ def _value_flags(
 def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object], total: int) -> None:
     if low < 0:
         raise ValueError(f"target: expected ids >= 0 (or -100 for no loss), got {low}")
-    *bad, bad_offsets = bad
+    *bad, bad_offsets, bad_mask = bad
     if bad_offsets:
         raise ValueError(f"cu_seqlens: expected offsets rising from 0 to T = {total}")
+    if bad_mask:
+        raise ValueError("mask: expected bool or 0 and 1, got other values")
     for name, flag in zip(("advantages", *LOGPROB_FIELDS, *SCALAR_FIELDS), bad, strict=True):
         if not flag:
             continue

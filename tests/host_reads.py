@@ -49,6 +49,8 @@ class _Operations(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _sized_by_values(self, name: str, args: tuple, kwargs: dict) -> bool:
+        if name == "copy_":  # a number set at an index: sent to a device, with a wait
+            return args[0].dim() == args[1].dim() == 0
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None
         if name not in ("index", "index_put", "index_put_"):

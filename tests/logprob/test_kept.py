@@ -215,11 +215,18 @@ META = torch.device("meta")
         (lambda: KeptSet.from_csr(IDS, OFFSETS.to(META)), "offsets: expected device cpu"),
         (lambda: KeptSet.from_csr(IDS, OFFSETS[:2]), "offsets: expected values rising from 0 to N"),
         (lambda: KeptSet.from_csr(IDS, torch.tensor([0, 4, 3])), "offsets: .* 1 of them falling"),
-        (lambda: KeptSet.from_csr(IDS - 2, OFFSETS), "indices: expected token ids >= 0, got -1"),
-        (lambda: KeptSet.from_lists([[-5]]), "ids: expected token ids >= 0, got -5"),
+        (
+            lambda: KeptSet.from_csr(IDS - 2, OFFSETS),
+            r"indices: expected token ids in \[0, 2\*\*31\), got -1",
+        ),
+        (lambda: KeptSet.from_lists([[-5]]), r"ids: expected token ids in \[0, .* got -5"),
+        (lambda: KeptSet.from_lists([[1.5]]), "ids: expected integers, got 1.5"),
+        (lambda: KeptSet.from_lists([[3], [True]]), "ids: expected integers, got True"),
+        (lambda: KeptSet.from_lists([[2**62]]), r"ids: expected token ids in \[0, .* got 46116"),
+        (lambda: KeptSet.from_padded(IDS[None] + 2**62), "ids: expected token ids in .* got 4611"),
         (lambda: KeptSet.from_padded(IDS), r"ids: expected a \(\.\.\., K\) integer tensor"),
         (lambda: KeptSet.from_padded(IDS[None].half()), "ids: expected int32 or int64"),
-        (lambda: KeptSet.from_padded(IDS[None] - 4), "ids: expected token ids >= 0, got -3"),
+        (lambda: KeptSet.from_padded(IDS[None] - 4), r"ids: expected token ids in \[0, .* got -3"),
     ],
 )
 def test_bad_sets(build, message: str) -> None:
