@@ -8,7 +8,6 @@ same precision, from the same libraries. The line says nothing of the number of 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Callable
 
 import torch
@@ -82,5 +81,7 @@ def _libraries(backend: str, device: torch.device) -> list[str]:
         library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[-1]
         found.append(f"blas={library} {torch.version.cuda or torch.version.hip}")
     if backend == "triton":
-        found.append(f"triton={importlib.metadata.version('triton')}")
+        import triton  # whose distribution has other names on other platforms
+
+        found.append(f"triton={triton.__version__}")
     return found

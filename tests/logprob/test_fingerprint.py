@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 import torch
 
@@ -88,3 +90,14 @@ def test_explain_refuses_what_the_op_refuses() -> None:
     ):
         with pytest.raises(ValueError, match="precision: expected one of fp32, input, tf32"):
             call()
+
+
+def test_triton_is_known_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its distribution has other names on other platforms, and nightlies have others still."""
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    plan = explain_logprobs(torch.randn(2, 4), torch.randn(9, 4), backend="triton")
+    assert "triton=" in plan.fingerprint
