@@ -113,7 +113,7 @@ def linear_policy_loss(
         metrics=metrics,
     )
     check_loss_inputs(batch, config)
-    transform = Transform(float(logit_scale), softcap, config.temperature)
+    transform = Transform(logit_scale, softcap, config.temperature)
     hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
     _check_layout(hidden, weight, batch)
     rows = hidden.reshape(-1, hidden.shape[-1])

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels import cost
 from grpo_kernels.active import active_rows, rows_left_out
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.logprob.check import prepare_head
+from grpo_kernels.logprob.check import check_workspace, prepare_head
 from grpo_kernels.logprob.fingerprint import fingerprint
 from grpo_kernels.logprob.head import Head, logits_dtype
 from grpo_kernels.logprob.lora import HeadLoRA
@@ -37,6 +37,7 @@ class HeadSettings:
     metrics: str = "all"  # which rows are measured
 
     def __post_init__(self) -> None:
+        check_workspace(self.max_workspace_bytes)
         if self.metrics not in METRICS:
             raise ValueError(f"metrics: expected one of {', '.join(METRICS)}; got {self.metrics!r}")
         if self.schedule not in SCHEDULES:
@@ -164,7 +165,7 @@ def explain(
         ValueError: as ``linear_policy_loss`` would for these settings.
     """
     chosen = HeadSettings(**settings)
-    transform = Transform(float(logit_scale), softcap, config.temperature)
+    transform = Transform(logit_scale, softcap, config.temperature)
     hidden, head = prepare_head(hidden, weight, bias, transform, chosen.precision, lora)
     active = active_rows(batch, config)
     waiting = active.waiting if chosen.metrics == "all" else 0

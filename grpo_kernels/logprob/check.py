@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +39,8 @@ def prepare_head(
     """
     check_floating("hidden", hidden)
     check_floating("weight", weight)
-    if weight.dim() != 2:
-        raise ValueError(f"weight: expected shape (V, D), got {tuple(weight.shape)}")
+    if weight.dim() != 2 or not weight.numel():
+        raise ValueError(f"weight: expected shape (V, D), V, D >= 1, got {tuple(weight.shape)}")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden: expected shape (..., {weight.shape[1]}) to match weight "
@@ -105,6 +107,12 @@ def check_precision(precision: str, hidden: Tensor) -> None:
         raise ValueError(f"precision: {why_not}")
 
 
+def check_workspace(size: int | None) -> None:
+    """Raise ValueError unless ``max_workspace_bytes`` is a number of bytes or None."""
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+        raise ValueError(f"max_workspace_bytes: expected an int or None, got {size!r}")
+
+
 def check_kept_range(max_id: int, columns: int) -> None:
     """Raises ValueError for a kept id outside of the vocabulary."""
     if max_id >= columns:
@@ -125,7 +133,7 @@ def row_temperature(
 ) -> float | Tensor:
     """A float, or the flattened per-row temperatures in the statistics dtype."""
     if not isinstance(temperature, Tensor):
-        return float(temperature)
+        return float(temperature) if isinstance(temperature, Real) else temperature
     if temperature.requires_grad:
         raise ValueError("temperature: expected a tensor that needs no gradient")
     if temperature.dim() == 0:
@@ -148,14 +156,13 @@ def check_row_temperature(temperature: Tensor | None) -> None:
 
 
 def _check_transform(transform: Transform) -> None:
-    def check(name: str, value: float, expected: str, accepts: bool) -> None:
-        if not math.isfinite(value) or not accepts:
+    def check(name: str, value: Any, expected: str = "a finite number > 0") -> None:
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
-    temperature, softcap = transform.temperature, transform.softcap
-    if not isinstance(temperature, Tensor):
-        check("temperature", temperature, "a finite number > 0", temperature > 0)
-    if softcap is not None:
-        check("softcap", softcap, "a finite number > 0, or None", softcap > 0)
-    scale = transform.logit_scale
-    check("logit_scale", scale, "a finite number > 0", scale > 0)
+    if not isinstance(transform.temperature, Tensor):
+        check("temperature", transform.temperature)
+    if transform.softcap is not None:
+        check("softcap", transform.softcap, "a finite number > 0, or None")
+    check("logit_scale", transform.logit_scale)

@@ -63,7 +63,7 @@ def explain_logprobs(
     Raises:
         ValueError: as ``linear_logprobs`` would for these arguments.
     """
-    transform = Transform(float(logit_scale), softcap)
+    transform = Transform(logit_scale, softcap)
     hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
     rows = hidden.reshape(-1, hidden.shape[-1])
     path = choose_path(

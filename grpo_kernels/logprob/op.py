@@ -13,6 +13,7 @@ from grpo_kernels.logprob.check import (
     check_floating,
     check_kept_range,
     check_row_temperature,
+    check_workspace,
     prepare_head,
     row_temperature,
 )
@@ -118,10 +119,11 @@ def linear_logprobs(
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
     """
     _check_outputs(outputs, kept, top_k)
+    check_workspace(max_workspace_bytes)
     check_floating("hidden", hidden)
     _check_target(hidden, target)
     temperature = row_temperature(temperature, target.shape, hidden)
-    transform = Transform(float(logit_scale), softcap, temperature)
+    transform = Transform(logit_scale, softcap, temperature)
     hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
     if kept is not None:
         check_kept(kept, target)
@@ -167,7 +169,7 @@ def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
     assert value is not None  # it was asked for
     if name not in DIFFERENTIABLE:
         value = value.detach()
-    return value.reshape(*target.shape, *value.shape[1:])
+    return value.reshape((*target.shape, *value.shape[1:]))
 
 
 def _check_outputs(outputs: tuple[str, ...], kept: KeptSet | None, top_k: int | None) -> None:

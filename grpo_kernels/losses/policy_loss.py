@@ -84,7 +84,10 @@ def weighted_loss(
 
 
 def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
-    """Raises ValueError if ``batch`` lacks what ``config`` needs, or they cannot go together."""
+    """Raise ValueError if ``batch`` lacks what ``config`` needs, or they cannot go together."""
+    for name, value, kind in (("batch", batch, TokenBatch), ("config", config, LossConfig)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
     if config.beta != 0 and batch.ref_logprobs is None:
         raise ValueError(
             f"ref_logprobs: expected the reference's log-probabilities for beta = {config.beta}, "
