@@ -209,7 +209,7 @@ def _check_generation(args: GRPOConfig) -> None:
                 f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
                 "instead, which the loss reads too"
             )
-        if not own_names and not hasattr(known, name):
+        if not own_names and name != "stop_token_ids" and not hasattr(known, name):
             raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")
 
 

@@ -64,7 +64,8 @@ class Collector:
         source: makes the completions; None: one call of ``rollouts`` does.
 
     Raises:
-        ValueError: there is not one weight per reward function, or no token ends a completion.
+        ValueError: there is not one weight per reward function, no token ends a completion, or
+            none can fill up.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class Collector:
         self._weights = torch.tensor(weights, device=accelerator.device)
         if not rollouts.eos_token_ids:
             raise ValueError(
-                "processing_class: expected an eos_token (or generation_kwargs with an "
-                "eos_token_id), got none, so that no completion would end"
+                "processing_class: expected an eos_token (or an eos_token_id in the model's "
+                "generation_config or in generation_kwargs), got none, so that no completion "
+                "would end"
             )
+        self._padding = pad_token_id(tokenizer)
 
     def train(
         self, prompts: PromptStream | Curriculum, sinks: Sinks, ahead: Ahead | None = None
@@ -270,7 +273,7 @@ class Collector:
                 [in_loss[i] for i in part],
                 values[torch.tensor(part, device=values.device)],
                 TokenCounts(tokens.mean(), count),
-                pad_token_id(self._tokenizer),
+                self._padding,
                 args.pad_to_multiple_of,
                 _reported(rollouts[i].logprobs for i in part),
                 _reported(rollouts[i].kept for i in part),

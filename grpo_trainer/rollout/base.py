@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.config import options
+from grpo_trainer.rollout.ends import end_token_ids
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
@@ -47,11 +48,16 @@ class Sampling:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-        """What ``args`` asks for. generation_kwargs override the other fields.
+    def from_config(
+        cls,
+        args: GRPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel | None = None,
+    ) -> Sampling:
+        """Return what ``args`` asks for. generation_kwargs override the other fields.
 
-        Both its ``eos_token_id`` (instead of the tokenizer's) and its ``stop_token_ids`` (beside
-        it) end completions.
+        Completions end with the tokens that tokenizer and ``model`` name. An ``eos_token_id`` in
+        generation_kwargs replaces them, ``stop_token_ids`` there come in addition.
         """
         settings: dict[str, Any] = {
             "temperature": args.temperature,
@@ -64,10 +70,8 @@ class Sampling:
         settings |= {name: extra.pop(name) for name in tuple(settings) if name in extra}
         if args.use_kept_sets:
             settings["kept_ids"] = min(settings["top_k"] + _TIES, len(tokenizer))
-        eos = extra.pop("eos_token_id", tokenizer.eos_token_id)
-        eos = [eos] if isinstance(eos, int) else eos or ()
         return cls(
-            eos_token_ids=frozenset([*eos, *(extra.pop("stop_token_ids", None) or ())]),
+            eos_token_ids=end_token_ids(extra, tokenizer, model),
             max_tokens=args.max_completion_length,
             structured_outputs_regex=args.vllm_structured_outputs_regex,
             engine_options=extra,

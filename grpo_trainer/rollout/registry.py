@@ -78,7 +78,7 @@ def make_rollouts(
         raise ValueError(
             f"rollout_engine: expected it once, got one beside the {engine_name(args)} of args"
         )
-    sampling = Sampling.from_config(args, context.tokenizer)
+    sampling = Sampling.from_config(args, context.tokenizer, context.policy())
     engine = engine or make_engine(context)
     if args.overlap_generation and not isinstance(engine, BackgroundEngine):
         raise ValueError(

@@ -118,6 +118,68 @@ def test_sampling_in_vllms_words(make_args, tokenizer):
         vllm_params(Sampling.from_config(args, tokenizer))
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "kwargs", "ends"),
+    [
+        ([4, 5], 1, {}, {1, 4, 5}),
+        (4, 1, {}, {1, 4}),
+        (None, [6, 7], {}, {1, 6, 7}),
+        ([4], 6, {}, {1, 4}),  # the generation config speaks first
+        (None, None, {}, {1}),
+        ([-1, 4, 99], 1, {}, {1, 4}),  # such ids are never drawn
+        ([4, 5], 1, {"stop_token_ids": [7]}, {1, 4, 5, 7}),
+        ([4, 5], 1, {"eos_token_id": 6}, {6}),
+        ([4, 5], 1, {"eos_token_id": [6], "stop_token_ids": [7]}, {6, 7}),
+    ],
+)
+def test_ends_of_a_completion(
+    make_args, policy, tokenizer, caplog, generation, config, kwargs, ends
+):
+    policy.generation_config.eos_token_id, policy.config.eos_token_id = generation, config
+    args = make_args(generation_kwargs=kwargs)  # which transformers' engines take
+    sampling = Sampling.from_config(args, tokenizer, policy)
+    assert sampling.eos_token_ids == ends and not sampling.engine_options
+    assert vllm_params(sampling)["stop_token_ids"] == sorted(ends)
+    strange = generation == [-1, 4, 99]
+    assert ("[-1, 99] end nothing, the model has 14 tokens" in caplog.text) == strange
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "stop_token_ids"])
+@pytest.mark.parametrize("ids", [-1, [14], "1", [True], [[1]]])
+def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name, ids):
+    args = make_args(generation_kwargs={name: ids})
+    with pytest.raises(ValueError, match=rf"generation_kwargs\['{name}'\]: expected ids of tokens"):
+        Sampling.from_config(args, tokenizer, policy)
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tokenizer, continuous):
+    other = tokenizer.convert_tokens_to_ids("7")
+    ends = {tokenizer.eos_token_id, other}  # the first also fills up
+    policy.generation_config.eos_token_id = [other]
+    seen = []
+
+    def reward(completion_ids, completions, **kwargs):
+        seen.extend(zip(completion_ids, completions, strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"transformers_continuous_batching_config": {"num_blocks": 64}} if continuous else {}
+    trainer = make_trainer(
+        reward, per_device_train_batch_size=64, max_completion_length=6, max_steps=1,
+        mask_truncated_completions=True, use_transformers_continuous_batching=continuous,
+        **settings,
+    )  # fmt: skip
+    trainer.train()
+    assert {ids[-1] for ids, _ in seen} > ends  # all ways to end occur, the limit too
+    assert not any(ends & set(ids[:-1]) for ids, _ in seen)
+    assert all(text == tokenizer.decode(ids).removesuffix("<eos>") for ids, text in seen)
+    cut = [ids[-1] not in ends for ids, _ in seen]
+    assert logged(trainer, "completions/clipped_ratio") == [pytest.approx(sum(cut) / 64)]
+    [batch] = trainer._buffer
+    assert (batch.target < 0).all(1).tolist() == cut
+    assert batch.num_items == sum(len(ids) for ids, _ in seen if ids[-1] in ends)
+
+
 def test_a_group_is_one_request():
     a, b = [1, 2], [3]
     assert runs([a, a, b, a, b, b]) == [(a, 2), (b, 1), (a, 1), (b, 2)]

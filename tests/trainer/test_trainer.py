@@ -323,5 +323,10 @@ def test_tokenizer_without_special_tokens(make_args, policy, tokenizer, dataset)
     tokenizer.pad_token = None
     build()  # padded with the end-of-sequence token, behind the attention mask
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="processing_class: expected an eos_token"):
+    with pytest.raises(ValueError, match="processing_class: expected a pad_token or an eos_token"):
+        build()
+    tokenizer.pad_token = "0"
+    build()  # the model names the end
+    policy.generation_config.eos_token_id = policy.config.eos_token_id = None
+    with pytest.raises(ValueError, match="processing_class: expected an eos_token .or an eos_tok"):
         build()
