@@ -158,7 +158,8 @@ class Agents:
             counts[1] += sum(outcome.failed for _, outcome in answered)
             self._free_of_strays(talk, [outcome for _, outcome in answered])
             messages = [result_message(call.name, outcome.text) for call, outcome in answered]
-            talk.add_results(messages, self._template.results(messages, schemas(talk.toolbox)))
+            end, tools = talk.completion_ids[-1], schemas(talk.toolbox)
+            talk.add_results(messages, self._template.results(messages, tools, end))
 
     def _free_of_strays(self, talk: Conversation, outcomes: list[Outcome]) -> None:
         if self._environments is not None and any(outcome.timed_out for outcome in outcomes):

@@ -26,6 +26,7 @@ _USER: Message = {"role": "user", "content": "question"}
 # Templates of thinking models write an empty thought into the last turn, but not into earlier ones.
 # A thought that is not empty is written into both.
 _THOUGHTS: tuple[Message, ...] = ({}, {"reasoning_content": "thought"})
+_TURN: Message = {"role": "assistant", "content": "answer"}
 # tells the parts of a rendered call apart from a template's own words
 _VALUES = {"value_of_argument": "a1b2c3"}
 _RESULT = "result_d4e5f6"
@@ -50,18 +51,22 @@ class ToolTemplate:
         self._eos = set(eos_token_ids)
         self._options = options
         self._thought: Message = {}
+        self._arguments: Any = _VALUES
 
-    def results(self, messages: list[Message], tools: Schemas) -> list[int]:
-        """Tokens from the end of the assistant's turn to the beginning of its next.
+    def results(self, messages: list[Message], tools: Schemas, end: int) -> list[int]:
+        """Return the tokens from the end of the assistant's turn to the beginning of its next.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
             tools: schemas of the conversation's tools.
+            end: the token that the turn ended with.
 
         Raises:
             ValueError: the template writes earlier turns differently when results follow them.
         """
         suffix = self._suffix(messages, tools, self._thought)
+        if suffix and suffix[0] == end:  # GLM ends a turn with what the next message begins with
+            return suffix[1:]
         if suffix is None:
             raise ValueError(
                 "processing_class: expected a chat template that only adds to a conversation when "
@@ -73,11 +78,18 @@ class ToolTemplate:
         """Raises ValueError unless the template can write a conversation that uses ``tools``."""
         if self._tokenizer.chat_template is None:
             raise _unsupported("none")
+        try:
+            self._text([_USER], [], add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"processing_class: its chat template fails on a plain conversation: {error}"
+            ) from error
         name = tools[0]["function"]["name"]
-        conversation = self._conversation([name], {})
         answer = result_message(name, _RESULT)
         try:
             prompt = self._text([_USER], tools)
+            self._choose_arguments(name, tools)
+            conversation = self._conversation([name], {})
             called = self._text(conversation, tools).removeprefix(prompt)
             answered = self._text([*conversation, answer], tools)
         except (TemplateError, TypeError) as error:
@@ -90,6 +102,14 @@ class ToolTemplate:
             raise _unsupported("one that leaves the results of tools out")
         self._choose_thought([answer], tools)
         self._check_parser(name, parser, tools)
+        self._check_next_turn(answer, parser, tools)
+
+    def _choose_arguments(self, name: str, tools: Schemas) -> None:
+        """Find out what form the template takes the arguments of a call in."""
+        try:
+            self._text(self._conversation([name], {}), tools)
+        except TypeError:  # DeepSeek's adds them to text, so they have to be JSON already
+            self._arguments = json.dumps(_VALUES)
 
     def _choose_thought(self, messages: list[Message], tools: Schemas) -> None:
         for thought in _THOUGHTS:
@@ -102,16 +122,30 @@ class ToolTemplate:
         )
 
     def _check_parser(self, name: str, parser: TurnParser, tools: Schemas) -> None:
-        before = self._text([_USER], tools, add_generation_prompt=True)
-        whole = self._text(self._conversation([name], {}), tools)
-        # a generation prompt may open a thought, which the turn without one does not have
-        prefix = _common(before, whole)
-        turn = parser.read(whole.removeprefix(prefix), "", prefix, tools)
+        conversation = self._conversation([name], {})
+        prefix = self._text([_USER], tools, add_generation_prompt=True)
+        text = self._text(conversation, tools)
+        if not text.startswith(prefix):
+            # it opens a thought, which the turn without one does not have; tags may begin alike
+            ids = self._ids(conversation, tools)
+            start = _shared(ids, self._ids([_USER], tools, add_generation_prompt=True))
+            prefix, text = self._tokenizer.decode(ids[:start]), self._tokenizer.decode(ids)
+        turn = parser.read(text.removeprefix(prefix), "", prefix, tools)
         if turn is None or turn.get("tool_calls") != [tool_call(name, _VALUES)]:
             raise ValueError(
                 "processing_class: expected tool calls that can be read, got a chat template that "
                 "writes them in a form of its own; set the tokenizer's response_template, which "
                 "says how (without one they are <tool_call>{JSON}</tool_call>)"
+            )
+
+    def _check_next_turn(self, answer: Message, parser: TurnParser, tools: Schemas) -> None:
+        messages = [*self._conversation([answer["name"]], self._thought), answer]
+        prefix = self._text(messages, tools, add_generation_prompt=True)
+        turn = parser.read("text", "", prefix, tools)
+        if turn is not None and turn.get("tool_calls"):
+            raise ValueError(
+                "processing_class: expected a response_template whose start_anchor stands behind "
+                "the results of tools, got one that reads the calls before them once more"
             )
 
     def _suffix(
@@ -120,14 +154,16 @@ class ToolTemplate:
         """None: the template rewrites what stands before."""
         before = self._conversation([message["name"] for message in messages], thought)
         prefix = self._ids(before, tools)
-        ends = [index for index, token in enumerate(prefix) if token in self._eos]
-        if ends:  # the turn was sampled up to there; a template may add a line break to it
-            prefix = prefix[: ends[-1] + 1]
+        # The turn was sampled up to its end; a template may write more behind that. Other messages
+        # have ends, too: some models end a turn with what other messages begin with.
+        turn = _shared(prefix, self._ids([_USER, _TURN | thought], tools))
+        end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
+        prefix = prefix[: end + 1]
         whole = self._ids([*before, *messages], tools, add_generation_prompt=True)
         return whole[len(prefix) :] if whole[: len(prefix)] == prefix else None
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
-        calls = [tool_call(name, _VALUES) for name in names]
+        calls = [tool_call(name, self._arguments) for name in names]
         return [_USER, {"role": "assistant", "content": "", "tool_calls": calls, **thought}]
 
     def _ids(self, messages: list[Message], tools: Schemas, **options: Any) -> list[int]:
@@ -158,7 +194,7 @@ def _unsupported(got: str) -> ValueError:
     )
 
 
-def _common(first: str, second: str) -> str:
-    """What both begin with."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return "".join(character for character, _ in pairs)
+def _shared(first: list[int], second: list[int]) -> int:
+    """Count the tokens that both begin with."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

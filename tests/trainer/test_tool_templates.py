@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tool_helpers import TEMPLATE, Play, add, call, make_tool_tokenizer, then
+from tool_helpers import TEMPLATE, Play, add, call, make_tool_tokenizer, results, then
 
 from grpo_trainer.tools import make_toolbox
 
@@ -36,6 +36,17 @@ def test_a_response_template_reads_calls():
     assert contents == ["so", "3", "three"]
     [rollout] = Play(lambda text: "[add:{]", tokenizer=tokenizer)().rollouts
     assert rollout.completion == [{"role": "assistant", "content": "[add:{]"}]
+    # a turn that goes on right behind an answer begins nowhere, so that its message is the last one
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'tool'"
+    )
+    with pytest.raises(ValueError, match="one that reads the calls before them once more"):
+        Play(then(""), tokenizer=tokenizer)
+    anchors = r"<\|start\|>(assistant\n|tool\n[^<]*<\|end\|>\n)"
+    del tokenizer.response_template["start_anchor"]
+    tokenizer.response_template["start_anchor_pattern"] = anchors
+    [rollout] = Play(then('[add:{"a": 1, "b": 2}]', "three"), tokenizer=tokenizer)().rollouts
+    assert [message["content"] for message in rollout.completion] == ["", "3", "three"]
 
 
 def no_hint(a) -> int:
@@ -79,7 +90,12 @@ THINKS = TEMPLATE.replace(
         (None, "expected a chat template for conversations with tools, got none"),
         (TEMPLATE.replace("call.function", "''"), "got one that leaves tool calls out"),
         (TEMPLATE.replace("m.content", "m.content if m.role == 'user'"), "leaves the results"),
-        ("{{ raise_exception('no roles') }}", "got one that fails: no roles"),
+        ("{{ raise_exception('no') }}", "its chat template fails on a plain conversation: no"),
+        ("{{ 'a' + messages }}", "its chat template fails on a plain conversation: can only conc"),
+        (
+            "{% if messages[1:] %}{{ raise_exception('no calls') }}{% endif %}",
+            "tools, got one that fails: no calls",
+        ),
         (TEMPLATE.replace("m.role", "m.role ~ loop.revindex"), "writes earlier turns differently"),
     ],
 )
@@ -97,6 +113,62 @@ def test_templates_that_write_empty_thoughts_into_the_last_turn():
     [rollout] = play().rollouts
     assert "<|end|>\n<|start|>tool\n2<|end|>\n<|start|>assistant\n2" in play.text(
         rollout.completion_ids
+    )
+
+
+# a call's arguments are JSON already, and a generation prompt opens a thought
+OPENS_A_THOUGHT = TEMPLATE.replace(
+    "{{ call.function | tojson }}",
+    """{{ '{"name": "' + call.function.name + '", "arguments": ' }}"""
+    "{{ call.function.arguments + '}' }}",
+).replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+
+
+def test_templates_that_take_arguments_as_text_and_open_a_thought():
+    tokenizer = make_tool_tokenizer(calls=("<think>", "</think>", "<tool_call>", "</tool_call>"))
+    tokenizer.chat_template = OPENS_A_THOUGHT
+    play = Play(then("hm</think>" + call("add", a=1, b=1), "so</think>2"), tokenizer=tokenizer)
+    [rollout] = play().rollouts
+    assert play.text(rollout.completion_ids) == (
+        f"hm</think>{call('add', a=1, b=1)}<|end|>\n<|start|>tool\n2<|end|>\n"
+        "<|start|>assistant\n<think>so</think>2<|end|>"
+    )
+    tokenizer.chat_template = OPENS_A_THOUGHT.replace("<tool_call>", "<think").replace("+ '}'", "")
+    with pytest.raises(ValueError, match="expected tool calls that can be read"):
+        Play(then(""), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("end", ["<|start|>", "<|end|>"])
+def test_turns_that_end_with_what_a_message_begins_with(end):
+    """Other messages begin with one of the ends, and the template writes none behind a turn."""
+    tokenizer = make_tool_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("<|end|>\n", "")
+    begins, ends = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
+    wanted = call("add", a=1, b=2) + call("add", a=3, b=4)
+    turn = tokenizer.encode(wanted + end)
+    play = Play(
+        lambda text: tokenizer.encode("done" + end) if results(text) else turn,
+        tokenizer=tokenizer,
+        generation_kwargs={"eos_token_id": [begins, ends]},
+    )
+    [rollout] = play().rollouts
+    header = "" if end == "<|start|>" else "<|start|>"
+    parts = [wanted + end, f"{header}tool\n3<|start|>tool\n7<|start|>assistant\n", f"done{end}"]
+    assert play.text(rollout.completion_ids) == "".join(parts)
+    lengths = [len(tokenizer.encode(part)) for part in parts]
+    assert rollout.env_mask == [1] * lengths[0] + [0] * lengths[1] + [1] * lengths[2]
+    assert not rollout.truncated
+
+
+def test_templates_that_end_a_document_behind_a_turn():
+    """The turn ends before that; what follows it has no such end."""
+    tokenizer = make_tool_tokenizer()
+    tokenizer.chat_template = TEMPLATE + "{% if not add_generation_prompt %}<pad>{% endif %}"
+    script = then(call("add", a=1, b=1), "2")
+    play = Play(script, tokenizer=tokenizer, generation_kwargs={"eos_token_id": [0, 2]})
+    [rollout] = play().rollouts
+    assert play.text(rollout.completion_ids) == (
+        f"{script('')}<|end|>\n<|start|>tool\n2<|end|>\n<|start|>assistant\n2<|end|>"
     )
 
 
