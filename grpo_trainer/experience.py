@@ -21,12 +21,13 @@ from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.metrics import MetricLog, RolloutColumns, rollout_metrics
 from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
 from grpo_trainer.phases import phase
-from grpo_trainer.prompts import check_context, decode_completions, encode_prompts
+from grpo_trainer.prompts import check_context, encode_prompts
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
 from grpo_trainer.rollout import Rollouts
 from grpo_trainer.rollout.transformers import pad_token_id
 from grpo_trainer.sampling import PromptStream, Row, repeated
 from grpo_trainer.scored import Rollout, Sampled, Scored, Source, share
+from grpo_trainer.tools.parse import TurnParser
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Collector:
                 "would end"
             )
         self._padding = pad_token_id(tokenizer)
+        self._parser = TurnParser(tokenizer, rollouts.eos_token_ids)
 
     def train(
         self, prompts: PromptStream | Curriculum, sinks: Sinks, ahead: Ahead | None = None
@@ -149,7 +151,8 @@ class Collector:
 
     def _draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
         """This process's rows of the next ``count`` prompts, a group for each."""
-        rows = list(repeated(prompts.take(count), self._args.num_generations))
+        taken = prompts.take(count)
+        rows = list(repeated(taken, self._args.num_generations))
         accelerator = self._accelerator
         return rows[share(len(rows), accelerator.process_index, accelerator.num_processes)]
 
@@ -196,7 +199,7 @@ class Collector:
         with phase("generate"):
             found = self._rollouts.generate(prompt_ids) if begun is None else begun.completions
         completion_ids, logprobs, kept = found
-        completions = decode_completions(completion_ids, prompts, self._tokenizer)
+        completions = self._parser.completions(prompts, prompt_ids, completion_ids)
         truncated = [ids[-1] not in self._rollouts.eos_token_ids for ids in completion_ids]
         nothing = [None] * len(prompts)
         columns = (prompts, prompt_ids, completions, completion_ids, truncated)

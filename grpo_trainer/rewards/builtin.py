@@ -20,7 +20,14 @@ def text_of(completion: str | list[dict[str, Any]]) -> str:
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """1 if the completion is one ``<think>...</think>`` block followed by the answer, else 0."""
-    return [float(_THINK_THEN_ANSWER.fullmatch(text_of(item)) is not None) for item in completions]
+    return [float(_THINK_THEN_ANSWER.fullmatch(_whole(item)) is not None) for item in completions]
+
+
+def _whole(completion: str | list[dict[str, Any]]) -> str:
+    """Put a thought that was told from the answer back in front of it."""
+    text = text_of(completion)
+    thought = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
+    return f"<think>{thought}</think>{text}" if thought and text else text
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_trainer.prompts import Prompt, decode_completions
+
 Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THINKS = "<think>"
+_THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 
 
 class TurnParser:
     """Reads a turn with the tokenizer's ``response_template``, where it has one.
 
     Otherwise calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and
-    Hermes models write them. A turn with a call that cannot be read has no calls: it is text.
+    Hermes models write them, after a thought between ``<think>`` and ``</think>``, if the turn
+    begins with one. A turn with a call that cannot be read has no calls: it is text.
 
     Args:
         tokenizer: of the policy.
@@ -31,7 +36,8 @@ class TurnParser:
         self._by_template = getattr(tokenizer, "response_template", None) is not None
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
-        """The message ``{"role", "content"}``, with ``tool_calls`` if there are any.
+        """Return the message ``{"role", "content"}``, with ``reasoning_content`` and
+        ``tool_calls`` if there are any.
 
         Args:
             ids: the turn.
@@ -42,14 +48,26 @@ class TurnParser:
         decode = self._tokenizer.decode
         ended = ids[-1] in self._eos
         text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        message = self.read(text, end, decode(prefix) if self._by_template else "", tools)
+        message = self.read(text, end, decode(prefix), tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
+
+    def completions(
+        self, prompts: Sequence[Prompt], prompt_ids: list[list[int]], ids: list[list[int]]
+    ) -> list[Any]:
+        """Return the text of each completion, or the message if the prompt has messages."""
+        found = decode_completions(ids, prompts, self._tokenizer)
+        if not self._by_template:
+            return found
+        return [
+            text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
+            for row, text in enumerate(found)
+        ]
 
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
         """The same from text. ``end`` closes the turn. None: it is no more than text."""
         try:
             if not self._by_template:
-                return _tagged(text.removesuffix(end))
+                return _tagged(text.removesuffix(end), prefix)
             parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=tools)
             return _message(parsed, end)
         except ValueError:  # JSON's errors are such
@@ -65,11 +83,19 @@ def _message(parsed: dict[str, Any], end: str) -> Message:
     return message
 
 
-def _tagged(text: str) -> Message | None:
+def _tagged(text: str, prefix: str) -> Message | None:
+    message: Message = {"role": "assistant", "content": text}
+    if prefix.rstrip().endswith(_THINKS):  # a generation prompt may open the thought
+        text = _THINKS + text
+    thought = _THOUGHT.match(text)
+    if thought is not None:
+        message["content"] = text = text[thought.end() :]
+        if thought[1].strip():
+            message["reasoning_content"] = thought[1].strip()
     calls = [_from_json(found) for found in _CALL.findall(text)]
-    if not calls:
-        return None
-    return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": calls}
+    if calls:
+        message |= {"content": _CALL.sub("", text).strip(), "tool_calls": calls}
+    return message if calls or thought is not None else None
 
 
 def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

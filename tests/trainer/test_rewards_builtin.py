@@ -45,6 +45,8 @@ def test_think_format():
     expected = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert think_format_reward(TEXTS) == expected
     assert think_format_reward(messages(TEXTS)) == expected
+    told = [{"content": "b", "reasoning_content": "a"}, {"content": "", "reasoning_content": "a"}]
+    assert think_format_reward([[message] for message in told]) == [1.0, 0.0]
     assert trl_rewards().think_format_reward(messages(TEXTS)) == expected
 
 

@@ -133,9 +133,29 @@ def test_templates_that_take_arguments_as_text_and_open_a_thought():
         f"hm</think>{call('add', a=1, b=1)}<|end|>\n<|start|>tool\n2<|end|>\n"
         "<|start|>assistant\n<think>so</think>2<|end|>"
     )
+    assert [message["content"] for message in rollout.completion] == ["", "2", "2"]
     tokenizer.chat_template = OPENS_A_THOUGHT.replace("<tool_call>", "<think").replace("+ '}'", "")
     with pytest.raises(ValueError, match="expected tool calls that can be read"):
         Play(then(""), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ("<think>\nhm\n</think>\n\n2", {"content": "2", "reasoning_content": "hm"}),
+        ("<think></think>2", {"content": "2"}),
+        ("<think>never ended", {"content": "", "reasoning_content": "never ended"}),
+        ("2 <think>hm</think>", {"content": "2 <think>hm</think>"}),
+        (  # a call that is only thought of
+            f"<think>{call('add', a=1, b=1)}</think>2",
+            {"content": "2", "reasoning_content": call("add", a=1, b=1)},
+        ),
+    ],
+)
+def test_thoughts_are_no_content(turn, message):
+    [rollout] = Play(lambda text: turn)().rollouts
+    assert rollout.completion == [{"role": "assistant"} | message]
+    assert rollout.env_mask == [1] * len(rollout.completion_ids)
 
 
 @pytest.mark.parametrize("end", ["<|start|>", "<|end|>"])

@@ -152,6 +152,28 @@ def test_conversational_prompts(make_args, policy, chat_tokenizer, dataset):
     assert seen["step"] == 1
 
 
+def test_a_response_template_reads_completions(make_args, policy, chat_tokenizer, dataset):
+    chat_tokenizer.response_template = {
+        "start_anchor": "=",
+        "fields": {
+            "reasoning_content": {"open": "9", "close": "<eos>", "content": "text"},
+            "content": {"close": "<eos>", "content": "text"},
+        },
+    }
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    chat = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]})
+    args = make_args(max_steps=1, shuffle_dataset=False)
+    trainer = canned(GRPOTrainer(policy, reward, args, chat, processing_class=chat_tokenizer))
+    trainer.train()
+    assert [message["content"] for [message] in seen] == ["383", "5050", "7", ""]
+    assert seen[3][0]["reasoning_content"] == "4" and "reasoning_content" not in seen[0][0]
+
+
 def test_truncated_completions_leave_the_loss(make_trainer):
     trainer = canned(make_trainer(lengths_reward, mask_truncated_completions=True, max_steps=1))
     trainer.train()
