@@ -21,7 +21,7 @@ from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.metrics import MetricLog, RolloutColumns, rollout_metrics
 from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
 from grpo_trainer.phases import phase
-from grpo_trainer.prompts import check_context, encode_prompts
+from grpo_trainer.prompts import check_context, check_prompts, encode_prompts
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
 from grpo_trainer.rollout import Rollouts
 from grpo_trainer.rollout.transformers import pad_token_id
@@ -145,6 +145,7 @@ class Collector:
     def evaluate(self, rows: list[Row], sinks: Sinks) -> MicroBatch:
         """One micro-batch of ``rows``, this process's. A prompt's group is consecutive, over the
         processes in order."""
+        check_prompts(rows)
         size = self._args.eval_group_size
         scored = self._sample(rows, size, sinks)
         return self._slices(scored, size, 1, sinks)[0]
@@ -152,6 +153,7 @@ class Collector:
     def _draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
         """This process's rows of the next ``count`` prompts, a group for each."""
         taken = prompts.take(count)
+        check_prompts(taken)
         rows = list(repeated(taken, self._args.num_generations))
         accelerator = self._accelerator
         return rows[share(len(rows), accelerator.process_index, accelerator.num_processes)]

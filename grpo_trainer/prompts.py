@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
@@ -22,7 +23,8 @@ def encode_prompts(
     ``tools`` are the schemas of what each of them may call.
 
     Raises:
-        ValueError: a prompt is neither text nor messages, or has no tokens.
+        ValueError: a prompt is neither text nor messages, the chat template fails on it, or it has
+            no tokens.
     """
     known: dict[tuple[str, str], list[int]] = {}  # a group repeats its prompt
     encoded = []
@@ -35,6 +37,14 @@ def encode_prompts(
             known[key] = ids if max_length is None else ids[-max_length:]
         encoded.append(known[key])
     return encoded
+
+
+def check_prompts(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the ``prompt`` of every row is text or messages."""
+    for row in rows:
+        wrong = _wrong(row["prompt"])
+        if wrong is not None:
+            raise ValueError(f"{_EXPECTED}, got {wrong} in the row {shortened(row)}")
 
 
 def check_context(
@@ -81,23 +91,56 @@ def decode_completions(
 def _encode(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
 ) -> list[int]:
+    wrong = _wrong(prompt)
+    if wrong is not None:
+        raise ValueError(f"{_EXPECTED}, got {wrong}")
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        # a prompt that ends with the assistant's words is continued, not answered
-        answered = prompt[-1].get("role") == "assistant"
-        ids = tokenizer.apply_chat_template(
-            prompt,
+        ids = list(tokenizer(prompt)["input_ids"])
+    else:
+        ids = _rendered(prompt, tokenizer, template)
+    if not ids:
+        raise ValueError(f"prompt: expected at least one token, got none from {shortened(prompt)}")
+    return ids
+
+
+def _rendered(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
+) -> list[int]:
+    # a prompt that ends with the assistant's words is continued, not answered
+    answered = messages[-1]["role"] == "assistant"
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages,
             tokenize=True,
             return_dict=True,
             add_generation_prompt=not answered,
             continue_final_message=answered,
             **template,
-        )["input_ids"]
-    else:
-        raise ValueError(
-            f"prompt: expected text or a list of messages, got {type(prompt).__name__}"
         )
-    if not ids:
-        raise ValueError(f"prompt: expected at least one token, got none from {shortened(prompt)}")
-    return list(ids)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"prompt: the chat template fails on {shortened(messages)}: {error}"
+        ) from error
+    return list(rendered["input_ids"])
+
+
+_EXPECTED = "prompt: expected text, or a list of messages with role and content"
+
+
+def _wrong(prompt: Any) -> str | None:
+    """Say what a prompt is that is none."""
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list):
+        return type(prompt).__name__
+    return "an empty list" if not prompt else next(filter(None, map(_wrong_message, prompt)), None)
+
+
+def _wrong_message(message: Any) -> str | None:
+    if not isinstance(message, dict):
+        return f"{type(message).__name__} among messages"
+    missing = [] if isinstance(message.get("role"), str) else ["role"]
+    # a turn that only calls tools says nothing
+    if message.get("content") is None and not message.get("tool_calls"):
+        missing.append("content")
+    return f"a message without {' and '.join(missing)}" if missing else None

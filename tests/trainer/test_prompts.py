@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
 
 from grpo_trainer.microbatch import TokenCounts, collate, pad_rows
 from grpo_trainer.prompts import decode_completions, encode_prompts
@@ -19,10 +20,41 @@ def test_plain_and_conversational(chat_tokenizer):
     assert texts == ["12", [{"role": "assistant", "content": "1"}]]
 
 
-@pytest.mark.parametrize(("prompt", "got"), [(3, "int"), ([], "list"), ("", "none")])
-def test_wrong_prompts(tokenizer, prompt, got):
-    with pytest.raises(ValueError, match=f"prompt: .*got {got}"):
-        encode_prompts([prompt], tokenizer)
+USER = {"role": "user", "content": "12"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "got"),
+    [
+        (3, "got int"),
+        ([], "got an empty list"),
+        ("", "got none"),
+        (["12"], "got str among messages"),
+        ([USER, {"content": "1"}], "got a message without role"),
+        ([USER, {"role": "user", "text": "1"}], "got a message without content"),
+        ([{"role": "user", "content": None}], "got a message without content"),
+        ([{}], "got a message without role and content"),
+        ([USER, {"role": "assistant", "tool_calls": [{}]}], r"the chat template fails on \[\{"),
+    ],
+)
+def test_wrong_prompts(chat_tokenizer, prompt, got):
+    with pytest.raises(ValueError, match=f"prompt: .*{got}"):
+        encode_prompts([prompt], chat_tokenizer)
+
+
+def test_wrong_prompts_name_their_row(make_trainer, dataset):
+    trainer = make_trainer(shuffle_dataset=False)
+    for name in ("train_dataset", "eval_dataset"):
+        wrong = Dataset.from_list([{"prompt": [], "answer": "this one"}] * 4)
+        setattr(trainer, name, wrong)
+        with pytest.raises(ValueError, match="prompt: .* got an empty list in the row .*this one"):
+            trainer.train() if name == "train_dataset" else trainer.evaluate()
+
+
+def test_a_template_that_fails(chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(ValueError, match="prompt: the chat template fails on .*: no users"):
+        encode_prompts([[USER]], chat_tokenizer)
 
 
 def test_cut_after_first_eos():
