@@ -52,6 +52,7 @@ def run_settings(args: GRPOConfig, train_dataset: Any) -> dict[str, Any]:
         **{name: getattr(args, name) for name in _SETTINGS},
         "beta != 0": args.beta != 0,
         "a dynamic_prompts_fn": args.dynamic_prompts_fn is not None,
+        "dynamic_prompts_form": args.dynamic_prompts_form if args.dynamic_prompts_fn else None,
         "rows of train_dataset": prompts,
     }
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo_trainer.config_checks import check_number
+from grpo_trainer.config_checks import check_choice, check_number
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
+
+PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
 
 
 def _help(text: str) -> dict[str, str]:
@@ -42,6 +44,13 @@ class ToolFields:
             "next."
         ),
     )
+    dynamic_prompts_form: str = field(
+        default="samples",
+        metadata=_help(
+            "What dynamic_prompts_fn is given and returns: samples (one entry per completion, with "
+            "the dataset's prompt) or groups (one per prompt, with all its completions)."
+        ),
+    )
 
 
 def check_tools(args: GRPOConfig) -> None:
@@ -52,6 +61,12 @@ def check_tools(args: GRPOConfig) -> None:
     if function is not None and not isinstance(function, str) and not callable(function):
         raise ValueError(
             f"dynamic_prompts_fn: expected a function or its import path, got {function!r}"
+        )
+    form = args.dynamic_prompts_form
+    check_choice("dynamic_prompts_form", form, PROMPT_FORMS)
+    if function is None and form != "samples":
+        raise ValueError(
+            f"dynamic_prompts_form: expected only with dynamic_prompts_fn, got {form!r}"
         )
     if function is not None and args.overlap_generation:
         raise ValueError(

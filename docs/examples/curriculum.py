@@ -38,6 +38,7 @@ def main() -> None:
         args=GRPOConfig(
             output_dir="out/curriculum",
             dynamic_prompts_fn=more_when_ready,
+            dynamic_prompts_form="groups",
             per_device_train_batch_size=64,
             num_generations=8,
             max_completion_length=MOST + 1,

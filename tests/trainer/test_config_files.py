@@ -57,6 +57,7 @@ VALUES: dict[str, Any] = {
     "max_tool_calling_iterations": 3,
     "tool_timeout": 2.5,
     "dynamic_prompts_fn": "package.module.function",
+    "dynamic_prompts_form": "groups",
     "log_completions": True,
     "write_report": False,
     "num_completions_to_print": 0,
@@ -118,6 +119,7 @@ VALUES: dict[str, Any] = {
     "vllm_importance_sampling_clip_min": 0.5,
 }
 NEEDS = {
+    "dynamic_prompts_form": {"dynamic_prompts_fn": "package.module.function"},
     "sync_ref_model": {"beta": 0.1},
     "use_adaptive_entropy": {"entropy_coef": 0.1},
     "use_kept_sets": {"top_k": 20},

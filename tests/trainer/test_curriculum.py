@@ -19,11 +19,18 @@ from grpo_trainer.sampling import PromptStream
 from grpo_trainer.scored import Rollout, Scored
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
+GROUPS = {"dynamic_prompts_form": "groups"}
 
 
 def harder(prompts, completions, rewards, metas):
     """The first prompt grows, the second makes room for the dataset's next."""
     return [f"9{prompts[0]}", None]
+
+
+def hint(prompts, completions, rewards, metas):
+    """A number before those that went badly, another one before those that went well."""
+    numbers = [1 if reward < 3.5 else 2 for reward in rewards]
+    return [f"{number}{prompt}" for number, prompt in zip(numbers, prompts, strict=True)]
 
 
 @pytest.fixture
@@ -50,8 +57,86 @@ def train(make_args, policy, tokenizer, dataset):
 # the dataset's prompts: 000=, 037=, 074=, 111=, 148=, ...; answers are their digits backwards
 
 
+def test_rewritten_prompts_come_next_and_the_dataset_goes_on(train):
+    """The rewards of the first prompt are 0 to 3, those of the second 4 to 7."""
+    seen, _ = train(hint, max_steps=5)
+    assert seen == [
+        [("000=", "000"), ("037=", "730")],
+        [("1000=", "000"), ("2037=", "730")],
+        [("074=", "470"), ("111=", "111")],
+        [("1074=", "470"), ("2111=", "111")],
+        [("148=", "841"), ("185=", "581")],
+    ]
+
+
+def test_what_a_function_of_samples_is_given(train):
+    calls = []
+
+    def record(prompts, completions, rewards, metas):
+        calls.append(copy.deepcopy((prompts, completions, rewards, metas)))
+        metas[0]["answer"] = metas[1]["prompt"] = "changed"  # a copy
+        return [*["1" + prompt for prompt in prompts[:4]], None, *prompts[5:]]
+
+    seen, _ = train(record, max_steps=2)
+    (prompts, completions, rewards, metas), (later, *_, after) = calls
+    assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
+    assert len(completions) == 8 and all(isinstance(text, str) for text in completions)
+    assert (
+        metas
+        == [{"prompt": "000=", "answer": "000"}] * 4 + [{"prompt": "037=", "answer": "730"}] * 4
+    )
+    # the second prompt was returned as it is, so the dataset goes on in its place
+    assert seen[1] == [("1000=", "000"), ("074=", "470")]
+    assert later == ["000="] * 4 + ["074="] * 4  # the dataset's prompts
+    assert after[0] == {"prompt": "1000=", "answer": "000"}  # and what was completed
+
+
+@pytest.mark.parametrize(
+    ("returned", "following"),
+    [
+        (["1=", "2=", "2=", "1="], "1="),
+        (["1=", "2=", "2=", "3="], "2="),
+        (["1=", None, None, "3="], "037="),
+        (["000=", "000=", "2=", "2="], "037="),  # the dataset's own
+    ],
+)
+def test_what_most_samples_of_a_prompt_got(train, returned, following):
+    changes = {"per_device_train_batch_size": 4, "max_steps": 2}
+    seen, _ = train(lambda *given: returned, **changes)
+    assert [prompt for [(prompt, _)] in seen] == ["000=", following]
+
+
+def curriculum_fn(prompts, completions, rewards, metas):
+    new_prompts = []
+    for p, r in zip(prompts, rewards, strict=True):
+        if r < 0:
+            # low reward, add a hint
+            new_prompts.append(p + " // Hint: check your color setup in GLSL")
+        else:
+            # high reward, increase difficulty
+            new_prompts.append(p + " // Next: add moving gradient effect")
+    return new_prompts
+
+
+def test_hints_do_not_pile_up(make_args, policy, tokenizer, dataset):
+    """As long as they did, prompts outgrew the policy's positions."""
+    seen = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        seen.append(prompts[0])
+        return [float(len(ids) - 3) for ids in completion_ids]
+
+    args = make_args(max_steps=8, dynamic_prompts_fn=curriculum_fn)
+    GRPOTrainer(policy, reward, args, dataset, None, tokenizer).train()
+    originals, rewritten = seen[::2], seen[1::2]
+    assert len(set(originals)) == 4
+    for original, prompt in zip(originals, rewritten, strict=True):
+        assert prompt in (f"{original} // Hint: check your color setup in GLSL",
+                          f"{original} // Next: add moving gradient effect")  # fmt: skip
+
+
 def test_prompts_are_replaced_with_their_columns(train):
-    seen, _ = train(harder)
+    seen, _ = train(harder, **GROUPS)
     assert seen == [
         [("000=", "000"), ("037=", "730")],
         [("9000=", "000"), ("074=", "470")],
@@ -60,7 +145,7 @@ def test_prompts_are_replaced_with_their_columns(train):
     ]
 
 
-def test_what_the_function_is_given(train):
+def test_what_a_function_of_groups_is_given(train):
     calls = []
 
     def record(prompts, completions, rewards, metas):
@@ -68,7 +153,7 @@ def test_what_the_function_is_given(train):
         metas[0]["answer"] = prompts[0] = "changed"  # a copy
         return [None, None]
 
-    seen, _ = train(record, max_steps=2)
+    seen, _ = train(record, max_steps=2, **GROUPS)
     prompts, completions, rewards, metas = calls[0]
     assert prompts == ["000=", "037="] and rewards == [1.5, 5.5]
     assert metas == [{"answer": "000"}, {"answer": "730"}]
@@ -87,19 +172,25 @@ def test_once_per_generation_batch_and_never_in_evaluation(train):
         return prompts
 
     changes = {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
-    train(record, max_steps=4, per_device_eval_batch_size=4, **changes)
+    train(record, max_steps=4, per_device_eval_batch_size=4, **changes, **GROUPS)
     assert calls == [["000=", "037="]] * 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 3, "max_steps": 7}])
-def test_resumed_run_is_the_straight_run(train, changes, tmp_path):
+@pytest.mark.parametrize(("function", "form"), [(harder, "groups"), (hint, "samples")])
+def test_resumed_run_is_the_straight_run(train, function, form, changes, tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"} | changes
-    _, straight = train(harder, **changes)
-    _, resumed = train(harder, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
+    changes["dynamic_prompts_form"] = form
+    _, straight = train(function, **changes)
+    _, resumed = train(function, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
     assert logged(resumed) == logged(straight)
     assert torch.equal(parameters(resumed.model), parameters(straight.model))
-    with pytest.raises(ValueError, match="a dynamic_prompts_fn = True, got False"):
-        train(None, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
+    others = {"dynamic_prompts_fn = True, got False": (None, "samples")}
+    others[f"dynamic_prompts_form = {form}, got"] = (function, {"groups", "samples"} - {form})
+    for message, (other, kind) in others.items():
+        changes["dynamic_prompts_form"] = kind if isinstance(kind, str) else kind.pop()
+        with pytest.raises(ValueError, match=message):
+            train(other, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
 
 
 def test_dynamic_sampling_draws_from_the_dataset(make_args, policy, tokenizer, dataset):
@@ -114,7 +205,9 @@ def test_dynamic_sampling_draws_from_the_dataset(make_args, policy, tokenizer, d
         given.append(prompts)
         return prompts
 
-    args = make_args(dynamic_sampling=True, max_steps=2, dynamic_prompts_fn=stay, **TWO_PROMPTS)
+    args = make_args(
+        dynamic_sampling=True, max_steps=2, dynamic_prompts_fn=stay, **TWO_PROMPTS, **GROUPS
+    )
     trainer = GRPOTrainer(policy, reward, args, dataset, None, tokenizer)
     trainer._collector._rollouts = CannedEngine(tokenizer)
     trainer.train()
@@ -133,15 +226,15 @@ def test_messages_stay_messages(make_args, policy, chat_tokenizer, dataset):
     def longer(prompts, completions, rewards, metas):
         return [[{"role": "user", "content": f"1{prompt[0]['content']}"}] for prompt in prompts]
 
-    args = make_args(max_steps=2, shuffle_dataset=False, dynamic_prompts_fn=longer)
+    args = make_args(max_steps=2, shuffle_dataset=False, dynamic_prompts_fn=longer, **GROUPS)
     GRPOTrainer(policy, reward, args, chat, processing_class=chat_tokenizer).train()
     assert seen == ["000", "1000"]
 
 
-def ask(function, prompt="12=", **columns):
+def ask(function, prompt="12=", form="groups", **columns):
     rows = [{"prompt": prompt} | columns, {"prompt": prompt} | columns]
     curriculum = Curriculum(PromptStream(Dataset.from_list([{"prompt": "1="}])), function,
-                            Accelerator(cpu=True))  # fmt: skip
+                            Accelerator(cpu=True), form)  # fmt: skip
     rollouts = [Rollout(prompt, [3], "4", [4], False, row=row) for row in rows]
     nothing = torch.zeros(2)
     scored = Scored(rollouts, torch.zeros(2, 1), RolloutColumns(nothing, nothing, nothing))
@@ -152,7 +245,7 @@ def ask(function, prompt="12=", **columns):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (["1="], "expected a list of 2 prompts, one per prompt, got 1"),
+        (["1="], "expected a list of 2 prompts, one per prompt that it was given, got 1"),
         (["1="] * 3, "got 3"),
         ("12", "got str"),
         (None, "got NoneType"),
@@ -160,9 +253,10 @@ def ask(function, prompt="12=", **columns):
         ([[{"role": "user", "content": "1"}]] * 2, "expected text or None"),
     ],
 )
-def test_wrong_answers(answer, message):
+@pytest.mark.parametrize("form", ["groups", "samples"])
+def test_wrong_answers(answer, message, form):
     with pytest.raises(ValueError, match=f"dynamic_prompts_fn: .*{message}"):
-        ask(lambda *given: answer)
+        ask(lambda *given: answer, form=form)
 
 
 def test_other_errors():
@@ -179,7 +273,7 @@ def test_other_errors():
 
 def test_the_config_takes_a_function_or_its_path(make_args, train):
     path = "test_curriculum.harder"
-    assert train(path, max_steps=2)[0] == train(harder, max_steps=2)[0]
+    assert train(path, max_steps=2, **GROUPS)[0] == train(harder, max_steps=2, **GROUPS)[0]
     assert make_args(dynamic_prompts_fn=harder).to_dict()["dynamic_prompts_fn"] == path
     assert path in make_args(dynamic_prompts_fn=harder).to_json_string()
     local = make_args(dynamic_prompts_fn=lambda *given: given)  # which has no pickle
@@ -192,5 +286,9 @@ def test_the_config_takes_a_function_or_its_path(make_args, train):
     ):
         with pytest.raises(ValueError, match=f"dynamic_prompts_fn: {message}"):
             train(wrong)
+    with pytest.raises(ValueError, match="dynamic_prompts_form: expected one of samples, groups"):
+        make_args(dynamic_prompts_fn=harder, dynamic_prompts_form="prompts")
+    with pytest.raises(ValueError, match="dynamic_prompts_form: expected only with dynamic_prompt"):
+        make_args(**GROUPS)
     with pytest.raises(ValueError, match="dynamic_prompts_fn: .* with overlap_generation"):
         GRPOConfig(use_cpu=True, dynamic_prompts_fn=harder, overlap_generation=True)

@@ -84,5 +84,6 @@ def test_rollout_function(run):
 
 def test_curriculum():
     names: dict[str, Any] = {"GRPOConfig": lambda **k: GRPOConfig(**k)}
-    exec(block("def harder"), names)
-    assert names["args"].dynamic_prompts_fn(["a", "b"], [], [1.0, 0.0], []) == ["a Be brief.", None]
+    exec(block("def curriculum"), names)
+    answer = names["args"].dynamic_prompts_fn(["a", "b"], ["", ""], [1.0, 0.0], [{}, {}])
+    assert answer == ["a Be brief.", "b Hint: think step by step."]

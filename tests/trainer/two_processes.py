@@ -54,7 +54,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_generation": True, "eval_strategy": "steps", "eval_steps": 1},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
     "tools": {"max_completion_length": 120, "eval_strategy": "steps", "eval_steps": 2},
-    "curriculum": {},  # its function is below
+    "curriculum": {"dynamic_prompts_form": "groups"},  # its function is below
 }
 
 
