@@ -15,6 +15,7 @@ Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THINKS = "<think>"
+_OPENING = 16  # tokens that a generation prompt may open a thought with
 _THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 
 
@@ -48,7 +49,8 @@ class TurnParser:
         decode = self._tokenizer.decode
         ended = ids[-1] in self._eos
         text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        message = self.read(text, end, decode(prefix), tools)
+        before = decode(prefix if self._by_template else prefix[-_OPENING:])
+        message = self.read(text, end, before, tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
 
     def completions(
@@ -75,9 +77,10 @@ class TurnParser:
 
 
 def _message(parsed: dict[str, Any], end: str) -> Message:
-    # some templates leave the end in the text
-    content = (parsed.get("content") or "").removesuffix(end)
-    message: Message = {"role": "assistant"} | parsed | {"content": content}
+    # some templates leave the end in the text, or in a thought that was not closed
+    texts = {k: v.removesuffix(end) for k, v in parsed.items() if isinstance(v, str)}
+    message: Message = {"role": "assistant"} | parsed | texts
+    message["content"] = message.get("content") or ""
     if "tool_calls" in message:
         message["tool_calls"] = [_checked(call) for call in message["tool_calls"]]
     return message

@@ -156,7 +156,7 @@ def test_a_response_template_reads_completions(make_args, policy, chat_tokenizer
     chat_tokenizer.response_template = {
         "start_anchor": "=",
         "fields": {
-            "reasoning_content": {"open": "9", "close": "<eos>", "content": "text"},
+            "reasoning_content": {"open": "9", "close": "8", "content": "text"},
             "content": {"close": "<eos>", "content": "text"},
         },
     }
