@@ -85,10 +85,12 @@ def test_what_is_sampled(make_engine, policy, tokenizer):
     again = [engine.generate(group, sampling(tokenizer)).token_ids for _ in range(2)]
     torch.manual_seed(5)
     assert engine.generate(group, sampling(tokenizer)).token_ids == again[0] != again[1]
-    ids = engine.generate(PROMPTS[:1] * 128, sampling(tokenizer, temperature=2.0)).token_ids
-    ended = [row for row in ids if eos in row]
-    assert ended and all(row.index(eos) == len(row) - 1 for row in ended)  # kept, and the last
-    assert all(len(row) == 8 for row in ids if eos not in row)
+    for ends in ({eos}, {eos, tokenizer.convert_tokens_to_ids("7")}):
+        hot = sampling(tokenizer, temperature=2.0, eos_token_ids=frozenset(ends))
+        ids = engine.generate(PROMPTS[:1] * 128, hot).token_ids
+        assert {row[-1] for row in ids} > ends  # each is kept, and the last
+        assert not any(ends & set(row[:-1]) for row in ids)
+        assert all(len(row) == 8 for row in ids if row[-1] not in ends)
 
     seeded = sampling(tokenizer, engine_options={"seed": 5})
     first, second = (engine.generate(group, seeded).token_ids for _ in range(2))
