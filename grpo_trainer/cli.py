@@ -82,7 +82,8 @@ class RunArguments(AdapterArguments):
             raise ValueError("--reward_funcs is required")
         super().__post_init__()
         if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # modules beside the user's data
+            # modules beside the user's data; at the end: a file there replaces no installed module
+            sys.path.append(os.getcwd())
         for name in self.import_modules or ():
             _import(name)
 

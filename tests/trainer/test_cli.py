@@ -93,6 +93,21 @@ def test_config_file_and_reward_beside_the_data(model, dataset, tmp_path):
     assert [item.name for item in trainer._collector._rewards] == ["one", "think_format_reward"]
 
 
+def test_installed_modules_come_before_those_beside_the_data(tmp_path, monkeypatch):
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "a_tracker.py").write_text("WHERE = 'installed'\n")
+    monkeypatch.syspath_prepend(installed)
+    (tmp_path / "a_tracker.py").write_text("raise RuntimeError('run from the working directory')\n")
+    (tmp_path / "my_losses.py").write_text("import a_tracker\n\nWHERE = a_tracker.WHERE\n")
+    try:
+        cli.parse(arguments("model", "rows.jsonl", import_modules="my_losses"))
+        assert sys.modules["my_losses"].WHERE == "installed"
+    finally:
+        for name in ("a_tracker", "my_losses"):
+            sys.modules.pop(name, None)
+
+
 LOSS_MODULE = """
 from grpo_kernels.losses import NamedLoss, Surrogate, register_loss, register_surrogate
 
