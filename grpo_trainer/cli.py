@@ -16,6 +16,7 @@ from grpo_trainer.adapter_arguments import AdapterArguments
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import load_prompts, looks_local
 from grpo_trainer.imports import load_function
+from grpo_trainer.printable import printable
 from grpo_trainer.report.command import main as report
 from grpo_trainer.run_file import RunFile, read_run_file
 from grpo_trainer.trainer import GRPOTrainer
@@ -179,7 +180,7 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
 
 def fail(message: str) -> NoReturn:
     """One line on stderr, exit code 2."""
-    print(f"grpo-train: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"grpo-train: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.printable import printable
 from grpo_trainer.scored import Rollout
 
 # reward functions may add others; those of the rewards are called rewards/NAME
@@ -135,5 +136,6 @@ def _cell(name: str, value: Any) -> Text:
         return Text(f"{value:+.2f}", style="green" if value > 0 else "red" if value < 0 else "dim")
     if isinstance(value, float):
         return Text(f"{value:.3g}")
-    text = str(value)  # a Text: brackets in it are no markup
-    return Text(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")
+    text = str(value)
+    cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return Text(printable(cut))  # a Text: brackets in it are no markup

@@ -185,11 +185,13 @@ def test_errors_before_loading(capsys, dataset):
 def test_errors_of_model_data_and_rewards(capsys, model, dataset):
     rows = write(dataset, "rows.jsonl")
     other = write(dataset.rename_column("prompt", "question"), "other.csv")
+    hostile = write(dataset.rename_column("prompt", "\x1b[2Jquestion"), "hostile.csv")
     assert "no such file" in fails(capsys, arguments(model, "missing.jsonl"))
     assert "no such folder" in fails(capsys, arguments(model, "./missing"))
     assert "cannot be loaded" in fails(capsys, arguments(model, "missing/hub-dataset"))
     message = fails(capsys, arguments(model, other))
     assert "`prompt`" in message and "question, answer" in message
+    assert "got columns \\x1b[2Jquestion" in fails(capsys, arguments(model, hostile))
     assert "no_such_reward" in fails(capsys, arguments(model, rows, "no_such_reward"))
     assert "'nothing.here'" in fails(capsys, arguments(model, rows, "nothing.here"))
     assert "missing/hub-model" in fails(capsys, arguments("missing/hub-model", rows))

@@ -12,6 +12,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from grpo_trainer.completions import completion_table
 from grpo_trainer.live import LiveView, sparkline
+from grpo_trainer.printable import printable
 from grpo_trainer.progress import PlainProgress, Snapshot, duration, line, show_progress
 
 
@@ -90,3 +91,17 @@ def test_completions_as_a_table(markup):
     for words in ("completions at step 3", "right", "short", "level", "+0.70", "-0.70", "..."):
         assert words in text, words
     assert markup.split()[0] in text and "truncated" not in text
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "a column"])
+def test_texts_do_not_command_the_terminal(column):
+    console = terminal(color_system=None)
+    text = "a\nb\tc\x1b]0;title\x07\x1b[2J\r\x9b8m\x7f\u202e\u2066"
+    console.print(completion_table([{column: text}], "completions at step 3"))
+    shown = console.file.getvalue()
+    assert re.search("[^\n -~\u2500-\u257f]", shown) is None  # but letters and the frame
+    assert r"\x1b]0;title\x07\x1b[2J\r\x9b8m\x7f\u202e\u2066" in shown
+
+
+def test_printable():
+    assert printable("a\tb\n\u200d\u05d0 \ud800") == "a\tb\n\u200d\u05d0 \\ud800"

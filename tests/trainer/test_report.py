@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -126,6 +127,16 @@ def test_page_of_one_run(sick_run, tmp_path, dark, size):
     blue = [0x6E, 0xA8, 0xFE] if dark else [0x25, 0x63, 0xEB]  # --c0 of page.css
     off = abs(page.pixels * 255 - blue).max(axis=2)
     assert (off < 40).sum() > 100  # the first curve
+
+
+def test_names_and_values_are_no_markup(tmp_path):
+    facts = {SICK: SICK}
+    record = replace(run(tmp_path, f"run {SICK}", **{SICK: lambda step: 1.0}), settings=facts)
+    record = replace(record, changed=[SICK], recipe=facts, environment=facts)
+    other = replace(record, name=f"other {SICK}", settings={SICK: "b"}, recipe={SICK: "b"})
+    for runs in ([record], [record, other]):
+        page = render(runs)
+        assert page.count("example.com") > 5 and "<img" not in page
 
 
 def test_page_of_two_runs(sick_run, tmp_path, capsys):
