@@ -21,6 +21,7 @@ from grpo_trainer.config_loss import LossFields, loss_config
 from grpo_trainer.config_names import OldNames, adopt_old_names
 from grpo_trainer.config_rollout import RolloutFields, check_rollout
 from grpo_trainer.config_tools import ToolFields, check_tools, import_path
+from grpo_trainer.masking import masked
 
 __all__ = ["GRPOConfig", "loss_config", "options"]
 
@@ -251,8 +252,15 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
         check_tools(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in TrainingArguments: for JSON."""
-        return super().to_dict() | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
+        """As in TrainingArguments: for JSON, and without secrets, those in dictionaries too."""
+        path = {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
+        return masked(super().to_dict() | path)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items())
+        return f"{type(self).__name__}({shown})"
+
+    __str__ = __repr__
 
     def __getstate__(self) -> dict[str, Any]:
         # a checkpoint holds a pickle of the arguments, which a function may not have

@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from grpo_trainer.advantages import AGGREGATIONS, SCALES
+from grpo_trainer.masking import masked_text
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
@@ -66,7 +67,9 @@ def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     """
     if value is None or isinstance(value, dict):
         return value or {}
-    raise ValueError(f"{name}: expected a dictionary, as JSON {{...}}, got {value!r}")
+    raise ValueError(
+        f"{name}: expected a dictionary, as JSON {{...}}, got {masked_text(repr(value))}"
+    )
 
 
 def parse_json_fields(args: GRPOConfig) -> None:
@@ -81,7 +84,8 @@ def parse_json_fields(args: GRPOConfig) -> None:
             try:
                 setattr(args, name, json.loads(value))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{name}: expected JSON, got {value!r}: {error}") from error
+                shown = masked_text(repr(value))
+                raise ValueError(f"{name}: expected JSON, got {shown}: {error}") from error
 
 
 def set_generation_batch(args: GRPOConfig) -> None:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_trainer.config_checks import check_choice, check_number, options
+from grpo_trainer.masking import masked_url
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
@@ -248,9 +249,13 @@ def _check_kept_sets(args: GRPOConfig) -> None:
 
 def check_url(name: str, url: str) -> None:
     """Raises ValueError unless ``url`` is that of a web server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{name}: expected http://host:port, got {url!r}")
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port
+        good = False
+    if not good:
+        raise ValueError(f"{name}: expected http://host:port, got {masked_url(url)!r}")
 
 
 def _check_one_engine(args: GRPOConfig) -> None:

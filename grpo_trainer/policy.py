@@ -16,6 +16,7 @@ from transformers import (
 from grpo_kernels.model_head import keep_head_in_fp32
 from grpo_trainer.adapters import prepare_adapter, with_adapter
 from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.masking import masked_text
 
 
 def load_policy(
@@ -39,7 +40,8 @@ def load_policy(
         }
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"{name}: expected None with a model instance, got {value!r}")
+                shown = masked_text(repr(value))
+                raise ValueError(f"{name}: expected None with a model instance, got {shown}")
     if args.cast_lm_head_to_fp32:
         keep_head_in_fp32(model)
     if peft_config is not None:

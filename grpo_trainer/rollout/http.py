@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import requests
 
+from grpo_trainer.masking import masked_urls
 from grpo_trainer.rollout.connections import CuttableAdapter
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class JsonServer:
     """One server that speaks JSON.
 
     Args:
-        url: of its root.
+        url: of its root. User and password in it are sent as basic authentication.
         patience: seconds to keep trying to connect.
         api_key: sent as a bearer token; None: none is sent.
         advice: what to do about a path that it does not have.
@@ -49,7 +50,8 @@ class JsonServer:
     def __init__(
         self, url: str, patience: float, api_key: str | None = None, advice: str = ""
     ) -> None:
-        self.url = url.rstrip("/")
+        self._root = url.rstrip("/")
+        self.url = masked_urls(self._root)  # for messages
         self.patience = patience
         self._advice = advice
         self._session = requests.Session()
@@ -59,6 +61,11 @@ class JsonServer:
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, self._adapter)
         if api_key:
+            if self.url != self._root:
+                raise ValueError(
+                    f"api_key: expected none with a user and a password in the URL, {self.url}: a "
+                    "request carries one of the two"
+                )
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str, timeout: float = 60.0) -> Any:
@@ -129,7 +136,7 @@ class JsonServer:
         try:
             response = self._session.request(
                 method,
-                self.url + path,
+                self._root + path,
                 json=body,
                 timeout=(_CONNECT_TIMEOUT, timeout),
                 allow_redirects=False,

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from grpo_trainer.config_rollout import check_url
 from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
 from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.rollout.vllm_answer import completions_of
@@ -43,6 +44,7 @@ class VLLMClient:
 
     Raises:
         ServerError: no server answers in time.
+        ValueError: the URL is none, or has a password beside an API key.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class VLLMClient:
         api_key: str | None = None,
         transfer: Callable[[VLLMClient], WeightTransfer] | None = None,
     ) -> None:
+        if base_url is not None:
+            check_url("base_url", base_url)
         url = base_url or f"http://{f'[{host}]' if ':' in host else host}:{server_port}"
         key = api_key or os.environ.get("VLLM_API_KEY")
         self.server = JsonServer(url, connection_timeout, key, _ADVICE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -277,6 +278,25 @@ def test_a_server_that_stays_away(make_client, stub):
     assert not client.health()
     with pytest.raises(ServerError, match="no connection"):
         make_client(connection_timeout=0.0)
+
+
+def test_a_password_in_the_url(stub, caplog):
+    url = stub.url.replace("//", "//user:hf_private@")
+    client = VLLMClient(url, connection_timeout=5.0)
+    stub.script[COMPLETE] = [(500, {"error": "busy"}), (400, {"error": "no"})]
+    with pytest.raises(ServerError, match=r"http://\*\*\*@127.0.0.1:.*got 400") as error:
+        client.generate([[1]])
+    assert {key for _, _, key in stub.asked} == {"Basic dXNlcjpoZl9wcml2YXRl"}
+    stub.close()
+    with pytest.raises(ServerError, match="no connection") as gone:
+        VLLMClient(url)
+    assert "got 500" in caplog.text and "hf_private" not in caplog.text
+    for raised in (error.value, gone.value):
+        assert "hf_private" not in "".join(traceback.format_exception(raised))
+    with pytest.raises(ValueError, match=r"api_key: expected none .*, http://\*\*\*@127.0.0.1:"):
+        VLLMClient(url, api_key="secret")
+    with pytest.raises(ValueError, match="base_url: expected http://host:port, got '127.0.0.1:1'"):
+        VLLMClient("127.0.0.1:1")
 
 
 def test_addresses():

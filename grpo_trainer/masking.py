@@ -1,0 +1,43 @@
+"""Settings as they may be written and printed: without tokens and passwords."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NAMES = r"(token|password|passwd|secret|api[_-]?key|access[_-]?key|authorization)"
+_SECRET = re.compile(_NAMES + "$", re.IGNORECASE)
+_MENTIONED = re.compile(_NAMES, re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")  # and password, in a URL
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return ``value`` with ``<NAME>`` in place of what is called a token, a password or the like.
+
+    Dictionaries and lists are copied, and URLs lose user and password.
+    """
+    if isinstance(value, dict):
+        return {key: masked(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [masked(item, name) for item in value]
+    if value is None or isinstance(value, bool):  # token=True: the one that is stored
+        return value
+    if _SECRET.search(name):
+        return f"<{name.upper()}>"
+    return masked_urls(value) if isinstance(value, str) else value
+
+
+def masked_urls(text: str) -> str:
+    """Return ``text`` with its URLs without user and password."""
+    return _USER.sub("***@", text)
+
+
+def masked_url(url: str) -> str:
+    """Return one URL without user and password, also if it is not written as URLs are."""
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL)
+
+
+def masked_text(text: str) -> str:
+    """Return settings that could not be read, cut off where they begin to name a secret."""
+    found = _MENTIONED.search(text)
+    return masked_urls(text if found is None else f"{text[: found.end()]}...")
