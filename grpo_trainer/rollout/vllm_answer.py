@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_trainer.rollout.base import Completions, TokenIds
 
 _NEVER = -9999.0  # vLLM's stand-in for minus infinity, which JSON does not have
+_ROUNDING = 1e-2  # by so much a log-probability may be above 0
 
 
-def completions_of(
-    answer: Any, prompts: list[TokenIds], n: int, logprobs: int | None
-) -> Completions:
-    """``n`` completions per prompt in order, and the log-probabilities of their tokens.
+class Asked(NamedTuple):
+    """What a request asked for."""
+
+    prompts: list[TokenIds]
+    n: int  # completions of each
+    max_tokens: int
+    logprobs: int | None
+    vocab_size: int | None  # None: unknown
+
+
+def completions_of(answer: Any, asked: Asked) -> Completions:
+    """Return ``n`` completions per prompt in order, and the log-probabilities of their tokens.
 
     With ``logprobs`` above 0 it has those of the likeliest ids, too, and so what was kept of them.
 
     Raises:
         ValueError, KeyError, TypeError: the answer is no such thing.
     """
+    prompts, n, logprobs = asked.prompts, asked.n, asked.logprobs
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
         raise ValueError(f"{len(choices)} choices")
     token_ids, values, kept = [], [], []
     for choice in choices:
-        ids = choice["token_ids"]
-        if not ids or not all(type(token) is int for token in ids):
-            raise ValueError(f"token_ids {ids!r}")
+        ids = _checked_ids(choice["token_ids"], asked.vocab_size)
+        if not 0 < len(ids) <= asked.max_tokens:
+            raise ValueError(f"{len(ids)} tokens, expected 1 to max_tokens = {asked.max_tokens}")
         sent = prompts[choice["index"] // n]
         if choice["prompt_token_ids"] not in (None, sent):  # None: that of the choice before
             raise ValueError("the completion of another prompt")
@@ -35,10 +45,19 @@ def completions_of(
         if logprobs is not None:
             values.append(_numbers(choice["logprobs"]["token_logprobs"], len(ids)))
         if logprobs:
-            kept.append([_kept(likely) for likely in choice["logprobs"]["top_logprobs"]])
+            likeliest = choice["logprobs"]["top_logprobs"]
+            kept.append([_checked_ids(_kept(each), asked.vocab_size) for each in likeliest])
             if len(kept[-1]) != len(ids):
                 raise ValueError(f"{len(kept[-1])} sets of ids for {len(ids)} tokens")
     return Completions(token_ids, None if logprobs is None else values, kept if logprobs else None)
+
+
+def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:
+    end = math.inf if vocab_size is None else vocab_size
+    wrong = [token for token in ids if type(token) is not int or not 0 <= token < end]
+    if wrong:
+        raise ValueError(f"token id {wrong[0]!r}, expected 0 <= id < {end}")
+    return ids
 
 
 def _kept(likely: dict[str, float]) -> TokenIds:
@@ -50,4 +69,6 @@ def _numbers(values: list[float | None], count: int) -> list[float]:
     if len(values) != count:
         raise ValueError(f"{len(values)} log-probabilities for {count} tokens")
     numbers = [math.nan if value is None else float(value) for value in values]  # NaN: unknown
+    if any(value > _ROUNDING for value in numbers):
+        raise ValueError(f"log-probability {max(numbers)}, expected at most 0")
     return [math.nan if value <= _NEVER else value for value in numbers]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from grpo_trainer.config_rollout import check_url
 from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
 from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
-from grpo_trainer.rollout.vllm_answer import completions_of
+from grpo_trainer.rollout.vllm_answer import Asked, completions_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class VLLMClient:
         request_timeout: seconds that one request may take.
         api_key: of the server. Default: the environment variable VLLM_API_KEY.
         transfer: how weights reach the server; None: this client sends none.
+        vocab_size: of the model: a token id from the server is below it. None: it is not checked.
 
     Raises:
         ServerError: no server answers in time.
@@ -58,6 +59,7 @@ class VLLMClient:
         request_timeout: float = 1800.0,
         api_key: str | None = None,
         transfer: Callable[[VLLMClient], WeightTransfer] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if base_url is not None:
             check_url("base_url", base_url)
@@ -65,6 +67,7 @@ class VLLMClient:
         key = api_key or os.environ.get("VLLM_API_KEY")
         self.server = JsonServer(url, connection_timeout, key, _ADVICE)
         self._known: set[str] | None = None  # fields of a completion request
+        self._vocab_size = vocab_size
         self.group_port = group_port
         self.request_timeout = request_timeout
         self._weights: WeightSource | None = None
@@ -149,8 +152,9 @@ class VLLMClient:
         self._check_names(generation_kwargs or {}, body)
         body |= generation_kwargs or {}
         answer = self.server.retrying(lambda: self._complete(body, in_background))
+        asked = Asked(prompts, n, max_tokens, logprobs, self._vocab_size)
         try:
-            ids, values, kept = completions_of(answer, prompts, n, logprobs)
+            ids, values, kept = completions_of(answer, asked)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.server.url}/v1/completions: expected {n} completions of each of "

@@ -100,6 +100,7 @@ class VLLMServer:
             args.vllm_server_timeout,
             request_timeout=args.vllm_request_timeout,
             transfer=lambda client: _transfer(client, args, context),
+            vocab_size=context.policy().config.get_text_config().vocab_size,
         )
 
     def _generate(

@@ -165,6 +165,28 @@ def test_malformed_answers(make_client, stub, answer):
     assert stub.paths().count(COMPLETE) == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": [7, -1]}, "token id -1, expected 0 <= id < 16"),
+        ({"token_ids": [7, 16]}, "token id 16, expected 0 <= id < 16"),
+        ({"token_ids": [7, True]}, "token id True"),
+        ({"token_ids": [7, 7, 7]}, "3 tokens, expected 1 to max_tokens = 2"),
+        ({"logprobs": {"token_logprobs": [0.5, None]}}, "log-probability 0.5, expected at most 0"),
+        ({"logprobs": {"token_logprobs": [float("inf"), -1.0]}}, "log-probability inf"),
+        (
+            {"logprobs": RIGHT["logprobs"] | {"top_logprobs": [{"token_id:16": -1.0}, {}]}},
+            "token id 16",
+        ),
+    ],
+)
+def test_values_that_cannot_be(make_client, stub, changes, message):
+    stub.script[COMPLETE] = [(200, {"choices": [RIGHT | changes]})]
+    logprobs = len(changes.get("logprobs", {})) - 1 if "logprobs" in changes else 0
+    with pytest.raises(ServerError, match=message):
+        make_client(vocab_size=16).generate([[1]], max_tokens=2, logprobs=logprobs)
+
+
 def test_unknown_logprobs_are_nan(make_client, stub):
     values = {"token_logprobs": [None, -9999.0]}
     stub.script[COMPLETE] = [(200, {"choices": [RIGHT | {"logprobs": values}]})]
