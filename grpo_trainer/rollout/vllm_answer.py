@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpo_trainer.rollout.base import Completions, TokenIds
@@ -14,15 +15,15 @@ _ROUNDING = 1e-2  # by so much a log-probability may be above 0
 class Asked(NamedTuple):
     """What a request asked for."""
 
-    prompts: list[TokenIds]
+    prompts: Sequence[TokenIds | str]
     n: int  # completions of each
     max_tokens: int
     logprobs: int | None
     vocab_size: int | None  # None: unknown
 
 
-def completions_of(answer: Any, asked: Asked) -> Completions:
-    """Return ``n`` completions per prompt in order, and the log-probabilities of their tokens.
+def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completions]:
+    """Return the prompts' ids, and ``n`` completions per prompt in order with log-probabilities.
 
     With ``logprobs`` above 0 it has those of the likeliest ids, too, and so what was kept of them.
 
@@ -33,13 +34,14 @@ def completions_of(answer: Any, asked: Asked) -> Completions:
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
         raise ValueError(f"{len(choices)} choices")
+    prompt_ids = [_prompt_ids(choices[i * n], prompt, asked) for i, prompt in enumerate(prompts)]
     token_ids, values, kept = [], [], []
     for choice in choices:
         ids = _checked_ids(choice["token_ids"], asked.vocab_size)
         if not 0 < len(ids) <= asked.max_tokens:
             raise ValueError(f"{len(ids)} tokens, expected 1 to max_tokens = {asked.max_tokens}")
-        sent = prompts[choice["index"] // n]
-        if choice["prompt_token_ids"] not in (None, sent):  # None: that of the choice before
+        own = prompt_ids[choice["index"] // n]
+        if choice["prompt_token_ids"] not in (None, own):  # None: that of the choice before
             raise ValueError("the completion of another prompt")
         token_ids.append(ids)
         if logprobs is not None:
@@ -49,7 +51,15 @@ def completions_of(answer: Any, asked: Asked) -> Completions:
             kept.append([_checked_ids(_kept(each), asked.vocab_size) for each in likeliest])
             if len(kept[-1]) != len(ids):
                 raise ValueError(f"{len(kept[-1])} sets of ids for {len(ids)} tokens")
-    return Completions(token_ids, None if logprobs is None else values, kept if logprobs else None)
+    columns = (None if logprobs is None else values, kept if logprobs else None)
+    return prompt_ids, Completions(token_ids, *columns)
+
+
+def _prompt_ids(first: dict[str, Any], prompt: TokenIds | str, asked: Asked) -> TokenIds:
+    """Those that were sent, or those that the server says a text has."""
+    if isinstance(prompt, str):
+        return _checked_ids(first["prompt_token_ids"], asked.vocab_size)
+    return prompt
 
 
 def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:

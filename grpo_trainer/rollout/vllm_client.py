@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from grpo_trainer.config_rollout import check_url
+from grpo_trainer.prompts import shortened
 from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
 from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.rollout.vllm_answer import Asked, completions_of
@@ -95,7 +96,7 @@ class VLLMClient:
 
     def generate(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds | str],
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -111,7 +112,7 @@ class VLLMClient:
         """``n`` completions of each prompt, those of a prompt in a row.
 
         Args:
-            prompts: token ids.
+            prompts: token ids; or texts, which the server encodes as the trainer does.
             temperature, top_p, top_k, min_p, repetition_penalty, max_tokens: as in vLLM.
             logprobs: 0: of the tokens that were drawn; None: none; above: also find out which of
                 so many of the likeliest ids the filters left.
@@ -130,7 +131,7 @@ class VLLMClient:
                 had are nowhere else.
             ValueError: an argument is wrong.
         """
-        prompts = [list(ids) for ids in prompts]
+        prompts = _checked(prompts)
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs: expected a number >= 0 or None, got {logprobs!r}")
         body: dict[str, Any] = {
@@ -145,7 +146,7 @@ class VLLMClient:
             "logprobs": logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "add_special_tokens": False,
+            "add_special_tokens": True,  # to texts
         }
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
@@ -154,13 +155,13 @@ class VLLMClient:
         answer = self.server.retrying(lambda: self._complete(body, in_background))
         asked = Asked(prompts, n, max_tokens, logprobs, self._vocab_size)
         try:
-            ids, values, kept = completions_of(answer, asked)
+            prompt_ids, (ids, values, kept) = completions_of(answer, asked)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.server.url}/v1/completions: expected {n} completions of each of "
                 f"{len(prompts)} prompts: {error!r}; got {str(answer)[:500]}"
             ) from error
-        found = {"prompt_ids": prompts, "completion_ids": ids, "logprobs": values}
+        found = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": values}
         return found if kept is None else found | {"kept_ids": kept}
 
     def update_weights(self, weights: WeightSource) -> None:
@@ -240,3 +241,20 @@ class VLLMClient:
             raise ValueError(
                 f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
             )
+
+
+def _checked(prompts: Any) -> list[TokenIds | str]:
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return list(prompts)
+        if all(_are_ids(prompt) for prompt in prompts):
+            return [list(prompt) for prompt in prompts]
+    raise ValueError(
+        "prompts: expected a list of texts, or a list of lists of token ids, got "
+        f"{shortened(prompts)}"
+    )
+
+
+def _are_ids(prompt: Any) -> bool:
+    is_list = isinstance(prompt, list | tuple)
+    return is_list and all(type(token) is int and token >= 0 for token in prompt)

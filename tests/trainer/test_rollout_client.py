@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import traceback
@@ -69,6 +70,24 @@ def test_token_ids_in_and_out(make_client, stub):
     body = stub.asked[-1][1]
     assert body["prompt"] == [[1, 2], [3]] and body["n"] == 2 and body["temperature"] == 0.5
     assert body["return_token_ids"] is True and "structured_outputs" not in body
+
+
+def test_texts_are_encoded_by_the_server(make_client, stub):
+    answer = make_client().generate(["Hello", "two words"], n=2)
+    assert answer["prompt_ids"] == [[0], [0, 1]]
+    assert answer["completion_ids"] == [[7, 0], [7, 1], [7, 2], [7, 3]]
+    body = stub.asked[-1][1]
+    assert body["prompt"] == ["Hello", "two words"] and body["add_special_tokens"] is True
+
+
+@pytest.mark.parametrize(
+    "prompts", ["Hello", ["Hello", [1]], [[1], "Hello"], [1, 2], [[1, "a"]], [[True]], [[-1]], None]
+)
+def test_prompts_of_another_kind(make_client, stub, prompts):
+    message = "prompts: expected a list of texts, or a list of lists of token ids, got "
+    with pytest.raises(ValueError, match=re.escape(message + repr(prompts))):
+        make_client().generate(prompts)
+    assert COMPLETE not in stub.paths()
 
 
 def test_without_logprobs_and_with_a_regex(make_client, stub):

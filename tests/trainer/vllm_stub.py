@@ -83,18 +83,23 @@ class StubServer:
         return 200, answers.get(path, {})
 
 
-def choices(prompts: list[list[int]], n: int) -> list[dict[str, Any]]:
+def choices(prompts: list[list[int]] | list[str], n: int) -> list[dict[str, Any]]:
     """What a server answers, last one first."""
     made = [
         {
             "index": index,
             "token_ids": [7, index],
-            "prompt_token_ids": prompts[index // n],
+            "prompt_token_ids": ids_of(prompts[index // n]) if index % n == 0 else None,
             "logprobs": {"token_logprobs": [-0.5, -float(index)]},
         }
         for index in range(n * len(prompts))
     ]
     return made[::-1]
+
+
+def ids_of(prompt: list[int] | str) -> list[int]:
+    """A text is as many tokens as it has words."""
+    return list(range(len(prompt.split()))) if isinstance(prompt, str) else prompt
 
 
 def slowly(seconds: float) -> Callable[[], Answer]:

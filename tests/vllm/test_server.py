@@ -82,6 +82,14 @@ def test_the_key_is_asked_for(client, server):
     stranger.close()
 
 
+def test_texts(client, tokenizer):
+    texts = ["123=", "4="]
+    settings = {"n": 2, "max_tokens": 4, "generation_kwargs": {"seed": 5}}
+    answer = client.generate(texts, **settings)
+    assert answer["prompt_ids"] == tokenizer(texts)["input_ids"]
+    assert answer == client.generate(answer["prompt_ids"], **settings)
+
+
 def test_what_is_sampled(client, tokenizer):
     eos = tokenizer.eos_token_id
     first, second = (
