@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_trainer.rollout.http import is_loopback
+from grpo_trainer.guard import Guard, is_loopback
 from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS
 
 _DESCRIPTION = (
     "Starts `vllm serve` for training with use_vllm and vllm_mode=server. Arguments that are not "
-    "listed here are handed on to it. Both sides read an API key from VLLM_API_KEY."
+    "listed here are handed on to it. Both sides read an API key from VLLM_API_KEY; with one, all "
+    "paths but /health ask for it. Requests of web pages from elsewhere are refused."
 )
 
 
@@ -38,24 +39,40 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         "--host", default="127.0.0.1", help="Address to listen on. Default: this machine alone."
     )
     parser.add_argument("--port", default="8000", help="Port to listen on. Default: 8000.")
+    parser.add_argument(
+        "--api-key", nargs="+", help="In place of VLLM_API_KEY; other users see it among processes."
+    )
     known, rest = parser.parse_known_args(list(argv))
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        parser.error("VLLM_USE_RUST_FRONTEND: expected 0: that front end has no middleware")
+    has_key = any(known.api_key or [os.environ.get("VLLM_API_KEY")])
+    if not has_key and not is_loopback(known.host):
+        parser.error(
+            f"--host {known.host}: expected VLLM_API_KEY to be set with an address that other "
+            "machines reach: without a key they can replace the weights and have files read"
+        )
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", known.model]
     words += ["--host", known.host, "--port", known.port]
     # of the distribution that tokens are drawn from, after temperature and filters
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)]
     if torch.cuda.is_available():
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # without it a server takes no weights
-    return ServeCommand(words + rest, environment, _warning(known.host))
+    words += ["--api-key", *known.api_key] if known.api_key else []
+    # the last middleware is the first to see a request
+    words += [*rest, "--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",  # without it a server takes no weights
+        "PYTHONSAFEPATH": "1",  # no module of the working directory replaces one of vLLM's
+    }
+    return ServeCommand(words, environment, _warning(known.host))
 
 
 def _warning(host: str) -> str | None:
     if is_loopback(host):
         return None
-    key = "" if os.environ.get("VLLM_API_KEY") else " and VLLM_API_KEY is not set"
     return (
-        f"--host {host}: whoever reaches this port can replace the weights and make the server "
-        f"read files; an API key guards the /v1 paths alone{key}. Use a closed network."
+        f"--host {host}: whoever has the API key can replace the weights and have files read, and "
+        "without --ssl-keyfile it crosses the network as it is. Use a closed network."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import threading
 import time
@@ -84,8 +83,9 @@ class JsonServer:
         return answer[name]
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
-        """The answer, of one try."""
-        return self._once("POST", path, body, timeout)
+        """The answer, of one try. Without ``body`` an empty object is sent: the server asks for a
+        content type that no page in a browser may send elsewhere."""
+        return self._once("POST", path, body or {}, timeout)
 
     def retrying(self, work: Callable[[], T]) -> T:
         """What ``work`` returns; it is repeated from its start when the server fails meanwhile.
@@ -180,11 +180,3 @@ def _first_cause(error: BaseException) -> BaseException:
     """What happened, without the layers that passed it on."""
     cause = error.__cause__ or error.__context__
     return error if cause is None else _first_cause(cause)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine and cannot be reached from another one."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

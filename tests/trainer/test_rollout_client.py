@@ -218,6 +218,7 @@ def test_weights_are_loaded_between_pause_and_resume(make_client, stub, tmp_path
     before = len(stub.asked)
     client.update_weights(weights(1.0))
     assert stub.paths()[before:] == UPDATE
+    assert stub.asked[before][1] == {}  # JSON: the server refuses other kinds
     assert stub.asked[-2][1]["new_version"] == stub.version
     [file] = (tmp_path / "weights").rglob("*.safetensors")
     assert str(file).startswith(stub.loaded[0])

@@ -13,8 +13,8 @@ def test_the_command():
     options = command.words[5:]
     assert options[:4] == ["--host", "127.0.0.1", "--port", "9000"]
     assert options[options.index("--logprobs-mode") + 1] == "processed_logprobs"
-    assert options[-2:] == ["--max-model-len", "64"]
-    assert command.environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert options[-4:] == ["--max-model-len", "64", "--middleware", "grpo_trainer.guard.Guard"]
+    assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     assert command.warning is None
 
 
@@ -24,18 +24,31 @@ def test_loopback_needs_no_warning(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "gpu-node"])
-def test_a_wider_address_is_warned_of(host, monkeypatch):
+def test_a_wider_address_needs_a_key(host, monkeypatch, capsys):
+    words = ["--model", "m", "--host", host]
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    warning = serve.serve_command(["--model", "m", "--host", host]).warning
-    assert warning is not None
-    assert host in warning and "VLLM_API_KEY is not set" in warning
+    with pytest.raises(SystemExit, match="2"):
+        serve.serve_command(words)
+    assert f"--host {host}: expected VLLM_API_KEY to be set" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        serve.serve_command([*words, "--api-key", ""])
+    given = serve.serve_command([*words, "--api-key", "secret", "other"])
+    assert given.words[given.words.index("--api-key") + 1 :][:2] == ["secret", "other"]
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    warning = serve.serve_command(["--model", "m", "--host", host]).warning
-    assert warning is not None and "VLLM_API_KEY is not set" not in warning
+    warning = serve.serve_command(words).warning
+    assert warning is not None and warning.startswith(f"--host {host}: whoever has the API key")
+
+
+def test_a_front_end_without_middleware(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(SystemExit, match="2"):
+        serve.serve_command(["--model", "m"])
+    assert "VLLM_USE_RUST_FRONTEND: expected 0" in capsys.readouterr().err
 
 
 def test_the_command_line_hands_over(monkeypatch, capsys):
     became = []
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(serve.os, "execve", lambda *args: became.append(args))
     cli.main(["serve", "--model", "m", "--host", "0.0.0.0"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
+import requests
 from safetensors.torch import load_file
 from vllm_helpers import (
     CLOSE,
@@ -77,9 +79,44 @@ def test_parity(client, policy):
 
 def test_the_key_is_asked_for(client, server):
     stranger = VLLMClient(server_port=server.port, api_key="guessed")
-    with pytest.raises(ServerError, match="got 401: "):
-        stranger.generate(PROMPTS)
+    for ask in (
+        stranger.world_size,
+        stranger.reset_prefix_cache,
+        lambda: stranger.generate(PROMPTS),
+    ):
+        with pytest.raises(ServerError, match="got 401: "):
+            ask()
     stranger.close()
+
+
+def test_what_a_web_page_sends_is_refused(client, server):
+    url, key = f"http://127.0.0.1:{server.port}", {"Authorization": "Bearer secret"}
+    body = json.dumps({"method": "get_supported_tasks"})
+    as_json = key | {"Content-Type": "application/json"}
+    answers = {
+        "ours": requests.post(f"{url}/collective_rpc", body, headers=as_json),
+        "without a key": requests.post(f"{url}/collective_rpc", body),
+        "as text": requests.post(f"{url}/pause", headers=key | {"Content-Type": "text/plain"}),
+        "without a type": requests.post(f"{url}/pause", headers=key),
+        "of another page": requests.post(
+            f"{url}/pause", headers=as_json | {"Origin": "http://example.com"}
+        ),
+        "by another name": requests.get(
+            f"{url}/server_info", headers=key | {"Host": "example.com"}
+        ),
+        "up": requests.get(f"{url}/health"),
+        "documentation": requests.get(f"{url}/openapi.json"),
+    }
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        "ours": 200,
+        "without a key": 401,
+        "as text": 415,
+        "without a type": 415,
+        "of another page": 403,
+        "by another name": 403,
+        "up": 200,
+        "documentation": 401,
+    }
 
 
 def test_texts(client, tokenizer):

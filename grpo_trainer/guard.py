@@ -1,0 +1,100 @@
+"""What a server of ``grpo-train serve`` asks of a request before vLLM sees it.
+
+vLLM's own API key guards the paths of inference. Those that pause the server, call methods of its
+workers and replace its weights answer anybody, web pages in a browser of the machine among them.
+``vllm serve --middleware`` imports this module into the server, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_FOR_EVERYBODY = "/health"  # whether the server is up
+_READING = ("GET", "HEAD", "OPTIONS")
+_POLICY_VIOLATION = 1008  # code of a websocket's end
+
+
+class Refusal(NamedTuple):
+    """Why a request is not passed on."""
+
+    status: int
+    reason: str
+
+
+class Guard:
+    """ASGI middleware: demands the API key, and refuses what pages of other origins can send.
+
+    The key and the address are those that vLLM was started with.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None
+        if scope["type"] in ("http", "websocket"):
+            refusal = _refusal(scope, scope["app"].state.args)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            body = json.dumps({"error": refusal.reason}).encode()
+            headers = [(b"content-type", b"application/json")]
+            await send(
+                {"type": "http.response.start", "status": refusal.status, "headers": headers}
+            )
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+
+
+def _refusal(scope: Scope, args: Any) -> Refusal | None:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    host = headers.get("host", "")
+    # the name of another site can be made to lead here (DNS rebinding)
+    if is_loopback(args.host) and not is_loopback(_hostname(host)):
+        return Refusal(403, f"Host: expected localhost or an address of it, got {host!r}")
+    scheme = "https" if scope["scheme"] in ("https", "wss") else "http"
+    if headers.get("origin", f"{scheme}://{host}") != f"{scheme}://{host}":
+        return Refusal(403, f"Origin: expected none but {scheme}://{host}")
+    if not _has_key(scope, headers, args):
+        return Refusal(401, "Authorization: expected `Bearer KEY` with the server's VLLM_API_KEY")
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    # other kinds a page can post to any origin without asking first (CORS)
+    if scope.get("method", "GET") not in _READING and kind != "application/json":
+        return Refusal(415, f"Content-Type: expected application/json, got {kind!r}")
+    return None
+
+
+def _has_key(scope: Scope, headers: Mapping[str, str], args: Any) -> bool:
+    keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]  # as vLLM does
+    if not keys or scope["path"].removeprefix(scope.get("root_path", "")) == _FOR_EVERYBODY:
+        return True
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    right = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+    return scheme.lower() == "bearer" and any(right)
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is this machine and cannot be reached from another one."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
