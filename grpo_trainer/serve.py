@@ -52,14 +52,15 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
             "machines reach: without a key they can replace the weights and have files read"
         )
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", known.model]
-    words += ["--host", known.host, "--port", known.port]
     # of the distribution that tokens are drawn from, after temperature and filters
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)]
     if torch.cuda.is_available():
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
     words += ["--api-key", *known.api_key] if known.api_key else []
+    # behind what was handed on, since vLLM takes the last, abbreviated or not
+    words += [*rest, "--host", known.host, "--port", known.port]
     # the last middleware is the first to see a request
-    words += [*rest, "--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
+    words += ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # without it a server takes no weights
         "PYTHONSAFEPATH": "1",  # no module of the working directory replaces one of vLLM's

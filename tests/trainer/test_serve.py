@@ -8,12 +8,14 @@ from grpo_trainer import cli, serve
 
 
 def test_the_command():
-    command = serve.serve_command(["--model", "m", "--port", "9000", "--max-model-len", "64"])
+    handed_on = ["--max-model-len", "64", "--hos", "0.0.0.0"]  # vLLM knows abbreviations
+    command = serve.serve_command(["--model", "m", "--port", "9000", *handed_on])
     assert command.words[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
     options = command.words[5:]
-    assert options[:4] == ["--host", "127.0.0.1", "--port", "9000"]
+    assert options[-6:-2] == ["--host", "127.0.0.1", "--port", "9000"]
     assert options[options.index("--logprobs-mode") + 1] == "processed_logprobs"
-    assert options[-4:] == ["--max-model-len", "64", "--middleware", "grpo_trainer.guard.Guard"]
+    assert options[-10:-6] == handed_on
+    assert options[-2:] == ["--middleware", "grpo_trainer.guard.Guard"]
     assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     assert command.warning is None
 
