@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_kernels import linear_policy_loss
 from grpo_kernels.model_check import check_fused_head
@@ -20,7 +19,6 @@ from grpo_trainer.adapters import base_policy, load_adapters
 from grpo_trainer.ahead import Ahead
 from grpo_trainer.buffer import RolloutBuffer
 from grpo_trainer.card import WritesCard
-from grpo_trainer.completions import completion_logs
 from grpo_trainer.config import GRPOConfig, loss_config
 from grpo_trainer.curriculum import Curriculum, training_prompts
 from grpo_trainer.data import Prompts, as_they_are, check_datasets
@@ -29,7 +27,8 @@ from grpo_trainer.experience import Collector, Sinks
 from grpo_trainer.forward import policy_loss_of, target_logprobs
 from grpo_trainer.interaction import Interaction
 from grpo_trainer.loaders import GroupTrainer
-from grpo_trainer.metrics import MetricLog, step_metric, value_metric
+from grpo_trainer.logs import LogsRun
+from grpo_trainer.metrics import step_metric, value_metric
 from grpo_trainer.microbatch import MicroBatch
 from grpo_trainer.phases import phase
 from grpo_trainer.placement import check_placement
@@ -44,7 +43,7 @@ from grpo_trainer.tools import EnvironmentFactory
 from grpo_trainer.watch import watch
 
 
-class GRPOTrainer(WritesCard, GroupTrainer):
+class GRPOTrainer(LogsRun, WritesCard, GroupTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -141,8 +140,6 @@ class GRPOTrainer(WritesCard, GroupTrainer):
         made_of = (args, self.accelerator, self.processing_class)
         source = interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
         self._collector = Collector(*made_of, self.rollouts, rewards, context, source)
-        self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
-        self._completions = completion_logs(args)
         self.recipe = watch(self, rewards, rollout_engine)
         self.start()
 
@@ -237,31 +234,12 @@ class GRPOTrainer(WritesCard, GroupTrainer):
                 batch.ref_logprobs = target_logprobs(reference, batch, temperature)
         return batch
 
-    # Logs and checkpoints.
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:  # a training step's, neither an evaluation's nor the summary
-            logs |= self._metrics[True].drain()
-            logs["num_tokens"] = self.state.num_input_tokens_seen
-            self._write_completions(training=True)
-        super().log(logs, start_time)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        self._write_completions(training=False)
-        drained = self._metrics[False].drain()
-        output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
-        return output
-
-    def _write_completions(self, training: bool) -> None:
-        if self._completions:
-            step = self.state.global_step
-            self._completions[training].flush(step, self.is_world_process_zero())
+    # Checkpoints.
 
     def start(self) -> None:
         args = self.args
         assert args.steps_per_generation is not None  # set on construction
+        self.start_logs()
         self._slices = RolloutBuffer(args.steps_per_generation, args.num_iterations)
         self._parts = {"slices": self._slices, "metrics": self._metrics[True]}
         if self._completions:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from grpo_trainer.report.record import History, RunRecord
 
-_NOT_METRICS = ("step", "epoch")
-_SUMMARY = "train_runtime"  # only the row at the end of training has it
+_NOT_METRICS = ("step", "epoch", "total_flos")
+_SUMMARY = "train_"  # what the row at the end of training has of its own begins so
 
 
 class Curve(NamedTuple):
@@ -30,15 +30,16 @@ class Curves:
     """
 
     def __init__(self, history: History) -> None:
-        rows = [row for row in history if _SUMMARY not in row]
         self._curves: dict[str, Curve] = {}
-        for row in rows:
+        for row in history:
             for name, value in row.items():
-                if name not in _NOT_METRICS and isinstance(value, int | float | None):
+                if name in _NOT_METRICS or name.startswith(_SUMMARY):
+                    continue
+                if isinstance(value, int | float | None):
                     curve = self._curves.setdefault(name, Curve([], []))
                     curve.steps.append(int(row.get("step", 0)))
                     curve.values.append(_finite(value))
-        self._add("tokens_per_second", tokens_per_second(rows))
+        self._add("tokens_per_second", tokens_per_second(history))
 
     def __contains__(self, name: object) -> bool:
         return name in self._curves

@@ -3,10 +3,12 @@ not count."""
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 from trainer_helpers import CannedEngine
 
 from grpo_trainer.config_checks import get_available_reporting_integrations
@@ -68,6 +70,60 @@ def test_names(make_trainer, changes, more):
     assert ("kl" in row) == ("kl" in more) and ("profiling/old" in row) == ("profiling/old" in more)
     low, mean, high = (row[n] for n in ("entropy/sequence_min", "entropy", "entropy/sequence_max"))
     assert low < mean < high
+
+
+@pytest.mark.parametrize("steps", [7, 3])
+def test_the_last_row_has_what_came_after_the_one_before(make_trainer, steps):
+    def reward(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step)] * len(completions)
+
+    settings = {"max_steps": steps, "logging_steps": 5, "log_completions": True}
+    trainer = make_trainer(reward, **settings, num_completions_to_print=0)
+    trainer.train()
+    rows = trainer.state.log_history
+    assert [row["step"] for row in rows] == ([5, 7] if steps == 7 else [3])
+    taken = range(5, 7) if steps == 7 else range(3)
+    last = rows[-1]
+    assert last["reward"] == last["rewards/reward/mean"] == sum(taken) / len(taken)
+    usual = {name for name in ALWAYS if not name.startswith("rewards/")}
+    assert usual | {"train_loss", "train_runtime"} <= set(last)
+    folder = Path(trainer.args.output_dir) / "completions"
+    tables = [parquet.read_table(path).to_pydict() for path in sorted(folder.iterdir())]
+    assert [sorted(set(table["reward"])) for table in tables] == [
+        *([[0.0, 1.0, 2.0, 3.0, 4.0]] if steps == 7 else []),
+        list(map(float, taken)),
+    ]
+
+
+def test_a_run_that_goes_on_from_its_end_logs_nothing_twice(make_trainer, policy):
+    def run(steps, **resume):
+        settings = {"logging_steps": 2, "log_completions": True, "num_completions_to_print": 0}
+        settings |= {"save_strategy": "steps", "lr_scheduler_type": "constant"}
+        trainer = make_trainer(model=copy.deepcopy(policy), max_steps=steps, **settings)
+        trainer.train(**resume)
+        return trainer
+
+    run(3)
+    longer = run(5, resume_from_checkpoint=True)
+    assert [row["step"] for row in longer.state.log_history] == [2, 4, 5]
+    folder = Path(longer.args.output_dir) / "completions"
+    rows = {path.stem[-1]: parquet.read_metadata(path).num_rows for path in folder.iterdir()}
+    assert rows == {"2": 8, "3": 4, "4": 4, "5": 4}
+
+
+def test_a_run_after_one_that_failed_starts_with_an_empty_log(make_trainer):
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 1 and not failed:
+            failed.append(True)
+            raise KeyboardInterrupt
+        return [float(trainer_state.global_step)] * len(completions)
+
+    failed: list[bool] = []
+    trainer = make_trainer(reward, max_steps=2, logging_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 0.5
 
 
 def test_missing_rewards_do_not_count(make_trainer):

@@ -55,7 +55,8 @@ def history(**changes) -> list[dict]:
     } | changes
     rows = [{"step": step} | {name: at(step) for name, at in curves.items()} for step in STEPS]
     held_out = [{"step": step, "eval_reward": step / 120, "eval_loss": 0.0} for step in (50, 100)]
-    return [*rows, *held_out, {"step": 100, "train_runtime": 60.0, "train_loss": 0.1}]
+    summary = {"step": 100, "train_runtime": 60.0, "train_loss": 0.1, "total_flos": 1.0}
+    return [*rows[:-1], *held_out, rows[-1] | summary]  # the last ones have no row of their own
 
 
 def run(folder: Path, name: str = "run", **changes) -> RunRecord:
@@ -194,7 +195,7 @@ def test_every_logged_metric_is_drawn_once():
     assert len(drawn) == len(set(drawn))
     everything = {n for s in sections(curves) for chart in s.charts for n in metrics_of(chart)}
     logged = {name for row in history() for name in row if not name.startswith(("eval_", "train"))}
-    assert logged - everything <= {"step", "num_tokens", "step_time"}
+    assert logged - everything <= {"step", "num_tokens", "step_time", "total_flos"}
     assert curves["tokens_per_second"].values == [pytest.approx(1000)] * len(STEPS)
 
 

@@ -44,16 +44,16 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
 
 
 def logged(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    """Everything the run logged that does not depend on the clock."""
-    return [
-        {name: value for name, value in row.items() if not _reads_the_clock(name)}
+    """Everything the run logged that does not depend on the clock or on where it began."""
+    rows = [
+        {name: value for name, value in row.items() if not _differs_between_runs(name)}
         for row in trainer.state.log_history
-        if "train_runtime" not in row
     ]
+    return [row for row in rows if set(row) - {"step", "epoch"}]  # the summary may be empty now
 
 
-def _reads_the_clock(name: str) -> bool:
-    return name.endswith(CLOCK) or name.startswith("profiling/")
+def _differs_between_runs(name: str) -> bool:
+    return name.endswith(CLOCK) or name.startswith(("profiling/", "train_", "total_flos"))
 
 
 class BackgroundEngine:

@@ -1,0 +1,55 @@
+"""What a run logs: metrics and completions, those of training and those of evaluations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from grpo_trainer.completions import CompletionLog, completion_logs
+from grpo_trainer.metrics import MetricLog
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import GRPOConfig
+
+
+class LogsRun(Trainer):
+    """Adds to each row of the log what was collected since the one before."""
+
+    args: GRPOConfig
+    # of training (True) and of evaluations (False)
+    _metrics: dict[bool, MetricLog]
+    _completions: dict[bool, CompletionLog]  # empty unless they are asked for
+
+    def start_logs(self) -> None:
+        """Drops what was collected."""
+        self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
+        self._completions = completion_logs(self.args)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # a training step's row, or the summary, which has what came after the last of these
+        if "loss" in logs or "train_loss" in logs:
+            if drained := self._metrics[True].drain():
+                logs |= drained | {"num_tokens": self.state.num_input_tokens_seen}
+            self._write_completions(training=True)
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        self._write_completions(training=False)
+        drained = self._metrics[False].drain()
+        output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
+        return output
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.control.should_training_stop:  # a longer run would write them once more
+            self._write_completions(training=True)
+        super()._save_checkpoint(model, trial)
+
+    def _write_completions(self, training: bool) -> None:
+        if self._completions:
+            step = self.state.global_step
+            self._completions[training].flush(step, self.is_world_process_zero())
