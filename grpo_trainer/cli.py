@@ -19,6 +19,7 @@ from grpo_trainer.imports import load_function
 from grpo_trainer.printable import printable
 from grpo_trainer.report.command import main as report
 from grpo_trainer.run_file import RunFile, read_run_file
+from grpo_trainer.together import StartError
 from grpo_trainer.trainer import GRPOTrainer
 
 
@@ -117,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, ImportError) as error:
         fail(str(error))
     resume = trainer.args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    try:
+        trainer.train(True if str(resume).lower() == "true" else resume)
+    except StartError as error:
+        fail(str(error))
     trainer.save_model()
     trainer.save_state()
     if trainer.accelerator.num_processes > 1:  # one that just leaves may abort

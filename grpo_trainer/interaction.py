@@ -30,6 +30,11 @@ class Interaction:
         rollout_func: RolloutFunction | None = None,
     ) -> None:
         self._args = args
+        self.settings = {  # by which a resumed run knows them
+            "tools": tools,
+            "environment_factory": environment_factory,
+            "rollout_func": rollout_func,
+        }
         self._tools = make_toolbox(tools or ())
         self._environments: Environments | None = None
         if environment_factory is not None:

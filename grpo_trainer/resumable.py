@@ -11,15 +11,10 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_trainer.checkpointing import (
-    check_settings,
-    last_checkpoint,
-    report_incomplete,
-    rotate,
-    run_settings,
-    write_settings,
-    written_aside,
-)
+from grpo_trainer.checkpointing import rotate, write_settings, written_aside
+from grpo_trainer.resuming import check_checkpoint, find_checkpoint
+from grpo_trainer.sampling import optimizer_steps
+from grpo_trainer.together import raise_together
 
 _SHARED_FILE = "shared_state.pt"
 
@@ -60,31 +55,39 @@ class ResumableTrainer(Trainer):
     def load_shared_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def settings(self) -> dict[str, Any]:
+        """What must be the same in a run that resumes, as JSON holds it."""
+        raise NotImplementedError
+
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in ``transformers.Trainer``; True resumes from the newest complete checkpoint.
+        """As in ``transformers.Trainer``; True resumes from the newest checkpoint.
 
         Raises:
-            ValueError: the checkpoint is incomplete, or belongs to a run that this one cannot
-                continue exactly; the message names the setting.
+            ValueError: the checkpoint is damaged or lacks a file, or belongs to a run that this one
+                cannot continue exactly; the message names the file or the setting.
             CheckpointError: a checkpoint could not be written.
         """
         self.start()
-        run_dir = Path(self.args.output_dir)
-        checkpoint = None
-        if resume_from_checkpoint is True:
-            checkpoint = last_checkpoint(run_dir)
-        else:
-            report_incomplete(run_dir)
-        if isinstance(resume_from_checkpoint, str | Path):
-            checkpoint = Path(resume_from_checkpoint)
-        if checkpoint is not None:
-            check_settings(checkpoint, run_settings(self.args, self.train_dataset))
+        checkpoint = self._checkpoint(resume_from_checkpoint)
         try:
             return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
         finally:
             self.stop()
+
+    def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
+        """What training resumes from. Every process calls it, and all raise what one finds."""
+        found, problem = None, None
+        try:
+            found = find_checkpoint(Path(self.args.output_dir), asked)
+            if found is not None and self.accelerator.is_local_main_process:  # one of each disk
+                steps = optimizer_steps(self.train_dataset, self.args)
+                check_checkpoint(found, self.args, self.settings(), steps)
+        except ValueError as error:
+            problem = str(error)
+        raise_together(self.accelerator, problem)
+        return found
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))
@@ -119,12 +122,14 @@ class ResumableTrainer(Trainer):
         torch.save(states, self._process_file(folder))
         if self.args.should_save:
             torch.save(self.shared_state(), folder / _SHARED_FILE)
-            write_settings(folder, run_settings(self.args, self.train_dataset))
+            write_settings(folder, self.settings())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        # when to log, evaluate and save: Trainer has taken that from the checkpoint
+        self.state.compute_steps(self.args, self.state.max_steps)
         states = self._read(self._process_file(Path(checkpoint)))
         for name, part in self._parts.items():
             if name in states:  # what is only logged may be switched on later

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -101,6 +102,16 @@ def completions_per_epoch(dataset: Prompts, args: GRPOConfig) -> int:
         batches = len(dataset) // args.prompts_per_generation
         micro_steps = batches * args.micro_steps_per_generation
     return micro_steps * args.per_device_train_batch_size * args.world_size
+
+
+def optimizer_steps(dataset: Prompts, args: GRPOConfig) -> int:
+    """Steps of a whole run, as transformers counts them."""
+    if args.max_steps > 0:
+        return args.max_steps
+    micro_steps = len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
+    return math.ceil(
+        args.num_train_epochs * math.ceil(micro_steps / args.gradient_accumulation_steps)
+    )
 
 
 class RepeatSampler(Sampler[int]):

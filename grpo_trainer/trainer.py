@@ -38,6 +38,7 @@ from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
 from grpo_trainer.rollout_function import RolloutFunction
 from grpo_trainer.router import router_coef
+from grpo_trainer.run_settings import settings_of
 from grpo_trainer.sampling import PromptStream, Row
 from grpo_trainer.tools import EnvironmentFactory
 from grpo_trainer.watch import watch
@@ -140,6 +141,7 @@ class GRPOTrainer(LogsRun, WritesCard, GroupTrainer):
         made_of = (args, self.accelerator, self.processing_class)
         source = interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
         self._collector = Collector(*made_of, self.rollouts, rewards, context, source)
+        self.interaction_settings = interaction.settings
         self.recipe = watch(self, rewards, rollout_engine)
         self.start()
 
@@ -261,6 +263,9 @@ class GRPOTrainer(LogsRun, WritesCard, GroupTrainer):
             load_adapters(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
+
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self)
 
     def shared_state(self) -> dict[str, Any]:
         return {"reference": self._reference.state_dict() if self._reference is not None else {}}

@@ -159,6 +159,16 @@ def test_progress(model, dataset, capsys):
     assert re.search(r"step 1/1  reward 0\.\d+ ± .*  kl \S+  .* tok/s  .* left", shown)
 
 
+def test_resuming(model, dataset, capsys):
+    rows = write(dataset, "rows.jsonl")
+    run = arguments(model, rows, save_strategy="steps", resume_from_checkpoint="true")
+    message = fails(capsys, run)
+    assert "resume_from_checkpoint: expected a checkpoint in output_dir 'out', got none" in message
+    cli.main(run[:-2])
+    (Path("out") / "checkpoint-1" / "scheduler.pt").unlink()
+    assert "checkpoint-1 has no scheduler.pt" in fails(capsys, run)
+
+
 def fails(capsys, argv: list[str]) -> str:
     with pytest.raises(SystemExit) as error:
         cli.main(argv)

@@ -185,12 +185,14 @@ def test_resumed_run_is_the_straight_run(train, function, form, changes, tmp_pat
     _, resumed = train(function, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
     assert logged(resumed) == logged(straight)
     assert torch.equal(parameters(resumed.model), parameters(straight.model))
-    others = {"dynamic_prompts_fn = True, got False": (None, "samples")}
-    others[f"dynamic_prompts_form = {form}, got"] = (function, {"groups", "samples"} - {form})
-    for message, (other, kind) in others.items():
-        changes["dynamic_prompts_form"] = kind if isinstance(kind, str) else kind.pop()
+    other = {"groups": "samples", "samples": "groups"}[form]
+    for message, function_, form_ in (
+        ("dynamic_prompts_fn = '.*', got None", None, form),
+        (f"dynamic_prompts_form = '{form}', got '{other}'", function, other),
+    ):
+        changes["dynamic_prompts_form"] = form_
         with pytest.raises(ValueError, match=message):
-            train(other, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
+            train(function_, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
 
 
 def test_dynamic_sampling_draws_from_the_dataset(make_args, policy, tokenizer, dataset):

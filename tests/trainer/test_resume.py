@@ -4,14 +4,17 @@ import copy
 import errno
 import json
 import shutil
+from dataclasses import fields
 
 import pytest
 import torch
 from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
 
-from grpo_trainer import GRPOTrainer
+from grpo_trainer import GRPOConfig, GRPOTrainer, run_settings
 from grpo_trainer.checkpointing import CheckpointError
+from grpo_trainer.resuming import check_checkpoint
+from grpo_trainer.run_settings import settings_of
 
 SAVING = {"save_strategy": "steps", "lr_scheduler_type": "constant"}
 
@@ -83,43 +86,130 @@ def checkpoint(make_trainer, policy, tmp_path):
         ({"num_iterations": 2}, "num_iterations = 1, got 2"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps = 1, got 2"),
         ({"per_device_train_batch_size": 8}, "per_device_train_batch_size = 4, got 8"),
-        ({"seed": 1}, "seed = 42, got 1"),
-        ({"beta": 0.1}, "beta != 0 = False, got True"),
-        ({"use_adaptive_entropy": True}, "use_adaptive_entropy = False, got True"),
+        ({"temperature": 0.5, "seed": 1}, "seed = 42, got 1; temperature = 1.0, got 0.5"),
+        ({"beta": 0.1}, "beta = 0.0, got 0.1"),
+        ({"reward_weights": [2.0]}, r"reward_weights = \[1.0\], got \[2.0\]"),
     ],
 )
 def test_checkpoint_of_another_config(make_trainer, checkpoint, changes, field):
-    trainer = make_trainer(max_steps=3, **changes)
+    trainer = make_trainer(max_steps=3, **SAVING, **changes)
     with pytest.raises(ValueError, match=f"resume_from_checkpoint: .*checkpoint-2 .*with {field}"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
+CHANGED = [
+    {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.2},
+    {"generation_kwargs": {"no_repeat_ngram_size": 2}}, {"max_prompt_length": 3},
+    {"max_completion_length": 3}, {"scale_rewards": "none"},
+    {"multi_objective_aggregation": "normalize_then_sum"}, {"loss_type": "grpo"},
+    {"epsilon": 0.1}, {"epsilon_high": 0.3}, {"entropy_coef": 0.1}, {"learning_rate": 1e-3},
+    {"lr_scheduler_type": "cosine"}, {"warmup_steps": 1}, {"weight_decay": 0.1},
+    {"adam_beta1": 0.8}, {"adam_beta2": 0.9}, {"max_grad_norm": 0.5}, {"optim": "sgd"},
+    {"vllm_importance_sampling_mode": "token_mask"}, {"use_kept_sets": True, "top_k": 3},
+    {"mask_truncated_completions": True}, {"use_adaptive_entropy": True}, {"fp16": True},
+    {"cast_lm_head_to_fp32": True}, {"dynamic_sampling": True}, {"shuffle_dataset": False},
+]  # fmt: skip
+
+
+def test_every_setting_of_what_is_trained_is_compared(make_trainer, make_args, checkpoint):
+    trainer = make_trainer()
+    for changes in CHANGED:
+        trainer.args = make_args(**SAVING | changes)
+        with pytest.raises(ValueError, match=f"written with .*{next(iter(changes))} = "):
+            check_checkpoint(checkpoint, trainer.args, settings_of(trainer), steps=3)
+    names = {item.name for item in fields(GRPOConfig)}
+    assert names >= run_settings._FREE  # a name that is misspelt would free nothing
+
+
+def test_other_parts_are_named(make_trainer, checkpoint):
+    def other(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    expected = r"reward_funcs = \['digits_reversal_reward'\], got \['other'\]"
+    with pytest.raises(ValueError, match=expected):
+        make_trainer(other, max_steps=3, **SAVING).train(resume_from_checkpoint=checkpoint)
+    trainer = make_trainer(max_steps=3, **SAVING)
+    trainer.model.bfloat16()
+    with pytest.raises(ValueError, match="dtypes of the model = .*float32.*, got .*bfloat16"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_run_becomes_longer_unless_its_learning_rates_depend_on_it(
+    make_trainer, policy, schedule
+):
+    settings = {"save_strategy": "steps", "lr_scheduler_type": schedule}
+    make_trainer(model=copy.deepcopy(policy), max_steps=2, **settings).train()
+    longer = make_trainer(model=copy.deepcopy(policy), max_steps=3, **settings)
+    if schedule == "linear":
+        with pytest.raises(ValueError, match="a run of 2 steps, got .* for 3: .*'linear'"):
+            longer.train(resume_from_checkpoint=True)
+        return
+    longer.train(resume_from_checkpoint=True)
+    straight = make_trainer(model=copy.deepcopy(policy), max_steps=3, **settings)
+    straight.train()
+    assert torch.equal(parameters(longer.model), parameters(straight.model))
+    assert logged(longer) == logged(straight)
+
+
 def test_checkpoint_of_other_processes_and_prompts(make_trainer, checkpoint):
-    file = checkpoint / "grpo_settings.json"
-    written = json.loads(file.read_text())
+    trainer = make_trainer(**SAVING)
     for name in ("number of processes", "rows of train_dataset"):
-        file.write_text(json.dumps(written | {name: 77}))
-        with pytest.raises(ValueError, match=f"was written with {name} = 77, got"):
-            make_trainer(max_steps=3).train(resume_from_checkpoint=str(checkpoint))
+        with pytest.raises(ValueError, match=f"was written with {name} = .*, got 77"):
+            check_checkpoint(checkpoint, trainer.args, settings_of(trainer) | {name: 77}, steps=3)
 
 
 def test_what_may_change_changes(make_trainer, policy, checkpoint):
-    trainer = make_trainer(model=policy, max_steps=3, temperature=0.5, epsilon=0.3)
+    free = {"output_dir": str(checkpoint.parent / "other"), "logging_steps": 2, "save_steps": 3}
+    free |= {"log_completions": True, "num_completions_to_print": 0, "run_name": "other"}
+    trainer = make_trainer(model=policy, max_steps=4, **SAVING | free)
     trainer.train(resume_from_checkpoint=checkpoint)
+    assert [row["step"] for row in logged(trainer)] == [1, 2, 4]
+    folders = (checkpoint.parent / "other").glob("checkpoint-*")
+    assert sorted(folder.name for folder in folders) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_every_file_of_a_checkpoint_is_needed_as_it_was(make_trainer, checkpoint):
+    trainer = make_trainer(max_steps=3, **SAVING)
+    start = parameters(trainer.model)
+    names = {path.name for path in checkpoint.iterdir()} - {"README.md"}
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"} <= names
+    for name in sorted(names):
+        path = checkpoint / name
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        for damage in (bytes(flipped), content[: len(content) // 2]):
+            path.write_bytes(damage)
+            with pytest.raises(ValueError, match=f"whole checkpoint, .*{name} is damaged: "):
+                trainer.train(resume_from_checkpoint=str(checkpoint))
+        path.unlink()
+        with pytest.raises(ValueError, match=f"checkpoint-2 has no {name}"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        path.write_bytes(content)
+    assert torch.equal(parameters(trainer.model), start)  # it was found before it was loaded
+    (checkpoint / "README.md").write_text("# Mine")  # which no run reads
+    trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 3
 
 
-@pytest.mark.parametrize("missing", ["grpo_settings.json", "trainer_state.json"])
-def test_incomplete_checkpoint(make_trainer, checkpoint, missing, caplog):
-    (checkpoint / missing).unlink()
+def test_an_older_checkpoint_is_only_taken_when_it_is_named(make_trainer, checkpoint, caplog):
+    (checkpoint / "scheduler.pt").unlink()
     (checkpoint.parent / "incomplete-checkpoint-9").mkdir()
-    with pytest.raises(ValueError, match=f"checkpoint-2 has no {missing}"):
-        make_trainer().train(resume_from_checkpoint=str(checkpoint))
-    trainer = make_trainer(max_steps=2)
-    trainer.train(resume_from_checkpoint=True)
-    assert f"checkpoint-2 is ignored: it has no {missing}" in caplog.text
-    assert "incomplete-checkpoint-9 is an unfinished checkpoint" in caplog.text
-    assert logged(trainer)[0]["num_tokens"] > 0  # went on from checkpoint-1
+    trainer = make_trainer(max_steps=2, **SAVING)
+    older = str(checkpoint.with_name("checkpoint-1"))
+    with pytest.raises(ValueError, match=f"checkpoint-2 has no scheduler.pt; .*, pass '{older}'"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "incomplete-checkpoint-9 is an unfinished checkpoint and is ignored" in caplog.text
+    trainer.train(resume_from_checkpoint=older)
+    assert [row["step"] for row in logged(trainer)] == [1, 2]
+
+
+def test_models_alone_are_no_checkpoints(make_trainer):
+    trainer = make_trainer(max_steps=1, save_only_model=True, **SAVING)
+    trainer.train()
+    with pytest.raises(ValueError, match=r"has no grpo_settings.json \(save_only_model"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_no_checkpoint(make_trainer, checkpoint):
@@ -127,7 +217,7 @@ def test_no_checkpoint(make_trainer, checkpoint):
         make_trainer().train(resume_from_checkpoint="nowhere")
     for folder in checkpoint.parent.iterdir():
         shutil.rmtree(folder)
-    with pytest.raises(ValueError, match="expected a complete checkpoint in output_dir"):
+    with pytest.raises(ValueError, match="expected a checkpoint in output_dir"):
         make_trainer().train(resume_from_checkpoint=True)
 
 
@@ -150,7 +240,7 @@ def test_full_disk(make_trainer, policy, tmp_path, monkeypatch, error):
     out = tmp_path / "out"
     assert [path.name for path in out.iterdir()] == ["checkpoint-1"]
     monkeypatch.undo()
-    resumed = make_trainer(model=copy.deepcopy(policy), max_steps=3)
+    resumed = make_trainer(model=copy.deepcopy(policy), max_steps=3, **SAVING)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
 
