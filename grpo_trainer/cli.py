@@ -119,11 +119,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail(str(error))
     resume = trainer.args.resume_from_checkpoint
     try:
-        trainer.train(True if str(resume).lower() == "true" else resume)
+        output = trainer.train(True if str(resume).lower() == "true" else resume)
     except StartError as error:
         fail(str(error))
     trainer.save_model()
-    trainer.save_state()
+    if output.metrics:  # without a step the state is the one that is there
+        trainer.save_state()
     if trainer.accelerator.num_processes > 1:  # one that just leaves may abort
         trainer.rollouts.close()  # an engine in the process has groups of its own
         trainer.accelerator.end_training()

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from grpo_trainer.checkpointing import rotate, write_settings, written_aside
 from grpo_trainer.resuming import check_checkpoint, find_checkpoint
@@ -64,6 +64,9 @@ class ResumableTrainer(Trainer):
     ) -> Any:
         """As in ``transformers.Trainer``; True resumes from the newest checkpoint.
 
+        From the last checkpoint of a run that has taken all of its steps only the model and the
+        trainer's state are loaded; nothing is logged or written, and the result has no metrics.
+
         Raises:
             ValueError: the checkpoint is damaged or lacks a file, or belongs to a run that this one
                 cannot continue exactly; the message names the file or the setting.
@@ -88,6 +91,28 @@ class ResumableTrainer(Trainer):
             problem = str(error)
         raise_together(self.accelerator, problem)
         return found
+
+    def _inner_training_loop(
+        self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
+    ) -> TrainOutput:
+        if resume_from_checkpoint is not None:
+            # Trainer's loop looks whether to stop after a step only
+            state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
+            if state.global_step >= optimizer_steps(self.train_dataset, self.args):
+                return self._finished(state)
+        return super()._inner_training_loop(
+            *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
+        )
+
+    def _finished(self, state: TrainerState) -> TrainOutput:
+        """The end of a run without a step left. Its model is loaded already."""
+        state.is_local_process_zero = self.is_local_process_zero()
+        state.is_world_process_zero = self.is_world_process_zero()
+        self.state = state
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+        self.is_in_train = False
+        return TrainOutput(state.global_step, 0.0, {})
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))

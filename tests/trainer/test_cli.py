@@ -165,6 +165,11 @@ def test_resuming(model, dataset, capsys):
     message = fails(capsys, run)
     assert "resume_from_checkpoint: expected a checkpoint in output_dir 'out', got none" in message
     cli.main(run[:-2])
+    left = {name: Path("out", name) for name in ("trainer_state.json", "model.safetensors")}
+    before = {name: path.read_bytes() for name, path in left.items()}
+    left["model.safetensors"].unlink()  # as after a run that was killed while it saved
+    cli.main(run)
+    assert {name: path.read_bytes() for name, path in left.items()} == before
     (Path("out") / "checkpoint-1" / "scheduler.pt").unlink()
     assert "checkpoint-1 has no scheduler.pt" in fails(capsys, run)
 

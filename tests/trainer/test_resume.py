@@ -212,6 +212,41 @@ def test_models_alone_are_no_checkpoints(make_trainer):
         trainer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 0.08}])
+def test_a_finished_run_takes_no_step(make_trainer, policy, tmp_path, length):
+    def run(**resume):
+        trainer = make_trainer(
+            model=copy.deepcopy(policy), save_strategy="epoch", write_report=True, **length
+        )
+        return trainer, trainer.train(**resume)
+
+    straight, _ = run()
+    assert straight.state.global_step == straight.state.max_steps == 2
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    resumed, output = run(resume_from_checkpoint=True)
+    assert output.global_step == resumed.state.global_step == 2 and output.metrics == {}
+    assert torch.equal(parameters(resumed.model), parameters(straight.model))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_ends_with_its_best_model(make_trainer, policy):
+    rewards = iter([1.0] * 100)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2}
+    settings |= {"metric_for_best_model": "eval_reward", "load_best_model_at_end": True} | SAVING
+
+    def run(**resume):
+        model = copy.deepcopy(policy)
+
+        def reward(completions, **kwargs):  # the first is the best
+            return [next(rewards) + i for i in range(len(completions))]
+
+        trainer = make_trainer(reward, model=model, greater_is_better=True, **settings)
+        trainer.train(**resume)
+        return parameters(trainer.model)
+
+    assert torch.equal(run(), run(resume_from_checkpoint=True))
+
+
 def test_no_checkpoint(make_trainer, checkpoint):
     with pytest.raises(ValueError, match="expected a folder, got 'nowhere'"):
         make_trainer().train(resume_from_checkpoint="nowhere")
