@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from grpo_trainer.checkpointing import rotate, write_settings, written_aside
 from grpo_trainer.resuming import check_checkpoint, find_checkpoint
+from grpo_trainer.run_lock import only_run
 from grpo_trainer.sampling import optimizer_steps
 from grpo_trainer.together import raise_together
 
@@ -68,16 +69,18 @@ class ResumableTrainer(Trainer):
         trainer's state are loaded; nothing is logged or written, and the result has no metrics.
 
         Raises:
-            ValueError: the checkpoint is damaged or lacks a file, or belongs to a run that this one
-                cannot continue exactly; the message names the file or the setting.
+            StartError: another run trains in ``output_dir``; or the checkpoint is damaged or lacks
+                a file, or belongs to a run that this one cannot continue exactly; the message
+                names the file or the setting. A ValueError.
             CheckpointError: a checkpoint could not be written.
         """
-        self.start()
-        checkpoint = self._checkpoint(resume_from_checkpoint)
-        try:
-            return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
-        finally:
-            self.stop()
+        with only_run(Path(self.args.output_dir), self.accelerator):
+            self.start()
+            checkpoint = self._checkpoint(resume_from_checkpoint)
+            try:
+                return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+            finally:
+                self.stop()
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
         """What training resumes from. Every process calls it, and all raise what one finds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def _settings(job: Job) -> dict[str, Any]:
     """Arguments that our configuration and TRL's have in common."""
     config = job.config
     return {
-        "output_dir": str(job.folder),
+        "output_dir": tempfile.mkdtemp(dir=job.folder),  # which belongs to one run
         "use_cpu": job.device == "cpu",
         "bf16": job.dtype == "bf16",
         "gradient_checkpointing": False,

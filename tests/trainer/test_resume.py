@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -327,3 +328,33 @@ def test_train_twice_starts_again(make_trainer):
     trainer.train()
     trainer.train()
     assert trainer._slices.position == 3
+
+
+def test_two_runs_do_not_share_a_folder(make_trainer, policy):
+    inner = make_trainer(model=copy.deepcopy(policy), max_steps=1)
+    refused = []
+
+    def reward(completions, **kwargs):
+        with pytest.raises(ValueError, match="output_dir: expected .*, where process .* trains"):
+            inner.train()
+        refused.append(inner.state.global_step)
+        return [0.0] * len(completions)
+
+    outer = make_trainer(reward, max_steps=1)
+    for _ in range(2):  # one after the other they may
+        outer.train()
+    assert refused == [0, 0]
+    inner.train()
+    assert inner.state.global_step == 1
+    assert not list(Path(inner.args.output_dir).glob("*.lock"))
+
+
+def test_a_folder_that_cannot_be_locked(make_trainer, monkeypatch, caplog):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    trainer = make_trainer(max_steps=1)
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    trainer.train()
+    assert "cannot be locked, so nothing keeps other runs out" in caplog.text
+    assert trainer.state.global_step == 1

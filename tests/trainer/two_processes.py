@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from filelock import FileLock
 from tool_helpers import (
     ScriptedEngine,
     add,
@@ -105,10 +108,29 @@ def run(name: str, folder: str, processes: int) -> dict[str, Any]:
     trainer.train()
     if name == "resumed":
         trainer = make_trainer(name, args)
+        check_refusals(trainer, Path(folder, "out"))
         trainer.train(resume_from_checkpoint=f"{folder}/out/checkpoint-1")
     log = {key: value for row in trainer.state.log_history for key, value in row.items()}
     metrics = {key: log[key] for key in METRICS if key in log}
     return {"parameters": parameters(trainer.model), "metrics": metrics}
+
+
+def check_refusals(trainer: GRPOTrainer, out: Path) -> None:
+    """What one process finds, all raise."""
+
+    def refused(message: str, **resume: Any) -> None:
+        trainer.accelerator.wait_for_everyone()
+        with pytest.raises(ValueError, match=message):
+            trainer.train(**resume)
+        trainer.accelerator.wait_for_everyone()
+
+    lock = FileLock(out / "_training.lock")
+    if trainer.accelerator.is_main_process:
+        lock.acquire()
+    refused("expected a folder without a run in it")
+    lock.release()
+    (out / "checkpoint-2" / "process_state_0.pt").unlink(missing_ok=True)
+    refused("checkpoint-2 has no process_state_0.pt", resume_from_checkpoint=True)
 
 
 def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
