@@ -1,9 +1,10 @@
-"""Checkpoints that are whole or not there: written aside, then renamed."""
+"""Checkpoints and models that are whole or not there: written aside, then renamed."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +16,20 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from grpo_trainer.card import CARD_NAME
 from grpo_trainer.manifest import write_manifest
 
 SETTINGS_FILE = "grpo_settings.json"
 INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
 
 
+# without these nobody takes a folder for a model
+_ENTRIES = ("config.json", "adapter_config.json")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written."""
+    """A checkpoint or a model could not be written."""
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -41,7 +48,7 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
     if accelerator.is_local_main_process:
         shutil.rmtree(aside, ignore_errors=True)  # of a run that was ended while it wrote
     accelerator.wait_for_everyone()
-    try:
+    with _freed(aside, run_dir / name):
         (aside / name).mkdir(parents=True, exist_ok=True)
         yield aside
         _flush(aside / name)
@@ -51,13 +58,39 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
         accelerator.wait_for_everyone()
         if accelerator.is_local_main_process and (aside / name).exists():
             _publish(aside, run_dir / name)  # of a machine with a disk of its own
+
+
+@contextmanager
+def model_aside(folder: Path) -> Iterator[Path]:
+    """A folder in which to save a model, which on leaving replaces the one in ``folder``.
+
+    Raises:
+        CheckpointError: a file could not be written. What is in ``folder`` is untouched.
+    """
+    aside = folder / f"{INCOMPLETE}model"
+    shutil.rmtree(aside, ignore_errors=True)
+    with _freed(aside, folder):
+        aside.mkdir(parents=True)
+        if (folder / CARD_NAME).exists():  # an edited one stays, and peft adds its lines to it
+            shutil.copy(folder / CARD_NAME, aside)
+        yield aside
+        _flush(aside)
+    _replace(aside, folder)
+
+
+@contextmanager
+def _freed(aside: Path, final: Path) -> Iterator[None]:
+    """Deletes what was written aside if it cannot be completed, and says so."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three names
+        run_dir = aside.parent
         there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
         free = shutil.disk_usage(there).free
         shutil.rmtree(aside, ignore_errors=True)
         kept = ", ".join(folder.name for folder in checkpoints(run_dir)) or "none"
         raise CheckpointError(
-            f"{run_dir / name} could not be written: {error} ({free / 2**20:.1f} MiB were free). "
+            f"{final} could not be written: {error} ({free / 2**20:.1f} MiB were free). "
             f"Checkpoints there: {kept}"
         ) from error
 
@@ -89,6 +122,24 @@ def _publish(aside: Path, final: Path) -> None:
         (aside / final.name).rename(final)
     aside.rmdir()
     _sync(final.parent)
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    """Moves the files of ``aside``. At no time is there a model of new and of old files."""
+    names = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+    names.sort(key=lambda name: name.name in _ENTRIES)  # last
+    for name in names:
+        if name.name in _ENTRIES:
+            (folder / name).unlink(missing_ok=True)
+    if any(_WEIGHTS.fullmatch(str(name)) for name in names):
+        for old in folder.iterdir():  # of another number of files, and read in place of the new
+            if _WEIGHTS.fullmatch(old.name) and Path(old.name) not in names:
+                old.unlink()
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).replace(folder / name)
+    shutil.rmtree(aside)
+    _sync(folder)
 
 
 def _flush(folder: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from grpo_trainer.checkpointing import rotate, write_settings, written_aside
+from grpo_trainer.checkpointing import model_aside, rotate, write_settings, written_aside
 from grpo_trainer.resuming import check_checkpoint, find_checkpoint
 from grpo_trainer.run_lock import only_run
 from grpo_trainer.sampling import optimizer_steps
@@ -135,6 +135,13 @@ class ResumableTrainer(Trainer):
             rotate(run_dir, self.args.save_total_limit, keep={name, best})
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
+            super()._save(output_dir, state_dict)
+            return
+        with model_aside(Path(output_dir or self.args.output_dir)) as aside:
+            super()._save(str(aside), state_dict)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)

@@ -44,7 +44,7 @@ from grpo_trainer.tools import EnvironmentFactory
 from grpo_trainer.watch import watch
 
 
-class GRPOTrainer(LogsRun, WritesCard, GroupTrainer):
+class GRPOTrainer(LogsRun, GroupTrainer, WritesCard):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
