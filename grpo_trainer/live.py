@@ -23,19 +23,20 @@ class LiveView(Progress):
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._live = Live(console=console, refresh_per_second=4, transient=False)
+        self._console = console
+        self._live: Live | None = None  # from the first step to the last
         self._at = (0, 1)
         self._latest: Snapshot | None = None
         self._rewards: list[float] = []
 
     def open(self, step: int, steps: int) -> None:
         self._at = (step, steps)
-        self._live.update(self.picture())
+        self._live = Live(self.picture(), console=self._console, refresh_per_second=4)
         self._live.start()
 
     def step(self, step: int, steps: int) -> None:
         self._at = (step, steps)
-        self._live.update(self.picture())
+        self._draw()
 
     def show(self, snapshot: Snapshot) -> None:
         self._latest = snapshot
@@ -43,10 +44,19 @@ class LiveView(Progress):
         reward = snapshot.numbers.get("reward")
         if reward is not None:
             self._rewards = [*self._rewards, float(reward.split()[0])][-_SPARK_WIDTH:]
-        self._live.update(self.picture(), refresh=True)
+        self._draw(refresh=True)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)  # above the view
 
     def close(self) -> None:
-        self._live.stop()
+        if self._live is not None:
+            self._live.stop()
+        self._live = None
+
+    def _draw(self, refresh: bool = False) -> None:
+        if self._live is not None:
+            self._live.update(self.picture(), refresh=refresh)
 
     def picture(self) -> RenderableType:
         step, steps = self._at

@@ -18,8 +18,10 @@ from transformers import (
     TrainingArguments,
 )
 
+from grpo_trainer.completions import REWARD_PREFIX
 from grpo_trainer.phases import PHASES
 from grpo_trainer.report.series import token_rate
+from grpo_trainer.unfailing import unfailing
 
 # metric -> how it is called here; the first that a run logs stand in this order
 SHOWN = {
@@ -36,6 +38,8 @@ SHOWN = {
 }
 
 
+_RUNTIME, _MEAN = "_runtime", "/mean"  # how names of metrics end
+_WHAT = "the view of the run"
 _LEAST_SHARE = 0.005  # of a step's time; below it a phase is not shown
 
 
@@ -63,6 +67,10 @@ class Progress(TrainerCallback):
         """Called with every log call of a training step."""
         raise NotImplementedError
 
+    def say(self, text: str) -> None:
+        """Called with the result of an evaluation, and at the end with that of the run."""
+        raise NotImplementedError
+
     def step(self, step: int, steps: int) -> None:
         """Called after every optimizer step."""
 
@@ -70,7 +78,7 @@ class Progress(TrainerCallback):
         """Called before the first."""
 
     def close(self) -> None:
-        """Called at the end."""
+        """Called at the end, also after an error; more than once."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -78,13 +86,15 @@ class Progress(TrainerCallback):
         self._start = (time.perf_counter(), state.global_step)
         self._before = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
         if state.is_world_process_zero:
-            self.open(state.global_step, state.max_steps)
+            with unfailing(_WHAT):
+                self.open(state.global_step, state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            self.step(state.global_step, state.max_steps)
+            with unfailing(_WHAT):
+                self.step(state.global_step, state.max_steps)
 
     def on_log(
         self,
@@ -94,8 +104,15 @@ class Progress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if state.is_world_process_zero and logs and "loss" in logs:
-            self.show(self._snapshot(args, state, logs))
+        if not state.is_world_process_zero or not logs:
+            return
+        with unfailing(_WHAT):
+            if "loss" in logs:
+                self.show(self._snapshot(args, state, logs))
+            for prefix in _evaluations(logs):
+                self.say(evaluation_line(prefix, state.global_step, logs))
+            if "train_runtime" in logs:
+                self.say(summary_line(state.global_step - self._start[1], logs))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -132,7 +149,10 @@ class PlainProgress(Progress):
         self._console = console
 
     def show(self, snapshot: Snapshot) -> None:
-        self._console.print(line(snapshot), highlight=False, markup=False, soft_wrap=True)
+        self.say(line(snapshot))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def line(snapshot: Snapshot) -> str:
@@ -145,6 +165,23 @@ def line(snapshot: Snapshot) -> str:
     parts += [f"{name} {share:.0%}" for name, share in snapshot.shares.items()]
     parts.append(f"{duration(snapshot.seconds_left)} left")
     return "  ".join(parts)
+
+
+def evaluation_line(prefix: str, step: int, logs: dict[str, float]) -> str:
+    """The result of an evaluation, whose metrics begin with ``prefix``."""
+    start = f"{prefix}_"
+    own = {name.removeprefix(start): at for name, at in logs.items() if name.startswith(start)}
+    parts = [f"{prefix} step {step}"]
+    parts += [f"{name} {value}" for name, value in _numbers(own).items()]
+    return "  ".join([*parts, duration(own["runtime"])])
+
+
+def summary_line(steps: int, logs: dict[str, float]) -> str:
+    """What the steps of this process came to."""
+    return (
+        f"trained {steps} steps in {duration(logs['train_runtime'])}  "
+        f"mean loss {logs['train_loss']:.3g}"
+    )
 
 
 def duration(seconds: float) -> str:
@@ -172,11 +209,30 @@ def show_progress(trainer: Trainer, console: Console | None = None) -> None:
     trainer.add_callback(LiveView(console) if console.is_terminal else PlainProgress(console))
 
 
+def close_progress(trainer: Trainer) -> None:
+    """Gives the terminal back, however training has ended."""
+    for item in trainer.callback_handler.callbacks:
+        if isinstance(item, Progress):
+            item.close()
+
+
+def _evaluations(logs: dict[str, float]) -> list[str]:
+    """The prefixes of the evaluations, one in each row of an evaluation."""
+    found = [name.removesuffix(_RUNTIME) for name in logs if name.endswith(_RUNTIME)]
+    return [prefix for prefix in found if prefix != "train"]
+
+
 def _numbers(logs: dict[str, float]) -> dict[str, str]:
     shown = {label: f"{logs[name]:.3g}" for name, label in SHOWN.items() if name in logs}
-    if "reward_std" in logs and "reward" in shown:
+    if "reward" not in shown:
+        return shown
+    if "reward_std" in logs:
         shown["reward"] += f" \u00b1 {logs['reward_std']:.2g}"
-    return shown
+    total = {"reward": shown.pop("reward")}
+    functions = [name for name in logs if name.startswith(REWARD_PREFIX) and name.endswith(_MEAN)]
+    if len(functions) > 1:
+        total |= {name.removesuffix(_MEAN): f"{logs[name]:.3g}" for name in functions}
+    return total | shown
 
 
 def _shares(logs: dict[str, float]) -> dict[str, float]:

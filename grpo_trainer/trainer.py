@@ -33,6 +33,7 @@ from grpo_trainer.microbatch import MicroBatch
 from grpo_trainer.phases import phase
 from grpo_trainer.placement import check_placement
 from grpo_trainer.policy import load_policy, load_tokenizer
+from grpo_trainer.progress import close_progress
 from grpo_trainer.reference import SyncReference, make_reference
 from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
@@ -255,6 +256,7 @@ class GRPOTrainer(LogsRun, GroupTrainer, WritesCard):
                 self._parts["ahead"] = self._ahead = self._collector.ahead(self._prompts)
 
     def stop(self) -> None:
+        close_progress(self)
         if self._ahead is not None:
             self._ahead.stop()
 

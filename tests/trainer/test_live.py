@@ -61,6 +61,66 @@ def test_live_view_of_a_run(make_trainer):
     assert re.search(r"\u25a0 generate \d+%", text) and re.search(r"\u25a0 loss \d+%", text)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_terminal_is_given_back_however_a_run_ends(make_trainer, error):
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 1 and errors:
+            raise errors.pop()
+        return [0.0] * len(completions)
+
+    errors = [error()]
+    trainer, console = make_trainer(reward), terminal()
+    trainer.add_callback(LiveView(console))
+    with pytest.raises(error):
+        trainer.train()
+    shown = console.file.getvalue()
+    hidden, back = (shown.rfind(f"\x1b[?25{code}") for code in "lh")  # the cursor
+    assert 0 <= hidden < back
+    trainer.evaluate()
+    assert "\x1b" not in console.file.getvalue()[len(shown) :]  # the panel is not drawn again
+
+
+@pytest.mark.parametrize("kind", [LiveView, PlainProgress])
+def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
+    def short(completions, **kwargs):
+        return [0.125] * len(completions)
+
+    def right(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3, "logging_steps": 2}
+    trainer = make_trainer([short, right], **settings)
+    console = terminal(color_system=None)
+    trainer.add_callback(kind(console))
+    trainer.train()
+    text = " ".join(console.export_text().split())
+    for step in (2, 3):
+        expected = rf"eval step {step} reward 0.625 ± 0 rewards/short 0.125 rewards/right 0.5 "
+        assert re.search(expected, text), text
+    assert re.search(r"trained 3 steps in 0:00:\d\d mean loss \S+", text)
+    if kind is PlainProgress:
+        assert re.findall(r"(?<!eval )step (\d)/3", text) == ["2", "3"]  # what came last, too
+
+
+def test_one_reward_function_is_the_total(make_trainer):
+    trainer, console = make_trainer(max_steps=1), terminal(color_system=None)
+    trainer.add_callback(PlainProgress(console))
+    trainer.train()
+    assert "rewards/" not in console.export_text()
+
+
+def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog):
+    class Broken(PlainProgress):
+        def show(self, snapshot):
+            raise OSError("the terminal is gone")
+
+    trainer = make_trainer(max_steps=3)
+    trainer.add_callback(Broken(terminal()))
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert caplog.text.count("the terminal is gone") == 1
+
+
 def test_where_there_is_no_terminal_it_is_lines(make_trainer):
     trainer = make_trainer(disable_tqdm=False, max_steps=2)
     kinds = [type(item) for item in trainer.callback_handler.callbacks]
