@@ -14,6 +14,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import Trainer
 
 from grpo_trainer.recipe import Recipe, changed_loss_fields, environment
+from grpo_trainer.unfailing import unfailing
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
@@ -49,7 +50,8 @@ class WritesCard(Trainer):
         ours = may_write(folder)  # asked first: peft leaves a card of its own
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            self._write_card(folder, ours)
+            with unfailing(f"card of {self.args.output_dir}"):
+                self._write_card(folder, ours)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Called before an upload."""
@@ -69,7 +71,7 @@ def may_write(folder: Path) -> bool:
     path = folder / CARD_NAME
     if not path.exists():
         return True
-    text = _body(path.read_text(encoding="utf-8"))
+    text = _body(path.read_text(encoding="utf-8", errors="replace"))
     mark = _MARK.search(text)
     return mark is not None and mark[1] == _digest(text[: mark.start()])
 

@@ -16,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.plain import encodable
 from grpo_trainer.printable import printable
 from grpo_trainer.scored import Rollout
+from grpo_trainer.unfailing import unfailing
 
 # reward functions may add others; those of the rewards are called rewards/NAME
 OWN_COLUMNS = ("step", "prompt", "completion", "tokens", "truncated", "reward", "advantage")
@@ -48,15 +50,16 @@ class CompletionLog:
 
     def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
         """Adds a row per completion; ``columns`` are its rewards and its advantage."""
-        for index, rollout in enumerate(rollouts):
-            row = {
-                "prompt": as_text(rollout.prompt),
-                "completion": as_text(rollout.completion),
-                "tokens": len(rollout.completion_ids),
-                "truncated": bool(rollout.truncated),
-            }
-            row |= {name: values[index] for name, values in columns.items()}
-            self._rows.append(row | (rollout.extra or {}))
+        with unfailing(f"completions in {self._folder}"):
+            for index, rollout in enumerate(rollouts):
+                row = {
+                    "prompt": encodable(as_text(rollout.prompt)),
+                    "completion": encodable(as_text(rollout.completion)),
+                    "tokens": len(rollout.completion_ids),
+                    "truncated": bool(rollout.truncated),
+                }
+                row |= {name: values[index] for name, values in columns.items()}
+                self._rows.append(row | (rollout.extra or {}))
 
     def state(self) -> list[dict[str, Any]]:
         """The rows that are not written yet."""
@@ -74,12 +77,13 @@ class CompletionLog:
         if self._unique_prompts:  # the first completion of each
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
         if self._to_print != 0:
-            title = f"{self._prefix.replace('_', ' ')}completions at step {step}"
-            Console().print(completion_table(rows[: self._to_print], title))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._prefix}completions_{step:05d}.parquet"
-        columns = {name: [row.get(name) for row in rows] for name in _names(rows)}
-        parquet.write_table(pyarrow.table(columns | {"step": [step] * len(rows)}), path)
+            with unfailing(f"printing the completions of {self._folder}"):
+                title = f"{self._prefix.replace('_', ' ')}completions at step {step}"
+                Console().print(completion_table(rows[: self._to_print], title))
+        with unfailing(f"completions in {self._folder}"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"{self._prefix}completions_{step:05d}.parquet"
+            parquet.write_table(_parquet_table(rows, step), path)
 
 
 def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
@@ -109,6 +113,19 @@ def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in names))
     return table
+
+
+def _parquet_table(rows: Sequence[Mapping[str, Any]], step: int) -> pyarrow.Table:
+    columns = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
+    return pyarrow.table(columns | {"step": [step] * len(rows)})
+
+
+def _column(values: list[Any]) -> pyarrow.Array:
+    """Of one type; text if the values have none in common."""
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError):
+        return pyarrow.array([None if value is None else str(value) for value in values])
 
 
 def as_text(value: str | Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,45 +11,39 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo_trainer.recipe import environment
 from grpo_trainer.report.command import write_report
 from grpo_trainer.report.record import REPORT_NAME, RunRecord, jsonable
+from grpo_trainer.unfailing import unfailing
 
 if TYPE_CHECKING:
     from grpo_trainer.trainer import GRPOTrainer
-
-logger = logging.getLogger(__name__)
 
 
 class ReportWriter(TrainerCallback):
     """Writes ``run.json`` and ``report.html`` with every checkpoint and at the end.
 
-    Without plotly it writes the former alone and says once how to get the latter.
+    Without plotly it writes the former alone and says once how to get the latter. Nothing that goes
+    wrong ends the run.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
-        self._can_draw = True
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._write(state)
+        self._write(args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._write(state)
+        self._write(args, state)
 
-    def _write(self, state: TrainerState) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         if not state.is_world_process_zero or not state.log_history:
             return
-        record = record_of(self._trainer)
-        record.save()
-        if not self._can_draw:
-            return
-        try:
+        with unfailing(f"report of {args.output_dir}"):
+            record = record_of(self._trainer)
+            record.save()
             write_report([record.folder], record.folder / REPORT_NAME)
-        except ImportError as error:
-            self._can_draw = False
-            logger.warning("%s: %s", record.folder, error)
 
 
 def record_of(trainer: GRPOTrainer) -> RunRecord:

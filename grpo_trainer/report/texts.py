@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow
 from pyarrow import parquet
 
 from grpo_trainer.completions import EVAL_PREFIX
+
+logger = logging.getLogger(__name__)
 
 _FILES = 200  # at most so many are read, evenly over the run
 _COLUMNS = 5  # steps beside one another
@@ -42,10 +47,10 @@ def rewards_by_step(folder: Path) -> tuple[list[int], list[list[float]]]:
     """Steps, and the rewards of each step's completions; empty without files."""
     found = {}
     for file in _evenly(_files(folder, ""), _FILES):
-        table = parquet.read_table(file, columns=["step", "reward"]).to_pydict()
-        rewards = [value for value in table["reward"] if _is_number(value)]
+        rows = _read(file, ["step", "reward"])
+        rewards = [row["reward"] for row in rows if _is_number(row["reward"])]
         if rewards:
-            found[int(table["step"][0])] = rewards
+            found[int(rows[0]["step"])] = rewards
     steps = sorted(found)
     return steps, [found[step] for step in steps]
 
@@ -86,9 +91,21 @@ def _rank(sample: Sample) -> tuple[float, str]:
 
 def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
-        yield from parquet.read_table(
-            file, columns=["step", "prompt", "completion", "reward"]
-        ).to_pylist()
+        yield from _read(file, ["step", "prompt", "completion", "reward"])
+
+
+def _read(file: Path, columns: list[str]) -> list[dict[str, Any]]:
+    """No rows of a file that is damaged: a run may have been killed while it wrote it."""
+    try:
+        return parquet.read_table(file, columns=columns).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        _warn(f"{file} cannot be read, so the report is without it: {error}")
+        return []
+
+
+@functools.cache  # the report is written again and again
+def _warn(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _files(folder: Path, prefix: str) -> list[Path]:

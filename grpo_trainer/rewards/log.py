@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.completions import OWN_COLUMNS, REWARD_PREFIX
+from grpo_trainer.plain import plain
 
 
 class RewardLog:
@@ -29,6 +30,8 @@ class RewardLog:
     def log_extra(self, column: str, values: list[Any]) -> None:
         """Adds a column to the table of completions, one value per completion.
 
+        What is no number, text, list or dictionary is kept as its text.
+
         Raises:
             ValueError: the column is the table's own, or has the wrong number of values.
         """
@@ -39,7 +42,7 @@ class RewardLog:
                 f"log_extra: expected {self._count} values of {column!r}, one per completion, "
                 f"got {len(values)}"
             )
-        self.columns[column] = list(values)
+        self.columns[column] = [plain(value) for value in values]  # a checkpoint holds them, too
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a sample to a metric, which is logged as the mean of its samples.

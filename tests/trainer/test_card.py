@@ -79,3 +79,17 @@ def test_card_of_an_adapter(make_args, policy, tokenizer, dataset):
     text = saved(trainer)
     assert "this is a LORA adapter" in text and ModelCard(text).data.library_name == "peft"
     assert saved(trainer) == text  # peft added lines of its own in between
+
+
+def test_a_card_that_fails_does_not_cost_the_model(make_trainer, monkeypatch, caplog):
+    trainer = make_trainer()
+    folder = Path(trainer.args.output_dir)
+    folder.mkdir(exist_ok=True)
+    (folder / CARD_NAME).write_bytes(b"\xff\xfe no text")
+    trainer.save_model()
+    assert (folder / CARD_NAME).read_bytes() == b"\xff\xfe no text"  # somebody's own
+    (folder / CARD_NAME).unlink()
+    monkeypatch.setattr("grpo_trainer.card.environment", lambda device: 1 / 0)
+    trainer.save_model()
+    assert (folder / "model.safetensors").exists() and not (folder / CARD_NAME).exists()
+    assert f"card of {folder}: the run goes on without: ZeroDivisionError" in caplog.text

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from datasets import Dataset
+from pyarrow import parquet
 
 from grpo_trainer.completions import OWN_COLUMNS, as_text
 
@@ -37,6 +40,54 @@ def test_extra_columns_and_unique_prompts(make_trainer, unique):
         count == 4 for count, cut in zip(table["tokens"], table["truncated"], strict=True) if cut
     )
     assert trainer.state.log_history[0]["longest"] >= max(table["length"])
+
+
+def test_a_column_of_any_values_is_written(make_trainer):
+    class Thing:
+        def __str__(self):
+            return "thing"
+
+    values = {
+        "mixed": ([1, "two", None, 3.5], ["1", "two", None, "3.5"]),
+        "surrogate": (["\ud83d", "b", "c", "d"], ["\\ud83d", "b", "c", "d"]),
+        "object": ([Thing()] * 4, ["thing"] * 4),
+        "nested": (
+            [{"a": numpy.int64(1)}, {"a": 2}, {}, None],
+            [{"a": 1}, {"a": 2}, {"a": None}, None],
+        ),
+        "tensor": (list(torch.arange(4)), [0, 1, 2, 3]),
+        "large": ([2**70, 1, 2, 3], [str(2**70), "1", "2", "3"]),
+        "ragged": ([[1], ["a"], [], None], ["[1]", "['a']", "[]", None]),
+    }
+
+    def reward(completions, log_extra, **kwargs):
+        for name, (given, _) in values.items():
+            log_extra(name, given)
+        return [0.0] * len(completions)
+
+    settings = {"log_completions": True, "save_strategy": "steps", "logging_steps": 2}
+    trainer = make_trainer(reward, max_steps=3, lr_scheduler_type="constant", **settings)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    table = parquet.read_table(folder / "completions" / "completions_00003.parquet").to_pydict()
+    for name, (_, written) in values.items():
+        assert table[name] == written, name
+    trainer.train(resume_from_checkpoint=folder / "checkpoint-3")  # which holds them, too
+
+
+def test_what_cannot_be_written_does_not_end_the_run(make_trainer, caplog):
+    trainer = make_trainer(
+        log_completions=True, num_completions_to_print=0, write_report=True, max_steps=3
+    )
+    folder = Path(trainer.args.output_dir)
+    (folder / "completions").write_text("a file")
+    (folder / "run.json").mkdir()
+    trainer.train()
+    trainer.save_model()
+    assert trainer.state.global_step == 3
+    for name, error in (("completions in", "FileExistsError"), ("report of", "IsADirectoryError")):
+        [warning] = [line for line in caplog.messages if line.startswith(name)]
+        assert str(folder) in warning and f"the run goes on without: {error}" in warning
 
 
 def test_completions_of_evaluations(make_trainer, capsys):

@@ -19,6 +19,7 @@ from grpo_trainer.report.charts import metrics_of, sections
 from grpo_trainer.report.health import findings
 from grpo_trainer.report.record import jsonable
 from grpo_trainer.report.series import Curves
+from grpo_trainer.report.texts import rewards_by_step
 
 pytest.importorskip("plotly")
 
@@ -238,6 +239,24 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     trainer.train()
     assert caplog.text.count("pip install 'grpo-kernels[report]'") == 1
     assert not (folder / "report.html").exists()
+
+
+def test_a_report_is_without_the_files_that_are_damaged(make_trainer, caplog):
+    settings = {"write_report": True, "log_completions": True, "num_completions_to_print": 0}
+    trainer = make_trainer(max_steps=3, save_strategy="steps", save_steps=1, **settings)
+    folder = Path(trainer.args.output_dir)
+    bad = folder / "completions" / "completions_00000.parquet"  # of an earlier run
+    bad.parent.mkdir(parents=True)
+    other = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"other": [1]}), other)
+    for content in (b"", b"PAR1 half a file", other.getvalue().to_pybytes()):
+        bad.write_bytes(content)
+        caplog.clear()
+        trainer.train()
+        [warning] = {line for line in caplog.messages if bad.name in line}
+        assert caplog.messages.count(warning) == 1 and "cannot be read" in warning
+        assert rewards_by_step(folder)[0] == [1, 2, 3]
+        assert "<html" in (folder / "report.html").read_text()
 
 
 def _missing() -> str:

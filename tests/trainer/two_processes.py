@@ -55,7 +55,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "resumed": {"dynamic_sampling": True, "max_resampling_rounds": 2, "save_steps": 1},
     "stream": {"eval_strategy": "steps", "eval_steps": 2},
     "overlap": {"overlap_generation": True, "eval_strategy": "steps", "eval_steps": 1},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+    # the folder of the completions cannot be made
+    "evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+    },
     "tools": {"max_completion_length": 120, "eval_strategy": "steps", "eval_steps": 2},
     "curriculum": {"dynamic_prompts_form": "groups"},  # its function is below
 }
@@ -85,6 +91,9 @@ def run(name: str, folder: str, processes: int) -> dict[str, Any]:
     settings |= {"max_completion_length": 4} | RUNS[name]
     if name == "curriculum":
         settings["dynamic_prompts_fn"] = longer_prompts
+    if name == "evaluation":
+        Path(folder, "out").mkdir(exist_ok=True)
+        Path(folder, "out", "completions").touch()
     micro_batches = settings["gradient_accumulation_steps"]
     args = GRPOConfig(
         output_dir=f"{folder}/out",
