@@ -12,7 +12,51 @@ from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.advantages import Advantages, nan_std
 from grpo_trainer.phases import Phases
 
+# what the trainer logs itself, transformers' part included
+_OWN = {
+    "aux_loss",
+    "cispo_clip_ratio",
+    "entropy",
+    "entropy_coef",
+    "entropy_top",
+    "epoch",
+    "frac_reward_zero_std",
+    "frac_rows_skipped",
+    "grad_norm",
+    "kl",
+    "learning_rate",
+    "loss",
+    "num_input_tokens_seen",
+    "num_tokens",
+    "perplexity",
+    "policy_loss",
+    "reward",
+    "reward_std",
+    "step",
+    "step_time",
+    "total_flos",
+}
+_OWN_PREFIXES = (
+    "clip_ratio/",
+    "completions/",
+    "dynamic_sampling/",
+    "entropy/",
+    "eval_",
+    "profiling/",
+    "ratio/",
+    "rewards/",
+    "sampling/",
+    "tools/",
+    "train_",
+    "vespo/",
+)
+
 _FOLD_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
+
+
+def is_own_metric(name: str) -> bool:
+    """Whether the trainer gives this name, or one that begins so, to a metric of its own."""
+    return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
 class MetricLog:

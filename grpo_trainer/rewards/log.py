@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.completions import OWN_COLUMNS, REWARD_PREFIX
+from grpo_trainer.metrics import is_own_metric
 from grpo_trainer.plain import plain
 
 
@@ -48,8 +49,13 @@ class RewardLog:
         """Adds a sample to a metric, which is logged as the mean of its samples.
 
         Raises:
-            ValueError: the value is not a finite number.
+            ValueError: the value is not a finite number, or the name is that of a metric of the
+                trainer's.
         """
+        if is_own_metric(name):
+            raise ValueError(
+                f"log_metric: expected a new name, got {name!r}, which the trainer itself logs"
+            )
         if not isinstance(value, numbers.Real) and hasattr(value, "item"):
             value = value.item()
         if not isinstance(value, numbers.Real) or not math.isfinite(value):

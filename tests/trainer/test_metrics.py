@@ -12,6 +12,7 @@ from pyarrow import parquet
 from trainer_helpers import CannedEngine
 
 from grpo_trainer.config_checks import get_available_reporting_integrations
+from grpo_trainer.metrics import is_own_metric
 from grpo_trainer.rollout import Completions
 
 ALWAYS = {
@@ -67,6 +68,8 @@ def test_names(make_trainer, changes, more):
     trainer.train()
     [row] = [row for row in trainer.state.log_history if "loss" in row]
     assert ALWAYS | SAMPLING | more <= set(row)
+    rows = trainer.state.log_history
+    assert [name for row in rows for name in row if not is_own_metric(name)] == []
     assert ("kl" in row) == ("kl" in more) and ("profiling/old" in row) == ("profiling/old" in more)
     low, mean, high = (row[n] for n in ("entropy/sequence_min", "entropy", "entropy/sequence_max"))
     assert low < mean < high
@@ -124,6 +127,17 @@ def test_a_run_after_one_that_failed_starts_with_an_empty_log(make_trainer):
         trainer.train()
     trainer.train()
     assert trainer.state.log_history[0]["reward"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["loss", "reward", "kl", "rewards/mine/mean", "eval_mine"])
+def test_the_trainers_names_are_taken(make_trainer, name):
+    def reward(completions, log_metric, **kwargs):
+        log_metric(name, 7.0)
+        return [0.0] * len(completions)
+
+    message = f"log_metric: expected a new name, got '{name}', which the trainer itself logs"
+    with pytest.raises(RuntimeError, match=message):
+        make_trainer(reward, max_steps=1).train()
 
 
 def test_missing_rewards_do_not_count(make_trainer):
