@@ -25,7 +25,7 @@ from grpo_trainer.prompts import check_context, check_prompts, encode_prompts
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
 from grpo_trainer.rollout import Rollouts
 from grpo_trainer.rollout.transformers import pad_token_id
-from grpo_trainer.sampling import PromptStream, Row, repeated
+from grpo_trainer.sampling import PromptStream, Row, own_copy, repeated
 from grpo_trainer.scored import Rollout, Sampled, Scored, Source, share
 from grpo_trainer.tools.parse import TurnParser
 
@@ -162,9 +162,10 @@ class Collector:
         self, rows: list[Row], group_size: int, sinks: Sinks, begun: Begun | None = None
     ) -> Scored:
         """One scored completion per row."""
-        sampled = self._generate(rows, begun)
+        own = [own_copy(row) for row in rows]  # functions may keep and edit what they are given
+        sampled = self._generate(own, begun)
         rollouts = sampled.rollouts
-        rewards, log = self._score(rows, sampled, sinks.state)  # (n, F)
+        rewards, log = self._score(own, sampled, sinks.state)  # (n, F)
         rollouts = [
             rollout._replace(
                 extra={name: values[i] for name, values in log.columns.items()}, row=rows[i]

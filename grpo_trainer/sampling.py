@@ -139,6 +139,15 @@ class RepeatedStream(TorchIterableDataset):
         return repeated(self.rows, self.group_size)
 
 
+def own_copy(value: Any) -> Any:
+    """``value`` with lists and dictionaries of its own. What they hold, as images, is shared."""
+    if isinstance(value, dict):
+        return {key: own_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [own_copy(item) for item in value]
+    return value
+
+
 def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:
     """Each item ``times`` times in a row."""
     return (item for item in items for _ in range(times))
