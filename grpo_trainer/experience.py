@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -28,8 +27,6 @@ from grpo_trainer.rollout.transformers import pad_token_id
 from grpo_trainer.sampling import PromptStream, Row, own_copy, repeated
 from grpo_trainer.scored import Rollout, Sampled, Scored, Source, share
 from grpo_trainer.tools.parse import TurnParser
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -223,17 +220,7 @@ class Collector:
             "log_extra": log.log_extra,
             "log_metric": log.log_metric,
         }
-        rewards = score(self._rewards, len(rows), arguments)
-        unscored = rewards.isnan().all(1).nonzero().flatten().tolist()
-        if unscored:
-            logger.warning(
-                "every reward function returned None for %d of %d completions, which get "
-                "advantage 0; the first prompt is %r",
-                len(unscored),
-                len(rows),
-                rollouts[unscored[0]].prompt,
-            )
-        return rewards, log
+        return score(self._rewards, len(rows), arguments), log
 
     def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> tuple[Tensor, RolloutColumns]:
         """All processes' rewards and lengths, by one gather."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.rewards.background import start
+
+logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 300
 
@@ -50,8 +53,11 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
         answers |= zip((reward.name for reward in awaited), pending.result(), strict=True)
     finally:
         pending.cancel()  # when another function failed
-    columns = [_checked(reward.name, answers[reward.name], count) for reward in rewards]
-    return torch.tensor(columns, dtype=torch.float32).T
+    listed = {reward.name: _listed(reward.name, answers[reward.name], count) for reward in rewards}
+    columns = [[_number(name, value) for value in values] for name, values in listed.items()]
+    scores = torch.tensor(columns, dtype=torch.float32).T
+    _warn_of_unscored(scores, listed, arguments)
+    return scores
 
 
 def _call(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
@@ -86,7 +92,26 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
-def _checked(name: str, values: Any, count: int) -> list[float]:
+def _warn_of_unscored(scores: Tensor, answers: dict[str, list[Any]], arguments: Any) -> None:
+    """Names what each function answered where none has given a number."""
+    unscored = scores.isnan().all(1).nonzero().flatten().tolist()
+    if not unscored:
+        return
+    said = []
+    for name, values in answers.items():
+        kinds = {"None" if values[row] is None else "NaN" for row in unscored}
+        said.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
+    logger.warning(
+        "reward functions: %s for %d of %d completions, which get advantage 0; the first prompt is "
+        "%s",
+        ", ".join(said),
+        len(unscored),
+        len(scores),
+        _short(arguments["prompts"][unscored[0]]),
+    )
+
+
+def _listed(name: str, values: Any, count: int) -> list[Any]:
     if isinstance(values, torch.Tensor) or hasattr(values, "tolist"):  # also numpy
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -99,7 +124,7 @@ def _checked(name: str, values: Any, count: int) -> list[float]:
             f"reward function {name!r}: expected {count} rewards, one per completion, "
             f"got {len(values)}"
         )
-    return [_number(name, value) for value in values]
+    return list(values)
 
 
 def _number(name: str, value: Any) -> float:

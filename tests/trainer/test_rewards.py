@@ -33,6 +33,18 @@ def test_values_and_none():
     assert call(lambda **kwargs: [math.nan, 1])[:, 0].isnan().tolist() == [True, False]
 
 
+def test_what_the_functions_said_of_unscored_completions(caplog):
+    def none(completions, **kwargs):
+        return [None, None, 1.0, None]
+
+    def nan(completions, **kwargs):
+        return torch.tensor([math.nan, math.nan, math.nan, 0.0])
+
+    call([none, nan], count=4)
+    [warning] = caplog.messages
+    assert "'none' returned None, 'nan' returned NaN for 2 of 4 completions" in warning
+
+
 def test_columns_arrive():
     def matches(prompts, completions, answer, **kwargs):
         return [float(item) for item in answer]
