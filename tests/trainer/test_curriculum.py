@@ -187,7 +187,7 @@ def test_resumed_run_is_the_straight_run(train, function, form, changes, tmp_pat
     assert torch.equal(parameters(resumed.model), parameters(straight.model))
     other = {"groups": "samples", "samples": "groups"}[form]
     for message, function_, form_ in (
-        ("dynamic_prompts_fn = '.*', got None", None, form),
+        ("dynamic_prompts_fn = '.*', got None", None, "samples"),
         (f"dynamic_prompts_form = '{form}', got '{other}'", function, other),
     ):
         changes["dynamic_prompts_form"] = form_
