@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from grpo_kernels import machine
 from grpo_kernels.predict import command as plan_command
 from grpo_kernels.predict.report import in_units
 from grpo_kernels.selfcheck import Outcome, outcomes
-from grpo_kernels.text import BadArgumentError, aligned
+from grpo_kernels.text import BadArgumentError, OneLineParser, aligned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,22 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except BadArgumentError as error:
-        subcommand: _Parser = arguments.parser
+        subcommand: OneLineParser = arguments.parser
         subcommand.error(str(error))
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="grpo-kernels", description=__doc__)
+    parser = OneLineParser(prog="grpo-kernels", description=__doc__)
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     info = commands.add_parser("info", help="versions, devices, and which backend runs on them")

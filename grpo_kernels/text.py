@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line on stderr, without the usage; the exit code is 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def count(text: str) -> int:
+    """Read an argument that is a whole number above 0."""
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number > 0; got {text!r}")
+    return int(text)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return a remark on the known name that is most like ``name``; empty if none is."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f" (is it {found[0]}?)" if found else ""
 
 
 class BadArgumentError(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from grpo_kernels.text import OneLineParser
 from grpo_trainer.guard import Guard, is_loopback
 from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS
 
@@ -31,9 +31,7 @@ class ServeCommand(NamedTuple):
 
 def serve_command(argv: Sequence[str]) -> ServeCommand:
     """What ``grpo-train serve`` with ``argv`` runs."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-train serve", description=_DESCRIPTION, allow_abbrev=False
-    )
+    parser = OneLineParser(prog="grpo-train serve", description=_DESCRIPTION)
     parser.add_argument("--model", required=True, help="Model folder or hub id.")
     parser.add_argument(
         "--host", default="127.0.0.1", help="Address to listen on. Default: this machine alone."

@@ -16,7 +16,7 @@ from grpo_kernels.predict.model_config import ModelHead, read_model
 from grpo_kernels.predict.report import Line, Question, answer, as_dict, in_units
 from grpo_kernels.predict.shape import HeadShape
 from grpo_kernels.predict.speed import GPUS, Speed, datasheet, find_gpu, measured
-from grpo_kernels.text import BadArgumentError, aligned, duration
+from grpo_kernels.text import BadArgumentError, aligned, count, duration
 
 _UNITS = {
     "b": 1,
@@ -31,8 +31,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Those of the subcommand, and what it runs."""
     head = plan.add_argument_group("the head")
     head.add_argument("--model", help="folder with a config.json, or that file")
-    head.add_argument("--hidden", type=_count, help="hidden size, in place of --model")
-    head.add_argument("--vocab", type=_count, help="vocabulary size, in place of --model")
+    head.add_argument("--hidden", type=count, help="hidden size, in place of --model")
+    head.add_argument("--vocab", type=count, help="vocabulary size, in place of --model")
     head.add_argument(
         "--dtype", choices=_DTYPES, help="of the hidden states [the config's, else bf16]"
     )
@@ -40,7 +40,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--weight-dtype", choices=_DTYPES, help="of the weight, under autocast [--dtype]"
     )
     head.add_argument("--frozen-head", action="store_true", help="its weight needs no gradient")
-    plan.add_argument("--tokens", type=_count, required=True, help="with a loss, of a micro-batch")
+    plan.add_argument("--tokens", type=count, required=True, help="with a loss, of a micro-batch")
     device = plan.add_argument_group("the device")
     device.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
     device.add_argument("--gpu-memory", type=_size, help="such as 24GiB [the present device's]")
@@ -169,12 +169,6 @@ def _known_speed(arguments: argparse.Namespace, head: HeadShape) -> Speed:
 
 def _present_memory(device: str) -> int | None:
     return machine.device_memory(device) if device in machine.device_types() else None
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number > 0; got {text!r}")
-    return int(text)
 
 
 def _positive(text: str) -> float:

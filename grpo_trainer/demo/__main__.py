@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from grpo_kernels import LossConfig
+from grpo_kernels.text import OneLineParser, count
 from grpo_trainer import cli
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo import head, report
@@ -52,9 +52,9 @@ ROLLOUTS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m grpo_trainer.demo", description=__doc__)
+    parser = OneLineParser(prog="python -m grpo_trainer.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for results.")
-    parser.add_argument("--steps", type=int, default=STEPS, help="Optimizer steps.")
+    parser.add_argument("--steps", type=count, default=STEPS, help="Optimizer steps.")
     parser.add_argument("--seed", type=int, default=0, help="Of weights, data split and sampling.")
     parser.add_argument(
         "--rollout", choices=tuple(ROLLOUTS), default="transformers", help="Engine."
@@ -95,7 +95,7 @@ def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) 
         "entropy_coef": ENTROPY_COEF,
         "bf16": False,
         "gradient_checkpointing": False,
-        "logging_steps": 5,
+        "logging_steps": min(5, steps),
         "log_completions": True,
         "num_completions_to_print": 0,
         "eval_strategy": "steps",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_kernels.text import OneLineParser
 from grpo_trainer.report.page import render
 from grpo_trainer.report.record import REPORT_NAME, load_run
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> Path:
 
 def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """``runs`` and ``out``."""
-    parser = argparse.ArgumentParser(prog="grpo-train report", description=__doc__)
+    parser = OneLineParser(prog="grpo-train report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument(
         "--out",
