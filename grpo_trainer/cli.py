@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser
 
+from grpo_kernels.text import closest
 from grpo_trainer.adapter_arguments import AdapterArguments
+from grpo_trainer.checkpointing import CheckpointError
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import load_prompts, looks_local
-from grpo_trainer.imports import load_function
+from grpo_trainer.imports import load_function, load_module
 from grpo_trainer.printable import printable
 from grpo_trainer.report.command import main as report
+from grpo_trainer.rollout.http import ServerError
 from grpo_trainer.run_file import RunFile, read_run_file
 from grpo_trainer.together import StartError
 from grpo_trainer.trainer import GRPOTrainer
@@ -87,7 +90,7 @@ class RunArguments(AdapterArguments):
             # modules beside the user's data; at the end: a file there replaces no installed module
             sys.path.append(os.getcwd())
         for name in self.import_modules or ():
-            _import(name)
+            load_module(name, "--import_modules")
 
 
 class _Parser(HfArgumentParser):
@@ -98,12 +101,13 @@ class _Parser(HfArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, and leaves the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
+    """Train, and leave the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
 
     ``serve ...`` starts a vLLM server instead, ``report RUN ...`` writes the report of a run or
     compares several.
 
-    What the user can put right ends in one line on stderr and exit code 2.
+    What the user can put right ends in one line on stderr and exit code 2. Other errors of a
+    running training keep their traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "serve":
@@ -115,13 +119,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             report(argv[1:])
             return None
         trainer = build_trainer(argv)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError, ServerError) as error:
         fail(str(error))
-    resume = trainer.args.resume_from_checkpoint
     try:
-        output = trainer.train(True if str(resume).lower() == "true" else resume)
-    except StartError as error:
+        _train(trainer)
+    except (ImportError, ServerError, CheckpointError, StartError) as error:
         fail(str(error))
+    except ValueError as error:
+        if not _raised_by_a_check(error):
+            raise
+        fail(str(error))
+    except OSError as error:
+        if error.filename is None:  # then it is no file that the user could look at
+            raise
+        fail(str(error))
+
+
+def _train(trainer: GRPOTrainer) -> None:
+    resume = trainer.args.resume_from_checkpoint
+    output = trainer.train(True if str(resume).lower() == "true" else resume)
     trainer.save_model()
     if output.metrics:  # without a step the state is the one that is there
         trainer.save_state()
@@ -130,14 +146,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.accelerator.end_training()
 
 
+def _raised_by_a_check(error: ValueError) -> bool:
+    """Return whether a ``raise`` of this package made it, about what the user gave.
+
+    One that another package raises while training runs, or a line such as ``int(text)`` here, is a
+    bug of somebody's and needs its traceback.
+    """
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    here = Path(__file__).parent
+    return Path(frame.filename).is_relative_to(here) and (frame.line or "").startswith("raise ")
+
+
 def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
-    """The trainer that the command line describes.
+    """Return the trainer that the command line describes.
 
     Raises:
         ValueError: an argument is wrong, or a model, dataset or reward is not there.
     """
     run, args = parse(argv)
     assert run.dataset_name  # checked by RunArguments
+    _check_output(args.output_dir)
     model = _existing_model(run.model_name_or_path)
     train = load_prompts(run.dataset_name, run.dataset_train_split, run.dataset_config)
     evaluation = None
@@ -160,15 +188,18 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
 
 
 def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
-    """Command line over ``--config`` file over defaults.
+    """Read the command line over the ``--config`` file over the defaults.
 
     Raises:
-        ValueError: the file is wrong, or a value is out of range.
+        ValueError: the file is wrong, an argument is unknown, or a value is out of range.
     """
     parser = _Parser((RunArguments, GRPOConfig), prog="grpo-train", allow_abbrev=False)
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}
     parser.add_argument("--config", help="YAML file with arguments; the command line overrides it.")
-    path = parser.parse_known_args(list(argv))[0].config
+    known, others = parser.parse_known_args(list(argv))
+    if others:
+        raise ValueError(_unknown(others[0], actions))
+    path = known.config
     file = RunFile()
     if path is not None:
         hints = get_type_hints(RunArguments) | get_type_hints(GRPOConfig)
@@ -189,15 +220,26 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"--import_modules: {module!r} cannot be imported: {error}") from error
+def _unknown(word: str, known: Iterable[str]) -> str:
+    if not word.startswith("--"):
+        return f"expected --name value, got {word!r}"
+    option = word.partition("=")[0]
+    name = option.removeprefix("--").replace("-", "_")
+    return f"{option}: there is no such argument{closest(name, known)}"
 
 
 def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:
     return None if path is None else load_function(path, argument)
+
+
+def _check_output(name: str) -> None:
+    """Raise ValueError unless files can be written to the folder ``name``, or it can be made."""
+    folder = Path(name)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--output_dir: expected a folder, got {name!r}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output_dir: expected a writable folder, got {name!r}")
 
 
 def _existing_model(name: str | None) -> str:

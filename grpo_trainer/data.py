@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
@@ -16,26 +17,37 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def load_prompts(name: str, split: str = "train", config: str | None = None) -> Dataset:
-    """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
+    """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
 
     A file has no splits: ``split`` and ``config`` apply to folders and to the hub.
 
     Raises:
-        ValueError: there is no such file, folder or dataset, or no such split.
+        ValueError: there is no such file, folder or dataset, or no such split, or it cannot be read
+            or has no rows.
     """
     path = Path(name)
     if path.suffix in _FORMATS:
         if not path.is_file():
             raise ValueError(f"dataset {name!r}: no such file")
-        return load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
+        return _load(name, _FORMATS[path.suffix], data_files=str(path), split="train")
     if path.suffix and path.is_file():
         known = ", ".join(_FORMATS)
         raise ValueError(f"dataset {name!r}: expected one of {known}, got {path.suffix}")
     if not path.is_dir() and looks_local(name):
         raise ValueError(f"dataset {name!r}: no such folder")
+    return _load(name, name, config, split=split)
+
+
+def _load(name: str, *source: str | None, **options: str) -> Dataset:
     try:
-        return load_dataset(name, config, split=split)
-    except (OSError, ValueError) as error:  # not found, no connection, no such split
+        return load_dataset(*source, **options)
+    except StopIteration as error:  # in a file without a byte it looks for the first row
+        raise ValueError(f"dataset {name!r}: expected rows, got an empty file") from error
+    except DatasetsError as error:  # says that something went wrong; its cause says what
+        raise ValueError(
+            f"dataset {name!r} cannot be loaded: {error.__cause__ or error}"
+        ) from error
+    except (OSError, ValueError) as error:  # not found, no connection, no such split, no rows
         raise ValueError(f"dataset {name!r} cannot be loaded: {error}") from error
 
 
@@ -49,7 +61,7 @@ def check_datasets(
     evaluation: Prompts | dict[str, Prompts] | None,
     args: GRPOConfig,
 ) -> None:
-    """Raises ValueError unless they are datasets of prompts, enough of them for training."""
+    """Raise ValueError unless they are datasets of prompts, enough of them for training."""
     named = {"train_dataset": train}
     named |= evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     for name, dataset in named.items():

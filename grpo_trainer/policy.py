@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,7 @@ def load_policy(
     peft_config: Any | None = None,
     quantization_config: Any | None = None,
 ) -> PreTrainedModel:
-    """The model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter if any.
+    """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
 
     Raises:
         ValueError: there is no such model, options for loading come with an instance, or the
@@ -56,7 +57,8 @@ def load_policy(
 
 def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
-    settings |= options("model_init_kwargs", args.model_init_kwargs)
+    own = options("model_init_kwargs", args.model_init_kwargs)
+    settings |= own
     if quantization_config is not None:
         if "quantization_config" in settings:
             raise ValueError(
@@ -67,8 +69,12 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
             settings.setdefault("device_map", {"": args.device})
     try:
         return AutoModelForCausalLM.from_pretrained(name, **settings)
-    except OSError as error:  # no such folder or hub id, no connection, no weights
+    except (OSError, ValueError, SafetensorError) as error:  # not there, no connection, broken
         raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
+    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+        if not any(repr(key) in str(error) for key in own):
+            raise
+        raise ValueError(f"model_init_kwargs: expected known names: {error}") from error
     except ImportError as error:  # bitsandbytes, or what else a quantisation needs
         if "quantization_config" not in settings:
             raise
@@ -76,10 +82,26 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
 
 
 def load_tokenizer(model: PreTrainedModel, args: GRPOConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to ``model``."""
+    """Load the tokenizer that belongs to ``model``.
+
+    Raises:
+        ValueError: there is none beside it, or one without a vocabulary.
+    """
     settings = options("model_init_kwargs", args.model_init_kwargs)
-    return AutoTokenizer.from_pretrained(
-        model.config._name_or_path,
-        trust_remote_code=args.trust_remote_code,
-        revision=settings.get("revision", "main"),
-    )
+    name = model.config._name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            trust_remote_code=args.trust_remote_code,
+            revision=settings.get("revision", "main"),
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"processing_class: expected a tokenizer, since that of model {name!r} cannot be "
+            f"loaded: {error}"
+        ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
+        raise ValueError(
+            f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
+        )
+    return tokenizer

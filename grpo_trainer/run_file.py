@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from argparse import Action
 from collections.abc import Collection, Mapping
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+
+from grpo_kernels.text import closest
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,12 +53,15 @@ def read_run_file(
     read = RunFile()
     for name, node in _entries(path):
         if name not in actions:
-            close = difflib.get_close_matches(name, actions, n=1)
-            hint = f" (is it {close[0]}?)" if close else ""
-            raise ValueError(f"--config: {path} has an unknown argument: {name}{hint}")
+            raise ValueError(
+                f"--config: {path} has an unknown argument: {name}{closest(name, actions)}"
+            )
         if name in read.values or f"--{name}" in read.words:
             raise ValueError(f"--config: {path} has {name} more than once")
-        value = _value(node)
+        try:
+            value = _value(node)
+        except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
+            raise ValueError(f"--config: {path}: {name} cannot be read: {error}") from error
         if isinstance(node, yaml.ScalarNode) and value is not None:
             read.words.extend((f"--{name}", node.value))
         elif _has_words(node, actions[name]):
@@ -77,9 +81,10 @@ def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
         root = yaml.compose(path.read_text(), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from error
-    if not isinstance(root, yaml.MappingNode):
+    entries = root.value if isinstance(root, yaml.MappingNode) else []
+    if not entries or not all(isinstance(key, yaml.ScalarNode) for key, _ in entries):
         raise ValueError(f"--config: expected `name: value` lines in {path}")
-    return [(str(key.value), node) for key, node in root.value]
+    return [(key.value, node) for key, node in entries]
 
 
 def _value(node: yaml.Node) -> Any:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,10 @@ from transformers import Qwen3ForSequenceClassification
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.losses.surrogates import SURROGATES
 from grpo_trainer import cli
+from grpo_trainer.checkpointing import CheckpointError
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.rewards import accuracy
+from grpo_trainer.rollout.http import ServerError
 
 REWARD = "grpo_trainer.demo.task.digits_reversal_reward"
 
@@ -150,7 +154,7 @@ def test_own_loss_that_is_not_there(model, dataset, capsys):
     message = fails(capsys, arguments(model, rows, loss_type="squared"))
     assert "loss_type: expected one of" in message and "'squared'" in message
     message = fails(capsys, arguments(model, rows, import_modules="no_such_module"))
-    assert "--import_modules: 'no_such_module' cannot be imported" in message
+    assert "--import_modules: module 'no_such_module' cannot be imported" in message
 
 
 def test_progress(model, dataset, capsys):
@@ -191,10 +195,106 @@ def test_errors_before_loading(capsys, dataset):
     assert "no folder 'runs/demo/model'" in fails(capsys, arguments("runs/demo/model", rows))
     assert "num_generations" in fails(capsys, arguments("m", rows, num_generations=3))
     assert "--learning_rate" in fails(capsys, arguments("m", rows, learning_rate="fast"))
-    assert "--no_such_option" in fails(capsys, arguments("m", rows, no_such_option=1))
+    for wrong in ("--learning_rat", "--learning-rat", "--learning_rat=1"):
+        message = fails(capsys, [*arguments("m", rows), wrong, "1"])
+        assert "--learning" in message and "no such argument (is it learning_rate?)" in message
+    assert "expected --name value, got 'more'" in fails(capsys, [*arguments("m", rows), "more"])
     assert "no such file 'no.yaml'" in fails(capsys, ["--config", "no.yaml"])
     Path("bad.yaml").write_text("learning_rat: 1\n")
     assert "learning_rat" in fails(capsys, ["--config", "bad.yaml"])
+    assert "seed cannot be read" in fails(capsys, ["--config", tagged("bad.yaml")])
+    Path("taken").write_text("")
+    for folder in ("taken", "taken/out"):
+        message = fails(capsys, arguments("m", rows, output_dir=folder))
+        assert f"--output_dir: expected a folder, got '{folder}': taken is a file" in message
+
+
+def tagged(name: str) -> str:
+    Path(name).write_text("seed: !!python/object/apply:os.getpid []\n")
+    return name
+
+
+BROKEN_MODULES = {
+    "syntax": ("def reward(:", "SyntaxError: invalid syntax (syntax.py, line 1)"),
+    "unknown": ("x = 1\ny = z", "NameError: name 'z' is not defined (unknown.py, line 2)"),
+    "needs": ("import not_there", "No module named 'not_there' (needs.py, line 1)"),
+    "script": ("raise SystemExit(0)", "SystemExit: 0 (script.py, line 1)"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_MODULES)
+def test_modules_that_fail(capsys, model, dataset, name):
+    text, message = BROKEN_MODULES[name]
+    Path(f"{name}.py").write_text(text)
+    rows = write(dataset, "rows.jsonl")
+    for argument, argv in {
+        "reward_funcs": arguments(model, rows, f"{name}.reward"),
+        "--tools": arguments(model, rows, tools=f"{name}.reward"),
+        "--import_modules": arguments(model, rows, import_modules=name),
+    }.items():
+        failure = fails(capsys, argv)
+        assert f"{argument}: module '{name}' cannot be imported: " in failure
+        assert message in failure
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "expected rows, got an empty file"),
+        ("broken.jsonl", b'{"prompt": "1="}\n{"prompt"', "JSON parse error"),
+        ("broken.csv", b'prompt\n"1=', "Error tokenizing data"),
+        ("broken.parquet", b"PAR", "Parquet"),
+    ],
+)
+def test_files_without_rows(capsys, model, name, content, message):
+    Path(name).write_bytes(content)
+    failure = fails(capsys, arguments(model, name))
+    assert f"dataset '{name}'" in failure and message in failure
+
+
+def test_errors_in_the_first_step(capsys, model, dataset):
+    def of(prompts: list[str]) -> list[str]:
+        rows = Dataset.from_list([{"prompt": prompt, "answer": "1"} for prompt in prompts])
+        return arguments(model, write(rows, "rows.jsonl"))
+
+    fine, missing = of(["1="] * 4), ["--resume_from_checkpoint", "missing"]
+    assert "expected a folder, got 'missing'" in fails(capsys, [*fine, *missing])
+    assert "expected at least one token" in fails(capsys, of([""]))
+    assert "expected at most 60 tokens" in fails(capsys, of(["1" * 100]))
+
+
+def test_a_server_that_is_not_there(capsys, model, dataset, monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        settings = {"vllm_mode": "server", "vllm_server_port": unused.getsockname()[1]}
+        argv = arguments(model, write(dataset, "rows.jsonl"), use_vllm=True, **settings)
+        assert "no connection" in fails(capsys, [*argv, "--vllm_server_timeout", "0.01"])
+
+
+@pytest.mark.parametrize(
+    ("error", "one_line"),
+    [
+        (CheckpointError("disk full"), True),
+        (ServerError("gone"), True),
+        (ImportError("bitsandbytes"), True),
+        (PermissionError(13, "Permission denied", "out/table"), True),
+        (OSError("of no file"), False),
+        (ValueError("of another package"), False),
+        (RuntimeError("a reward function raised"), False),
+    ],
+)
+def test_errors_of_a_running_training(capsys, model, dataset, monkeypatch, error, one_line):
+    def train(self, **_):
+        raise error
+
+    monkeypatch.setattr(cli.GRPOTrainer, "train", train)
+    argv = arguments(model, write(dataset, "rows.jsonl"))
+    if one_line:
+        assert str(error) in fails(capsys, argv)
+        return
+    with pytest.raises(type(error)) as raised:
+        cli.main(argv)
+    assert raised.value is error
 
 
 def test_errors_of_model_data_and_rewards(capsys, model, dataset):
@@ -208,10 +308,18 @@ def test_errors_of_model_data_and_rewards(capsys, model, dataset):
     assert "`prompt`" in message and "question, answer" in message
     assert "got columns \\x1b[2Jquestion" in fails(capsys, arguments(model, hostile))
     assert "no_such_reward" in fails(capsys, arguments(model, rows, "no_such_reward"))
-    assert "'nothing.here'" in fails(capsys, arguments(model, rows, "nothing.here"))
+    assert "module 'nothing'" in fails(capsys, arguments(model, rows, "nothing.here"))
     assert "missing/hub-model" in fails(capsys, arguments("missing/hub-model", rows))
     Path("empty").mkdir()
     assert "no config.json" in fails(capsys, arguments("empty", rows))
+    shutil.copytree(model, "broken")
+    Path("broken/model.safetensors").write_text("weights")
+    assert "model 'broken' cannot be loaded" in fails(capsys, arguments("broken", rows))
+    shutil.copytree(model, "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "processing_class: expected a tokenizer" in fails(capsys, arguments("mute", rows))
+    for settings, got in (('{"dtype": "int8"}', "'int8'"), ('{"nothing": 1}', "'nothing'")):
+        message = fails(capsys, arguments(model, rows, model_init_kwargs=settings))
+        assert "model_init_kwargs" in message and got in message
     assert "1 label" in fails(capsys, arguments(model, rows, two_labels("judge")))
     assert "report_to" in fails(capsys, arguments(model, rows, report_to="swanlab"))
 
@@ -236,3 +344,12 @@ def test_help_and_entry_point():
     assert "usage: grpo-train" in done.stdout
     for option in ("--reward_funcs", "--loss_type", "--num_generations", "--config"):
         assert option in done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "report"])
+def test_errors_of_subcommands_are_one_line(capsys, command):
+    with pytest.raises(SystemExit) as error:
+        cli.main([command])
+    assert error.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"grpo-train {command}: error: ") and shown.count("\n") == 1

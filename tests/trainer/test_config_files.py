@@ -258,6 +258,10 @@ def test_command_line_overrides_the_file():
         ("- seed", "expected `name: value` lines in run.yaml"),
         ("", "expected `name: value` lines in run.yaml"),
         ("a: [", "run.yaml is not YAML"),
+        ("[1]: 2", "expected `name: value` lines in run.yaml"),
+        ("seed: !!python/name:os.getpid", "run.yaml: seed cannot be read: could not determine"),
+        ("generation_kwargs: {[1]: 2}", "run.yaml: generation_kwargs cannot be read: while"),
+        ("generation_kwargs: {a: 2024-13-01}", "run.yaml: generation_kwargs cannot be read: month"),
     ],
 )
 def test_wrong_files(text, message):
