@@ -10,6 +10,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_trainer.advantages import AGGREGATIONS, SCALES
 from grpo_trainer.config_checks import (
+    check_booleans,
     check_config,
     check_eval_batch,
     leave_the_head_to_us,
@@ -233,6 +234,7 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
     )
 
     def __post_init__(self) -> None:
+        check_booleans(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if getattr(self, "activation_checkpointing", True) is None:  # its name since 5.2x

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+import torch
 from transformers import GenerationConfig
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -24,6 +25,9 @@ _AT_LEAST = {
     "num_generations": 2,
     "num_generations_eval": 1,
     "num_iterations": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
     "max_prompt_length": 1,
     "max_completion_length": 1,
     "pad_to_multiple_of": 1,
@@ -47,13 +51,27 @@ _SHARED_WITH_THE_LOSS = {
 }
 
 
+def check_booleans(args: GRPOConfig) -> None:
+    """Raise ValueError unless every field that is true or false is one of the two.
+
+    Any text would pass for true. The command line has read its words by now.
+    """
+    for name, hint in get_type_hints(type(args)).items():
+        value = getattr(args, name)
+        known = {bool: (True, False), bool | None: (True, False, None)}.get(hint)
+        if known is not None and value not in known:
+            raise ValueError(f"{name}: expected {' or '.join(map(str, known))}, got {value!r}")
+
+
 def check_config(args: GRPOConfig) -> None:
     """Raises ValueError unless every field is in range and all of them fit together."""
     _check_integers(args, _AT_LEAST)
+    check_number("learning_rate", args.learning_rate, 0)
     _check_names(args)
     _check_reference(args)
     _check_entropy(args)
     _check_rewards(args)
+    _check_model(args)
     _check_generation(args)
     _check_trackers(args)
     _check_what_trainer_would_ignore(args)
@@ -194,8 +212,28 @@ def _check_entropy(args: GRPOConfig) -> None:
 
 
 def _check_rewards(args: GRPOConfig) -> None:
-    for weight in args.reward_weights or ():
+    weights = args.reward_weights
+    if weights is not None and not isinstance(weights, list | tuple):
+        raise ValueError(f"reward_weights: expected a list of numbers, got {weights!r}")
+    for weight in weights or ():
         check_number("reward_weights", weight, -math.inf)
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return ``bfloat16`` for that text and for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_model(args: GRPOConfig) -> None:
+    dtype = options("model_init_kwargs", args.model_init_kwargs).get("dtype", "auto")
+    if dtype is None or dtype == "auto" or isinstance(dtype, dict):  # one for each part
+        return
+    known = getattr(torch, dtype_name(dtype), None)
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+        raise ValueError(
+            "model_init_kwargs['dtype']: expected auto or a floating-point dtype of torch such as "
+            f"bfloat16, got {dtype!r}"
+        )
 
 
 def _check_generation(args: GRPOConfig) -> None:
@@ -203,8 +241,7 @@ def _check_generation(args: GRPOConfig) -> None:
     check_number("repetition_penalty", args.repetition_penalty, 0, above=True)
     if args.min_p is not None:
         check_number("min_p", args.min_p, 0, 1)
-    for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
-        options(name, getattr(args, name))
+    options("chat_template_kwargs", args.chat_template_kwargs)
     own_names = args.use_vllm or args.rollout_engine is not None  # checked by that engine
     known = GenerationConfig(cache_implementation=args.cache_implementation)  # checks it
     for name in options("generation_kwargs", args.generation_kwargs):

@@ -6,20 +6,25 @@ import warnings
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from grpo_trainer.config_checks import dtype_name
+
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
 
 
-def _old(text: str) -> Any:
-    return field(default=None, metadata={"help": f"Deprecated: {text}"})
+def _old(text: str, **metadata: Any) -> Any:
+    return field(default=None, metadata={"help": f"Deprecated: {text}", **metadata})
+
+
+_FLAG: dict[str, Any] = {"nargs": "?", "const": True}  # its name alone means True
 
 
 @dataclass
 class OldNames:
     """Deprecated fields; None means not set, and each is None after construction."""
 
-    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.")
-    use_liger_loss: bool | None = _old("the loss is always fused, drop it.")
+    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.", **_FLAG)
+    use_liger_loss: bool | None = _old("the loss is always fused, drop it.", **_FLAG)
     vllm_guided_decoding_regex: str | None = _old("use vllm_structured_outputs_regex.")
     vllm_importance_sampling_cap: float | None = _old("use vllm_importance_sampling_clip_max.")
 
@@ -52,10 +57,27 @@ def adopt_old_names(args: GRPOConfig) -> None:
                 f"got {value!r} and {getattr(args, new)!r}"
             )
         setattr(args, new, value)
+    _adopt_torch_dtype(args)
     if args.top_k is None:
         _warn("top_k: Deprecated: use 0 for None.")
         args.top_k = 0
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, FutureWarning, stacklevel=5)
+def _adopt_torch_dtype(args: GRPOConfig) -> None:
+    """transformers' old name, which ``from_pretrained`` would ignore beside ``dtype``."""
+    given = args.model_init_kwargs
+    if not isinstance(given, dict) or "torch_dtype" not in given:
+        return
+    _warn("model_init_kwargs['torch_dtype']: Deprecated: use dtype.", 6)
+    kept = {name: value for name, value in given.items() if name != "torch_dtype"}
+    dtype = kept.setdefault("dtype", given["torch_dtype"])
+    if dtype_name(dtype) != dtype_name(given["torch_dtype"]):
+        raise ValueError(
+            "model_init_kwargs: expected one of dtype and torch_dtype (they are the same), got "
+            f"{dtype!r} and {given['torch_dtype']!r}"
+        )
+    args.model_init_kwargs = kept
+
+
+def _warn(message: str, stacklevel: int = 5) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=stacklevel)

@@ -7,6 +7,7 @@ import pytest
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig
+from grpo_trainer.cli import parse
 from grpo_trainer.config import loss_config
 
 
@@ -88,6 +89,20 @@ def test_scale_rewards(make_args, given, kept):
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
         ({"num_generations": "4"}, "num_generations: expected an integer >= 2, got '4'"),
         ({"per_device_train_batch_size": 1}, r"\(none: enlarge the batch\)"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: expected an integer >="),
+        ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size: expected an integer >= 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer >="),
+        ({"learning_rate": -1.0}, "learning_rate: expected a number >= 0, got -1.0"),
+        ({"reward_weights": 1.0}, "reward_weights: expected a list of numbers, got 1.0"),
+        ({"trust_remote_code": "False"}, "trust_remote_code: expected True or False, got 'False'"),
+        ({"use_cpu": "no"}, "use_cpu: expected True or False, got 'no'"),
+        ({"bf16": "false"}, "bf16: expected True or False or None, got 'false'"),
+        ({"shuffle_dataset": None}, "shuffle_dataset: expected True or False, got None"),
+        ({"model_init_kwargs": {"dtype": "float33"}}, "expected auto or a floating-point dtype"),
+        (
+            {"model_init_kwargs": {"dtype": "float32", "torch_dtype": "bfloat16"}},
+            "expected one of dtype and torch_dtype .* got 'float32' and 'bfloat16'",
+        ),
         ({"top_p": 0.0}, "top_p: expected a number > 0 and <= 1, got 0.0"),
         ({"top_k": -1}, "top_k: expected an integer >= 0"),
         ({"min_p": 1.5}, "min_p: expected a number >= 0 and <= 1"),
@@ -134,6 +149,15 @@ def test_old_names(make_args):
         pytest.warns(FutureWarning),
     ):
         make_args(wandb_log_unique_prompts=False, log_unique_prompts=True)
+
+
+def test_the_bare_name_of_an_old_flag():
+    run = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x"]
+    with pytest.warns(FutureWarning, match="use_liger_loss: Deprecated"):
+        parse([*run, "--use_liger_loss", "--use_cpu"])
+    with pytest.warns(FutureWarning, match="wandb_log_unique_prompts: Deprecated"):
+        _, args = parse([*run, "--wandb_log_unique_prompts", "--use_cpu"])
+    assert args.log_unique_prompts
 
 
 def test_no_warning_without_old_names(make_args, recwarn):
