@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -35,7 +37,16 @@ _GRPO = """@article{shao2024deepseekmath,
   journal = {arXiv preprint arXiv:2402.03300}
 }"""
 _GRPO_PAPER = "2402.03300"
+_TAGS = ("grpo", "reinforcement-learning", "grpo-kernels")
 _ARXIV = re.compile(r"\d{4}\.\d{4,5}")
+
+
+class CardOptions(NamedTuple):
+    """What an upload says of the model beside its recipe."""
+
+    name: str | None = None
+    datasets: Sequence[str] = ()
+    tags: Sequence[str] = ()
 
 
 class WritesCard(Trainer):
@@ -53,15 +64,28 @@ class WritesCard(Trainer):
             with unfailing(f"card of {self.args.output_dir}"):
                 self._write_card(folder, ours)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Called before an upload."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Write the card before an upload; ``push_to_hub`` hands these on.
+
+        Args:
+            model_name: the card's title. Default: the name of ``output_dir``.
+            dataset_name: hub ids of what was trained on. Default: the dataset as it was named.
+            tags: more tags.
+        """
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)
-            self._write_card(folder, may_write(folder))
+            options = CardOptions(model_name, _listed(dataset_name), _listed(tags))
+            self._write_card(folder, may_write(folder), options)
 
-    def _write_card(self, folder: Path, ours: bool) -> None:
+    def _write_card(self, folder: Path, ours: bool, options: CardOptions | None = None) -> None:
         if ours:
-            (folder / CARD_NAME).write_text(_signed(model_card(self)), encoding="utf-8")
+            card = model_card(self, options or CardOptions())
+            (folder / CARD_NAME).write_text(_signed(card), encoding="utf-8")
         else:
             logger.warning("%s was edited: it stays as it is", folder / CARD_NAME)
 
@@ -76,16 +100,19 @@ def may_write(folder: Path) -> bool:
     return mark is not None and mark[1] == _digest(text[: mark.start()])
 
 
-def model_card(trainer: WritesCard) -> ModelCard:
-    """The card of what ``trainer`` has trained."""
+def model_card(trainer: WritesCard, options: CardOptions) -> ModelCard:
+    """Return the card of what ``trainer`` has trained."""
     recipe = trainer.recipe
-    name = Path(trainer.args.output_dir).resolve().name
+    if options.datasets:
+        recipe = replace(recipe, dataset=", ".join(options.datasets))
+    name = options.name or Path(trainer.args.output_dir).resolve().name
     local = Path(recipe.model).exists()
     data = ModelCardData(
         base_model=None if local else recipe.model,
         library_name="peft" if recipe.adapter else "transformers",
         model_name=name,
-        tags=["grpo", "reinforcement-learning", "grpo-kernels", recipe.loss_type],
+        datasets=list(options.datasets) or None,
+        tags=list(dict.fromkeys([*_TAGS, recipe.loss_type, *options.tags])),
         pipeline_tag="text-generation",
     )
     parts = [
@@ -93,7 +120,7 @@ def model_card(trainer: WritesCard) -> ModelCard:
         f"`{recipe.model}`, trained by reinforcement learning with the loss `{recipe.loss_type}` "
         f"({recipe.loss_source}) of grpo-kernels" + _adapter(recipe) + ".",
         "## Recipe",
-        _table(_recipe_rows(trainer)),
+        _table(_recipe_rows(trainer, recipe)),
         "## Versions",
         _table(environment(torch.device(trainer.args.device))),
         "## Citation",
@@ -102,8 +129,8 @@ def model_card(trainer: WritesCard) -> ModelCard:
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
-def _recipe_rows(trainer: WritesCard) -> dict[str, str]:
-    recipe, args = trainer.recipe, trainer.args
+def _recipe_rows(trainer: WritesCard, recipe: Recipe) -> dict[str, str]:
+    args = trainer.args
     rewards = ", ".join(
         f"`{name}`" + ("" if weight == 1 else f" x {weight:g}")
         for name, weight in recipe.rewards.items()
@@ -120,6 +147,10 @@ def _recipe_rows(trainer: WritesCard) -> dict[str, str]:
         "steps": f"{trainer.state.global_step:,}, learning rate {args.learning_rate:g}, seed "
         f"{args.seed}, {recipe.processes} process{'es' * (recipe.processes > 1)}",
     }
+
+
+def _listed(names: str | list[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
 
 
 def _adapter(recipe: Recipe) -> str:

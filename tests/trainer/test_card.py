@@ -37,6 +37,20 @@ def test_card_of_grpo_cites_one_paper(make_trainer):
     assert saved(make_trainer(loss_type="grpo")).count("```bibtex") == 1
 
 
+def test_what_an_upload_says(make_trainer):
+    trainer = make_trainer()
+    trainer.create_model_card(
+        model_name="mine", dataset_name="owner/prompts", tags=["math", "grpo"]
+    )
+    text = (Path(trainer.args.output_dir) / CARD_NAME).read_text()
+    card = ModelCard(text)
+    assert "# mine" in text and card.data.model_name == "mine"
+    assert "`owner/prompts`, 25 prompts" in text and card.data.datasets == ["owner/prompts"]
+    assert "math" in card.data.tags and card.data.tags.count("grpo") == 1
+    with pytest.raises(TypeError, match="language"):
+        trainer.create_model_card(language="en")
+
+
 def test_an_edited_card_stays(make_trainer, caplog):
     trainer = make_trainer(max_steps=1)
     path = Path(trainer.args.output_dir) / CARD_NAME
