@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 
+_IMAGES = ("image", "images")  # the columns that TRL takes images from
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -61,7 +64,7 @@ def check_datasets(
     evaluation: Prompts | dict[str, Prompts] | None,
     args: GRPOConfig,
 ) -> None:
-    """Raise ValueError unless they are datasets of prompts, enough of them for training."""
+    """Raise ValueError unless they are datasets of text prompts, enough of them for training."""
     named = {"train_dataset": train}
     named |= evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     for name, dataset in named.items():
@@ -85,6 +88,24 @@ def as_they_are(rows: list[Any]) -> list[Any]:
     return rows
 
 
+def check_text(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a prompt of ``rows`` has parts that are no text, such as images.
+
+    The chat template would write a placeholder for one, and the model would not see it.
+    """
+    for row in rows:
+        prompt = row["prompt"]
+        for message in prompt if isinstance(prompt, list) else ():
+            parts = message.get("content") if isinstance(message, Mapping) else None
+            for part in parts if isinstance(parts, list) else ():
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind not in (None, "text"):
+                    raise ValueError(
+                        f"{name}: expected prompts of text, got a message with a part of type "
+                        f"{kind!r}; images are not supported"
+                    )
+
+
 def _check_prompts(name: str, dataset: Prompts) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
@@ -94,3 +115,10 @@ def _check_prompts(name: str, dataset: Prompts) -> None:
     columns = dataset.column_names or list(next(iter(dataset), {"prompt": None}))
     if "prompt" not in columns:
         raise ValueError(f"{name}: expected a `prompt` column, got columns {', '.join(columns)}")
+    images = [column for column in _IMAGES if column in columns]
+    if images:
+        raise ValueError(
+            f"{name}: expected no column {images[0]!r}: images are not supported, and would not "
+            "reach the model"
+        )
+    check_text(name, islice(dataset, 1))

@@ -16,6 +16,7 @@ from grpo_trainer.ahead import Ahead, Begun
 from grpo_trainer.completions import REWARD_PREFIX, CompletionLog
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.curriculum import Curriculum
+from grpo_trainer.data import check_text
 from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.metrics import MetricLog, RolloutColumns, rollout_metrics
 from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
@@ -159,6 +160,7 @@ class Collector:
         self, rows: list[Row], group_size: int, sinks: Sinks, begun: Begun | None = None
     ) -> Scored:
         """One scored completion per row."""
+        check_text("prompt", rows)
         own = [own_copy(row) for row in rows]  # functions may keep and edit what they are given
         sampled = self._generate(own, begun)
         rollouts = sampled.rollouts

@@ -20,7 +20,13 @@ class GroupTrainer(ResumableTrainer):
     """
 
     def get_train_dataloader(self) -> DataLoader:
-        """One item per completion in the loss and epoch."""
+        """Return one item per completion in the loss and epoch.
+
+        Raises:
+            ValueError: there is no dataset to train on.
+        """
+        if self.train_dataset is None:
+            raise ValueError("train_dataset: expected prompts to train on, got None")
         items: Any = range(completions_per_epoch(self.train_dataset, self.args))
         batch = self._train_batch_size
         loader = DataLoader(items, batch_size=batch, collate_fn=as_they_are)

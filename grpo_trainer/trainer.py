@@ -17,6 +17,7 @@ from grpo_kernels.model_check import check_fused_head
 from grpo_kernels.modeling import add_fused_head
 from grpo_trainer.adapters import base_policy, load_adapters
 from grpo_trainer.ahead import Ahead
+from grpo_trainer.argument_checks import check_arguments
 from grpo_trainer.buffer import RolloutBuffer
 from grpo_trainer.card import WritesCard
 from grpo_trainer.config import GRPOConfig, loss_config
@@ -100,6 +101,7 @@ class GRPOTrainer(LogsRun, GroupTrainer, WritesCard):
         rollout_engine: RolloutEngine | None = None,
     ) -> None:
         args = args if args is not None else GRPOConfig()
+        check_arguments(args, processing_class)
         check_datasets(train_dataset, eval_dataset, args)
         interaction = Interaction(args, tools, environment_factory, rollout_func)
         rewards = interaction.rewards(reward_funcs, reward_processing_classes)

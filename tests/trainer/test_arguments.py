@@ -1,0 +1,113 @@
+"""What the trainer refuses before it loads anything, and how it loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    ProcessorMixin,
+    TrainingArguments,
+)
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.demo.task import digits_reversal_reward
+
+REWARD = digits_reversal_reward
+
+
+class Processor(ProcessorMixin):
+    """Of images and text."""
+
+    def __init__(self) -> None: ...
+
+
+def test_wrong_kinds(policy, make_args, tokenizer, dataset, tmp_path):
+    others = (TrainingArguments(str(tmp_path), use_cpu=True), {"output_dir": "out"})
+    for args, got in zip(others, ("transformers.TrainingArguments", "builtins.dict"), strict=True):
+        with pytest.raises(
+            ValueError, match=f"args: expected a grpo_trainer.GRPOConfig, got a {got}"
+        ):
+            GRPOTrainer(policy, REWARD, args, dataset, processing_class=tokenizer)
+    for processing_class, got in (
+        ("gpt2", "builtins.str"),
+        (Processor(), "Processor; images are not"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"processing_class: expected a tokenizer, got a .*{got}"
+        ):
+            GRPOTrainer(policy, REWARD, make_args(), dataset, processing_class=processing_class)
+
+
+def test_training_needs_a_dataset(policy, make_args, tokenizer):
+    trainer = GRPOTrainer(policy, REWARD, make_args(), processing_class=tokenizer)
+    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on, got None"):
+        trainer.train()
+
+
+def messages(*parts: dict[str, str]) -> list[dict]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+TEXT, IMAGE = {"type": "text", "text": "1="}, {"type": "image", "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "1=", "image": "a"}] * 2, "train_dataset: expected no column 'image'"),
+        ([{"prompt": "1=", "images": ["a"]}] * 2, "train_dataset: expected no column 'images'"),
+        (
+            [{"prompt": messages(TEXT, IMAGE)}] * 2,
+            "train_dataset: expected prompts of text, got a message with a part of type 'image'",
+        ),
+        (
+            [{"prompt": messages(TEXT)}, {"prompt": messages(IMAGE)}],
+            "prompt: expected prompts of text, got a message with a part of type 'image'",
+        ),
+    ],
+)
+def test_images_are_refused(policy, make_args, chat_tokenizer, rows, message):
+    chat_tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(
+            policy,
+            lambda completions, **_: [0.0] * len(completions),
+            make_args(shuffle_dataset=False, max_steps=2, learning_rate=0.0),
+            Dataset.from_list(rows),
+            processing_class=chat_tokenizer,
+        ).train()
+
+
+def test_a_vision_language_model_trains_on_text(make_args, tokenizer, dataset):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 2
+    text = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
+    vision = CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+    trainer = GRPOTrainer(
+        model, REWARD, make_args(max_steps=1), dataset, processing_class=tokenizer
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/mean_length"] >= 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"torch_dtype": "bfloat16"},
+        {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"},
+    ],
+)
+def test_the_old_name_of_dtype(make_args, dataset, tmp_path, given):
+    write_policy(tmp_path / "model", seed=0)
+    with pytest.warns(FutureWarning, match=r"model_init_kwargs\['torch_dtype'\]: Deprecated"):
+        args = make_args(model_init_kwargs=given)
+    assert args.model_init_kwargs.keys() == {"dtype"} and "torch_dtype" in given
+    trainer = GRPOTrainer(str(tmp_path / "model"), REWARD, args, dataset)
+    assert trainer.model.dtype == torch.bfloat16
