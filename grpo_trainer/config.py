@@ -18,7 +18,7 @@ from grpo_trainer.config_checks import (
     parse_json_fields,
     set_generation_batch,
 )
-from grpo_trainer.config_loss import LossFields, loss_config
+from grpo_trainer.config_loss import LossFields, check_level, loss_config
 from grpo_trainer.config_names import OldNames, adopt_old_names
 from grpo_trainer.config_rollout import RolloutFields, check_rollout
 from grpo_trainer.config_tools import ToolFields, check_tools, import_path
@@ -250,7 +250,9 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
         set_generation_batch(self)
         if self.eval_strategy != "no":
             self.check_eval_batch()
-        check_rollout(self, loss_config(self))
+        loss = loss_config(self)
+        check_level(self, loss)
+        check_rollout(self, loss)
         check_tools(self)
 
     def to_dict(self) -> dict[str, Any]:

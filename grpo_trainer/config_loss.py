@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from grpo_kernels import LossConfig
+from grpo_kernels.losses.ratios import RATIO_LEVELS
 from grpo_trainer.config_rollout import correction_options
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 # these have names of their own in GRPOConfig: see RolloutFields
 _CORRECTION = "rollout_correction_"
+_SUM_TOKENS = ("token_mean", "window_token_mean", "fixed_length")  # aggregations
 
 
 def _loss_fields() -> list[dataclasses.Field]:
@@ -45,6 +48,24 @@ LossFields = make_dataclass(
     "LossFields",
     [_mirrored_field(item, _loss_help().get(item.name, "")) for item in _loss_fields()],
 )
+
+
+def check_level(args: GRPOConfig, loss: LossConfig) -> None:
+    """Warn of a level of the ratio that is not what the loss, or the level, was made for."""
+    given, own = args.importance_sampling_level, loss.loss.importance_sampling_level
+    if given in (None, own):
+        return
+    if loss.ratio_level.per_sequence and loss.loss.aggregation in _SUM_TOKENS:
+        warnings.warn(
+            f"importance_sampling_level: with {given!r}, {loss.loss_type} sums over tokens, so "
+            "that a sequence counts by its length; gspo weights sequences alike, as its paper does",
+            stacklevel=4,
+        )
+    if RATIO_LEVELS[own].per_sequence and not loss.ratio_level.per_sequence:
+        warnings.warn(
+            f"importance_sampling_level: {loss.loss_type} is defined with {own!r}, got {given!r}",
+            stacklevel=4,
+        )
 
 
 def loss_config(args: GRPOConfig) -> LossConfig:

@@ -81,7 +81,7 @@ class Collector:
         self._accelerator = accelerator
         self._tokenizer = tokenizer
         self._rollouts = rollouts
-        self._rewards = rewards
+        self.rewards = rewards
         self._context = context
         self._source = source
         weights = args.reward_weights or [1.0] * len(rewards)
@@ -90,7 +90,7 @@ class Collector:
                 f"reward_weights: expected {len(rewards)} values, one per reward function, "
                 f"got {len(weights)}"
             )
-        self._weights = torch.tensor(weights, device=accelerator.device)
+        self.weights = torch.tensor(weights, device=accelerator.device)
         if not rollouts.eos_token_ids:
             raise ValueError(
                 "processing_class: expected an eos_token (or an eos_token_id in the model's "
@@ -121,7 +121,7 @@ class Collector:
         begun = None if ahead is None else ahead.take(sinks.state, sinks.metrics)
         scored = sample(args.prompts_per_generation, begun)
         if args.dynamic_sampling:
-            dynamic = DynamicSampling.from_config(args, self._weights, self._accelerator)
+            dynamic = DynamicSampling.from_config(args, self.weights, self._accelerator)
             scored, metrics = dynamic.fill(scored, sample)
             sinks.metrics.add(metrics)
             if ahead is not None:  # the engine was needed until now
@@ -172,7 +172,7 @@ class Collector:
             for i, rollout in enumerate(rollouts)
         ]
         everyone, columns = self._gather(rewards, rollouts)
-        names = [reward.name for reward in self._rewards]
+        names = [reward.name for reward in self.rewards]
         advantages = self._advantages(everyone, group_size)
         sinks.metrics.add(rollout_metrics(names, everyone, advantages, columns))
         sinks.metrics.add(log.metrics(self._accelerator))
@@ -182,7 +182,7 @@ class Collector:
     def _advantages(self, rewards: Tensor, group_size: int) -> Advantages:
         args = self._args
         return compute_advantages(
-            rewards, self._weights, group_size, args.scale_rewards, args.multi_objective_aggregation
+            rewards, self.weights, group_size, args.scale_rewards, args.multi_objective_aggregation
         )
 
     def _encode(self, rows: list[Row]) -> list[list[int]]:
@@ -222,7 +222,7 @@ class Collector:
             "log_extra": log.log_extra,
             "log_metric": log.log_metric,
         }
-        return score(self._rewards, len(rows), arguments), log
+        return score(self.rewards, len(rows), arguments), log
 
     def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> tuple[Tensor, RolloutColumns]:
         """All processes' rewards and lengths, by one gather."""
@@ -245,7 +245,7 @@ class Collector:
         mine = share(total, accelerator.process_index, accelerator.num_processes)
         values = advantages.advantages[mine]
         if sinks.completions is not None:
-            names = [f"{REWARD_PREFIX}{reward.name}" for reward in self._rewards]
+            names = [f"{REWARD_PREFIX}{reward.name}" for reward in self.rewards]
             columns = dict(zip(names, scored.rewards[mine].T.tolist(), strict=True))
             totals = advantages.rewards[mine].tolist()
             columns |= {"reward": totals, "advantage": values.tolist()}

@@ -18,6 +18,7 @@ from grpo_kernels.modeling import add_fused_head
 from grpo_trainer.adapters import base_policy, load_adapters
 from grpo_trainer.ahead import Ahead
 from grpo_trainer.argument_checks import check_arguments
+from grpo_trainer.attributes import TrainerAttributes
 from grpo_trainer.buffer import RolloutBuffer
 from grpo_trainer.card import WritesCard
 from grpo_trainer.config import GRPOConfig, loss_config
@@ -46,7 +47,7 @@ from grpo_trainer.tools import EnvironmentFactory
 from grpo_trainer.watch import watch
 
 
-class GRPOTrainer(LogsRun, GroupTrainer, WritesCard):
+class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -152,11 +153,6 @@ class GRPOTrainer(LogsRun, GroupTrainer, WritesCard):
     def _buffer(self) -> list[MicroBatch]:
         return self._slices.batches
 
-    @property
-    def ref_model(self) -> PreTrainedModel | None:
-        """The second model of beta != 0; None if an adapter is switched instead."""
-        return None if self._reference is None else self._reference.model
-
     # The step. A generation batch is made once, then its slices are used num_iterations times.
 
     def training_step(
@@ -172,6 +168,8 @@ class GRPOTrainer(LogsRun, GroupTrainer, WritesCard):
             metrics.phases.step()
             if self._entropy is not None:
                 metrics.add(self._entropy.step())
+            elif self.entropy_coef != 0:
+                metrics.add(value_metric("entropy_coef", self.entropy_coef, loss.device))
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> MicroBatch:

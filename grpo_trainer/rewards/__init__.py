@@ -8,12 +8,14 @@ from grpo_trainer.rewards.builtin import (
 )
 from grpo_trainer.rewards.call import RewardFunction, score
 from grpo_trainer.rewards.log import RewardLog
+from grpo_trainer.rewards.model import RewardModel
 from grpo_trainer.rewards.resolve import BUILTIN_REWARDS, RewardSource, Tokenizers, resolve_rewards
 
 __all__ = [
     "BUILTIN_REWARDS",
     "RewardFunction",
     "RewardLog",
+    "RewardModel",
     "RewardSource",
     "Tokenizers",
     "accuracy_reward",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from grpo_trainer.rewards.builtin import OptionalReward, text_of
+from grpo_trainer.rewards.builtin import OptionalReward, text_of, with_settings
 
 # seconds; math-verify stops by a signal, which only the main thread receives
 _PARSE_SECONDS = 10
@@ -72,7 +71,7 @@ def get_cosine_scaled_reward(
     """
     if max_len < 1:
         raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
-    return functools.partial(
+    return with_settings(
         cosine_scaled_reward,
         max_len=max_len,
         correct=(max_value_correct, min_value_correct),

@@ -13,6 +13,13 @@ OptionalReward = Callable[..., list[float | None]]
 _THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
 
 
+def with_settings(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Return ``function`` with ``settings`` filled in, under its own name."""
+    made = functools.partial(function, **settings)
+    made.__name__ = function.__name__  # type: ignore[attr-defined]
+    return made
+
+
 def text_of(completion: str | list[dict[str, Any]]) -> str:
     """The text of a completion: itself, or that of its last message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -44,7 +51,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             "soft_punish_cache: expected a number between 0 and max_completion_len = "
             f"{max_completion_len!r}, got {soft_punish_cache!r}"
         )
-    return functools.partial(
+    return with_settings(
         soft_overlong_punishment_reward,
         max_completion_len=max_completion_len,
         soft_punish_cache=soft_punish_cache,
@@ -82,9 +89,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ValueError(f"ngram_size: expected an integer >= 1, got {ngram_size!r}")
     if max_penalty > 0:
         raise ValueError(f"max_penalty: expected a number <= 0, got {max_penalty!r}")
-    return functools.partial(
-        repetition_penalty_reward, ngram_size=ngram_size, max_penalty=max_penalty
-    )
+    return with_settings(repetition_penalty_reward, ngram_size=ngram_size, max_penalty=max_penalty)
 
 
 def repetition_penalty_reward(

@@ -50,8 +50,8 @@ class RewardModel:
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
         if not hasattr(model, "hf_device_map"):  # such a model is placed already
             model.to(args.device)
-        self._model = model.eval().requires_grad_(False)
-        self._tokenizer = tokenizer
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
         self._device = args.device
         self._batch_size = args.per_device_train_batch_size
         self._template = options("chat_template_kwargs", args.chat_template_kwargs)
@@ -66,7 +66,7 @@ class RewardModel:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        text = self._tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             [*prompt, *completion], tokenize=False, **self._template
         )
         assert isinstance(text, str)  # with tokenize=False
@@ -74,14 +74,14 @@ class RewardModel:
 
     @torch.inference_mode()
     def _score(self, texts: list[str]) -> Tensor:
-        inputs = self._tokenizer(
+        inputs = self.tokenizer(
             texts,
             padding=True,
             padding_side="right",
             add_special_tokens=False,
             return_tensors="pt",
         ).to(self._device)
-        logits = self._model(
+        logits = self.model(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
         ).logits
         if logits.shape != (len(texts), 1):

@@ -94,7 +94,7 @@ def test_config_file_and_reward_beside_the_data(model, dataset, tmp_path):
     assert trainer.args.num_generations == 4
     assert trainer.args.learning_rate == 1e-3
     assert trainer.args.beta == 0.5
-    assert [item.name for item in trainer._collector._rewards] == ["one", "think_format_reward"]
+    assert trainer.reward_func_names == ["one", "think_format_reward"]
 
 
 def test_installed_modules_come_before_those_beside_the_data(tmp_path, monkeypatch):

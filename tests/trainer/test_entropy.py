@@ -49,6 +49,13 @@ def test_coefficient_follows_the_last_step(controller):
         assert controller.scale == pytest.approx(scale)
 
 
+def test_a_constant_coefficient_is_logged(make_trainer):
+    trainer = make_trainer(entropy_coef=-0.25)
+    trainer.train()
+    assert [row["entropy_coef"] for row in trainer.state.log_history[:-1]] == [-0.25, -0.25]
+    assert trainer.entropy_coef == -0.25
+
+
 def test_state(controller):
     controller.add(noted(0.5, 3))
     controller.step()

@@ -125,6 +125,24 @@ def test_wrong_values(make_args, changes, message):
         make_args(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "dapo sums over tokens"),
+        ({"loss_type": "bnpo", "importance_sampling_level": "sequence_token"}, "bnpo sums over"),
+        ({"loss_type": "dr_grpo", "importance_sampling_level": "sequence"}, "dr_grpo sums over"),
+        ({"loss_type": "luspo", "importance_sampling_level": "token"}, "defined with 'sequence'"),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, None),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, None),
+        ({"loss_type": "luspo"}, None),
+    ],
+)
+def test_levels_that_a_loss_is_not_made_for(make_args, recwarn, changes, message):
+    make_args(**changes)
+    found = [str(item.message) for item in recwarn if "_level:" in str(item.message)]
+    assert len(found) == (message is not None) and all(message in text for text in found)
+
+
 def test_liger_leaves_the_head_to_us(make_args):
     args = make_args(use_liger_kernel=True, liger_kernel_config={"rope": False})
     assert args.liger_kernel_config == {

@@ -1,0 +1,97 @@
+"""What a trainer shows of its settings and rewards, under the names of TRL's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_trainer.rewards import RewardModel
+
+if TYPE_CHECKING:
+    from grpo_kernels import LossConfig
+    from grpo_trainer.config import GRPOConfig
+    from grpo_trainer.entropy import AdaptiveEntropy
+    from grpo_trainer.experience import Collector
+    from grpo_trainer.reference import Reference
+    from grpo_trainer.rollout import Rollouts
+
+_SETTINGS = (
+    "chat_template_kwargs", "log_completions", "log_unique_prompts", "loss_type",
+    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "min_p",
+    "multi_objective_aggregation", "num_completions_to_print", "num_generations", "num_iterations",
+    "off_policy_mask_threshold", "pad_to_multiple_of", "repetition_penalty", "scale_rewards",
+    "shuffle_dataset", "temperature", "top_entropy_quantile", "top_k", "top_p",
+    "use_adaptive_entropy", "use_transformers_continuous_batching", "use_vllm",
+    "vllm_gpu_memory_utilization", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_mode", "vllm_tensor_parallel_size",
+)  # fmt: skip
+_PLACES = {name: f"args.{name}" for name in _SETTINGS} | {
+    "beta": "loss_config.beta",
+    "epsilon_high": "loss_config.upper_epsilon",
+    "epsilon_low": "loss_config.epsilon",
+    "num_generations_eval": "args.eval_group_size",
+    "router_aux_loss_coef": "_router_coef",
+}
+
+
+class TrainerAttributes:
+    """Attributes to read; setting one is an error, since a run has taken its settings by then."""
+
+    args: GRPOConfig
+    loss_config: LossConfig
+    rollouts: Rollouts
+    _collector: Collector
+    _entropy: AdaptiveEntropy | None
+    _reference: Reference | None
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The second model of beta != 0; None if an adapter is switched instead."""
+        return None if self._reference is None else self._reference.model
+
+    @property
+    def reward_funcs(self) -> list[Callable[..., Any] | nn.Module]:
+        """Reward functions and models; those of environments come last."""
+        functions = [reward.function for reward in self._collector.rewards]
+        return [one.model if isinstance(one, RewardModel) else one for one in functions]
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names that they are logged with."""
+        return [reward.name for reward in self._collector.rewards]
+
+    @property
+    def reward_processing_classes(self) -> list[PreTrainedTokenizerBase | None]:
+        """The tokenizers of reward models; None for functions."""
+        functions = [reward.function for reward in self._collector.rewards]
+        return [one.tokenizer if isinstance(one, RewardModel) else None for one in functions]
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """One per reward function, (F,)."""
+        return self._collector.weights
+
+    @property
+    def importance_sampling_level(self) -> str:
+        """The one given, or that of the named loss."""
+        config = self.loss_config
+        return config.importance_sampling_level or config.loss.importance_sampling_level
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus, with use_adaptive_entropy where it is now."""
+        return self.args.entropy_coef if self._entropy is None else self._entropy.state()["coef"]
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a completion."""
+        return sorted(self.rollouts.eos_token_ids)
+
+
+for _name, _place in _PLACES.items():
+    setattr(TrainerAttributes, _name, property(attrgetter(_place)))
