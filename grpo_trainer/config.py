@@ -13,11 +13,11 @@ from grpo_trainer.config_checks import (
     check_booleans,
     check_config,
     check_eval_batch,
-    leave_the_head_to_us,
     options,
     parse_json_fields,
     set_generation_batch,
 )
+from grpo_trainer.config_inherited import check_accelerator, check_inherited, leave_the_head_to_us
 from grpo_trainer.config_loss import LossFields, check_level, loss_config
 from grpo_trainer.config_names import OldNames, adopt_old_names
 from grpo_trainer.config_rollout import RolloutFields, check_rollout
@@ -240,12 +240,14 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
         if getattr(self, "activation_checkpointing", True) is None:  # its name since 5.2x
             self.activation_checkpointing = self.gradient_checkpointing
         parse_json_fields(self)
+        check_accelerator(self)
         super().__post_init__()
         adopt_old_names(self)
         booleans = {"true": "group", "false": "none"}
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = booleans.get(scale, scale)
         check_config(self)
+        check_inherited(self)
         leave_the_head_to_us(self)
         set_generation_batch(self)
         if self.eval_strategy != "no":

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from transformers import GenerationConfig
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
 
 from grpo_trainer.advantages import AGGREGATIONS, SCALES
 from grpo_trainer.masking import masked_text
@@ -73,8 +69,6 @@ def check_config(args: GRPOConfig) -> None:
     _check_rewards(args)
     _check_model(args)
     _check_generation(args)
-    _check_trackers(args)
-    _check_what_trainer_would_ignore(args)
 
 
 def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -141,20 +135,6 @@ def check_eval_batch(args: GRPOConfig) -> None:
             "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
             f"a multiple of the {args.eval_group_size} completions per prompt, got {batch}"
         )
-
-
-def leave_the_head_to_us(args: GRPOConfig) -> None:
-    """Liger's patch of the head would replace the forward that computes our loss."""
-    if not args.use_liger_kernel:
-        return
-    patches: dict[str, Any] = dict(args.liger_kernel_config or {})
-    for name in ("fused_linear_cross_entropy", "cross_entropy"):
-        if patches.setdefault(name, False):
-            raise ValueError(
-                f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
-                "trainer is fused already"
-            )
-    args.liger_kernel_config = patches
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
@@ -252,29 +232,3 @@ def _check_generation(args: GRPOConfig) -> None:
             )
         if not own_names and name != "stop_token_ids" and not hasattr(known, name):
             raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")
-
-
-def _check_trackers(args: GRPOConfig) -> None:
-    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-    for tracker in trackers:
-        check_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
-    installed = get_available_reporting_integrations()
-    missing = sorted(set(trackers) - set(installed))
-    if missing:
-        raise ValueError(
-            f"report_to: expected trackers that are installed ({', '.join(installed) or 'none'}), "
-            f"got {', '.join(missing)}; pip install {' '.join(missing)}"
-        )
-
-
-def _check_what_trainer_would_ignore(args: GRPOConfig) -> None:
-    """Arguments of transformers' Trainer that have no meaning here."""
-    reasons = {
-        "auto_find_batch_size": (False, "a smaller batch would split groups"),
-        "label_smoothing_factor": (0.0, "there are no labels"),
-        "train_sampling_strategy": ("random", "prompts are sampled in groups"),
-    }
-    for name, (expected, reason) in reasons.items():
-        value = getattr(args, name, expected)
-        if value != expected:
-            raise ValueError(f"{name}: expected {expected!r} ({reason}), got {value!r}")

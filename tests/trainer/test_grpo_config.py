@@ -93,6 +93,9 @@ def test_scale_rewards(make_args, given, kept):
         ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size: expected an integer >= 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer >="),
         ({"learning_rate": -1.0}, "learning_rate: expected a number >= 0, got -1.0"),
+        ({"accelerator_config": {"batches": 1}}, "accelerator_config: expected one of split_batch"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "expected dispatch_batches=False"),
+        ({"accelerator_config": {"split_batches": True}}, "expected split_batches=False"),
         ({"reward_weights": 1.0}, "reward_weights: expected a list of numbers, got 1.0"),
         ({"trust_remote_code": "False"}, "trust_remote_code: expected True or False, got 'False'"),
         ({"use_cpu": "no"}, "use_cpu: expected True or False, got 'no'"),
@@ -141,6 +144,11 @@ def test_levels_that_a_loss_is_not_made_for(make_args, recwarn, changes, message
     make_args(**changes)
     found = [str(item.message) for item in recwarn if "_level:" in str(item.message)]
     assert len(found) == (message is not None) and all(message in text for text in found)
+
+
+def test_workers_read_no_training_prompts(make_args):
+    with pytest.warns(UserWarning, match="dataloader_num_workers: no effect on training"):
+        make_args(dataloader_num_workers=2)
 
 
 def test_liger_leaves_the_head_to_us(make_args):
