@@ -80,11 +80,12 @@ class RunArguments(AdapterArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in ("model_name_or_path", "dataset_name"):
+        needed = ["model_name_or_path"]
+        if not self.environment_factory:  # which may have prompts and a reward
+            needed += ["dataset_name", "reward_funcs"]
+        for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
-        if not self.reward_funcs and not self.environment_factory:  # which may have a reward
-            raise ValueError("--reward_funcs is required")
         super().__post_init__()
         if os.getcwd() not in sys.path:
             # modules beside the user's data; at the end: a file there replaces no installed module
@@ -164,13 +165,15 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         ValueError: an argument is wrong, or a model, dataset or reward is not there.
     """
     run, args = parse(argv)
-    assert run.dataset_name  # checked by RunArguments
     _check_output(args.output_dir)
     model = _existing_model(run.model_name_or_path)
-    train = load_prompts(run.dataset_name, run.dataset_train_split, run.dataset_config)
-    evaluation = None
-    if run.eval_dataset_name is not None:
-        evaluation = load_prompts(run.eval_dataset_name, run.dataset_test_split, run.dataset_config)
+    train, evaluation = (
+        None if name is None else load_prompts(name, split, run.dataset_config)
+        for name, split in (
+            (run.dataset_name, run.dataset_train_split),
+            (run.eval_dataset_name, run.dataset_test_split),
+        )
+    )
     trainer = GRPOTrainer(
         model,
         run.reward_funcs,

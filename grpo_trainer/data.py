@@ -63,13 +63,19 @@ def check_datasets(
     train: Prompts | None,
     evaluation: Prompts | dict[str, Prompts] | None,
     args: GRPOConfig,
+    environments: bool = False,
 ) -> None:
-    """Raise ValueError unless they are datasets of text prompts, enough of them for training."""
+    """Raise ValueError unless they are datasets of text prompts, enough of them for training.
+
+    With ``environments``, which can make the prompts, rows need none.
+    """
+    needed = args.dynamic_prompts_fn is not None or args.remove_unused_columns
+    may_lack_prompts = environments and not needed
     named = {"train_dataset": train}
     named |= evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     for name, dataset in named.items():
         if dataset is not None:
-            _check_prompts(name, dataset)
+            _check_prompts(name, dataset, may_lack_prompts)
     if isinstance(train, IterableDataset):
         if args.max_steps < 1:
             raise ValueError(
@@ -94,7 +100,7 @@ def check_text(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
     The chat template would write a placeholder for one, and the model would not see it.
     """
     for row in rows:
-        prompt = row["prompt"]
+        prompt = row.get("prompt")
         for message in prompt if isinstance(prompt, list) else ():
             parts = message.get("content") if isinstance(message, Mapping) else None
             for part in parts if isinstance(parts, list) else ():
@@ -106,14 +112,14 @@ def check_text(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
                     )
 
 
-def _check_prompts(name: str, dataset: Prompts) -> None:
+def _check_prompts(name: str, dataset: Prompts, may_lack_prompts: bool) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
             f"{name}: expected a datasets.Dataset or IterableDataset, got {type(dataset).__name__}"
         )
     # a stream may not know its columns until a row is read
     columns = dataset.column_names or list(next(iter(dataset), {"prompt": None}))
-    if "prompt" not in columns:
+    if "prompt" not in columns and not may_lack_prompts:
         raise ValueError(f"{name}: expected a `prompt` column, got columns {', '.join(columns)}")
     images = [column for column in _IMAGES if column in columns]
     if images:

@@ -26,7 +26,10 @@ class GroupTrainer(ResumableTrainer):
             ValueError: there is no dataset to train on.
         """
         if self.train_dataset is None:
-            raise ValueError("train_dataset: expected prompts to train on, got None")
+            raise ValueError(
+                "train_dataset: expected prompts to train on (or one environment_factory, and "
+                "max_steps), got None"
+            )
         items: Any = range(completions_per_epoch(self.train_dataset, self.args))
         batch = self._train_batch_size
         loader = DataLoader(items, batch_size=batch, collate_fn=as_they_are)

@@ -43,7 +43,7 @@ from grpo_trainer.rollout_function import RolloutFunction
 from grpo_trainer.router import router_coef
 from grpo_trainer.run_settings import settings_of
 from grpo_trainer.sampling import PromptStream, Row
-from grpo_trainer.tools import EnvironmentFactory
+from grpo_trainer.tools import EnvironmentFactory, prompts_by_reset
 from grpo_trainer.watch import watch
 
 
@@ -59,7 +59,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         args: the configuration.
         train_dataset: rows with a ``prompt`` (text, or messages for the chat template); reward
             functions get the other columns. A streaming dataset needs ``max_steps`` and comes in
-            its own order, again and again.
+            its own order, again and again. Environments need no ``prompt``, and with ``max_steps``
+            those of one kind no dataset.
         eval_dataset: the same, or a dictionary of them.
         processing_class: the tokenizer. Default: the one that belongs to the model.
         reward_processing_classes: tokenizers of reward models, one per reward function. Default,
@@ -103,7 +104,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     ) -> None:
         args = args if args is not None else GRPOConfig()
         check_arguments(args, processing_class)
-        check_datasets(train_dataset, eval_dataset, args)
+        if train_dataset is None and environment_factory is not None:
+            train_dataset = prompts_by_reset(environment_factory, args)
+        check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
         interaction = Interaction(args, tools, environment_factory, rollout_func)
         rewards = interaction.rewards(reward_funcs, reward_processing_classes)
         self.loss_config = loss_config(args)

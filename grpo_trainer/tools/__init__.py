@@ -1,7 +1,15 @@
 """Completions in several turns: tools, environments, and the loop between them and the policy."""
 
-from grpo_trainer.tools.environment import EnvironmentFactory, Environments
+from grpo_trainer.tools.environment import EnvironmentFactory, Environments, prompts_by_reset
 from grpo_trainer.tools.loop import Agents
 from grpo_trainer.tools.schema import Tool, Toolbox, make_toolbox
 
-__all__ = ["Agents", "EnvironmentFactory", "Environments", "Tool", "Toolbox", "make_toolbox"]
+__all__ = [
+    "Agents",
+    "EnvironmentFactory",
+    "Environments",
+    "Tool",
+    "Toolbox",
+    "make_toolbox",
+    "prompts_by_reset",
+]

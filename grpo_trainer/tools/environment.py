@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from datasets import Dataset, IterableDataset
+
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.prompts import Prompt, shortened
 from grpo_trainer.rewards import RewardFunction
 from grpo_trainer.sampling import Row
@@ -15,6 +18,7 @@ from grpo_trainer.tools.schema import Toolbox, make_toolbox
 
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
+_EMPTY = [{"role": "user", "content": ""}]  # a prompt that `reset` says all of
 _OURS = ("reset", "get_reward")  # public methods that are no tools
 
 
@@ -25,6 +29,18 @@ class _Kind:
     make: Callable[[], Any]
     toolbox: Toolbox  # whose functions belong to `probe`
     probe: Any
+
+
+def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableDataset | None:
+    """Return a stream of empty prompts for environments that make their own.
+
+    None without ``max_steps``, since a stream has no end, and for environments of several kinds,
+    between which a column chooses.
+    """
+    if isinstance(factory, Mapping) or args.max_steps < 1:
+        return None
+    rows = Dataset.from_list([{"prompt": _EMPTY}] * args.prompts_per_generation)
+    return rows.to_iterable_dataset()
 
 
 class Environments:
@@ -76,14 +92,14 @@ class Environments:
             made[:] = [one for one in made if one is not environment]
 
     def reset(self, environment: Any, row: Row) -> Prompt:
-        """The prompt of ``row``, with what the environment shows at the beginning.
+        """Return the prompt of ``row``, with what the environment shows at the beginning.
 
         Raises:
             ValueError: that is not text, or the prompt has no place for it.
         """
         columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
         shown = environment.reset(**columns)
-        prompt = row["prompt"]
+        prompt = row.get("prompt", _EMPTY)
         if shown is None:
             return prompt
         kind = type(environment).__name__

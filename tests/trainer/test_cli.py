@@ -198,6 +198,8 @@ def test_errors_before_loading(capsys, dataset):
     for wrong in ("--learning_rat", "--learning-rat", "--learning_rat=1"):
         message = fails(capsys, [*arguments("m", rows), wrong, "1"])
         assert "--learning" in message and "no such argument (is it learning_rate?)" in message
+    wrong = arguments("m", rows, accelerator_config='{"batches": 1}')
+    assert "accelerator_config: expected one of split_batches" in fails(capsys, wrong)
     assert "expected --name value, got 'more'" in fails(capsys, [*arguments("m", rows), "more"])
     assert "no such file 'no.yaml'" in fails(capsys, ["--config", "no.yaml"])
     Path("bad.yaml").write_text("learning_rat: 1\n")

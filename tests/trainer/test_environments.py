@@ -222,6 +222,57 @@ def test_training_on_the_environments_rewards(make_args):
         train(lengths, reward_weights=[1.0])
 
 
+class Sums:
+    """Says all of the prompt."""
+
+    def reset(self, number: int = 7, prompt: object = None) -> str:
+        assert prompt is None or prompt == [{"role": "user", "content": ""}]
+        self.number = number
+        return f"double {number}"
+
+    def get_reward(self) -> float:
+        return float(self.number)
+
+
+@pytest.mark.parametrize(
+    ("rows", "number"), [(None, 7), (Dataset.from_list([{"number": 5}] * 4), 5)]
+)
+def test_prompts_by_the_environment_alone(make_args, rows, number):
+    tokenizer = make_tool_tokenizer()
+    seen = []
+    trainer = GRPOTrainer(
+        make_small_policy(len(tokenizer)),
+        lambda prompts, **_: [float(bool(seen.append(prompt))) for prompt in prompts],
+        make_args(max_completion_length=300, max_steps=2, per_device_train_batch_size=8),
+        rows,
+        processing_class=tokenizer,
+        environment_factory=Sums,
+        rollout_engine=ScriptedEngine(tokenizer, lambda text: "end"),
+    )
+    trainer.train()
+    assert seen == [[{"role": "user", "content": f"double {number}"}]] * 16
+    assert trainer.state.log_history[0]["rewards/Sums/mean"] == number
+
+
+def test_where_the_environment_cannot_make_the_prompts(make_args):
+    tokenizer = make_tool_tokenizer()
+    rows = Dataset.from_list([{"number": 5}])
+
+    def make(rows=None, factory=Sums, **changes):
+        return GRPOTrainer(
+            make_small_policy(len(tokenizer)), None, make_args(**changes), rows,
+            processing_class=tokenizer, environment_factory=factory,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on"):
+        make(max_steps=-1).train()
+    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on"):
+        make(factory={"sums": Sums}).train()
+    for changes in ({"remove_unused_columns": True}, {"dynamic_prompts_fn": print}):
+        with pytest.raises(ValueError, match="train_dataset: expected a `prompt` column"):
+            make(rows, **changes)
+
+
 def test_some_reward_is_needed(make_args):
     tokenizer = make_tool_tokenizer()
     rows = Dataset.from_list([{"prompt": question()}])
