@@ -48,6 +48,7 @@ class TrainerAttributes:
     _collector: Collector
     _entropy: AdaptiveEntropy | None
     _reference: Reference | None
+    _router_coef: float
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
@@ -86,6 +87,11 @@ class TrainerAttributes:
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus, with use_adaptive_entropy where it is now."""
         return self.args.entropy_coef if self._entropy is None else self._entropy.state()["coef"]
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether a mixture-of-experts model's load-balancing loss is added."""
+        return self._router_coef != 0
 
     @property
     def eos_token_ids(self) -> list[int]:

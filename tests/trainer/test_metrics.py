@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 from trainer_helpers import CannedEngine
 
-from grpo_trainer.config_checks import get_available_reporting_integrations
+from grpo_trainer.config_inherited import get_available_reporting_integrations
 from grpo_trainer.metrics import is_own_metric
 from grpo_trainer.rollout import Completions
 
@@ -57,7 +57,7 @@ class Reporting(CannedEngine):
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
             {"vespo/phi_seq_mean"},
         ),
-        ({"entropy_coef": 0.1}, CLIP | {"policy_loss"}),
+        ({"entropy_coef": 0.1}, CLIP | {"policy_loss", "entropy_coef"}),
         ({"use_adaptive_entropy": True}, {"policy_loss", "entropy_coef"}),
     ],
     ids=lambda value: value.get("loss_type", next(iter(value))) if isinstance(value, dict) else "",
