@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+_MOST = 2**31 - 1  # of a count: far above what there is, and small enough to compute with
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, without the usage; the exit code is 2."""
@@ -25,6 +27,8 @@ def count(text: str) -> int:
     """Read an argument that is a whole number above 0."""
     if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number > 0; got {text!r}")
+    if int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f"expected a number <= {_MOST}; got {text!r}")
     return int(text)
 
 

@@ -258,6 +258,9 @@ def test_units():
     [
         (["--tokens", "0"], "argument --tokens: expected a whole number > 0; got '0'"),
         (["--tokens", "many"], "argument --tokens: expected a whole number > 0; got 'many'"),
+        (["--tokens", "9" * 20], "argument --tokens: expected a number <= 2147483647; got '9999"),
+        (["--gpu-memory", "9" * 20 + "TiB"], "--gpu-memory: expected at most 16 TiB; got '999"),
+        (["--gpu-memory", "9" * 400 + "GiB"], "--gpu-memory: expected at most 16 TiB; got '999"),
         (["--hidden", "-3"], "argument --hidden: expected a whole number > 0; got '-3'"),
         (["--tflops", "nan"], "argument --tflops: expected a number > 0; got 'nan'"),
         (["--gpu", "abacus"], "argument --gpu: expected one of H100 PCIe"),

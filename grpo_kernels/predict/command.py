@@ -23,6 +23,7 @@ _UNITS = {
     **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
 }
+_LARGEST = 1 << 44
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALL_WORKSPACE = {"cpu": 32 << 20, "cuda": 256 << 20}
 
@@ -189,7 +190,10 @@ def _size(text: str) -> int:
             f"expected a size with a unit (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB), such as 24GiB; "
             f"got {text!r}"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > _LARGEST:
+        raise argparse.ArgumentTypeError(f"expected at most {in_units(_LARGEST)}; got {text!r}")
+    return int(size)
 
 
 def _text(name: str | None, question: Question, lines: list[Line]) -> str:
