@@ -36,6 +36,8 @@ _PLACES = {name: f"args.{name}" for name in _SETTINGS} | {
     "epsilon_low": "loss_config.epsilon",
     "num_generations_eval": "args.eval_group_size",
     "router_aux_loss_coef": "_router_coef",
+    "environments": "_interaction.environments",
+    "tools": "_interaction.tools",
 }
 
 

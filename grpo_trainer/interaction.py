@@ -54,6 +54,20 @@ class Interaction:
                 "rollout_func, whose completions need the engine more than once"
             )
 
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What completions can call: functions, then methods of environments."""
+        boxes = [self._tools]
+        if self._environments is not None:
+            boxes += self._environments.toolboxes
+        functions = [tool.function for box in boxes for tool in box.values()]
+        return [one for index, one in enumerate(functions) if one not in functions[:index]]
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the last batch, one per completion of this process; None without any."""
+        return None if self._environments is None else self._environments.taken
+
     def rewards(
         self,
         sources: RewardSource | Sequence[RewardSource] | None,

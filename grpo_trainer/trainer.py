@@ -107,8 +107,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         if train_dataset is None and environment_factory is not None:
             train_dataset = prompts_by_reset(environment_factory, args)
         check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
-        interaction = Interaction(args, tools, environment_factory, rollout_func)
-        rewards = interaction.rewards(reward_funcs, reward_processing_classes)
+        self._interaction = Interaction(args, tools, environment_factory, rollout_func)
+        rewards = self._interaction.rewards(reward_funcs, reward_processing_classes)
         self.loss_config = loss_config(args)
         if args.use_adaptive_entropy:  # the coefficient comes with each batch: no config changes
             self.loss_config = replace(self.loss_config, entropy_coef=1.0)
@@ -146,9 +146,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         )
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         made_of = (args, self.accelerator, self.processing_class)
-        source = interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
+        source = self._interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
         self._collector = Collector(*made_of, self.rollouts, rewards, context, source)
-        self.interaction_settings = interaction.settings
+        self.interaction_settings = self._interaction.settings
         self.recipe = watch(self, rewards, rollout_engine)
         self.start()
 

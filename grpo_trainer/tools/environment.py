@@ -60,6 +60,7 @@ class Environments:
         factories = factory if isinstance(factory, Mapping) else {None: factory}
         self._kinds = {name: _probe(make, tools) for name, make in factories.items()}
         self._made = {name: [kind.probe] for name, kind in self._kinds.items()}
+        self.taken: list[Any] = []  # by the last batch
 
     @property
     def toolboxes(self) -> list[Toolbox]:
@@ -84,6 +85,7 @@ class Environments:
             environment = made[used[name]]
             used[name] += 1
             taken.append((environment, _bound(kind, environment)))
+        self.taken = [environment for environment, _ in taken]
         return taken
 
     def drop(self, environment: Any) -> None:

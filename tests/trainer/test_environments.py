@@ -211,6 +211,7 @@ def test_training_on_the_environments_rewards(make_args):
             rollout_engine=ScriptedEngine(tokenizer, step_script),
         )
         trainer.train()
+        assert [tool.__name__ for tool in trainer.tools] == ["step"]
         return [row for row in trainer.state.log_history if "loss" in row]
 
     alone = train(None, max_steps=3)
@@ -250,6 +251,7 @@ def test_prompts_by_the_environment_alone(make_args, rows, number):
         rollout_engine=ScriptedEngine(tokenizer, lambda text: "end"),
     )
     trainer.train()
+    assert [type(one) for one in trainer.environments] == [Sums] * 8 and trainer.tools == []
     assert seen == [[{"role": "user", "content": f"double {number}"}]] * 16
     assert trainer.state.log_history[0]["rewards/Sums/mean"] == number
 
