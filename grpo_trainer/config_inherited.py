@@ -69,6 +69,7 @@ def _check_what_trainer_would_ignore(args: GRPOConfig) -> None:
     reasons = {
         "auto_find_batch_size": (False, "a smaller batch would split groups"),
         "label_smoothing_factor": (0.0, "there are no labels"),
+        "parallelism_config": (None, "each process has the whole model and whole sequences"),
         "train_sampling_strategy": ("random", "prompts are sampled in groups"),
     }
     for name, (expected, reason) in reasons.items():

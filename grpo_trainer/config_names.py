@@ -25,12 +25,14 @@ class OldNames:
 
     wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.", **_FLAG)
     use_liger_loss: bool | None = _old("the loss is always fused, drop it.", **_FLAG)
+    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.", **_FLAG)
     vllm_guided_decoding_regex: str | None = _old("use vllm_structured_outputs_regex.")
     vllm_importance_sampling_cap: float | None = _old("use vllm_importance_sampling_clip_max.")
 
 
 _NEW_NAMES = {
     "wandb_log_unique_prompts": "log_unique_prompts",
+    "use_transformers_paged": "use_transformers_continuous_batching",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }

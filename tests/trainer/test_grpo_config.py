@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES
@@ -87,6 +88,7 @@ def test_scale_rewards(make_args, given, kept):
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "parallelism_config: expected None"),
         ({"num_generations": "4"}, "num_generations: expected an integer >= 2, got '4'"),
         ({"per_device_train_batch_size": 1}, r"\(none: enlarge the batch\)"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: expected an integer >="),
@@ -168,6 +170,8 @@ def test_old_names(make_args):
     assert args.log_unique_prompts and args == make_args(log_unique_prompts=True)
     with pytest.warns(FutureWarning, match="use_liger_loss: Deprecated: the loss is always fused"):
         assert make_args(use_liger_loss=True) == make_args()
+    with pytest.warns(FutureWarning, match="use_transformers_paged: Deprecated"):
+        assert make_args(use_transformers_paged=True).use_transformers_continuous_batching
     with pytest.warns(FutureWarning, match="top_k"):
         assert make_args(top_k=None).top_k == 0
     with (
@@ -205,6 +209,7 @@ def test_values_of_trl():
         "importance_sampling_level",  # None: that of the named loss
         "logging_nan_inf_filter",  # True would wait for the device in every step
         "pad_to_multiple_of",  # "auto" differs from None on one kind of device only
+        "use_transformers_paged",  # None: not set
         "vllm_server_host",  # theirs is an address to bind to, not one to connect to
     }
     different = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
