@@ -46,7 +46,7 @@ def test_wrong_kinds(policy, make_args, tokenizer, dataset, tmp_path):
 
 def test_training_needs_a_dataset(policy, make_args, tokenizer):
     trainer = GRPOTrainer(policy, REWARD, make_args(), processing_class=tokenizer)
-    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on, got None"):
+    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on .* got None"):
         trainer.train()
 
 
