@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _train(trainer: GRPOTrainer) -> None:
     resume = trainer.args.resume_from_checkpoint
-    output = trainer.train(True if str(resume).lower() == "true" else resume)
+    newest = str(resume).lower() == "true"
+    output = trainer.train(resume_from_checkpoint=True if newest else resume)
     trainer.save_model()
     if output.metrics:  # without a step the state is the one that is there
         trainer.save_state()

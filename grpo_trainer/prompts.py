@@ -40,9 +40,12 @@ def encode_prompts(
 
 
 def check_prompts(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the ``prompt`` of every row is text or messages."""
+    """Raise ValueError unless the ``prompt`` of every row that has one is text or messages.
+
+    An environment makes the prompts of rows that have none.
+    """
     for row in rows:
-        wrong = _wrong(row["prompt"])
+        wrong = _wrong(row["prompt"]) if "prompt" in row else None
         if wrong is not None:
             raise ValueError(f"{_EXPECTED}, got {wrong} in the row {shortened(row)}")
 
