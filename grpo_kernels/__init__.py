@@ -1,8 +1,8 @@
 """Fused policy-gradient losses over an LM head: no (tokens, vocabulary) logits in memory."""
 
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.fused import FusedLinearGRPOLoss, linear_policy_loss
-from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.dispatch import available_backends
 from grpo_kernels.logprob.explain import LogprobsPlan, explain_logprobs
 from grpo_kernels.logprob.lora import HeadLoRA

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
-from grpo_kernels.batch import TokenBatch
+import grpo_kernels.batch.host as host
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.losses.weights import Weights
 

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
-from grpo_kernels.kept import KeptSet
+from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.opaque import from_bytes, to_bytes
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.logprob.check import autocast_dtype
 from grpo_kernels.logprob.derivatives import check_plain, no_second_derivative
 from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.rows import stats_dtype
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
-from grpo_kernels.opaque import from_bytes, to_bytes
 
 _MAX_METRICS = 64
 _BATCH_FIELDS = tuple(field.name for field in fields(TokenBatch) if "Tensor" in str(field.type))

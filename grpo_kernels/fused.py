@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import grpo_kernels.host as host
+import grpo_kernels.batch.host as host
 from grpo_kernels.active import ActiveRows, active_rows
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.compiled import Inputs, Settings, compiled_policy_loss
 from grpo_kernels.fallback import Way, ways
 from grpo_kernels.logprob.check import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.logprob.schedule import StatsGradients
 from grpo_kernels.losses import LossConfig

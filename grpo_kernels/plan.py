@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import cost
 from grpo_kernels.active import active_rows, rows_left_out
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.logprob.check import check_workspace, prepare_head
 from grpo_kernels.logprob.fingerprint import fingerprint
 from grpo_kernels.logprob.head import Head, logits_dtype

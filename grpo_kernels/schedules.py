@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
+import grpo_kernels.batch.host as host
 from grpo_kernels.active import ActiveRows
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.fallback import ways
-from grpo_kernels.kept import KeptSet
 from grpo_kernels.logprob.derivatives import check_plain, first_derivative_only
 from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.library import HeadOptions, Tensors

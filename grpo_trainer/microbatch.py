@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import KeptSet, TokenBatch
-from grpo_kernels.packing import IGNORE_INDEX
+from grpo_kernels.batch.packing import IGNORE_INDEX
 
 
 class TokenCounts(NamedTuple):

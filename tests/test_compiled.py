@@ -19,9 +19,9 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
+from grpo_kernels.batch.opaque import from_bytes, to_bytes
 from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.losses import Metrics
-from grpo_kernels.opaque import from_bytes, to_bytes
 from grpo_kernels.testing import Problem, make_problem
 
 SCHEDULES = ("one_pass", "two_pass")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
+import grpo_kernels.batch.host as host
 from grpo_kernels import (
     KeptSet,
     LossConfig,

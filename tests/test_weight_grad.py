@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import grpo_kernels.host as host
+import grpo_kernels.batch.host as host
 from grpo_kernels import FusedLinearGRPOLoss, LossConfig, linear_policy_loss
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
 from tests.targets import targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
+import grpo_kernels.batch.host as host
 
 # A row that moves is read and written once, V values each; in the two products it would have cost
 # 4 D V operations. So any move pays, but a product over a few rows less is not always faster.

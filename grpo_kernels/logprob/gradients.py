@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
+import grpo_kernels.batch.host as host
 from grpo_kernels.logprob.head import Head, accumulate
 from grpo_kernels.logprob.lora_gradients import LoRAGradients
 from grpo_kernels.logprob.memory import on_huge_pages

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.kept import KeptSet
+from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.logprob.chunked import slope, transformed
 from grpo_kernels.logprob.rows import Transform
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.kept import KeptSet
+from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.logprob.check import check_row_temperature
 from grpo_kernels.logprob.derivatives import no_second_derivative
 from grpo_kernels.logprob.head import Head, logits_dtype

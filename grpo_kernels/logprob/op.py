@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.kept import KeptSet, check_kept
+from grpo_kernels.batch.kept_set import KeptSet, check_kept
 from grpo_kernels.logprob.check import (
     check_device,
     check_floating,

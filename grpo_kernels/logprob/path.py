@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.kept import KeptSet
+from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.logprob.dispatch import Choice, choose_backend, chunk_rows
 from grpo_kernels.logprob.head import Head, logits_dtype
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking

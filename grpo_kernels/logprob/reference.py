@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.kept import KeptSet
+from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.logprob.head import Head, logits_dtype
 from grpo_kernels.logprob.precision import products
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking

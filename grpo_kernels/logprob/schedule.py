@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.kept import KeptSet
+from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.logprob.compaction import move_rows_, surviving_rows
 from grpo_kernels.logprob.gradients import Chunk, Gradients, GradientSums, Needs, StatsGradients
 from grpo_kernels.logprob.head import Head, logits_dtype, project

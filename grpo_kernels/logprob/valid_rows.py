@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
-from grpo_kernels.kept import KeptSet
+import grpo_kernels.batch.host as host
+from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.packing import IGNORE_INDEX
 from grpo_kernels.logprob.check import check_target_range
 from grpo_kernels.logprob.head import Head
-from grpo_kernels.packing import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ import math
 import warnings
 from dataclasses import dataclass
 
+from grpo_kernels.batch.opaque import Opaque
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_kernels.losses.kl import KL_ESTIMATORS
 from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel
 from grpo_kernels.losses.registry import LOSSES, NamedLoss, check_name
 from grpo_kernels.losses.surrogates import SURROGATES, Surrogate
 from grpo_kernels.losses.terms import widest
-from grpo_kernels.opaque import Opaque
 
 
 @dataclass(frozen=True, kw_only=True)

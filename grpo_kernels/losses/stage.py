@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.losses.config import LossConfig
 from grpo_kernels.losses.gates import (
     CORRECTION_MODES,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch.token_batch import TokenBatch
 
 if TYPE_CHECKING:
     from grpo_kernels.losses.config import LossConfig

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import grpo_kernels.host as host
-from grpo_kernels.kept import check_kept
+import grpo_kernels.batch.host as host
+from grpo_kernels.batch.kept_set import check_kept
 
 IGNORE_INDEX = -100
 LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from grpo_kernels.kept import KeptSet
-from grpo_kernels.opaque import Opaque
-from grpo_kernels.packing import (
+from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.opaque import Opaque
+from grpo_kernels.batch.packing import (
     LOGPROB_FIELDS,
     check_cu_seqlens,
     check_target,
