@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.cost_rates import MEASURED_ON, RATES
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob import cpu
-from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.path import Path
 from grpo_kernels.logprob.tiles import device_class
 from grpo_kernels.predict import our_work

@@ -13,15 +13,15 @@ from grpo_kernels.active import ActiveRows, active_rows
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.compiled import Inputs, Settings, compiled_policy_loss
 from grpo_kernels.fallback import Way, ways
-from grpo_kernels.logprob.check import (
+from grpo_kernels.head.checks import (
     check_device,
     check_kept_range,
     check_target_range,
     prepare_head,
 )
+from grpo_kernels.head.head import Head
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.logprob.dispatch import REFERENCE
-from grpo_kernels.logprob.head import Head
-from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits
 from grpo_kernels.logprob.rows import Transform
 from grpo_kernels.logprob.schedule import Needs

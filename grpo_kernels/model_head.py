@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.head.lora import HeadLoRA
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

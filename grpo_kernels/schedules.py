@@ -13,8 +13,8 @@ from grpo_kernels.active import ActiveRows
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.fallback import ways
-from grpo_kernels.logprob.derivatives import check_plain, first_derivative_only
-from grpo_kernels.logprob.head import Head
+from grpo_kernels.head.derivatives import check_plain, first_derivative_only
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.library import HeadOptions, Tensors
 from grpo_kernels.logprob.op import head_stats
 from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.logprob.memory import on_huge_pages
+from grpo_kernels.head.memory import on_huge_pages
 from grpo_kernels.logprob.rows import stats_dtype
 from grpo_kernels.logprob.weight_sink import WeightSink
 

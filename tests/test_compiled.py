@@ -20,7 +20,7 @@ from grpo_kernels import (
     linear_policy_loss,
 )
 from grpo_kernels.batch.opaque import from_bytes, to_bytes
-from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.losses import Metrics
 from grpo_kernels.testing import Problem, make_problem
 

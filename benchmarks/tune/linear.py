@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.shapes import Model
 from benchmarks.tune.contest import Candidate
-from grpo_kernels.logprob.head import Head
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.linear_tiles import LinearConfig, default_config
 from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.logprob.schedule import Execution, forward, row_chunks

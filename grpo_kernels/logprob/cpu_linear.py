@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.cpu import (
     DTYPES,
     Linear,
@@ -19,7 +20,6 @@ from grpo_kernels.logprob.cpu import (
     stats_pointers,
     tile_view,
 )
-from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.rows import RowStats
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.logprob.linear_tiles import LinearCase
 from grpo_kernels.logprob.rows import LinearStats, RowKernels
 from grpo_kernels.logprob.tiles import gpu_chunk_rows

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from grpo_kernels.logprob.check import prepare_head
+from grpo_kernels.head.checks import prepare_head
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.logprob.fingerprint import fingerprint, forward_name
-from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.path import choose_path
 from grpo_kernels.logprob.rows import Transform
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.logprob.path import Path
 from grpo_kernels.logprob.tiles import device_class, row_config
 from grpo_kernels.version import VERSION

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch.kept_set import KeptSet
-from grpo_kernels.logprob.check import check_row_temperature
-from grpo_kernels.logprob.derivatives import no_second_derivative
-from grpo_kernels.logprob.head import Head, logits_dtype
-from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.head.checks import check_row_temperature
+from grpo_kernels.head.derivatives import no_second_derivative
+from grpo_kernels.head.head import Head, logits_dtype
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.logprob.out_of_memory import (
     SPOILED_SUM,
     fewer_rows,

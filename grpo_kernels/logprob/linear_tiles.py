@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.logprob.row_configs import LINEAR_CONFIGS
 from grpo_kernels.logprob.tiles import bits, device_class, vocabulary_class
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.head import accumulate
-from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.head.head import accumulate
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.logprob.rows import clear_row_ends
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time

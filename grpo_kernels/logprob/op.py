@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch.kept_set import KeptSet, check_kept
-from grpo_kernels.logprob.check import (
+from grpo_kernels.head.checks import (
     check_device,
     check_floating,
     check_kept_range,
@@ -17,10 +17,10 @@ from grpo_kernels.logprob.check import (
     prepare_head,
     row_temperature,
 )
-from grpo_kernels.logprob.derivatives import check_plain
+from grpo_kernels.head.derivatives import check_plain
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.logprob.dispatch import REFERENCE, requested_backend
 from grpo_kernels.logprob.library import HeadOptions, Tensors, linear_logprobs_forward
-from grpo_kernels.logprob.lora import HeadLoRA
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.reference import reference_logprobs
 from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform

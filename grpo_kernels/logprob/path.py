@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.logprob.dispatch import Choice, choose_backend, chunk_rows
-from grpo_kernels.logprob.head import Head, logits_dtype
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.rows import FormsLogits, LinearStats
 from grpo_kernels.logprob.schedule import Execution

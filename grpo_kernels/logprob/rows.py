@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from grpo_kernels.logprob.head import Head
+    from grpo_kernels.head.head import Head
 
 
 @dataclass(frozen=True)

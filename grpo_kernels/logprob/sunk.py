@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.derivatives import first_derivative_only
+from grpo_kernels.head.derivatives import first_derivative_only
 from grpo_kernels.logprob.gradients import Needs, StatsGradients
 from grpo_kernels.logprob.library import (
     DIFFERENTIABLE,

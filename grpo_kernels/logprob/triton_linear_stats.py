@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grpo_kernels.logprob.head import Head, logits_dtype
+from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.logprob.linear_tiles import UNALIGNED_CONFIG, LinearCase, LinearConfig
 from grpo_kernels.logprob.rows import RowStats
 from grpo_kernels.logprob.triton_common import empty_stats, on_device, transform_arguments

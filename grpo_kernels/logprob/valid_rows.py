@@ -10,8 +10,8 @@ from torch import Tensor
 import grpo_kernels.batch.host as host
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.packing import IGNORE_INDEX
-from grpo_kernels.logprob.check import check_target_range
-from grpo_kernels.logprob.head import Head
+from grpo_kernels.head.checks import check_target_range
+from grpo_kernels.head.head import Head
 
 
 @dataclass(frozen=True, kw_only=True)

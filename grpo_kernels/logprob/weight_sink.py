@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.head import SLICE_COLUMNS, accumulate
+from grpo_kernels.head.head import SLICE_COLUMNS, accumulate
 
 
 @dataclass(frozen=True)

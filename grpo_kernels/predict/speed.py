@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.head import accumulate
+from grpo_kernels.head.head import accumulate
 from grpo_kernels.logprob.op import linear_logprobs
 
 # What large products and copies reach of the data sheet's numbers.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob import cpu
-from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.rows import RowStats, Transform
 
 ISAS = [] if cpu.unavailable() else cpu.isas()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.cpu_linear import NativeLinear
 from grpo_kernels.logprob.dispatch import BACKENDS
-from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.rows import RowStats, Transform
 from tests.logprob.linear_problems import (
     BF16,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends
-from grpo_kernels.logprob.head import Head
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.rows import Transform
 
 CSRC = Path(__file__).parents[2] / "csrc"

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels import HeadLoRA, available_backends, explain_logprobs, linear_logprobs
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.cpu_linear import NativeLinear
-from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.library import (
     HeadOptions,
     Tensors,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels.logprob import memory
+from grpo_kernels.head import memory
 
 
 @pytest.mark.parametrize("elements", [0, 1, memory.MIN_BYTES, memory.MIN_BYTES + 12345])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob import mkl
+from grpo_kernels.head import mkl
 
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(not mkl.available(dtype), reason="no such MKL"))

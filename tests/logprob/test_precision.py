@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.logprob.precision import products, tf32_unavailable
+from grpo_kernels.head.precision import products, tf32_unavailable
 from grpo_kernels.testing import Problem, make_problem, relative_error
 
 BACKENDS = list(available_backends())

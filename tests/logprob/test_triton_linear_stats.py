@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from grpo_kernels import linear_logprobs
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob import triton_linear_stats
-from grpo_kernels.logprob.head import Head
 from grpo_kernels.logprob.linear_tiles import LinearCase, LinearConfig
 from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.testing import poisoned_allocations

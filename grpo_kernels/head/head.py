@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob import mkl
-from grpo_kernels.logprob.lora import HeadLoRA
+from grpo_kernels.head import mkl
+from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.logprob.rows import Transform, stats_dtype, with_clear_row_ends
 
 PRECISIONS = ("fp32", "input", "tf32")
