@@ -1,10 +1,10 @@
 """Fused policy-gradient losses over an LM head: no (tokens, vocabulary) logits in memory."""
 
+from grpo_kernels.backends.registry import available_backends
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.fused import FusedLinearGRPOLoss, linear_policy_loss
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.dispatch import available_backends
 from grpo_kernels.logprob.explain import LogprobsPlan, explain_logprobs
 from grpo_kernels.logprob.op import LinearLogprobs, linear_logprobs
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss

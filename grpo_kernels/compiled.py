@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import stats_dtype
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.opaque import from_bytes, to_bytes
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.head.checks import autocast_dtype
 from grpo_kernels.head.derivatives import check_plain, no_second_derivative
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.rows import stats_dtype
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
 
 _MAX_METRICS = 64

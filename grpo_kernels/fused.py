@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import grpo_kernels.batch.host as host
 from grpo_kernels.active import ActiveRows, active_rows
+from grpo_kernels.backends.base import Transform
+from grpo_kernels.backends.registry import REFERENCE
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.compiled import Inputs, Settings, compiled_policy_loss
 from grpo_kernels.fallback import Way, ways
@@ -21,9 +23,7 @@ from grpo_kernels.head.checks import (
 )
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.dispatch import REFERENCE
 from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits
-from grpo_kernels.logprob.rows import Transform
 from grpo_kernels.logprob.schedule import Needs
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
 from grpo_kernels.losses.policy_loss import check_loss_inputs

@@ -12,8 +12,8 @@ import psutil
 import torch
 
 import grpo_kernels
-from grpo_kernels.logprob import cpu
-from grpo_kernels.logprob.dispatch import BACKEND_VARIABLE, BACKENDS, choose_backend, chunk_rows
+from grpo_kernels.backends.cpu import rows as cpu
+from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS, choose_backend, chunk_rows
 
 EXAMPLE_VOCABULARY = 151936  # of the Qwen models
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "vllm")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import RowStats, Transform
 from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.logprob.schedule import StatsGradients
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.losses.stage import (
@@ -23,7 +23,7 @@ from grpo_kernels.losses.terms import Segments
 from grpo_kernels.losses.weights import Weights
 
 if TYPE_CHECKING:
-    from grpo_kernels.logprob.triton_row_loss import RowFunction
+    from grpo_kernels.backends.triton.row_loss import RowFunction
 
 
 class MiddleChoice(NamedTuple):
@@ -62,7 +62,7 @@ class MiddleStage:
         each = torch.cat(self._contributions)
         if self.kind == "torch":
             return each.double().sum().to(each.dtype)
-        from grpo_kernels.logprob.triton_reduce import weighted_sum
+        from grpo_kernels.backends.triton.segment_sum import weighted_sum
 
         return weighted_sum(each, torch.ones_like(each))
 
@@ -93,7 +93,7 @@ class RowKernelStage(MiddleStage):
         out_dtype: torch.dtype,
     ) -> tuple[RowStats, Tensor]:
         """Statistics of a tile's rows, and the gradient of its raw logits in their storage."""
-        from grpo_kernels.logprob.triton_row_loss import row_loss_
+        from grpo_kernels.backends.triton.row_loss import row_loss_
 
         function, values = self.function(rows)
         stats, each, dlogits = row_loss_(logits, target, transform, function, values, out_dtype)
@@ -102,7 +102,7 @@ class RowKernelStage(MiddleStage):
 
     def function(self, rows: slice) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
         """What the row kernel calls for each of the ``rows``, and the values it gets."""
-        from grpo_kernels.logprob.triton_row_loss import RowFunction
+        from grpo_kernels.backends.triton.row_loss import RowFunction
 
         part, weights = self._part(rows)
         printed = _printed_stage(self.config, _present(part))
@@ -140,7 +140,7 @@ def _present(batch: TokenBatch) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _why_not_printed(config: LossConfig, present: tuple[str, ...]) -> str | None:
-    from grpo_kernels.pointwise import UntraceableError
+    from grpo_kernels.backends.triton.codegen import UntraceableError
 
     try:
         _printed_stage(config, present)
@@ -155,7 +155,7 @@ def _printed_stage(config: LossConfig, present: tuple[str, ...]) -> Any:
 
     It takes all fields of :class:`TokenInputs`, and reads those that are ``present``.
     """
-    from grpo_kernels.pointwise import PointwiseKernel
+    from grpo_kernels.backends.triton.codegen import PointwiseKernel
 
     names = TokenInputs._fields
 
@@ -180,7 +180,7 @@ class _SegmentSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values: Tensor, batch: TokenBatch) -> Tensor:
-        from grpo_kernels.logprob.triton_reduce import segment_sum
+        from grpo_kernels.backends.triton.segment_sum import segment_sum
 
         ctx.batch = batch
         return segment_sum(values, batch.cu_seqlens)

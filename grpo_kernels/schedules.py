@@ -10,6 +10,7 @@ from torch import Tensor
 
 import grpo_kernels.batch.host as host
 from grpo_kernels.active import ActiveRows
+from grpo_kernels.backends.base import RowStats
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.fallback import ways
@@ -18,7 +19,6 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.logprob.library import HeadOptions, Tensors
 from grpo_kernels.logprob.op import head_stats
 from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits
-from grpo_kernels.logprob.rows import RowStats
 from grpo_kernels.logprob.schedule import (
     Gradients,
     Needs,

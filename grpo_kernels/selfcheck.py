@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.fused import linear_policy_loss
-from grpo_kernels.logprob.dispatch import BACKENDS
 from grpo_kernels.logprob.op import linear_logprobs
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.machine import device_types

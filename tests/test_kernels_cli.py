@@ -13,7 +13,7 @@ import torch
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
 from grpo_kernels import __version__, available_backends, cli, cost, selfcheck
-from grpo_kernels.logprob.dispatch import BACKEND_VARIABLE, BACKENDS
+from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS
 from grpo_kernels.predict import HeadShape, predict_head_memory
 from grpo_kernels.predict import command as plan_command
 from grpo_kernels.selfcheck import Outcome

@@ -90,7 +90,7 @@ def test_triton_with_a_sequence_beside_its_chunk(name: str, rows: int, schedule:
 
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
 def test_triton_sums_over_long_sequences() -> None:
-    from grpo_kernels.logprob.triton_reduce import segment_sum, weighted_sum
+    from grpo_kernels.backends.triton.segment_sum import segment_sum, weighted_sum
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = torch.tensor([5, LONG, 0, 1], device=device)
@@ -105,7 +105,7 @@ def test_triton_sums_over_long_sequences() -> None:
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
 def test_triton_sums_over_many_sequences() -> None:
     """More than fit onto the second axis of a grid: they are on the first."""
-    from grpo_kernels.logprob.triton_reduce import segment_sum
+    from grpo_kernels.backends.triton.segment_sum import segment_sum
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sequences = 70_000 if device == "cuda" else 300

@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+from grpo_kernels.backends.triton.codegen import PointwiseKernel, UntraceableError
 from grpo_kernels.losses import LOSSES, LossConfig
 from grpo_kernels.losses.stage import TokenInputs, run_stage
 from grpo_kernels.losses.terms import Segments
-from grpo_kernels.pointwise import PointwiseKernel, UntraceableError
 
 ULP = torch.finfo(torch.float32).eps / 2
 TINY = torch.finfo(torch.float32).tiny

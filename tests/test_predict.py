@@ -18,12 +18,13 @@ from benchmarks import predicted
 from benchmarks.predicted import predicted_memory
 from benchmarks.shapes import MODELS, Case
 from benchmarks.work import WORKS
+from grpo_kernels.backends.base import RowStats, Transform, output_view
+from grpo_kernels.backends.cpu import rows as cpu
+from grpo_kernels.backends.registry import chunk_rows
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob import cpu, schedule
 from grpo_kernels.logprob import gradients as sums
-from grpo_kernels.logprob.dispatch import chunk_rows
-from grpo_kernels.logprob.rows import RowStats, Transform, output_view
+from grpo_kernels.logprob import schedule
 from grpo_kernels.predict import (
     GPUS,
     IMPLEMENTATIONS,

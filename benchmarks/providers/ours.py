@@ -13,7 +13,7 @@ from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig, explain, linear_logprobs, linear_policy_loss
-from grpo_kernels.logprob.dispatch import choose_backend
+from grpo_kernels.backends.registry import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 

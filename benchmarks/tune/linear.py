@@ -13,13 +13,13 @@ from torch import Tensor
 
 from benchmarks.shapes import Model
 from benchmarks.tune.contest import Candidate
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.triton.configs import bits, gpu_chunk_rows
+from grpo_kernels.backends.triton.linear_configs import LinearConfig, default_config
+from grpo_kernels.backends.triton.linear_launch import linear_stats
+from grpo_kernels.backends.triton.rows import TRITON_ROWS
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.linear_tiles import LinearConfig, default_config
-from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.logprob.schedule import Execution, forward, row_chunks
-from grpo_kernels.logprob.tiles import bits, gpu_chunk_rows
-from grpo_kernels.logprob.triton_linear_stats import linear_stats
-from grpo_kernels.logprob.triton_rows import TRITON_ROWS
 
 # rows, columns, depth, warps, stages, parts; each compiles without spills where it is tried
 _ENGINE_SHAPES = (

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from benchmarks.tune.contest import Candidate
 from grpo_kernels import LossConfig, TokenBatch
-from grpo_kernels.logprob.rows import RowStats, Transform
-from grpo_kernels.logprob.tiles import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
-from grpo_kernels.logprob.triton_dlogits import dlogits_
-from grpo_kernels.logprob.triton_row_loss import RowFunction, row_loss_
-from grpo_kernels.logprob.triton_row_stats import row_stats
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.triton.configs import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
+from grpo_kernels.backends.triton.dlogits import dlogits_
+from grpo_kernels.backends.triton.row_loss import RowFunction, row_loss_
+from grpo_kernels.backends.triton.row_stats import row_stats
 from grpo_kernels.losses.weights import static_weights
 from grpo_kernels.middle import RowKernelStage
 

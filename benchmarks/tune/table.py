@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_kernels.logprob import row_configs
+from grpo_kernels.backends.triton import tuned as row_configs
 
 PATH = Path(row_configs.__file__)
 

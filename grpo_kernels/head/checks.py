@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import Transform, stats_dtype
 from grpo_kernels.head.head import PRECISIONS, Head
 from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.head.precision import tf32_unavailable
-from grpo_kernels.logprob.rows import Transform, stats_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import Transform, stats_dtype, with_clear_row_ends
 from grpo_kernels.head import mkl
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.rows import Transform, stats_dtype, with_clear_row_ends
 
 PRECISIONS = ("fp32", "input", "tf32")
 

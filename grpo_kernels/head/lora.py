@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import stats_dtype
+from grpo_kernels.backends.base import stats_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

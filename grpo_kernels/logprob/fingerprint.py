@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.triton.configs import device_class, row_config
 from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.logprob.path import Path
-from grpo_kernels.logprob.tiles import device_class, row_config
 from grpo_kernels.version import VERSION
 
 
@@ -50,13 +50,13 @@ def _triton(path: Path, hidden: Tensor, head: Head) -> list[str]:
     dtype = logits_dtype(hidden.dtype, path.precision)
     if path.linear_stats is None:
         return [str(row_config("stats", dtype, head.weight.shape[0], hidden.device))]
-    from grpo_kernels.logprob.triton_linear_stats import config_of
+    from grpo_kernels.backends.triton.linear_launch import config_of
 
     return [str(config_of(hidden, head, path.precision))]
 
 
 def _cpu(path: Path, hidden: Tensor, head: Head) -> list[str]:
-    from grpo_kernels.logprob.cpu import isa
+    from grpo_kernels.backends.cpu.rows import isa
 
     return [isa()]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import Transform
+from grpo_kernels.backends.chunked import slope, transformed
 from grpo_kernels.batch.kept_set import KeptSet
-from grpo_kernels.logprob.chunked import slope, transformed
-from grpo_kernels.logprob.rows import Transform
 
 
 @dataclass(frozen=True, kw_only=True)

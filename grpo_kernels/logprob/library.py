@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import RowStats, Transform, dtype_of, shapes_of, stats_dtype
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.head.checks import check_row_temperature
 from grpo_kernels.head.derivatives import no_second_derivative
@@ -23,7 +24,6 @@ from grpo_kernels.logprob.out_of_memory import (
 from grpo_kernels.logprob.path import Path, choose_path
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 from grpo_kernels.logprob.recompute import recompute_backward
-from grpo_kernels.logprob.rows import RowStats, Transform, dtype_of, shapes_of, stats_dtype
 from grpo_kernels.logprob.schedule import (
     Gradients,
     Needs,

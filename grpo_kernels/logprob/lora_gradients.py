@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import clear_row_ends
 from grpo_kernels.head.head import accumulate
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.rows import clear_row_ends
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import FormsLogits, LinearStats
+from grpo_kernels.backends.registry import Choice, choose_backend, chunk_rows
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.logprob.dispatch import Choice, choose_backend, chunk_rows
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking
-from grpo_kernels.logprob.rows import FormsLogits, LinearStats
 from grpo_kernels.logprob.schedule import Execution
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.chunked import BLOCK_ELEMENTS, row_blocks, transformed
-from grpo_kernels.logprob.rows import RowStats, Transform, concatenate, stats_dtype
+from grpo_kernels.backends.base import RowStats, Transform, concatenate, stats_dtype
+from grpo_kernels.backends.chunked import BLOCK_ELEMENTS, row_blocks, transformed
 
 NOWHERE = -1  # the rank and the ids of a row that has no order
 _INDEX_BITS = 32  # of a key; the rest is the score

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import RowStats, clear_row_ends, stats_dtype
 from grpo_kernels.head.head import Head, accumulate, logits_dtype, project
 from grpo_kernels.head.memory import on_huge_pages
 from grpo_kernels.head.precision import products
@@ -23,7 +24,6 @@ from grpo_kernels.logprob.gradients import (
     with_adapter,
 )
 from grpo_kernels.logprob.path import Path
-from grpo_kernels.logprob.rows import RowStats, clear_row_ends, stats_dtype
 from grpo_kernels.logprob.schedule import ranges, row_chunks
 from grpo_kernels.logprob.valid_rows import Rows
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import RowStats
 from grpo_kernels.head.derivatives import first_derivative_only
 from grpo_kernels.logprob.gradients import Needs, StatsGradients
 from grpo_kernels.logprob.library import (
@@ -17,7 +18,6 @@ from grpo_kernels.logprob.library import (
     linear_logprobs_forward,
 )
 from grpo_kernels.logprob.ranking import UNRANKED
-from grpo_kernels.logprob.rows import RowStats
 from grpo_kernels.logprob.weight_sink import WeightSink
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_kernels.logprob import cpu
-from grpo_kernels.logprob.dispatch import chunk_rows
+from grpo_kernels.backends.cpu import rows as cpu
+from grpo_kernels.backends.registry import chunk_rows
 
 WIDE = 4  # bytes of an element in fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

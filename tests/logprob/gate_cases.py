@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.logprob import (
-    triton_dlogits,
-    triton_linear_kernel,
-    triton_linear_stats,
-    triton_merge,
-    triton_reduce,
-    triton_row_loss,
-    triton_row_stats,
+from grpo_kernels.backends.triton import dlogits as triton_dlogits
+from grpo_kernels.backends.triton import linear_launch as triton_linear_stats
+from grpo_kernels.backends.triton import linear_stats as triton_linear_kernel
+from grpo_kernels.backends.triton import merge as triton_merge
+from grpo_kernels.backends.triton import row_loss as triton_row_loss
+from grpo_kernels.backends.triton import row_stats as triton_row_stats
+from grpo_kernels.backends.triton import segment_sum as triton_reduce
+from grpo_kernels.backends.triton.codegen import PointwiseKernel
+from grpo_kernels.backends.triton.configs import DEFAULT_ROW_CONFIG, RowConfig, bits
+from grpo_kernels.backends.triton.linear_configs import (
+    UNALIGNED_CONFIG,
+    LinearConfig,
+    default_config,
 )
-from grpo_kernels.logprob.linear_tiles import UNALIGNED_CONFIG, LinearConfig, default_config
-from grpo_kernels.logprob.row_configs import LINEAR_CONFIGS, ROW_CONFIGS
-from grpo_kernels.logprob.tiles import DEFAULT_ROW_CONFIG, RowConfig, bits
-from grpo_kernels.pointwise import PointwiseKernel
+from grpo_kernels.backends.triton.tuned import LINEAR_CONFIGS, ROW_CONFIGS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.cpu.linear import NativeLinear
+from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.cpu_linear import NativeLinear
-from grpo_kernels.logprob.dispatch import BACKENDS
-from grpo_kernels.logprob.rows import RowStats, Transform
 from tests.logprob.linear_problems import (
     BF16,
     DTYPES,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.cpu_linear import NativeHeadRows, NativeLinear
-from grpo_kernels.logprob.rows import RowStats, Transform
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.cpu.linear import NativeHeadRows, NativeLinear
 from grpo_kernels.logprob.schedule import Execution, Needs, StatsGradients, forward_backward
 from tests.logprob.linear_problems import (
     BF16,

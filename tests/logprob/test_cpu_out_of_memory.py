@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends
+from grpo_kernels.backends.base import Transform
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.rows import Transform
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -38,7 +38,7 @@ def at_most(more: int) -> Iterator[None]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits")
 @pytest.mark.skipif("cpu" not in available_backends(), reason="no native kernels")
 def test_out_of_memory_is_torchs_error():
-    from grpo_kernels.logprob.cpu_linear import NATIVE_LINEAR
+    from grpo_kernels.backends.cpu.linear import NATIVE_LINEAR
 
     columns = 1 << 28  # rows of one storage: their sums alone would take 600 MB
     head = Head(torch.zeros(1, 8).expand(columns, 8), None, Transform())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.logprob import dispatch
-from grpo_kernels.logprob.dispatch import BACKEND_VARIABLE, choose_backend, chunk_rows
+from grpo_kernels.backends import registry as dispatch
+from grpo_kernels.backends.registry import BACKEND_VARIABLE, choose_backend, chunk_rows
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def test_a_backend_that_cannot_run_is_an_error() -> None:
 def test_missing_native_library_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    from grpo_kernels.logprob import cpu
+    from grpo_kernels.backends.cpu import rows as cpu
 
     monkeypatch.setattr(cpu, "unavailable", lambda: "the native library was not built")
     cpu.announce_absence.cache_clear()

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.logprob import linear_tiles
-from grpo_kernels.logprob.linear_tiles import (
+from grpo_kernels.backends.triton import linear_configs as linear_tiles
+from grpo_kernels.backends.triton.linear_configs import (
     LINEAR_KERNELS,
     UNALIGNED_CONFIG,
     LinearCase,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.logprob.rows import clear_row_ends, output_view, with_clear_row_ends
+from grpo_kernels.backends.base import clear_row_ends, output_view, with_clear_row_ends
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.logprob import tiles
-from grpo_kernels.logprob.dispatch import chunk_rows
-from grpo_kernels.logprob.tiles import (
+from grpo_kernels.backends.registry import chunk_rows
+from grpo_kernels.backends.triton import configs as tiles
+from grpo_kernels.backends.triton.configs import (
     DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
     RowConfig,

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from grpo_kernels import linear_logprobs
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.triton import linear_launch as triton_linear_stats
+from grpo_kernels.backends.triton.linear_configs import LinearCase, LinearConfig
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob import triton_linear_stats
-from grpo_kernels.logprob.linear_tiles import LinearCase, LinearConfig
-from grpo_kernels.logprob.rows import RowStats, Transform
 from grpo_kernels.testing import poisoned_allocations
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from grpo_kernels.logprob.triton_reduce import segment_sum, weighted_sum
+from grpo_kernels.backends.triton.segment_sum import segment_sum, weighted_sum
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from grpo_kernels.logprob.rows import RowStats, Transform
-from grpo_kernels.logprob.triton_rows import TRITON_ROWS
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.triton.rows import TRITON_ROWS
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowKernels, RowStats, Transform
+from grpo_kernels.backends.base import RowKernels, RowStats, Transform
 
 
 def unavailable() -> str | None:
@@ -23,7 +23,7 @@ class _TritonRows:
     """The kernels are imported on first use: this module stays importable without Triton."""
 
     def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
-        from grpo_kernels.logprob.triton_row_stats import row_stats
+        from grpo_kernels.backends.triton.row_stats import row_stats
 
         return row_stats(logits, target, transform, extras)
 
@@ -37,7 +37,7 @@ class _TritonRows:
         dentropy: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        from grpo_kernels.logprob.triton_dlogits import dlogits_
+        from grpo_kernels.backends.triton.dlogits import dlogits_
 
         return dlogits_(logits, target, transform, stats, dlogp, dentropy, out_dtype)
 

@@ -27,8 +27,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from grpo_kernels.pointwise.ops import UntraceableError
-from grpo_kernels.pointwise.printer import KERNEL_NAME, VALUES_NAME, print_kernel
+from grpo_kernels.backends.triton.codegen.ops import UntraceableError
+from grpo_kernels.backends.triton.codegen.printer import KERNEL_NAME, VALUES_NAME, print_kernel
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import EXTRAS, RowStats, Transform, dtype_of
-from grpo_kernels.triton_math import tanh
+from grpo_kernels.backends.base import EXTRAS, RowStats, Transform, dtype_of
+from grpo_kernels.backends.triton.math import tanh
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
 # decides nothing but would bring a compilation each.

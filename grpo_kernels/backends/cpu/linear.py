@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.cpu import (
+from grpo_kernels.backends.base import RowStats
+from grpo_kernels.backends.cpu.rows import (
     DTYPES,
     Linear,
     NativeRows,
@@ -20,7 +20,7 @@ from grpo_kernels.logprob.cpu import (
     stats_pointers,
     tile_view,
 )
-from grpo_kernels.logprob.rows import RowStats
+from grpo_kernels.head.head import Head
 
 
 class NativeLinear:

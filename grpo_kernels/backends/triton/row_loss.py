@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats, Transform
-from grpo_kernels.logprob.tiles import RowConfig, row_config
-from grpo_kernels.logprob.triton_common import (
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
     empty_stats,
@@ -25,8 +24,9 @@ from grpo_kernels.logprob.triton_common import (
     row_factor,
     transform_arguments,
 )
-from grpo_kernels.logprob.triton_dlogits import gradient_view, write_gradient
-from grpo_kernels.logprob.triton_row_stats import write_statistics
+from grpo_kernels.backends.triton.configs import RowConfig, row_config
+from grpo_kernels.backends.triton.dlogits import gradient_view, write_gradient
+from grpo_kernels.backends.triton.row_stats import write_statistics
 
 MAX_VALUES = 6
 _VALUES = [f"value{index}_ptr" for index in range(MAX_VALUES)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import LEAST_LOGP, RowStats, stats_dtype
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.head.precision import products
 from grpo_kernels.logprob.ranking import UNRANKED, Ranking
-from grpo_kernels.logprob.rows import LEAST_LOGP, RowStats, stats_dtype
 
 
 def reference_logprobs(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.base import LinearStats, RowKernels
+from grpo_kernels.backends.triton.configs import gpu_chunk_rows
+from grpo_kernels.backends.triton.linear_configs import LinearCase
 from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.logprob.linear_tiles import LinearCase
-from grpo_kernels.logprob.rows import LinearStats, RowKernels
-from grpo_kernels.logprob.tiles import gpu_chunk_rows
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 REFERENCE = "reference"
@@ -38,7 +38,7 @@ class Backend:
 
 
 def _module(name: str):
-    return importlib.import_module(f"grpo_kernels.logprob.{name}")
+    return importlib.import_module(f"grpo_kernels.backends.{name}")
 
 
 def _cpu_unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -59,17 +59,17 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         Backend(
             "triton",
-            lambda: _module("triton_rows").TRITON_ROWS,
+            lambda: _module("triton.rows").TRITON_ROWS,
             lambda: _triton_unavailable(),
             _triton_unsuited,
             lambda hidden, head, precision: _triton_linear_stats(hidden, head, precision),
         ),
         Backend(
             "cpu",
-            lambda: _module("cpu_linear").NATIVE_HEAD_ROWS,
-            lambda: _module("cpu").unavailable(),
+            lambda: _module("cpu.linear").NATIVE_HEAD_ROWS,
+            lambda: _module("cpu.rows").unavailable(),
             _cpu_unsuited,
-            lambda *_: _module("cpu_linear").NATIVE_LINEAR,
+            lambda *_: _module("cpu.linear").NATIVE_LINEAR,
         ),
         Backend(
             "chunked",
@@ -87,12 +87,12 @@ def _triton_linear_stats(hidden: Tensor, head: Head, precision: str) -> LinearSt
         return None
     if not LinearCase.of(hidden, head, precision).pays:
         return None
-    return _module("triton_linear_stats").linear_stats
+    return _module("triton.linear_launch").linear_stats
 
 
 def _triton_unavailable() -> str | None:
     try:
-        return _module("triton_rows").unavailable()
+        return _module("triton.rows").unavailable()
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -152,7 +152,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
             return Choice(backend, tuple(reasons))
         reasons.append(f"not {backend.name}: {why_not}")
         if backend.name == "cpu" and device.type == "cpu" and dtype != torch.float64:
-            _module("cpu").announce_absence()
+            _module("cpu.rows").announce_absence()
     raise AssertionError("the chunked backend runs everywhere")
 
 

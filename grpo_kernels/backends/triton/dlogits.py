@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats, Transform, output_view
-from grpo_kernels.logprob.tiles import RowConfig, row_config
-from grpo_kernels.logprob.triton_common import (
+from grpo_kernels.backends.base import RowStats, Transform, output_view
+from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
     on_device,
@@ -17,7 +16,8 @@ from grpo_kernels.logprob.triton_common import (
     scores,
     transform_arguments,
 )
-from grpo_kernels.triton_math import tanh
+from grpo_kernels.backends.triton.configs import RowConfig, row_config
+from grpo_kernels.backends.triton.math import tanh
 
 
 @triton.jit

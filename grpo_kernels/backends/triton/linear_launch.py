@@ -13,12 +13,12 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from grpo_kernels.backends.base import RowStats
+from grpo_kernels.backends.triton.common import empty_stats, on_device, transform_arguments
+from grpo_kernels.backends.triton.linear_configs import UNALIGNED_CONFIG, LinearCase, LinearConfig
+from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
+from grpo_kernels.backends.triton.merge import merge_stretches
 from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.logprob.linear_tiles import UNALIGNED_CONFIG, LinearCase, LinearConfig
-from grpo_kernels.logprob.rows import RowStats
-from grpo_kernels.logprob.triton_common import empty_stats, on_device, transform_arguments
-from grpo_kernels.logprob.triton_linear_kernel import linear_stats_kernel
-from grpo_kernels.logprob.triton_merge import merge_stretches
 
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # of the sums of the stretches; longer batches are launched in pieces

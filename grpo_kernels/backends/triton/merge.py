@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats
-from grpo_kernels.logprob.triton_common import (
+from grpo_kernels.backends.base import RowStats
+from grpo_kernels.backends.triton.common import (
     PER_ROW,
     pointers,
     row_factor,
     softmax_results,
     store_extras,
 )
-from grpo_kernels.triton_math import LN2, LOG2_E
+from grpo_kernels.backends.triton.math import LN2, LOG2_E
 
 _BLOCK = 128
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats, Transform
-from grpo_kernels.logprob.tiles import RowConfig, row_config
-from grpo_kernels.logprob.triton_common import (
+from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
     empty_stats,
@@ -20,6 +19,7 @@ from grpo_kernels.logprob.triton_common import (
     store_extras,
     transform_arguments,
 )
+from grpo_kernels.backends.triton.configs import RowConfig, row_config
 
 # exp of less is 0 in fp32; bounds e * d where a score of -inf makes that 0 * -inf
 _LOG_UNDERFLOW = tl.constexpr(-126.0)

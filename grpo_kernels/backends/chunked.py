@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import (
+from grpo_kernels.backends.base import (
     LEAST_LOGP,
     RowStats,
     Transform,
@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 1 << 23
 
 
 class TorchRows:
-    """Implements :class:`grpo_kernels.logprob.rows.RowKernels`."""
+    """Implements :class:`grpo_kernels.backends.base.RowKernels`."""
 
     def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
         return concatenate(

@@ -19,9 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.logprob.triton_common import PER_ROW, bounded, row_factor
-from grpo_kernels.logprob.triton_merge import COUNTS
-from grpo_kernels.triton_math import LOG2_E
+from grpo_kernels.backends.triton.common import PER_ROW, bounded, row_factor
+from grpo_kernels.backends.triton.math import LOG2_E
+from grpo_kernels.backends.triton.merge import COUNTS
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 # exp2 of less is 0 in fp32; bounds e * t where a logit of -inf makes that 0 * -inf

@@ -1,6 +1,6 @@
 """A torch function of (T,) vectors as one Triton kernel. Knows neither losses nor log-probs."""
 
-from grpo_kernels.pointwise.kernel import PointwiseKernel
-from grpo_kernels.pointwise.ops import UntraceableError
+from grpo_kernels.backends.triton.codegen.ops import UntraceableError
+from grpo_kernels.backends.triton.codegen.trace import PointwiseKernel
 
 __all__ = ["PointwiseKernel", "UntraceableError"]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.logprob.triton_common import on_device
+from grpo_kernels.backends.triton.common import on_device
 
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.logprob.rows import RowStats, Transform, output_view
+from grpo_kernels.backends.base import RowStats, Transform, output_view
 
 ABI_VERSION = 4  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h

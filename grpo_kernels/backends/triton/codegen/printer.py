@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from grpo_kernels.pointwise.ops import (
+from grpo_kernels.backends.triton.codegen.ops import (
     TRITON_DTYPES,
     VIEWS,
     UntraceableError,

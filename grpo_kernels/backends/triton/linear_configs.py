@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.triton.configs import bits, device_class, vocabulary_class
+from grpo_kernels.backends.triton.tuned import LINEAR_CONFIGS
 from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.logprob.row_configs import LINEAR_CONFIGS
-from grpo_kernels.logprob.tiles import bits, device_class, vocabulary_class
 
 LINEAR_KERNELS = ("linear", "linear_softcap")
 _NARROW = 3072  # hidden sizes up to it; beyond: "wide"
