@@ -13,8 +13,8 @@ from torch import Tensor
 from grpo_kernels.backends.cpu import rows as cpu
 from grpo_kernels.backends.triton.configs import device_class
 from grpo_kernels.cost_rates import MEASURED_ON, RATES
+from grpo_kernels.engine.route import Path
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.path import Path
 from grpo_kernels.predict import our_work
 from grpo_kernels.predict.memory import MemoryPrediction, predict_schedule_memory
 from grpo_kernels.predict.shape import DTYPES, HeadShape, Setting

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from grpo_kernels.logprob.out_of_memory import FEWER_ROWS
+from grpo_kernels.engine.retry import FEWER_ROWS
 from grpo_kernels.plan import HeadSettings, Plan
 
 

@@ -14,6 +14,8 @@ from grpo_kernels.backends.base import Transform
 from grpo_kernels.backends.registry import REFERENCE
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.compiled import Inputs, Settings, compiled_policy_loss
+from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
+from grpo_kernels.engine.sweep import Needs
 from grpo_kernels.fallback import Way, ways
 from grpo_kernels.head.checks import (
     check_device,
@@ -23,8 +25,6 @@ from grpo_kernels.head.checks import (
 )
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits
-from grpo_kernels.logprob.schedule import Needs
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
 from grpo_kernels.losses.policy_loss import check_loss_inputs
 from grpo_kernels.plan import HeadSettings, make_plan

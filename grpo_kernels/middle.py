@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Transform
 from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.logprob.schedule import StatsGradients
+from grpo_kernels.engine.sweep import StatsGradients
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.losses.stage import (
     StageOutput,

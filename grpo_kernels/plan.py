@@ -12,12 +12,12 @@ from grpo_kernels import cost
 from grpo_kernels.active import active_rows, rows_left_out
 from grpo_kernels.backends.base import Transform
 from grpo_kernels.batch.token_batch import TokenBatch
+from grpo_kernels.engine.fingerprint import fingerprint
+from grpo_kernels.engine.route import Path, choose_path
+from grpo_kernels.engine.sweep import row_chunks
 from grpo_kernels.head.checks import check_workspace, prepare_head
 from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.fingerprint import fingerprint
-from grpo_kernels.logprob.path import Path, choose_path
-from grpo_kernels.logprob.schedule import row_chunks
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.middle import choose_middle
 

@@ -13,19 +13,15 @@ from grpo_kernels.active import ActiveRows
 from grpo_kernels.backends.base import RowStats
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.token_batch import TokenBatch
+from grpo_kernels.engine.ops import HeadOptions, Tensors
+from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
+from grpo_kernels.engine.sunk import sunk_stats
+from grpo_kernels.engine.sweep import Gradients, Needs, forward_backward
+from grpo_kernels.engine.weight_sink import WeightSink
 from grpo_kernels.fallback import ways
 from grpo_kernels.head.derivatives import check_plain, first_derivative_only
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.library import HeadOptions, Tensors
 from grpo_kernels.logprob.op import head_stats
-from grpo_kernels.logprob.out_of_memory import SPOILED_SUM, first_that_fits
-from grpo_kernels.logprob.schedule import (
-    Gradients,
-    Needs,
-    forward_backward,
-)
-from grpo_kernels.logprob.sunk import sunk_stats
-from grpo_kernels.logprob.weight_sink import WeightSink
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.losses.policy_loss import weighted_loss
 from grpo_kernels.losses.weights import static_weights

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import grpo_kernels.batch.host as host
 from grpo_kernels.backends.base import stats_dtype
+from grpo_kernels.engine.weight_sink import WeightSink
 from grpo_kernels.head.memory import on_huge_pages
-from grpo_kernels.logprob.weight_sink import WeightSink
 
 _ROUNDING = 1e-6  # of a scale that was multiplied together in fp32
 

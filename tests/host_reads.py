@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.logprob.library import linear_logprobs_backward, linear_logprobs_forward
+from grpo_kernels.engine.ops import linear_logprobs_backward, linear_logprobs_forward
 
 # no operations on a CPU; the last two would send values to a GPU
 _FUNCTIONS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, torch.tensor, torch.as_tensor)

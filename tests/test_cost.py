@@ -8,7 +8,8 @@ import torch
 from grpo_kernels import LossConfig, TokenBatch, cost, explain, linear_policy_loss
 from grpo_kernels.cost import Cost, Costs, predict_costs, speed_of
 from grpo_kernels.cost_rates import MEASURED_ON, RATES
-from grpo_kernels.logprob import recompute, schedule
+from grpo_kernels.engine import recompute
+from grpo_kernels.engine import sweep as schedule
 from grpo_kernels.predict import GPUS, HeadShape, MemoryPrediction, Speed, datasheet, find_gpu
 from grpo_kernels.predict.shape import Setting
 from grpo_kernels.predict.work import DURATIONS, Work

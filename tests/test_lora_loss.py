@@ -20,7 +20,7 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
-from grpo_kernels.logprob import recompute
+from grpo_kernels.engine import recompute
 from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations
 from tests.logprob.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
 from tests.targets import targets

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import KeptSet, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.logprob import recompute, schedule
-from grpo_kernels.logprob.out_of_memory import first_that_fits, is_out_of_memory
+from grpo_kernels.engine import recompute
+from grpo_kernels.engine import sweep as schedule
+from grpo_kernels.engine.retry import first_that_fits, is_out_of_memory
 
 T, D, V = 48, 16, 300
 TILE = 16 * V * 4  # rows of fp32 logits

@@ -21,10 +21,10 @@ from benchmarks.work import WORKS
 from grpo_kernels.backends.base import RowStats, Transform, output_view
 from grpo_kernels.backends.cpu import rows as cpu
 from grpo_kernels.backends.registry import chunk_rows
+from grpo_kernels.engine import gradients as sums
+from grpo_kernels.engine import sweep as schedule
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob import gradients as sums
-from grpo_kernels.logprob import schedule
 from grpo_kernels.predict import (
     GPUS,
     IMPLEMENTATIONS,

@@ -16,7 +16,8 @@ from grpo_kernels import (
     linear_policy_loss,
     policy_loss,
 )
-from grpo_kernels.logprob import compaction, recompute, schedule
+from grpo_kernels.engine import compaction, recompute
+from grpo_kernels.engine import sweep as schedule
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import (
     Problem,
@@ -172,7 +173,7 @@ def test_with_counts_values_are_checked_on_the_device(
 def spied_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each product of a weight gradient sees."""
     seen: list[int] = []
-    from grpo_kernels.logprob import gradients
+    from grpo_kernels.engine import gradients
 
     plain = gradients.accumulate
 

@@ -257,8 +257,8 @@ class _Sizes(TorchDispatchMode):
 def test_no_second_tensor_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, schedule: str, told: bool, given: bool
 ) -> None:
+    from grpo_kernels.engine import recompute, weight_sink
     from grpo_kernels.head import head
-    from grpo_kernels.logprob import recompute, weight_sink
 
     columns, depth = 4096, 32
     for module in (head, weight_sink):  # slices of a product that are small beside the whole

@@ -18,8 +18,8 @@ from grpo_kernels.backends.triton.configs import bits, gpu_chunk_rows
 from grpo_kernels.backends.triton.linear_configs import LinearConfig, default_config
 from grpo_kernels.backends.triton.linear_launch import linear_stats
 from grpo_kernels.backends.triton.rows import TRITON_ROWS
+from grpo_kernels.engine.sweep import Execution, forward, row_chunks
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.schedule import Execution, forward, row_chunks
 
 # rows, columns, depth, warps, stages, parts; each compiles without spills where it is tried
 _ENGINE_SHAPES = (

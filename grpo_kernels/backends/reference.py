@@ -7,9 +7,9 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import LEAST_LOGP, RowStats, stats_dtype
 from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.head.precision import products
-from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 
 
 def reference_logprobs(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from grpo_kernels.backends.base import Transform
+from grpo_kernels.engine.fingerprint import fingerprint, forward_name
+from grpo_kernels.engine.route import choose_path
 from grpo_kernels.head.checks import prepare_head
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.fingerprint import fingerprint, forward_name
-from grpo_kernels.logprob.path import choose_path
 
 _READS_A_TILE = "a tile of logits: some of what is asked for is read from it"
 

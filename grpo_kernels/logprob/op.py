@@ -11,6 +11,8 @@ from grpo_kernels.backends.base import EXTRAS, RowStats, Transform
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.registry import REFERENCE, requested_backend
 from grpo_kernels.batch.kept_set import KeptSet, check_kept
+from grpo_kernels.engine.ops import HeadOptions, Tensors, linear_logprobs_forward
+from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.checks import (
     check_device,
     check_floating,
@@ -22,8 +24,6 @@ from grpo_kernels.head.checks import (
 )
 from grpo_kernels.head.derivatives import check_plain
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.library import HeadOptions, Tensors, linear_logprobs_forward
-from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 
 # in the order of RowStats
 OUTPUTS = (

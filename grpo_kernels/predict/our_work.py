@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from grpo_kernels.engine.recompute import Slices, cut
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import logits_dtype
-from grpo_kernels.logprob.recompute import Slices, cut
 from grpo_kernels.predict.shape import WIDE, HeadShape, Setting
 from grpo_kernels.predict.work import Work
 

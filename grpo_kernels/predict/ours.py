@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from grpo_kernels.backends import chunked
+from grpo_kernels.engine.recompute import cut
+from grpo_kernels.engine.sweep import chunk_height
 from grpo_kernels.head import head as products
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import logits_dtype
-from grpo_kernels.logprob.recompute import cut
-from grpo_kernels.logprob.schedule import chunk_height
 from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
 
 

@@ -11,9 +11,9 @@ from torch.library import opcheck
 
 from grpo_kernels import available_backends, explain_logprobs, linear_logprobs
 from grpo_kernels.backends.base import Transform, stats_dtype
+from grpo_kernels.engine import topk as ranking
+from grpo_kernels.engine.ops import HeadOptions, Tensors, linear_logprobs_forward
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob import ranking
-from grpo_kernels.logprob.library import HeadOptions, Tensors, linear_logprobs_forward
 from grpo_kernels.testing import make_problem, poisoned_allocations
 from tests.targets import targets
 

@@ -14,7 +14,7 @@ from grpo_kernels import (
     explain_logprobs,
     linear_logprobs,
 )
-from grpo_kernels.logprob import fingerprint
+from grpo_kernels.engine import fingerprint
 from grpo_kernels.testing import make_problem
 
 HIDDEN, WEIGHT = torch.randn(6, 8), torch.randn(50, 8)

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels import KeptSet, available_backends, linear_logprobs
-from grpo_kernels.logprob.library import (
+from grpo_kernels.engine.ops import (
     HeadOptions,
     Tensors,
     linear_logprobs_backward,
     linear_logprobs_forward,
 )
-from grpo_kernels.logprob.ranking import Ranking
+from grpo_kernels.engine.topk import Ranking
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,

@@ -14,8 +14,8 @@ from grpo_kernels import (
     available_backends,
     linear_logprobs,
 )
+from grpo_kernels.engine import recompute
 from grpo_kernels.head import mkl
-from grpo_kernels.logprob import recompute
 from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations, relative_error
 from tests.logprob.lora_problems import NAMES, LoRAProblem, lora_problem
 from tests.targets import targets

@@ -12,14 +12,14 @@ from torch.library import opcheck
 from grpo_kernels import HeadLoRA, available_backends, explain_logprobs, linear_logprobs
 from grpo_kernels.backends.base import Transform
 from grpo_kernels.backends.cpu.linear import NativeLinear
-from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.library import (
+from grpo_kernels.engine.ops import (
     HeadOptions,
     Tensors,
     linear_logprobs_backward,
     linear_logprobs_forward,
 )
-from grpo_kernels.logprob.ranking import Ranking
+from grpo_kernels.engine.topk import Ranking
+from grpo_kernels.head.head import Head
 from grpo_kernels.testing import relative_error
 from tests.logprob.linear_problems import DTYPES, ISAS, problem, same, statistics
 from tests.logprob.lora_problems import largest_allocation, lora_problem

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import linear_logprobs
-from grpo_kernels.logprob import recompute
-from grpo_kernels.logprob.recompute import cut
+from grpo_kernels.engine import recompute
+from grpo_kernels.engine.recompute import cut
 from tests.targets import targets
 
 T, D, V = 13, 16, 133

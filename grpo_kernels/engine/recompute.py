@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, clear_row_ends, stats_dtype
-from grpo_kernels.head.head import Head, accumulate, logits_dtype, project
-from grpo_kernels.head.memory import on_huge_pages
-from grpo_kernels.head.precision import products
-from grpo_kernels.logprob.gradients import (
+from grpo_kernels.engine.gradients import (
     Gradients,
     Needs,
     StatsGradients,
     adapter_gradients,
     with_adapter,
 )
-from grpo_kernels.logprob.path import Path
-from grpo_kernels.logprob.schedule import ranges, row_chunks
-from grpo_kernels.logprob.valid_rows import Rows
+from grpo_kernels.engine.route import Path
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sweep import ranges, row_chunks
+from grpo_kernels.head.head import Head, accumulate, logits_dtype, project
+from grpo_kernels.head.memory import on_huge_pages
+from grpo_kernels.head.precision import products
 
 # Narrower slices starve the products, wider ones gain nothing.
 _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384

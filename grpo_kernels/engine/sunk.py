@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats
-from grpo_kernels.head.derivatives import first_derivative_only
-from grpo_kernels.logprob.gradients import Needs, StatsGradients
-from grpo_kernels.logprob.library import (
+from grpo_kernels.engine.gradients import Needs, StatsGradients
+from grpo_kernels.engine.ops import (
     DIFFERENTIABLE,
     HeadOptions,
     Tensors,
     head_gradients,
     linear_logprobs_forward,
 )
-from grpo_kernels.logprob.ranking import UNRANKED
-from grpo_kernels.logprob.weight_sink import WeightSink
+from grpo_kernels.engine.topk import UNRANKED
+from grpo_kernels.engine.weight_sink import WeightSink
+from grpo_kernels.head.derivatives import first_derivative_only
 
 
 def sunk_stats(tensors: Tensors, options: HeadOptions, sink: WeightSink) -> RowStats:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from grpo_kernels.logprob.path import Path
+from grpo_kernels.engine.route import Path
 
 Way = TypeVar("Way")
 Result = TypeVar("Result")

@@ -11,9 +11,9 @@ from torch import Tensor
 from grpo_kernels.backends.base import FormsLogits, LinearStats
 from grpo_kernels.backends.registry import Choice, choose_backend, chunk_rows
 from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.engine.sweep import Execution
+from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.logprob.ranking import UNRANKED, Ranking
-from grpo_kernels.logprob.schedule import Execution
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
 # the fewest at which the products still run near their full speed.

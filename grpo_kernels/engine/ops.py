@@ -10,21 +10,17 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Transform, dtype_of, shapes_of, stats_dtype
 from grpo_kernels.batch.kept_set import KeptSet
-from grpo_kernels.head.checks import check_row_temperature
-from grpo_kernels.head.derivatives import no_second_derivative
-from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.out_of_memory import (
+from grpo_kernels.engine.recompute import recompute_backward
+from grpo_kernels.engine.retry import (
     SPOILED_SUM,
     fewer_rows,
     first_that_fits,
     forward_ways,
     smaller_tile,
 )
-from grpo_kernels.logprob.path import Path, choose_path
-from grpo_kernels.logprob.ranking import UNRANKED, Ranking
-from grpo_kernels.logprob.recompute import recompute_backward
-from grpo_kernels.logprob.schedule import (
+from grpo_kernels.engine.route import Path, choose_path
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sweep import (
     Gradients,
     Needs,
     StatsGradients,
@@ -32,7 +28,11 @@ from grpo_kernels.logprob.schedule import (
     forward_backward,
     row_chunks,
 )
-from grpo_kernels.logprob.valid_rows import Rows
+from grpo_kernels.engine.topk import UNRANKED, Ranking
+from grpo_kernels.head.checks import check_row_temperature
+from grpo_kernels.head.derivatives import no_second_derivative
+from grpo_kernels.head.head import Head, logits_dtype
+from grpo_kernels.head.lora import HeadLoRA
 
 
 class Tensors(NamedTuple):

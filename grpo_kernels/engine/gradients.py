@@ -10,10 +10,10 @@ from torch import Tensor
 
 import grpo_kernels.batch.host as host
 from grpo_kernels.backends.base import clear_row_ends, stats_dtype
+from grpo_kernels.engine.lora_gradients import LoRAGradients
+from grpo_kernels.engine.weight_sink import WeightSink
 from grpo_kernels.head.head import Head, accumulate
 from grpo_kernels.head.memory import on_huge_pages
-from grpo_kernels.logprob.lora_gradients import LoRAGradients
-from grpo_kernels.logprob.weight_sink import WeightSink
 
 
 class StatsGradients(NamedTuple):

@@ -24,13 +24,13 @@ from grpo_kernels.backends.base import (
     stats_dtype,
 )
 from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.engine.compaction import move_rows_, surviving_rows
+from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs, StatsGradients
+from grpo_kernels.engine.kept_rows import KeptRows
+from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.head import Head, logits_dtype, project
 from grpo_kernels.head.memory import on_huge_pages
 from grpo_kernels.head.precision import products
-from grpo_kernels.logprob.compaction import move_rows_, surviving_rows
-from grpo_kernels.logprob.gradients import Chunk, Gradients, GradientSums, Needs, StatsGradients
-from grpo_kernels.logprob.kept import KeptRows
-from grpo_kernels.logprob.ranking import UNRANKED, Ranking
 
 Middle = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.triton.configs import device_class, row_config
+from grpo_kernels.engine.route import Path
 from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.logprob.path import Path
 from grpo_kernels.version import VERSION
 
 
