@@ -3,10 +3,10 @@
 from grpo_kernels.backends.registry import available_backends
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.fused import FusedLinearGRPOLoss, linear_policy_loss
+from grpo_kernels.explain_logprobs import LogprobsPlan, explain_logprobs
 from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.logprob.explain import LogprobsPlan, explain_logprobs
-from grpo_kernels.logprob.op import LinearLogprobs, linear_logprobs
+from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
+from grpo_kernels.linear_policy_loss import FusedLinearGRPOLoss, linear_policy_loss
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.plan import Plan, explain
 from grpo_kernels.version import VERSION

@@ -157,7 +157,7 @@ def _recorded() -> Iterator[None]:
 )
 def policy_loss_forward(*arguments):
     """The () loss, a table of the metrics, what is in it, and a ticket for the backward."""
-    from grpo_kernels.fused import linear_policy_loss
+    from grpo_kernels.linear_policy_loss import linear_policy_loss
 
     given, (needs, tensors, packed, config, autocast, *settings) = _split(arguments)
     leaves = (

@@ -21,7 +21,7 @@ from grpo_kernels.engine.weight_sink import WeightSink
 from grpo_kernels.fallback import ways
 from grpo_kernels.head.derivatives import check_plain, first_derivative_only
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob.op import head_stats
+from grpo_kernels.linear_logprobs import head_stats
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.losses.policy_loss import weighted_loss
 from grpo_kernels.losses.weights import static_weights

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.registry import BACKENDS
-from grpo_kernels.fused import linear_policy_loss
-from grpo_kernels.logprob.op import linear_logprobs
+from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.machine import device_types
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error

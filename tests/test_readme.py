@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.backends.registry import BACKENDS
-from grpo_kernels.logprob.op import OUTPUTS
+from grpo_kernels.linear_logprobs import OUTPUTS
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_trainer import GRPOConfig, GRPOTrainer

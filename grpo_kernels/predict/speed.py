@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.head.head import accumulate
-from grpo_kernels.logprob.op import linear_logprobs
+from grpo_kernels.linear_logprobs import linear_logprobs
 
 # What large products and copies reach of the data sheet's numbers.
 MATRIX_EFFICIENCY = 0.7

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels import linear_logprobs as op
 from grpo_kernels.engine.ops import (
     HeadOptions,
     Tensors,
@@ -18,7 +19,6 @@ from grpo_kernels.engine.ops import (
     linear_logprobs_forward,
 )
 from grpo_kernels.engine.topk import Ranking
-from grpo_kernels.logprob import op
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,

@@ -1,1 +1,0 @@
-"""Log-probabilities of a linear head. No reinforcement learning in here."""
