@@ -8,7 +8,7 @@ from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import FusedLinearGRPOLoss, linear_policy_loss
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
-from grpo_kernels.plan import Plan, explain
+from grpo_kernels.schedule.plan import Plan, explain
 from grpo_kernels.version import VERSION
 
 __version__ = VERSION

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.active import ActiveRows, active_rows
 from grpo_kernels.backends.base import Transform
 from grpo_kernels.backends.registry import REFERENCE
 from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.compiled import Inputs, Settings, compiled_policy_loss
 from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
 from grpo_kernels.engine.sweep import Needs
-from grpo_kernels.fallback import Way, ways
 from grpo_kernels.head.checks import (
     check_device,
     check_kept_range,
@@ -27,9 +24,12 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
 from grpo_kernels.losses.policy_loss import check_loss_inputs
-from grpo_kernels.plan import HeadSettings, make_plan
-from grpo_kernels.schedules import Call, one_pass, two_pass
-from grpo_kernels.weight_grad import weight_grad_of
+from grpo_kernels.schedule.active import ActiveRows, active_rows
+from grpo_kernels.schedule.compile_op import Inputs, Settings, compiled_policy_loss
+from grpo_kernels.schedule.fallback import Way, ways
+from grpo_kernels.schedule.main_grad import weight_grad_of
+from grpo_kernels.schedule.plan import HeadSettings, make_plan
+from grpo_kernels.schedule.schedules import Call, one_pass, two_pass
 
 
 def linear_policy_loss(

@@ -15,13 +15,13 @@ from grpo_kernels import (
     LossConfig,
     PolicyLossOutput,
     TokenBatch,
-    compiled,
     linear_logprobs,
     linear_policy_loss,
 )
 from grpo_kernels.batch.opaque import from_bytes, to_bytes
 from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.losses import Metrics
+from grpo_kernels.schedule import compile_op as compiled
 from grpo_kernels.testing import Problem, make_problem
 
 SCHEDULES = ("one_pass", "two_pass")

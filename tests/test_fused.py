@@ -18,11 +18,11 @@ from grpo_kernels import (
     explain,
     linear_policy_loss,
 )
-from grpo_kernels import plan as plans
 from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate
 from grpo_kernels.losses.surrogates import SURROGATES
-from grpo_kernels.middle import MiddleChoice
-from grpo_kernels.plan import sequence_chunks
+from grpo_kernels.schedule import plan as plans
+from grpo_kernels.schedule.loss_stage import MiddleChoice
+from grpo_kernels.schedule.plan import sequence_chunks
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,

@@ -38,7 +38,7 @@ from grpo_kernels.predict import (
     predict_head_memory,
     predict_head_work,
 )
-from grpo_kernels.schedules import _scaled_
+from grpo_kernels.schedule.schedules import _scaled_
 
 D, V = 64, 5000
 CUDA = torch.device("cuda")

@@ -17,7 +17,7 @@ from grpo_kernels.backends.triton.dlogits import dlogits_
 from grpo_kernels.backends.triton.row_loss import RowFunction, row_loss_
 from grpo_kernels.backends.triton.row_stats import row_stats
 from grpo_kernels.losses.weights import static_weights
-from grpo_kernels.middle import RowKernelStage
+from grpo_kernels.schedule.loss_stage import RowKernelStage
 
 _WARPS, _DEPTHS = (2, 4, 8, 16), (1, 2, 4, 8)
 # of the two; beyond it the registers of a multiprocessor no longer hold the tile

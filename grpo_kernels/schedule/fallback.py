@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from grpo_kernels.engine.retry import FEWER_ROWS
-from grpo_kernels.plan import HeadSettings, Plan
+from grpo_kernels.schedule.plan import HeadSettings, Plan
 
 
 class Way(NamedTuple):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.active import ActiveRows
 from grpo_kernels.backends.base import RowStats
 from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.token_batch import TokenBatch
@@ -18,16 +17,17 @@ from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
 from grpo_kernels.engine.sunk import sunk_stats
 from grpo_kernels.engine.sweep import Gradients, Needs, forward_backward
 from grpo_kernels.engine.weight_sink import WeightSink
-from grpo_kernels.fallback import ways
 from grpo_kernels.head.derivatives import check_plain, first_derivative_only
 from grpo_kernels.head.head import Head
 from grpo_kernels.linear_logprobs import head_stats
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.losses.policy_loss import weighted_loss
 from grpo_kernels.losses.weights import static_weights
-from grpo_kernels.middle import MiddleStage, middle_stage
-from grpo_kernels.plan import HeadSettings, Plan, make_plan
-from grpo_kernels.weight_grad import WeightGrad
+from grpo_kernels.schedule.active import ActiveRows
+from grpo_kernels.schedule.fallback import ways
+from grpo_kernels.schedule.loss_stage import MiddleStage, middle_stage
+from grpo_kernels.schedule.main_grad import WeightGrad
+from grpo_kernels.schedule.plan import HeadSettings, Plan, make_plan
 
 
 class Call(NamedTuple):
