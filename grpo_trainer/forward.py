@@ -1,4 +1,4 @@
-"""Forward passes of a model that has :func:`grpo_kernels.modeling.add_fused_head`."""
+"""Forward passes of a model that has :func:`grpo_kernels.hf.patch.add_fused_head`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.hf.patch import HeadFn, LMHead
 from grpo_kernels.losses import Metrics
-from grpo_kernels.modeling import HeadFn, LMHead
 from grpo_trainer.microbatch import MicroBatch
 
 

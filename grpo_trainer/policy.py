@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo_kernels.model_head import keep_head_in_fp32
+from grpo_kernels.hf.lm_head import keep_head_in_fp32
 from grpo_trainer.adapters import prepare_adapter, with_adapter
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.masking import masked_text

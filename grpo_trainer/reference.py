@@ -13,7 +13,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from grpo_kernels.modeling import add_fused_head
+from grpo_kernels.hf.patch import add_fused_head
 from grpo_trainer.adapters import (
     REFERENCE,
     keep_reference_adapter,

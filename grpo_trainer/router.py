@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from grpo_kernels.model_router import has_router_loss
+from grpo_kernels.hf.router import has_router_loss
 from grpo_trainer.config import GRPOConfig
 
 

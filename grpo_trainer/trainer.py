@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from grpo_kernels import linear_policy_loss
-from grpo_kernels.model_check import check_fused_head
-from grpo_kernels.modeling import add_fused_head
+from grpo_kernels.hf.check import check_fused_head
+from grpo_kernels.hf.patch import add_fused_head
 from grpo_trainer.adapters import base_policy, load_adapters
 from grpo_trainer.ahead import Ahead
 from grpo_trainer.argument_checks import check_arguments

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss, modeling
-from grpo_kernels.model_check import check_fused_head
-from grpo_kernels.model_head import LMHead, lm_head, logit_scale, softcap
-from grpo_kernels.modeling import HeadFn, add_fused_head
+from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.hf import patch as modeling
+from grpo_kernels.hf.check import check_fused_head
+from grpo_kernels.hf.lm_head import LMHead, lm_head, logit_scale, softcap
+from grpo_kernels.hf.patch import HeadFn, add_fused_head
 
 SMALL = dict(
     vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

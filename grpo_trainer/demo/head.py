@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
-from grpo_kernels.modeling import LMHead, add_fused_head
+from grpo_kernels.hf.patch import LMHead, add_fused_head
 from grpo_trainer.advantages import compute_advantages
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.demo.task import digits_reversal_reward

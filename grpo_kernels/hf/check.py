@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from grpo_kernels.model_head import LMHead, lm_head
-from grpo_kernels.modeling import backbone
+from grpo_kernels.hf.lm_head import LMHead, lm_head
+from grpo_kernels.hf.patch import backbone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo_kernels.model_head import LMHead, lm_head, runs_in_fp32
-from grpo_kernels.model_router import router_loss
+from grpo_kernels.hf.lm_head import LMHead, lm_head, runs_in_fp32
+from grpo_kernels.hf.router import router_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
