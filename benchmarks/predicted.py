@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.shapes import Case
-from grpo_kernels.cost import predict_costs, speed_of, speed_of_class
-from grpo_kernels.cost_rates import MEASURED_ON
-from grpo_kernels.predict import HeadShape, MemoryPrediction, Speed, predict_head_memory
-from grpo_kernels.predict.memory import predict_schedule_memory
-from grpo_kernels.predict.shape import Setting
+from grpo_kernels.tools.estimate import HeadShape, MemoryPrediction, Speed, predict_head_memory
+from grpo_kernels.tools.estimate.cost import predict_costs, speed_of, speed_of_class
+from grpo_kernels.tools.estimate.cost_rates import MEASURED_ON
+from grpo_kernels.tools.estimate.memory import predict_schedule_memory
+from grpo_kernels.tools.estimate.shape import Setting
 
 if TYPE_CHECKING:
     from benchmarks.load import Environment  # which imports the providers

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser
 
-from grpo_kernels.text import closest
+from grpo_kernels.tools.text import closest
 from grpo_trainer.adapter_arguments import AdapterArguments
 from grpo_trainer.checkpointing import CheckpointError
 from grpo_trainer.config import GRPOConfig

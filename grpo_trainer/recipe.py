@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from grpo_kernels import LossConfig
-from grpo_kernels.machine import cpu_name, installed_version
+from grpo_kernels.tools.machine import cpu_name, installed_version
 from grpo_trainer.rewards import RewardFunction
 
 if TYPE_CHECKING:

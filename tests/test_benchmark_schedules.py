@@ -12,7 +12,7 @@ from benchmarks.results import report
 from benchmarks.schedules import matches, schedules_table
 from benchmarks.shapes import MODELS, Case
 from benchmarks.work import WORKS
-from grpo_kernels.predict import Speed
+from grpo_kernels.tools.estimate import Speed
 from tests.synthetic_results import device, environment, memory, row, run, table
 
 

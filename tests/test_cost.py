@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, TokenBatch, cost, explain, linear_policy_loss
-from grpo_kernels.cost import Cost, Costs, predict_costs, speed_of
-from grpo_kernels.cost_rates import MEASURED_ON, RATES
+from grpo_kernels import LossConfig, TokenBatch, explain, linear_policy_loss
 from grpo_kernels.engine import recompute
 from grpo_kernels.engine import sweep as schedule
-from grpo_kernels.predict import GPUS, HeadShape, MemoryPrediction, Speed, datasheet, find_gpu
-from grpo_kernels.predict.shape import Setting
-from grpo_kernels.predict.work import DURATIONS, Work
-from grpo_kernels.predict.work import RATES as RATE_OF
+from grpo_kernels.tools.estimate import (
+    GPUS,
+    HeadShape,
+    MemoryPrediction,
+    Speed,
+    cost,
+    datasheet,
+    find_gpu,
+)
+from grpo_kernels.tools.estimate.cost import Cost, Costs, predict_costs, speed_of
+from grpo_kernels.tools.estimate.cost_rates import MEASURED_ON, RATES
+from grpo_kernels.tools.estimate.shape import Setting
+from grpo_kernels.tools.estimate.work import DURATIONS, Work
+from grpo_kernels.tools.estimate.work import RATES as RATE_OF
 
 CPU = torch.device("cpu")
 QWEN = dict(hidden=896, vocabulary=151936)

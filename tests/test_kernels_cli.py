@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
-from grpo_kernels import __version__, available_backends, cli, cost, selfcheck
+from grpo_kernels import __version__, available_backends
 from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS
-from grpo_kernels.predict import HeadShape, predict_head_memory
-from grpo_kernels.predict import command as plan_command
-from grpo_kernels.selfcheck import Outcome
+from grpo_kernels.tools import check as selfcheck
+from grpo_kernels.tools import cli
+from grpo_kernels.tools.check import Outcome
+from grpo_kernels.tools.estimate import HeadShape, cost, predict_head_memory
+from grpo_kernels.tools.estimate import command as plan_command
 
 SIZES = ["--hidden", "64", "--vocab", "1000"]
 FAST = ["--tflops", "100", "--bandwidth", "1000"]
@@ -24,7 +26,7 @@ FAST = ["--tflops", "100", "--bandwidth", "1000"]
 
 @pytest.fixture(autouse=True)
 def _no_measurement(monkeypatch):
-    monkeypatch.setattr("grpo_kernels.predict.speed._SECONDS", 0.0)
+    monkeypatch.setattr("grpo_kernels.tools.estimate.speed._SECONDS", 0.0)
 
 
 def plan(capsys, *arguments: str) -> str:
@@ -53,7 +55,7 @@ def test_help_without_a_subcommand(capsys):
 
 def test_module_is_runnable():
     run = subprocess.run(
-        [sys.executable, "-m", "grpo_kernels.cli", "plan", "--tokens", "0"],
+        [sys.executable, "-m", "grpo_kernels.tools.cli", "plan", "--tokens", "0"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent.parent,

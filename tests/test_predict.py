@@ -25,7 +25,8 @@ from grpo_kernels.engine import gradients as sums
 from grpo_kernels.engine import sweep as schedule
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import Head
-from grpo_kernels.predict import (
+from grpo_kernels.schedule.schedules import _scaled_
+from grpo_kernels.tools.estimate import (
     GPUS,
     IMPLEMENTATIONS,
     HeadShape,
@@ -38,7 +39,6 @@ from grpo_kernels.predict import (
     predict_head_memory,
     predict_head_work,
 )
-from grpo_kernels.schedule.schedules import _scaled_
 
 D, V = 64, 5000
 CUDA = torch.device("cuda")
@@ -182,7 +182,7 @@ def test_trl_counted_by_hand():
 def test_constants_of_trl():
     kernels = pytest.importorskip("trl.kernels.chunked_logprob")
     utils = pytest.importorskip("trl.trainer.utils")
-    from grpo_kernels.predict import peers
+    from grpo_kernels.tools.estimate import peers
 
     assert kernels.TOKEN_CHUNK_SIZE == peers._TRL_ROWS
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == peers._TRL_COLUMNS
@@ -337,7 +337,7 @@ def test_every_data_sheet_is_found_by_its_name():
 
 
 def test_measured_speed(monkeypatch):
-    monkeypatch.setattr("grpo_kernels.predict.speed._SECONDS", 0.0)
+    monkeypatch.setattr("grpo_kernels.tools.estimate.speed._SECONDS", 0.0)
     speed = measured(torch.device("cpu"), torch.bfloat16, D)
     assert min(speed.matrix, speed.wide_matrix, speed.bandwidth) > 0
 

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.tune import command, rates, schedules
 from benchmarks.tune.fit import DTYPES, Sample, fit, verdict
-from grpo_kernels.cost import FITTED, SCHEDULES
-from grpo_kernels.predict import Speed
+from grpo_kernels.tools.estimate import Speed
+from grpo_kernels.tools.estimate.cost import FITTED, SCHEDULES
 
 TRUE = Speed(
     matrix=1.5e12, sums=1.2e12, fused=2.5e12, wide_matrix=3e11, bandwidth=1.5e10, adding=4e9,

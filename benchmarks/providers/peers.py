@@ -13,7 +13,7 @@ from benchmarks.providers.base import needs_gpu, with_gradients
 from benchmarks.providers.eager import finish
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
-from grpo_kernels.machine import installed_version
+from grpo_kernels.tools.machine import installed_version
 
 # their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
 _LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}

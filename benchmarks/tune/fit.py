@@ -8,10 +8,10 @@ from statistics import median
 
 import torch
 
-from grpo_kernels.cost import FITTED, SCHEDULES
-from grpo_kernels.predict.shape import HeadShape, Setting
-from grpo_kernels.predict.speed import Speed
-from grpo_kernels.predict.work import DURATIONS, RATES, Work
+from grpo_kernels.tools.estimate.cost import FITTED, SCHEDULES
+from grpo_kernels.tools.estimate.shape import HeadShape, Setting
+from grpo_kernels.tools.estimate.speed import Speed
+from grpo_kernels.tools.estimate.work import DURATIONS, RATES, Work
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # No device is as fast: where a fit finds no time for a kind of work, it gets this rate.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tune.table import dict_text
-from grpo_kernels import cost_rates
+from grpo_kernels.tools.estimate import cost_rates
 
 PATH = Path(cost_rates.__file__)
 

@@ -19,8 +19,8 @@ from benchmarks.timing import make_timer
 from benchmarks.tune.fit import DTYPES, Sample, Verdict, fit, verdict
 from benchmarks.tune.rates import RatesTable
 from benchmarks.work import WORKS
-from grpo_kernels.cost import FITTED, SCHEDULES, class_of
-from grpo_kernels.predict.speed import Speed
+from grpo_kernels.tools.estimate.cost import FITTED, SCHEDULES, class_of
+from grpo_kernels.tools.estimate.speed import Speed
 
 _ROUNDS = 4  # of which the first warms up
 # T, D, V

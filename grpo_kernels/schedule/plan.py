@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import cost
 from grpo_kernels.backends.base import Transform
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.engine.fingerprint import fingerprint
@@ -20,6 +19,7 @@ from grpo_kernels.head.lora import HeadLoRA
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule.active import active_rows, rows_left_out
 from grpo_kernels.schedule.loss_stage import choose_middle
+from grpo_kernels.tools.estimate import cost
 
 SCHEDULES = ("auto", "one_pass", "two_pass")
 METRICS = ("all", "active")

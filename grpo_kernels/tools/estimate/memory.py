@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from grpo_kernels.predict import ours, peers
-from grpo_kernels.predict.shape import HeadShape, Moment, Setting
+from grpo_kernels.tools.estimate import ours, peers
+from grpo_kernels.tools.estimate.shape import HeadShape, Moment, Setting
 
 # name -> what can be the peak. A loss of token scope, or one whose sequences fit into a tile:
 # others of ours run as "ours-two-pass".

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
+from grpo_kernels.tools.estimate.shape import WIDE, HeadShape, Moment, Setting, library_bytes
 
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 _TRL_ROWS = 4096

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.cost import predict_costs, speed_of
-from grpo_kernels.predict.memory import (
+from grpo_kernels.tools.estimate.cost import predict_costs, speed_of
+from grpo_kernels.tools.estimate.memory import (
     MemoryPrediction,
     largest_micro_batch,
     predict_head_memory,
 )
-from grpo_kernels.predict.shape import HeadShape, Setting
-from grpo_kernels.predict.speed import Speed
-from grpo_kernels.predict.time import predict_head_work
-from grpo_kernels.predict.work import Work
+from grpo_kernels.tools.estimate.shape import HeadShape, Setting
+from grpo_kernels.tools.estimate.speed import Speed
+from grpo_kernels.tools.estimate.time import predict_head_work
+from grpo_kernels.tools.estimate.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_kernels import machine
-from grpo_kernels.predict import command as plan_command
-from grpo_kernels.predict.report import in_units
-from grpo_kernels.selfcheck import Outcome, outcomes
-from grpo_kernels.text import BadArgumentError, OneLineParser, aligned
+from grpo_kernels.tools import machine
+from grpo_kernels.tools.check import Outcome, outcomes
+from grpo_kernels.tools.estimate import command as plan_command
+from grpo_kernels.tools.estimate.report import in_units
+from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned
 
 
 def main(argv: Sequence[str] | None = None) -> int:

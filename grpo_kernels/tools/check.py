@@ -16,8 +16,8 @@ from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.machine import device_types
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
+from grpo_kernels.tools.machine import device_types
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from grpo_kernels.predict import our_work
-from grpo_kernels.predict.our_work import product
-from grpo_kernels.predict.shape import WIDE, HeadShape, Setting
-from grpo_kernels.predict.work import Work
+from grpo_kernels.tools.estimate import our_work
+from grpo_kernels.tools.estimate.our_work import product
+from grpo_kernels.tools.estimate.shape import WIDE, HeadShape, Setting
+from grpo_kernels.tools.estimate.work import Work
 
 # Reads and writes of one fp32 element per logit by the row passes of torch. log_softmax reads its
 # input twice and writes; its backward is handed zeros that were written, reads them twice and the

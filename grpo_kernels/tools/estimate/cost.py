@@ -12,14 +12,14 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpu import rows as cpu
 from grpo_kernels.backends.triton.configs import device_class
-from grpo_kernels.cost_rates import MEASURED_ON, RATES
 from grpo_kernels.engine.route import Path
 from grpo_kernels.head.head import Head
-from grpo_kernels.predict import our_work
-from grpo_kernels.predict.memory import MemoryPrediction, predict_schedule_memory
-from grpo_kernels.predict.shape import DTYPES, HeadShape, Setting
-from grpo_kernels.predict.speed import Gpu, Speed, datasheet, find_gpu
-from grpo_kernels.text import duration
+from grpo_kernels.tools.estimate import our_work
+from grpo_kernels.tools.estimate.cost_rates import MEASURED_ON, RATES
+from grpo_kernels.tools.estimate.memory import MemoryPrediction, predict_schedule_memory
+from grpo_kernels.tools.estimate.shape import DTYPES, HeadShape, Setting
+from grpo_kernels.tools.estimate.speed import Gpu, Speed, datasheet, find_gpu
+from grpo_kernels.tools.text import duration
 
 # Guesses, for devices of which nothing is known: the least that is bought for this work today.
 _SOME_GPU = Gpu(name="some GPU", pattern="", tflops=250, tflops_fp32=40, bandwidth=1500)

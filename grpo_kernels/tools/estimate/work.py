@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from grpo_kernels.predict.speed import Speed
+from grpo_kernels.tools.estimate.speed import Speed
 
 # field of Work -> field of Speed
 RATES = {

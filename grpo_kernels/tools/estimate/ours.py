@@ -12,7 +12,7 @@ from grpo_kernels.engine.sweep import chunk_height
 from grpo_kernels.head import head as products
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import logits_dtype
-from grpo_kernels.predict.shape import WIDE, HeadShape, Moment, Setting, library_bytes
+from grpo_kernels.tools.estimate.shape import WIDE, HeadShape, Moment, Setting, library_bytes
 
 
 def one_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list[Moment]:

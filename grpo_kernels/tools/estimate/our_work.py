@@ -7,8 +7,8 @@ import torch
 from grpo_kernels.engine.recompute import Slices, cut
 from grpo_kernels.head import mkl
 from grpo_kernels.head.head import logits_dtype
-from grpo_kernels.predict.shape import WIDE, HeadShape, Setting
-from grpo_kernels.predict.work import Work
+from grpo_kernels.tools.estimate.shape import WIDE, HeadShape, Setting
+from grpo_kernels.tools.estimate.work import Work
 
 
 def one_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> Work:

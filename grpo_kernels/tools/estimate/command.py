@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from grpo_kernels import machine
-from grpo_kernels.cost import fitted_speed
-from grpo_kernels.predict.model_config import ModelHead, read_model
-from grpo_kernels.predict.report import Line, Question, answer, as_dict, in_units
-from grpo_kernels.predict.shape import HeadShape
-from grpo_kernels.predict.speed import GPUS, Speed, datasheet, find_gpu, measured
-from grpo_kernels.text import BadArgumentError, aligned, count, duration
+from grpo_kernels.tools import machine
+from grpo_kernels.tools.estimate.cost import fitted_speed
+from grpo_kernels.tools.estimate.model_config import ModelHead, read_model
+from grpo_kernels.tools.estimate.report import Line, Question, answer, as_dict, in_units
+from grpo_kernels.tools.estimate.shape import HeadShape
+from grpo_kernels.tools.estimate.speed import GPUS, Speed, datasheet, find_gpu, measured
+from grpo_kernels.tools.text import BadArgumentError, aligned, count, duration
 
 _UNITS = {
     "b": 1,
