@@ -1,7 +1,7 @@
 """Fused policy-gradient losses over an LM head: no (tokens, vocabulary) logits in memory."""
 
 from grpo_kernels.backends.registry import available_backends
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.explain_logprobs import LogprobsPlan, explain_logprobs
 from grpo_kernels.head.lora import HeadLoRA
@@ -16,13 +16,13 @@ __version__ = VERSION
 __all__ = [
     "FusedLinearGRPOLoss",
     "HeadLoRA",
-    "KeptSet",
     "LinearLogprobs",
     "LogprobsPlan",
     "LossConfig",
     "Metrics",
     "Plan",
     "PolicyLossOutput",
+    "SamplingMask",
     "TokenBatch",
     "available_backends",
     "explain",

@@ -45,7 +45,7 @@ def explain_logprobs(
     precision: str = "fp32",
     backend: str = "auto",
     max_workspace_bytes: int | None = None,
-    kept: bool = False,
+    sampling_mask: bool = False,
     ranked: bool = False,
     batch_invariant: bool = False,
 ) -> LogprobsPlan:
@@ -56,7 +56,7 @@ def explain_logprobs(
     row the same bits; a new driver, library or device shows in it.
 
     Args:
-        kept: whether ``kept_logprobs`` are asked for.
+        sampling_mask: whether ``masked_logprobs`` are asked for.
         ranked: whether ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
         hidden, weight, ...: as for ``linear_logprobs``.
 
@@ -73,7 +73,7 @@ def explain_logprobs(
         precision,
         max_workspace_bytes,
         batch_invariant=batch_invariant,
-        kept=kept,
+        sampling_mask=sampling_mask,
         ranked=ranked,
     )
     return LogprobsPlan(
@@ -81,5 +81,5 @@ def explain_logprobs(
         forward=forward_name(path),
         precision=precision,
         fingerprint=fingerprint(path, rows, head),
-        reasons=path.choice.reasons + ((_READS_A_TILE,) if kept or ranked else ()),
+        reasons=path.choice.reasons + ((_READS_A_TILE,) if sampling_mask or ranked else ()),
     )

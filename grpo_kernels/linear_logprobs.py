@@ -10,13 +10,13 @@ from torch import Tensor
 from grpo_kernels.backends.base import EXTRAS, RowStats, Transform
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.registry import REFERENCE, requested_backend
-from grpo_kernels.batch.kept_set import KeptSet, check_kept
+from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
 from grpo_kernels.engine.ops import HeadOptions, Tensors, linear_logprobs_forward
 from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.checks import (
     check_device,
     check_floating,
-    check_kept_range,
+    check_mask_range,
     check_row_temperature,
     check_workspace,
     prepare_head,
@@ -31,13 +31,13 @@ OUTPUTS = (
     "entropy",
     "lse",
     *EXTRAS,
-    "kept_logprobs",
+    "masked_logprobs",
     "rank",
     "topk_logprobs",
     "topk_indices",
 )
 _TOP_K = ("topk_logprobs", "topk_indices")
-DIFFERENTIABLE = ("logprobs", "entropy", "kept_logprobs")
+DIFFERENTIABLE = ("logprobs", "entropy", "masked_logprobs")
 
 
 class LinearLogprobs(NamedTuple):
@@ -51,7 +51,9 @@ class LinearLogprobs(NamedTuple):
     sum_sq_probs: Tensor | None  # sum_j p_j^2; no gradient
     max_logit: Tensor | None  # largest transformed logit; no gradient
     min_logit: Tensor | None  # smallest; no gradient
-    kept_logprobs: Tensor | None  # log of p[target] / sum of p over the kept set and the target
+    masked_logprobs: (
+        Tensor | None
+    )  # log of p[target] / sum of p over the sampling mask and the target
     rank: Tensor | None  # int64, how many ids come before the target; 0: it is top-1
     topk_logprobs: Tensor | None  # (..., k) log p of the first k ids, descending; no gradient
     topk_indices: Tensor | None  # (..., k) int64, these ids
@@ -71,7 +73,7 @@ def linear_logprobs(
     precision: str = "fp32",
     backend: str = "auto",
     max_workspace_bytes: int | None = None,
-    kept: KeptSet | None = None,
+    sampling_mask: SamplingMask | None = None,
     top_k: int | None = None,
     batch_invariant: bool = False,
 ) -> LinearLogprobs:
@@ -79,7 +81,7 @@ def linear_logprobs(
 
     The scores are ``softcap * tanh(logit_scale * logits / softcap) / temperature``, without the
     tanh when ``softcap`` is None. Gradients flow to hidden, weight, bias and the factors of
-    ``lora``, through ``logprobs``, ``entropy`` and ``kept_logprobs``.
+    ``lora``, through ``logprobs``, ``entropy`` and ``masked_logprobs``.
 
     ``rank`` and the top k order a row's ids by score, equal scores by the smaller id. A row without
     a softmax, with a NaN or +inf among its scores or -inf alone, has rank and ids -1 and
@@ -96,15 +98,15 @@ def linear_logprobs(
         logit_scale: a factor on the logits (Cohere, Granite).
         softcap: bound of the logits (Gemma), or None.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
-            kept_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
+            masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
             from a tile of logits, also where a backend otherwise forms none.
         precision: ``"fp32"`` keeps the accumulators of the product unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
             a GPU's tf32 units. torch's own precision switches have no say in it.
         backend: a name of :func:`available_backends`, or ``"auto"``.
         max_workspace_bytes: bound on the logits tile; None: the backend's default.
-        kept: the ids that sampling left for each row of ``target.reshape(-1)``, for
-            ``kept_logprobs``: the log-probability that a top-p, top-k or min-p sampler gave the
+        sampling_mask: the ids that sampling left for each row of ``target.reshape(-1)``, for
+            ``masked_logprobs``: the log-probability that a top-p, top-k or min-p sampler gave the
             target.
         top_k: how many ids ``topk_logprobs`` and ``topk_indices`` hold, in [1, V].
         batch_invariant: a row's bits depend on its own inputs alone: not on the rows around it, on
@@ -118,17 +120,17 @@ def linear_logprobs(
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
     """
-    _check_outputs(outputs, kept, top_k)
+    _check_outputs(outputs, sampling_mask, top_k)
     check_workspace(max_workspace_bytes)
     check_floating("hidden", hidden)
     _check_target(hidden, target)
     temperature = row_temperature(temperature, target.shape, hidden)
     transform = Transform(logit_scale, softcap, temperature)
     hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
-    if kept is not None:
-        check_kept(kept, target)
-        check_kept_range(kept.max_id, weight.shape[0])
-        kept = kept if "kept_logprobs" in outputs else None
+    if sampling_mask is not None:
+        check_sampling_mask(sampling_mask, target)
+        check_mask_range(sampling_mask.max_id, weight.shape[0])
+        sampling_mask = sampling_mask if "masked_logprobs" in outputs else None
     if top_k is not None and not 1 <= top_k <= weight.shape[0]:
         raise ValueError(f"top_k: expected 1 to {weight.shape[0]} (ids of weight), got {top_k}")
     ranking = Ranking("rank" in outputs, top_k or 0)
@@ -140,7 +142,9 @@ def linear_logprobs(
         lora_scaling=1.0 if lora is None else float(lora.scaling),
     )  # fmt: skip
     extras = any(name in EXTRAS for name in outputs)
-    stats = head_stats(Tensors.of(rows, head, target.reshape(-1), kept), options, extras, ranking)
+    stats = head_stats(
+        Tensors.of(rows, head, target.reshape(-1), sampling_mask), options, extras, ranking
+    )
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     values = zip(OUTPUTS, stats, strict=True)
     return LinearLogprobs(
@@ -160,7 +164,7 @@ def head_stats(
     check_row_temperature(tensors.row_temperature)
     rows = options.rows(tensors)
     stats = reference_logprobs(
-        rows.hidden, rows.head, rows.target, options.precision, rows.kept, ranking
+        rows.hidden, rows.head, rows.target, options.precision, rows.sampling_mask, ranking
     )
     return RowStats(*(rows.spread(x) if x is not None else None for x in stats))  # type: ignore[arg-type]
 
@@ -172,14 +176,18 @@ def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
     return value.reshape((*target.shape, *value.shape[1:]))
 
 
-def _check_outputs(outputs: tuple[str, ...], kept: KeptSet | None, top_k: int | None) -> None:
+def _check_outputs(
+    outputs: tuple[str, ...], sampling_mask: SamplingMask | None, top_k: int | None
+) -> None:
     unknown = [name for name in outputs if name not in OUTPUTS]
     if isinstance(outputs, str) or unknown or not outputs:
         raise ValueError(
             f"outputs: expected a tuple of names among {', '.join(OUTPUTS)}; got {outputs!r}"
         )
-    if "kept_logprobs" in outputs and kept is None:
-        raise ValueError("kept: expected a KeptSet for the output 'kept_logprobs', got None")
+    if "masked_logprobs" in outputs and sampling_mask is None:
+        raise ValueError(
+            "sampling_mask: expected a SamplingMask for the output 'masked_logprobs', got None"
+        )
     wanted = [name for name in _TOP_K if name in outputs]
     if bool(wanted) != (top_k is not None):
         expected = f"a number of ids for the output {wanted[0]!r}" if wanted else "None"

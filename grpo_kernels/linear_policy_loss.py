@@ -16,7 +16,7 @@ from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
 from grpo_kernels.engine.sweep import Needs
 from grpo_kernels.head.checks import (
     check_device,
-    check_kept_range,
+    check_mask_range,
     check_target_range,
     prepare_head,
 )
@@ -189,8 +189,8 @@ class FusedLinearGRPOLoss(nn.Module):
         """Padded: hidden (B, L, D), target (B, L); packed: (T, D), (T,), ``cu_seqlens`` (B + 1,).
 
         ``advantages``, ``mask`` and the further keyword arguments (``old_logprobs``,
-        ``ref_logprobs``, ``rollout_logprobs``, ``kept``, ``num_items_in_batch``, ...) are those of
-        :meth:`TokenBatch.from_padded` and :meth:`TokenBatch.from_packed`.
+        ``ref_logprobs``, ``rollout_logprobs``, ``sampling_mask``, ``num_items_in_batch``, ...) are
+        those of :meth:`TokenBatch.from_padded` and :meth:`TokenBatch.from_packed`.
         """
         if cu_seqlens is None:
             tokens = TokenBatch.from_padded(target, advantages, mask, **batch)  # type: ignore[arg-type]
@@ -224,8 +224,8 @@ def _check_layout(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> None:
     else:
         inside = (batch.target < weight.shape[0]).all()
         host.require(inside, f"target: expected ids in [0, {weight.shape[0]})")
-    if batch.kept is not None:
-        check_kept_range(batch.kept.max_id, weight.shape[0])
+    if batch.sampling_mask is not None:
+        check_mask_range(batch.sampling_mask.max_id, weight.shape[0])
 
 
 def _needs(rows: Tensor, head: Head) -> Needs:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from grpo_kernels import KeptSet
+from grpo_kernels import SamplingMask
 from grpo_trainer.microbatch import MicroBatch
 
 
@@ -38,7 +38,9 @@ class RolloutBuffer:
         self.batches = [_batch(**fields) for fields in state["batches"]]
 
 
-def _batch(kept: dict[str, Any] | None = None, **fields: Any) -> MicroBatch:
-    if kept is not None:
-        fields["kept"] = KeptSet.from_csr(kept["indices"], kept["offsets"])
+def _batch(sampling_mask: dict[str, Any] | None = None, **fields: Any) -> MicroBatch:
+    if sampling_mask is not None:
+        fields["sampling_mask"] = SamplingMask.from_csr(
+            sampling_mask["indices"], sampling_mask["offsets"]
+        )
     return MicroBatch(**fields)

@@ -36,9 +36,9 @@ def policy_loss_of(
 def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
     """Log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
-    With kept sets they are those over the kept ids, as the loss takes them.
+    With sampling masks they are those over the kept ids, as the loss takes them.
     """
-    output = "logprobs" if batch.kept is None else "kept_logprobs"
+    output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
     def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
         found = linear_logprobs(
@@ -47,7 +47,7 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
             batch.target,
             temperature=temperature,
             outputs=(output,),
-            kept=batch.kept,
+            sampling_mask=batch.sampling_mask,
             **_head_options(head),
         )
         logprobs = getattr(found, output)

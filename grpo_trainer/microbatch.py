@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import KeptSet, TokenBatch
+from grpo_kernels import SamplingMask, TokenBatch
 from grpo_kernels.batch.packing import IGNORE_INDEX
 
 
@@ -37,7 +37,9 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
-    kept: KeptSet | None = None  # of B * L rows, the ids that its filters left to choose from
+    sampling_mask: SamplingMask | None = (
+        None  # of B * L rows, the ids that its filters left to choose from
+    )
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
@@ -49,7 +51,7 @@ class MicroBatch:
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
             rollout_logprobs=self.rollout_logprobs,
-            kept=self.kept,
+            sampling_mask=self.sampling_mask,
             num_items_in_batch=self.num_items * gradient_accumulation_steps,
             num_tokens_in_micro_batch=self.num_tokens,
             entropy_scale=entropy_scale,
@@ -66,7 +68,7 @@ def collate(
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
     logprobs: Sequence[list[float]] | None = None,
-    kept: Sequence[list[list[int]]] | None = None,
+    sampling_mask: Sequence[list[list[int]]] | None = None,
 ) -> MicroBatch:
     """Joins and pads; the result is on the device of ``advantages``."""
     rows, targets = [], []
@@ -91,7 +93,7 @@ def collate(
         num_items=tokens.per_micro_batch,
         num_tokens=tokens.here,
         rollout_logprobs=_at_targets(logprobs, prompt_ids, input_ids),
-        kept=_kept_at_targets(kept, prompt_ids, input_ids),
+        sampling_mask=_mask_at_targets(sampling_mask, prompt_ids, input_ids),
     )
 
 
@@ -110,19 +112,19 @@ def _at_targets(
     return placed.to(input_ids.device)
 
 
-def _kept_at_targets(
-    kept: Sequence[list[list[int]]] | None,
+def _mask_at_targets(
+    sampling_mask: Sequence[list[list[int]]] | None,
     prompt_ids: Sequence[list[int]],
     input_ids: Tensor,  # (B, L)
-) -> KeptSet | None:
+) -> SamplingMask | None:
     """A row for each element of ``target``: of a token that was drawn its ids, elsewhere none."""
-    if kept is None:
+    if sampling_mask is None:
         return None
     rows: list[list[int]] = []
-    for number, (ids, prompt) in enumerate(zip(kept, prompt_ids, strict=True), 1):
+    for number, (ids, prompt) in enumerate(zip(sampling_mask, prompt_ids, strict=True), 1):
         rows += [[]] * (len(prompt) - 1) + ids
         rows += [[]] * (number * input_ids.shape[1] - len(rows))
-    return KeptSet.from_lists(rows, input_ids.device)
+    return SamplingMask.from_lists(rows, input_ids.device)
 
 
 def pad_rows(

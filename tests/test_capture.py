@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from grpo_kernels import KeptSet, LossConfig, TokenBatch, linear_policy_loss
+from grpo_kernels import LossConfig, SamplingMask, TokenBatch, linear_policy_loss
 from grpo_kernels.testing import Problem, make_problem
 from tests.conftest import HAS_GPU
 from tests.host_reads import OURS, counted_reads
@@ -121,9 +121,13 @@ def test_what_the_host_knows_cannot_be_overwritten(field: str) -> None:
     other = problem.batch(**{"entropy_scale": 1.0, **changes.get(field, {"entropy_scale": 2.0})})
     with pytest.raises(ValueError, match=r"\w+: expected .*, got"):
         batch.overwrite(other)
-    kept = KeptSet.from_padded(torch.zeros(*problem.target.shape, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="kept: expected None"):
-        problem.batch(kept=kept).overwrite(problem.batch(kept=kept))
+    sampling_mask = SamplingMask.from_padded(
+        torch.zeros(*problem.target.shape, 1, dtype=torch.int64)
+    )
+    with pytest.raises(ValueError, match="sampling_mask: expected None"):
+        problem.batch(sampling_mask=sampling_mask).overwrite(
+            problem.batch(sampling_mask=sampling_mask)
+        )
 
 
 @pytest.mark.gpu

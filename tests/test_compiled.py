@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from grpo_kernels import (
-    KeptSet,
     LossConfig,
     PolicyLossOutput,
+    SamplingMask,
     TokenBatch,
     linear_logprobs,
     linear_policy_loss,
@@ -98,14 +98,18 @@ def test_logprobs_compiled_are_eager_ones(dtype: torch.dtype) -> None:
 
 def test_logprobs_of_a_kept_set_compiled() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    kept = KeptSet.from_padded(torch.randint(0, 53, (*problem.target.shape, 5)))
+    sampling_mask = SamplingMask.from_padded(torch.randint(0, 53, (*problem.target.shape, 5)))
 
     def function(hidden: Tensor) -> Tensor:
         out = linear_logprobs(
-            hidden, problem.weight, problem.target, outputs=("kept_logprobs",), kept=kept
+            hidden,
+            problem.weight,
+            problem.target,
+            outputs=("masked_logprobs",),
+            sampling_mask=sampling_mask,
         )
-        assert out.kept_logprobs is not None
-        return out.kept_logprobs
+        assert out.masked_logprobs is not None
+        return out.masked_logprobs
 
     def gradient(function: Callable) -> Tensor:
         return torch.autograd.grad(function(problem.hidden).sum(), problem.hidden)[0]

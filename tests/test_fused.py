@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from grpo_kernels import (
     FusedLinearGRPOLoss,
     HeadLoRA,
-    KeptSet,
     LossConfig,
     PolicyLossOutput,
+    SamplingMask,
     TokenBatch,
     available_backends,
     explain,
@@ -172,8 +172,8 @@ def test_zero_advantage_rows_are_skipped_and_still_measured(name: str, schedule:
     out = linear_policy_loss(
         problem.hidden, problem.weight, batch, config, bias=problem.bias, schedule=schedule
     )
-    kept = int(problem.mask[[1, 4]].sum())
-    assert out.metrics["frac_rows_skipped"].item() == pytest.approx(1 - kept / 30)
+    sampling_mask = int(problem.mask[[1, 4]].sum())
+    assert out.metrics["frac_rows_skipped"].item() == pytest.approx(1 - sampling_mask / 30)
     exact = run(problem.to("cpu", torch.float64), config, batch, backend="reference")
     got = run(problem, config, batch, schedule=schedule)
     for key in exact:
@@ -261,7 +261,7 @@ def test_fp16_gradients_survive_a_tiny_loss() -> None:
 
 
 @pytest.mark.parametrize("tile", (None, TILE))
-@pytest.mark.parametrize("head", ("plain", "kept", "lora", "sink"))
+@pytest.mark.parametrize("head", ("plain", "sampling_mask", "lora", "sink"))
 def test_fp16_gradients_survive_a_huge_ratio(tile: int | None, head: str) -> None:
     """One token's ratio is e^18, whose fp16 gradient of the logits would be infinite."""
     problem = make_problem()
@@ -274,9 +274,9 @@ def test_fp16_gradients_survive_a_huge_ratio(tile: int | None, head: str) -> Non
         "rollout_logprobs": None,
         "advantages": -problem.advantages.abs(),
     }
-    if head == "kept":
+    if head == "sampling_mask":
         ids = torch.arange(53).expand(problem.target.numel(), 53)
-        fields["kept"] = KeptSet.from_padded(ids.contiguous())
+        fields["sampling_mask"] = SamplingMask.from_padded(ids.contiguous())
     batch = problem.batch(**fields)
     generator = torch.Generator().manual_seed(3)
     factors = [torch.randn(shape, generator=generator) for shape in ((2, 16), (53, 2))]

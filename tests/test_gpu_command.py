@@ -156,8 +156,10 @@ def test_results_of_the_tests(log: Log, tmp_path: Path, monkeypatch: pytest.Monk
     assert "assert (1 + 1) == 3" in lines["test_wrong"]
     assert "no fixture" in lines["test_in_setup"]
     assert any("test_syntax.py" in line for line in outcome.lines)
-    kept = (tmp_path / tests.TALLY).read_text()
-    assert re.fullmatch(r'{"passed": 1, "failed": 3, "skipped": 1, "seconds": [\d.]+}', kept)
+    sampling_mask = (tmp_path / tests.TALLY).read_text()
+    assert re.fullmatch(
+        r'{"passed": 1, "failed": 3, "skipped": 1, "seconds": [\d.]+}', sampling_mask
+    )
 
 
 def test_a_test_that_crashes_is_named(

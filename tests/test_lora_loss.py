@@ -12,9 +12,9 @@ from torch import Tensor
 from grpo_kernels import (
     FusedLinearGRPOLoss,
     HeadLoRA,
-    KeptSet,
     LossConfig,
     PolicyLossOutput,
+    SamplingMask,
     available_backends,
     explain,
     linear_logprobs,
@@ -111,10 +111,10 @@ def test_triton(loss: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_kept_sets(schedule: str, dtype: torch.dtype) -> None:
+def test_sampling_masks(schedule: str, dtype: torch.dtype) -> None:
     posed = lora_problem()
     logits = (posed.problem.hidden @ posed.merged.t()).detach()
-    batch = {"kept": KeptSet.from_padded(logits.topk(12).indices)}
+    batch = {"sampling_mask": SamplingMask.from_padded(logits.topk(12).indices)}
     options = dict(schedule=schedule, max_workspace_bytes=TILE, batch=batch)
     assert_matches_fp64(posed, LOSSES["dapo"], dtype, **options)
 

@@ -84,10 +84,10 @@ def test_small_updates_of_a_bf16_head_are_not_rounded_away(
     if not autocast:
         base.model.bfloat16()
     ids, _ = tokens()
-    kept: list[Tensor] = []
+    sampling_mask: list[Tensor] = []
 
     def logprobs(hidden: Tensor, head: LMHead) -> Tensor:
-        kept.append(hidden.bfloat16().double())
+        sampling_mask.append(hidden.bfloat16().double())
         assert head.weight is base.lm_head.base_layer.weight  # nothing is merged
         return logprobs_fn(ids)(hidden, head)
 
@@ -103,8 +103,8 @@ def test_small_updates_of_a_bf16_head_are_not_rounded_away(
     )
     merged = weight + 7 / 3 * b @ a
     assert (merged.bfloat16() == weight.bfloat16()).float().mean() > 0.9
-    change = got.double() - _logprobs(kept[0], weight, ids)
-    exact = _logprobs(kept[0], merged, ids) - _logprobs(kept[0], weight, ids)
+    change = got.double() - _logprobs(sampling_mask[0], weight, ids)
+    exact = _logprobs(sampling_mask[0], merged, ids) - _logprobs(sampling_mask[0], weight, ids)
     assert exact.abs().max() > 1e-5
     torch.testing.assert_close(change, exact, rtol=0.05, atol=1e-6)
 

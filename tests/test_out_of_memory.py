@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import KeptSet, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels import LossConfig, SamplingMask, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.engine import recompute
 from grpo_kernels.engine import sweep as schedule
 from grpo_kernels.engine.retry import first_that_fits, is_out_of_memory
@@ -124,17 +124,17 @@ def test_two_pass_in_forward_and_backward(shortage: Shortage, error: str, at: in
     assert_same(found, want, torch.float32)
 
 
-def test_log_probabilities_with_a_kept_set(shortage: Shortage) -> None:
+def test_log_probabilities_with_a_sampling_mask(shortage: Shortage) -> None:
     hidden, weight, batch = inputs()
     target = batch.target
-    kept = KeptSet.from_padded(torch.stack([target, (target + 7) % V], -1))
+    sampling_mask = SamplingMask.from_padded(torch.stack([target, (target + 7) % V], -1))
 
     def run() -> list[Tensor]:
         out = linear_logprobs(
-            hidden.flatten(0, 1), weight, target, outputs=("kept_logprobs", "entropy"),
-            kept=kept, backend="chunked", max_workspace_bytes=TILE,
+            hidden.flatten(0, 1), weight, target, outputs=("masked_logprobs", "entropy"),
+            sampling_mask=sampling_mask, backend="chunked", max_workspace_bytes=TILE,
         )  # fmt: skip
-        loss = out.kept_logprobs.sum() + out.entropy.sum()
+        loss = out.masked_logprobs.sum() + out.entropy.sum()
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
     want = run()

@@ -122,8 +122,8 @@ def one_pass_on_a_gpu(monkeypatch, head: HeadShape, tokens: int, precision: str)
         )
         dloss = torch.empty((), device="meta")
         pairs = zip(gradients[:2], (hidden, weight), strict=True)
-        kept = [_scaled_(grad, dloss, x.dtype) for grad, x in pairs if grad is not None]
-    assert len(kept) == 2 - head.frozen
+        sampling_mask = [_scaled_(grad, dloss, x.dtype) for grad, x in pairs if grad is not None]
+    assert len(sampling_mask) == 2 - head.frozen
     return live.growth
 
 

@@ -114,11 +114,11 @@ def test_logprobs(model: PreTrainedModel, text: str, capsys: pytest.CaptureFixtu
         "weight": model.lm_head.weight,
         "completion_ids": target,
         "target": target,
-        "kept_ids": torch.randint(-1, 50, (4, 5, 3)),
+        "mask_ids": torch.randint(-1, 50, (4, 5, 3)),
     }
     exec(python_block(text, "linear_logprobs("), names)
-    assert names["out"].kept_logprobs.shape == target.shape
-    assert (names["out"].kept_logprobs <= 0).all()
+    assert names["out"].masked_logprobs.shape == target.shape
+    assert (names["out"].masked_logprobs <= 0).all()
     assert text is README or "numerics" in capsys.readouterr().out
 
 

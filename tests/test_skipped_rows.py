@@ -8,8 +8,8 @@ from torch import Tensor
 
 import grpo_kernels.batch.host as host
 from grpo_kernels import (
-    KeptSet,
     LossConfig,
+    SamplingMask,
     TokenBatch,
     explain,
     linear_logprobs,
@@ -246,11 +246,11 @@ def test_all_rows_clipped_and_one_left(schedule: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("tile", (None, TILE))
-def test_clipped_rows_of_a_kept_set(schedule: str, tile: int | None) -> None:
+def test_clipped_rows_of_a_sampling_mask(schedule: str, tile: int | None) -> None:
     problem = make_problem(6, 6)
     config = config_for("dapo", **CLIPPED)
     ids = (problem.hidden.detach() @ problem.weight.detach().t()).topk(12).indices
-    batch = problem.batch(kept=KeptSet.from_padded(ids))
+    batch = problem.batch(sampling_mask=SamplingMask.from_padded(ids))
     exact = run(problem.to("cpu", torch.float64), config, batch, backend="reference")
     options = dict(schedule=schedule, max_workspace_bytes=tile, backend="chunked")
     got = run(problem.to("cpu", torch.float32), config, batch, **options)

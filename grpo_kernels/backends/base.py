@@ -51,7 +51,7 @@ class RowStats(NamedTuple):
     max_logit: Tensor | None = None  # (C,) largest of the transformed logits
     min_logit: Tensor | None = None  # (C,) smallest of them
     # on request as well, read from a tile of logits: no backend fills them
-    kept_logp: Tensor | None = None  # (C,) logp renormalised over a kept set
+    masked_logp: Tensor | None = None  # (C,) logp renormalised over a sampling mask
     rank: Tensor | None = None  # (C,) int64, how many columns come before the target
     topk_logp: Tensor | None = None  # (C, k) log-probabilities of the first k columns
     topk_indices: Tensor | None = None  # (C, k) int64, which these are
@@ -77,13 +77,13 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
 
 
 def shapes_of(
-    rows: torch.Size, *, extras: bool, kept: bool, rank: bool, top_k: int
+    rows: torch.Size, *, extras: bool, sampling_mask: bool, rank: bool, top_k: int
 ) -> dict[str, torch.Size]:
     """The fields of :class:`RowStats` that a call fills, and their shapes."""
     names = ("logp", "entropy", "lse", *(EXTRAS if extras else ()))
     shapes = dict.fromkeys(names, rows)
-    if kept:
-        shapes["kept_logp"] = rows
+    if sampling_mask:
+        shapes["masked_logp"] = rows
     if rank:
         shapes["rank"] = rows
     if top_k:

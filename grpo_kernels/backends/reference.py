@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import LEAST_LOGP, RowStats, stats_dtype
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.head import Head, logits_dtype
 from grpo_kernels.head.precision import products
@@ -17,7 +17,7 @@ def reference_logprobs(
     head: Head,
     target: Tensor,
     precision: str,
-    kept: KeptSet | None = None,
+    sampling_mask: SamplingMask | None = None,
     ranking: Ranking = UNRANKED,
 ) -> RowStats:
     """Statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
@@ -46,7 +46,9 @@ def reference_logprobs(
         sum_sq_probs=(p * p).sum(-1),
         max_logit=scores.amax(-1),
         min_logit=scores.amin(-1),
-        kept_logp=_kept_logp(scores, target, kept) if kept is not None else None,
+        masked_logp=_masked_logp(scores, target, sampling_mask)
+        if sampling_mask is not None
+        else None,
     )
     return _ranked(stats, scores, logp, target, ranking) if ranking.wanted else stats
 
@@ -74,10 +76,10 @@ def _product(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
     return (x @ head.weight.to(hidden.dtype).to(wide).t() + update).to(dtype)
 
 
-def _kept_logp(scores: Tensor, target: Tensor, kept: KeptSet) -> Tensor:
+def _masked_logp(scores: Tensor, target: Tensor, sampling_mask: SamplingMask) -> Tensor:
     """log p[target] of the softmax over each row's kept ids and its target."""
     member = torch.zeros_like(scores, dtype=torch.bool)
-    member[kept.rows, kept.indices] = True
+    member[sampling_mask.rows, sampling_mask.indices] = True
     member.scatter_(-1, target[:, None], True)
     own = scores.gather(-1, target[:, None]).squeeze(-1)
     return own - scores.masked_fill(~member, float("-inf")).logsumexp(-1)

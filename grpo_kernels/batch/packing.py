@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.batch.kept_set import check_kept
+from grpo_kernels.batch.sampling_mask import check_sampling_mask
 
 IGNORE_INDEX = -100
 LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -44,9 +44,9 @@ def packed_fields(
     mask, bad_mask = _valid_mask(target, mask)
     advantages, per_token = _token_advantages(advantages, target, starts)
     logprobs = {name: _token_values(name, optional.get(name), target) for name in LOGPROB_FIELDS}
-    kept = optional.get("kept")
-    if kept is not None:
-        check_kept(kept, target)
+    sampling_mask = optional.get("sampling_mask")
+    if sampling_mask is not None:
+        check_sampling_mask(sampling_mask, target)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
     active = mask & (advantages.reshape(target.shape) != 0)
     found = torch.stack([_per_sequence(mask, starts), _per_sequence(active, starts)])
@@ -75,7 +75,9 @@ def packed_fields(
         "rows": keep,
         "layout": tuple(target.shape),
         "advantages_per_token": per_token,
-        "kept": kept.take(keep) if kept is not None and keep is not None else kept,
+        "sampling_mask": sampling_mask.take(keep)
+        if sampling_mask is not None and keep is not None
+        else sampling_mask,
         **{name: take(value) if value is not None else None for name, value in logprobs.items()},
     }
 
@@ -298,7 +300,13 @@ def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object], tot
 
 
 def _check_optional(optional: Mapping[str, Any]) -> None:
-    known = (*LOGPROB_FIELDS, *SCALAR_FIELDS, *COUNT_FIELDS, "kept", "gradient_accumulation_steps")
+    known = (
+        *LOGPROB_FIELDS,
+        *SCALAR_FIELDS,
+        *COUNT_FIELDS,
+        "sampling_mask",
+        "gradient_accumulation_steps",
+    )
     for name in optional:
         if name not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}")

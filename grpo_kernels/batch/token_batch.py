@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.opaque import Opaque
 from grpo_kernels.batch.packing import (
     LOGPROB_FIELDS,
@@ -19,6 +18,7 @@ from grpo_kernels.batch.packing import (
     offsets_of,
     packed_fields,
 )
+from grpo_kernels.batch.sampling_mask import SamplingMask
 
 
 class OptionalFields(TypedDict, total=False):
@@ -27,7 +27,7 @@ class OptionalFields(TypedDict, total=False):
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
-    kept: KeptSet | None
+    sampling_mask: SamplingMask | None
     num_items_in_batch: Tensor | float | None
     num_tokens_in_micro_batch: Tensor | float | None
     entropy_scale: Tensor | float | None
@@ -57,7 +57,7 @@ class TokenBatch(Opaque):
     old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
-    kept: KeptSet | None = None  # of the T tokens, what sampling left to choose from
+    sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
     num_items_in_batch: Tensor | float | None = None
     num_tokens_in_micro_batch: Tensor | float | None = None
     entropy_scale: Tensor | float | None = None
@@ -65,9 +65,9 @@ class TokenBatch(Opaque):
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = {k: v for k, v in values.items() if not isinstance(v, Tensor | KeptSet)}
-        if self.kept is not None:
-            plain["kept_max_id"] = self.kept.max_id
+        plain = {k: v for k, v in values.items() if not isinstance(v, Tensor | SamplingMask)}
+        if self.sampling_mask is not None:
+            plain["mask_max_id"] = self.sampling_mask.max_id
         self._pack(plain)
 
     @classmethod
@@ -85,11 +85,12 @@ class TokenBatch(Opaque):
             advantages: (B,) one per sequence, or (B, L) one per token; finite.
             mask: (B, L) bool or 0/1, 1 where the token counts. Default: where target is not -100.
             optional: ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: (B, L) or None.
-                ``kept``: a :class:`KeptSet` of the B * L rows, or None. With it the policy is the
-                distribution that top-p, top-k or min-p sampling drew from: its log-probabilities
-                are renormalised over the kept ids, in ratios, KL and metrics; the entropy is that
+                ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it the
+                policy is the distribution that top-p, top-k or min-p sampling drew from: its
+                log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
+                entropy is that
                 of the whole vocabulary. Old and reference log-probabilities must be of the same
-                kind (``kept_logprobs`` of ``linear_logprobs``).
+                kind (``masked_logprobs`` of ``linear_logprobs``).
                 ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
                 the valid tokens of the accumulation window per data-parallel process; None: the
                 valid tokens here times ``gradient_accumulation_steps``.
@@ -134,8 +135,8 @@ class TokenBatch(Opaque):
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch."""
-        values = [getattr(owner, field.name) for owner in (self, self.kept) if owner is not None
-                  for field in fields(owner)]  # fmt: skip
+        values = [getattr(owner, field.name) for owner in (self, self.sampling_mask)
+                  if owner is not None for field in fields(owner)]  # fmt: skip
         return [value for value in values if isinstance(value, Tensor)]
 
     @property
@@ -184,8 +185,8 @@ class TokenBatch(Opaque):
 
         ``lengths`` says how many are of each sequence; None: by a host transfer.
         """
-        kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
-        counts = self.segment_sum(kept.double()).long()
+        sampling_mask = torch.zeros_like(self.target).index_fill_(0, keep, 1)
+        counts = self.segment_sum(sampling_mask.double()).long()
         if lengths is None:
             lengths = tuple(counts.tolist())
         return self._take(keep, offsets_of(counts), lengths)
@@ -206,10 +207,12 @@ class TokenBatch(Opaque):
         numbers that are no tensors.
 
         Raises:
-            ValueError: they differ, or there is a kept set, whose size is data.
+            ValueError: they differ, or there is a sampling mask, whose size is data.
         """
-        if self.kept is not None or other.kept is not None:
-            raise ValueError("kept: expected None to overwrite a batch, got a KeptSet")
+        if self.sampling_mask is not None or other.sampling_mask is not None:
+            raise ValueError(
+                "sampling_mask: expected None to overwrite a batch, got a SamplingMask"
+            )
         for field in fields(self):
             mine, new = getattr(self, field.name), getattr(other, field.name)
             both = isinstance(mine, Tensor) and isinstance(new, Tensor)
@@ -232,7 +235,9 @@ class TokenBatch(Opaque):
             target=self.target[index],
             advantages=self.advantages[index],
             rows=self.rows[index] if self.rows is not None else None,
-            kept=self.kept.take(index) if self.kept is not None else None,
+            sampling_mask=self.sampling_mask.take(index)
+            if self.sampling_mask is not None
+            else None,
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             active_lengths=None,

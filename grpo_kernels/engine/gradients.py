@@ -21,7 +21,7 @@ class StatsGradients(NamedTuple):
 
     dlogp: Tensor | None
     dentropy: Tensor | None = None
-    dkept: Tensor | None = None  # of kept_logp
+    dmasked: Tensor | None = None  # of masked_logp
 
     @property
     def nonzero(self) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Transform, dtype_of, shapes_of, stats_dtype
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry import (
     SPOILED_SUM,
@@ -43,28 +43,34 @@ class Tensors(NamedTuple):
     bias: Tensor | None  # (V,)
     target: Tensor  # (T,)
     row_temperature: Tensor | None  # (T,)
-    kept_indices: Tensor | None  # of a KeptSet, as the next two
-    kept_offsets: Tensor | None
-    kept_bounds: Tensor | None
+    mask_indices: Tensor | None  # of a SamplingMask, as the next two
+    mask_offsets: Tensor | None
+    mask_bounds: Tensor | None
     lora_a: Tensor | None = None  # (r, D)
     lora_b: Tensor | None = None  # (V, r)
 
     @staticmethod
-    def of(hidden: Tensor, head: Head, target: Tensor, kept: KeptSet | None) -> Tensors:
+    def of(
+        hidden: Tensor, head: Head, target: Tensor, sampling_mask: SamplingMask | None
+    ) -> Tensors:
         temperature = head.transform.temperature
         per_row = temperature if isinstance(temperature, Tensor) else None
         indices, offsets, bounds = (
-            (None, None, None) if kept is None else (kept.indices, kept.offsets, kept.bounds)
+            (None, None, None)
+            if sampling_mask is None
+            else (sampling_mask.indices, sampling_mask.offsets, sampling_mask.bounds)
         )
         plain = (hidden, head.weight, head.bias, target, per_row)
         return Tensors(*plain, indices, offsets, bounds, *head.factors)
 
     @property
-    def kept(self) -> KeptSet | None:
-        indices, offsets, bounds = self.kept_indices, self.kept_offsets, self.kept_bounds
+    def sampling_mask(self) -> SamplingMask | None:
+        indices, offsets, bounds = self.mask_indices, self.mask_offsets, self.mask_bounds
         if indices is None or offsets is None or bounds is None:
             return None
-        return KeptSet(indices=indices, offsets=offsets, bounds=bounds, max_id=-1)  # was checked
+        return SamplingMask(
+            indices=indices, offsets=offsets, bounds=bounds, max_id=-1
+        )  # was checked
 
 
 class HeadOptions(NamedTuple):
@@ -98,7 +104,12 @@ class HeadOptions(NamedTuple):
     def rows(self, tensors: Tensors, wanted: Tensor | None = None) -> Rows:
         """The rows that carry a target and are ``wanted``, (T,) bool; see :class:`Rows`."""
         hidden, target = tensors.hidden, tensors.target
-        rows = Rows(hidden=hidden, head=self.head(tensors), target=target, kept=tensors.kept)
+        rows = Rows(
+            hidden=hidden,
+            head=self.head(tensors),
+            target=target,
+            sampling_mask=tensors.sampling_mask,
+        )
         return rows.chosen(wanted) if self.all_valid else rows.valid(wanted)
 
     def path(self, tensors: Tensors, ranking: Ranking = UNRANKED) -> Path:
@@ -109,7 +120,7 @@ class HeadOptions(NamedTuple):
             self.precision,
             self.max_workspace_bytes,
             batch_invariant=self.batch_invariant,
-            kept=tensors.kept_indices is not None,
+            sampling_mask=tensors.mask_indices is not None,
             ranked=ranking.wanted,
         )
 
@@ -123,7 +134,7 @@ DIFFERENTIABLE = Gradients._fields
 _NUM_TENSORS, _NUM_OPTIONS = len(Tensors._fields), len(HeadOptions._fields)
 _TENSORS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? row_temperature, "
-    "Tensor? kept_indices, Tensor? kept_offsets, Tensor? kept_bounds, "
+    "Tensor? mask_indices, Tensor? mask_offsets, Tensor? mask_bounds, "
     "Tensor? lora_a, Tensor? lora_b"
 )
 _OPTIONS = (
@@ -157,7 +168,7 @@ def linear_logprobs_forward(*arguments):
 
     def run(path: Path) -> RowStats:
         chunks = row_chunks(rows.target.numel(), path.tile_rows)
-        execution = path.execution(chunks, extras, rows.kept, ranking)
+        execution = path.execution(chunks, extras, rows.sampling_mask, ranking)
         return forward(rows.hidden, rows.head, rows.target, execution)
 
     with torch.no_grad():
@@ -176,8 +187,10 @@ def _stats_dtypes(tensors: Tensors) -> list[torch.dtype]:
 @linear_logprobs_forward.register_fake
 def _(*arguments):
     tensors, _, (extras, rank, top_k) = _split(arguments)
-    kept = tensors.kept_indices is not None
-    shapes = shapes_of(tensors.target.shape, extras=extras, kept=kept, rank=rank, top_k=top_k)
+    sampling_mask = tensors.mask_indices is not None
+    shapes = shapes_of(
+        tensors.target.shape, extras=extras, sampling_mask=sampling_mask, rank=rank, top_k=top_k
+    )
     return tuple(
         tensors.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
         for name, dtype in zip(RowStats._fields, _stats_dtypes(tensors), strict=True)
@@ -190,7 +203,7 @@ def _(*arguments):
     tags=(torch.Tag.cudagraph_unsafe,),
     schema=(
         f"({_TENSORS}, {_OPTIONS}, Tensor logp, Tensor entropy, Tensor lse, "
-        "Tensor? dlogp, Tensor? dentropy, Tensor? dkept, bool[] needs)"
+        "Tensor? dlogp, Tensor? dentropy, Tensor? dmasked, bool[] needs)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -217,7 +230,7 @@ def head_gradients(
     rows, path = options.rows(tensors, outer.nonzero), options.path(tensors)
     outer = StatsGradients(*(rows.take(gradient) for gradient in outer))
     stats = RowStats(*(rows.take(found) for found in stats[:3]))  # type: ignore[arg-type]
-    run = recompute_backward if rows.kept is None else _whole_rows
+    run = recompute_backward if rows.sampling_mask is None else _whole_rows
     gradients = first_that_fits(
         lambda path: run(rows, stats, outer, path, needs),
         fewer_rows(path),
@@ -236,12 +249,14 @@ def _whole_rows(
     path: Path,
     needs: Needs,
 ) -> Gradients:
-    """With a kept set: its gradient needs the logits of all kept ids of a row at once."""
+    """With a sampling mask: its gradient needs the logits of all kept ids of a row at once."""
 
     def middle(chunk: slice, stats: RowStats) -> StatsGradients:
         return outer.rows(chunk)
 
-    execution = path.execution(row_chunks(rows.target.numel(), path.tile_rows), kept=rows.kept)
+    execution = path.execution(
+        row_chunks(rows.target.numel(), path.tile_rows), sampling_mask=rows.sampling_mask
+    )
     _, gradients = forward_backward(rows.hidden, rows.head, rows.target, execution, middle, needs)
     return gradients
 
@@ -273,7 +288,7 @@ def _backward(ctx, *outer):
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
     gradients = linear_logprobs_backward(
         *saved[:_NUM_TENSORS], *ctx.options, *saved[_NUM_TENSORS:],
-        *(_dense(by_name[name]) for name in ("logp", "entropy", "kept_logp")), needs,
+        *(_dense(by_name[name]) for name in ("logp", "entropy", "masked_logp")), needs,
     )  # fmt: skip
     found = dict(zip(DIFFERENTIABLE, gradients, strict=True))
     wanted = [found[name] if needed[name] and name in found else None for name in Tensors._fields]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import FormsLogits, LinearStats
 from grpo_kernels.backends.registry import Choice, choose_backend, chunk_rows
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.engine.sweep import Execution
 from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.head import Head, logits_dtype
@@ -42,15 +42,15 @@ class Path:
         tile_rows: int,
         *,
         batch_invariant: bool,
-        kept: bool,
+        sampling_mask: bool,
         ranked: bool = False,
     ) -> Path:
         """The path with a tile that is already known.
 
-        Scores of a ``kept`` set, and what is ``ranked`` (the target, the top k), are read from a
-        tile.
+        Scores of a ``sampling_mask``, and what is ``ranked`` (the target, the top k), are read
+        from a tile.
         """
-        tiled = kept or ranked or choice.backend.kernels is None
+        tiled = sampling_mask or ranked or choice.backend.kernels is None
         return Path(
             choice=choice,
             precision=precision,
@@ -76,7 +76,7 @@ class Path:
         self,
         chunks: Sequence[slice],
         extras: bool = False,
-        kept: KeptSet | None = None,
+        sampling_mask: SamplingMask | None = None,
         ranking: Ranking = UNRANKED,
     ) -> Execution:
         """The loop over ``chunks`` of rows."""
@@ -86,7 +86,7 @@ class Path:
             self.precision,
             extras,
             self.linear_stats,
-            kept,
+            sampling_mask,
             ranking,
             self.fixed_rows,
         )
@@ -100,7 +100,7 @@ def choose_path(
     max_workspace_bytes: int | None = None,
     *,
     batch_invariant: bool = False,
-    kept: bool = False,
+    sampling_mask: bool = False,
     ranked: bool = False,
 ) -> Path:
     """The path of a head's arguments.
@@ -120,7 +120,7 @@ def choose_path(
         precision,
         rows,
         batch_invariant=batch_invariant,
-        kept=kept,
+        sampling_mask=sampling_mask,
         ranked=ranked,
     )
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.packing import IGNORE_INDEX
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.head.checks import check_target_range
 from grpo_kernels.head.head import Head
 
@@ -21,14 +21,14 @@ class Rows:
     hidden: Tensor  # (T, D)
     head: Head
     target: Tensor  # (T,)
-    kept: KeptSet | None = None
+    sampling_mask: SamplingMask | None = None
     index: Tensor | None = None  # which rows these are of all, None: all of them
     total: int = 0  # how many all are
 
     def valid(self, wanted: Tensor | None = None) -> Rows:
         """The rows with a target that are ``wanted`` (T,), None: those with a target.
 
-        One host transfer, and one more for a kept set.
+        One host transfer, and one more for a sampling mask.
 
         Raises:
             ValueError: a target is outside of the vocabulary.
@@ -62,7 +62,7 @@ class Rows:
             hidden=self.hidden[keep],
             head=self.head.rows(keep),
             target=self.target[keep],
-            kept=self.kept.take(keep) if self.kept is not None else None,
+            sampling_mask=self.sampling_mask.take(keep) if self.sampling_mask is not None else None,
             index=keep,
             total=total,
         )

@@ -23,9 +23,9 @@ from grpo_kernels.head.derivatives import first_derivative_only
 
 def sunk_stats(tensors: Tensors, options: HeadOptions, sink: WeightSink) -> RowStats:
     """As ``head_stats``; autograd gets no gradient of the weight, ``sink`` gets it instead."""
-    logp, entropy, lse, kept_logp = _Sunk.apply(options, sink, *tensors)
-    kept = kept_logp if tensors.kept is not None else None
-    return RowStats(logp, entropy, lse, kept_logp=kept)
+    logp, entropy, lse, masked_logp = _Sunk.apply(options, sink, *tensors)
+    sampling_mask = masked_logp if tensors.sampling_mask is not None else None
+    return RowStats(logp, entropy, lse, masked_logp=sampling_mask)
 
 
 class _Sunk(torch.autograd.Function):
@@ -37,17 +37,17 @@ class _Sunk(torch.autograd.Function):
         ctx.options, ctx.sink = options, sink
         ctx.save_for_backward(*inputs, stats.logp, stats.entropy, stats.lse)
         ctx.mark_non_differentiable(stats.lse)
-        return stats.logp, stats.entropy, stats.lse, stats.kept_logp
+        return stats.logp, stats.entropy, stats.lse, stats.masked_logp
 
     @staticmethod
     @first_derivative_only("linear_policy_loss")
     def backward(ctx: Any, saved: Any, *outer: Tensor) -> Any:
-        dlogp, dentropy, _, dkept = outer
+        dlogp, dentropy, _, dmasked = outer
         *inputs, logp, entropy, lse = saved
         tensors = Tensors(*inputs)
         needed = dict(zip(Tensors._fields, ctx.needs_input_grad[2:], strict=True))
         needs = Needs(**{name: needed[name] for name in DIFFERENTIABLE}, weight_sink=ctx.sink)
-        wanted = StatsGradients(dlogp, dentropy, dkept if dkept.numel() else None)
+        wanted = StatsGradients(dlogp, dentropy, dmasked if dmasked.numel() else None)
         found = head_gradients(tensors, ctx.options, RowStats(logp, entropy, lse), wanted, needs)
         by_name = {name: x for name, x in found._asdict().items() if x is not None}
         inputs = zip(Tensors._fields, tensors, strict=True)

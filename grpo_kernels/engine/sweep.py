@@ -23,10 +23,10 @@ from grpo_kernels.backends.base import (
     shapes_of,
     stats_dtype,
 )
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.engine.compaction import move_rows_, surviving_rows
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs, StatsGradients
-from grpo_kernels.engine.kept_rows import KeptRows
+from grpo_kernels.engine.sampling_mask import MaskedRows
 from grpo_kernels.engine.topk import UNRANKED, Ranking
 from grpo_kernels.head.head import Head, logits_dtype, project
 from grpo_kernels.head.memory import on_huge_pages
@@ -44,7 +44,7 @@ class Execution:
     precision: str  # one of head.PRECISIONS
     extras: bool = False  # also is_top1, sum_sq_probs, max_logit and min_logit
     linear_stats: LinearStats | None = None  # forward without a tile of logits
-    kept: KeptSet | None = None  # also kept_logp
+    sampling_mask: SamplingMask | None = None  # also masked_logp
     ranking: Ranking = UNRANKED  # also the target's rank, the top k
     fixed_rows: int | None = None  # every tile is filled up to these rows with zeros
 
@@ -139,16 +139,18 @@ def _rows_pass(
         stats, dlogits = middle.gradient_(chunk.range, logits, target, transform, dtype)
         return stats, chunk, dlogits
     logits, stats = _logits(chunk.rows, chunk.head, target, tile, execution)
-    kept = None
-    if execution.kept is not None:
-        kept = KeptRows.of(logits, target, transform, execution.kept.take(chunk.range))
-        stats = stats._replace(kept_logp=kept.logp.to(stats.logp.dtype))
+    sampling_mask = None
+    if execution.sampling_mask is not None:
+        sampling_mask = MaskedRows.of(
+            logits, target, transform, execution.sampling_mask.take(chunk.range)
+        )
+        stats = stats._replace(masked_logp=sampling_mask.logp.to(stats.logp.dtype))
     if execution.ranking.wanted:
         stats = execution.ranking.of(logits, target, transform, stats)
     if middle is None:
         return stats, chunk, None
     outer = sums.scaled(middle(chunk.range, stats))
-    return stats, *_dlogits(chunk, logits, stats, outer, kept, execution.kernels)
+    return stats, *_dlogits(chunk, logits, stats, outer, sampling_mask, execution.kernels)
 
 
 def _dlogits(
@@ -156,7 +158,7 @@ def _dlogits(
     logits: Tensor,  # (C, V), overwritten
     stats: RowStats,
     outer: StatsGradients,
-    kept: KeptRows | None,
+    sampling_mask: MaskedRows | None,
     kernels: RowKernels,
 ) -> tuple[Chunk, Tensor]:
     """The gradient of the raw logits of the rows that have one, and these rows."""
@@ -164,14 +166,14 @@ def _dlogits(
     if order is not None:
         logits = move_rows_(logits, order)
         chunk, stats, outer = chunk.rows_at(order), stats.rows(order), outer.rows(order)
-        kept = kept.at(order) if kept is not None else None
-    dlogp, dentropy, dkept = outer
+        sampling_mask = sampling_mask.at(order) if sampling_mask is not None else None
+    dlogp, dentropy, dmasked = outer
     if dlogp is None:
         dlogp = torch.zeros_like(stats.logp)
     transform, dtype = chunk.head.transform, chunk.rows.dtype
     dlogits = kernels.dlogits_(logits, chunk.target, transform, stats, dlogp, dentropy, dtype)
-    if kept is not None and dkept is not None:
-        kept.add_gradient_(dlogits, dkept)
+    if sampling_mask is not None and dmasked is not None:
+        sampling_mask.add_gradient_(dlogits, dmasked)
     return chunk, dlogits
 
 
@@ -226,7 +228,7 @@ def _all_stats(parts: list[RowStats], hidden: Tensor, execution: Execution) -> R
     shapes = shapes_of(
         torch.Size((0,)),
         extras=execution.extras,
-        kept=execution.kept is not None,
+        sampling_mask=execution.sampling_mask is not None,
         **ranking._asdict(),
     )
     none = {name: (shape, dtype_of(name, wide)) for name, shape in shapes.items()}

@@ -113,10 +113,10 @@ def check_workspace(size: int | None) -> None:
         raise ValueError(f"max_workspace_bytes: expected an int or None, got {size!r}")
 
 
-def check_kept_range(max_id: int, columns: int) -> None:
+def check_mask_range(max_id: int, columns: int) -> None:
     """Raises ValueError for a kept id outside of the vocabulary."""
     if max_id >= columns:
-        raise ValueError(f"kept: expected ids in [0, {columns}), got {max_id}")
+        raise ValueError(f"sampling_mask: expected ids in [0, {columns}), got {max_id}")
 
 
 def check_target_range(low: int, high: int, columns: int) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import stats_dtype
-from grpo_kernels.batch.kept_set import KeptSet
 from grpo_kernels.batch.opaque import from_bytes, to_bytes
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.head.checks import autocast_dtype
 from grpo_kernels.head.derivatives import check_plain, no_second_derivative
@@ -29,7 +29,7 @@ from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
 
 _MAX_METRICS = 64
 _BATCH_FIELDS = tuple(field.name for field in fields(TokenBatch) if "Tensor" in str(field.type))
-_KEPT_FIELDS = tuple(field.name for field in fields(KeptSet) if "Tensor" in str(field.type))
+_KEPT_FIELDS = tuple(field.name for field in fields(SamplingMask) if "Tensor" in str(field.type))
 
 
 class Inputs(NamedTuple):
@@ -72,8 +72,10 @@ def compiled_policy_loss(
     enabled = torch.is_grad_enabled()
     needs = [enabled and x is not None and x.requires_grad for x in inputs]
     tensors = [getattr(batch, name) for name in _BATCH_FIELDS]
-    kept = batch.kept
-    tensors += [None if kept is None else getattr(kept, name) for name in _KEPT_FIELDS]
+    sampling_mask = batch.sampling_mask
+    tensors += [
+        None if sampling_mask is None else getattr(sampling_mask, name) for name in _KEPT_FIELDS
+    ]
     # a number in place of a tensor is among the batch's bytes
     tensors = [x if isinstance(x, Tensor) else None for x in tensors]
     loss, table, names, _ = policy_loss_forward(
@@ -186,14 +188,14 @@ def _split(arguments: tuple) -> tuple[Inputs, tuple]:
 
 def _batch(tensors: list[Tensor | None], packed: Tensor) -> TokenBatch:
     values = from_bytes(packed)
-    max_id = values.pop("kept_max_id", None)
+    max_id = values.pop("mask_max_id", None)
     names = (*_BATCH_FIELDS, *_KEPT_FIELDS)
     given: dict[str, Any] = {
         name: x for name, x in zip(names, tensors, strict=True) if x is not None
     }
     if max_id is not None:
-        kept = {name: given.pop(name) for name in _KEPT_FIELDS}
-        given["kept"] = KeptSet(**kept, max_id=max_id)
+        sampling_mask = {name: given.pop(name) for name in _KEPT_FIELDS}
+        given["sampling_mask"] = SamplingMask(**sampling_mask, max_id=max_id)
     return TokenBatch(**values, **given)
 
 

@@ -48,10 +48,10 @@ class MiddleStage:
 
     def __call__(self, rows: slice, stats: RowStats) -> StatsGradients:
         part, weights = self._part(rows)
-        logp = stats.logp if stats.kept_logp is None else stats.kept_logp
+        logp = stats.logp if stats.masked_logp is None else stats.masked_logp
         output = self._run(token_inputs(logp, stats.entropy, part, weights), part)
         self._contributions.append(output.contributions)
-        if stats.kept_logp is None:
+        if stats.masked_logp is None:
             return StatsGradients(output.dlogp, output.dentropy)
         return StatsGradients(None, output.dentropy, output.dlogp)
 
@@ -126,7 +126,7 @@ def choose_middle(
     if why_not is not None:
         return MiddleChoice("torch", f"middle stage: torch ops, because {why_not}")
     # these need the gradients of the statistics themselves: to scale them, or to spread them
-    if dtype == torch.float16 or batch.kept is not None:
+    if dtype == torch.float16 or batch.sampling_mask is not None:
         return MiddleChoice("printed", "middle stage: a Triton kernel, printed from the loss")
     return MiddleChoice("row kernel", "middle stage: in the row kernel, printed from the loss")
 

@@ -105,7 +105,7 @@ def make_plan(
             active=batch.num_tokens,
             chunks=len(chunks),
             forward_only=forward_only,
-            kept=batch.kept is not None,
+            sampling_mask=batch.sampling_mask is not None,
         )
         costs = cost.costs_of(hidden, head, path, some)
     schedule, reason = _schedule(settings.schedule, why_two, costs, hidden.device)
@@ -181,7 +181,7 @@ def _path(hidden: Tensor, head: Head, batch: TokenBatch, settings: HeadSettings)
         settings.precision,
         settings.max_workspace_bytes,
         batch_invariant=settings.batch_invariant,
-        kept=batch.kept is not None,
+        sampling_mask=batch.sampling_mask is not None,
     )
 
 

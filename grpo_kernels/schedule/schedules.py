@@ -10,7 +10,7 @@ from torch import Tensor
 
 import grpo_kernels.batch.host as host
 from grpo_kernels.backends.base import RowStats
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 from grpo_kernels.batch.token_batch import TokenBatch
 from grpo_kernels.engine.ops import HeadOptions, Tensors
 from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
@@ -93,7 +93,7 @@ class _Pass(NamedTuple):
     """What one pass over the rows with a gradient leaves."""
 
     stage: MiddleStage
-    stats: RowStats  # logp is that of the policy: renormalised where the batch has a kept set
+    stats: RowStats  # logp is that of the policy: renormalised where the batch has a sampling mask
     gradients: Gradients
     sink: WeightSink | None  # what got the weight's gradient
 
@@ -108,12 +108,12 @@ def _active_pass(rows: Tensor, call: Call, needs: Needs) -> _Pass:
         rows,
         call.head,
         batch.target,
-        call.plan.path.execution(call.plan.chunks, kept=batch.kept),
+        call.plan.path.execution(call.plan.chunks, sampling_mask=batch.sampling_mask),
         stage,
         replace(needs, weight_sink=sink),
     )
-    if stats.kept_logp is not None:
-        stats = stats._replace(logp=stats.kept_logp)
+    if stats.masked_logp is not None:
+        stats = stats._replace(logp=stats.masked_logp)
     return _Pass(stage, stats, gradients, sink)
 
 
@@ -134,7 +134,7 @@ def two_pass(rows: Tensor, call: Call) -> tuple[Tensor, Metrics]:
     batch, sink = call.active.batch, None
     if call.weight_grad is not None and torch.is_grad_enabled():
         sink = WeightSink(call.weight_grad.buffer)  # the logits' gradients contain the loss's own
-    found = _logprobs(call.active.take(rows), batch.target, batch.kept, call, sink)
+    found = _logprobs(call.active.take(rows), batch.target, batch.sampling_mask, call, sink)
     return _loss(rows, call, *found)
 
 
@@ -145,9 +145,11 @@ def _loss(rows: Tensor, call: Call, logp: Tensor, entropy: Tensor) -> PolicyLoss
         weights = active.take_weights(static_weights(batch, config))
         return weighted_loss(logp, active.batch.occupied(), config, entropy, weights)
     if active.rest is not None:
-        kept = batch.kept.take(active.rest) if batch.kept is not None else None
+        sampling_mask = (
+            batch.sampling_mask.take(active.rest) if batch.sampling_mask is not None else None
+        )
         with torch.no_grad():
-            others = _logprobs(rows[active.rest], batch.target[active.rest], kept, call)
+            others = _logprobs(rows[active.rest], batch.target[active.rest], sampling_mask, call)
         logp, entropy = active.merge(logp, others[0]), active.merge(entropy, others[1])
     return policy_loss(logp, batch, config, entropy)
 
@@ -155,7 +157,7 @@ def _loss(rows: Tensor, call: Call, logp: Tensor, entropy: Tensor) -> PolicyLoss
 def _logprobs(
     rows: Tensor,  # (n, D)
     target: Tensor,  # (n,)
-    kept: KeptSet | None,
+    sampling_mask: SamplingMask | None,
     call: Call,
     sink: WeightSink | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -175,9 +177,9 @@ def _logprobs(
     )
     with torch.autocast(rows.device.type, enabled=False):
         if sink is not None:
-            stats = sunk_stats(Tensors.of(rows, call.head, target, kept), options, sink)
+            stats = sunk_stats(Tensors.of(rows, call.head, target, sampling_mask), options, sink)
         else:
-            stats = head_stats(Tensors.of(rows, call.head, target, kept), options)
-    logp = stats.logp if kept is None else stats.kept_logp
+            stats = head_stats(Tensors.of(rows, call.head, target, sampling_mask), options)
+    logp = stats.logp if sampling_mask is None else stats.masked_logp
     assert logp is not None
     return logp, stats.entropy

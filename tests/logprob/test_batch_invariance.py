@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import (
-    KeptSet,
     LinearLogprobs,
     LossConfig,
+    SamplingMask,
     TokenBatch,
     available_backends,
     explain,
@@ -50,17 +50,21 @@ def statistics(
     masked = rows < 0
     hidden, target = problem.hidden[0][rows], problem.target[0][rows]
     device, columns = hidden.device, problem.weight.shape[0]
-    kept = KeptSet.from_lists([sets[row] for row in rows.tolist()], device=device)
+    sampling_mask = SamplingMask.from_lists([sets[row] for row in rows.tolist()], device=device)
 
-    def run(*outputs: str, kept: KeptSet | None = None) -> LinearLogprobs:
+    def run(*outputs: str, sampling_mask: SamplingMask | None = None) -> LinearLogprobs:
         return linear_logprobs(
             hidden, problem.weight, target.masked_fill(masked, -100), bias=problem.bias,
             temperature=torch.linspace(0.5, 2, TOKENS, device=device)[rows], softcap=5.0,
-            outputs=outputs, kept=kept, backend=backend, batch_invariant=True,
+            outputs=outputs, sampling_mask=sampling_mask, backend=backend, batch_invariant=True,
             max_workspace_bytes=TILE_ROWS * columns * 8, **kwargs,
         )  # fmt: skip
 
-    out, plain, alone = run(*OUTPUTS, "kept_logprobs", kept=kept), run(*OUTPUTS), run("logprobs")
+    out, plain, alone = (
+        run(*OUTPUTS, "masked_logprobs", sampling_mask=sampling_mask),
+        run(*OUTPUTS),
+        run("logprobs"),
+    )
     assert torch.equal(alone.logprobs, plain.logprobs)  # whatever else is asked for
     named = {f"{name}, plain": value for name, value in plain._asdict().items()}
     return {k: v.detach() for k, v in {**out._asdict(), **named}.items() if v is not None}
@@ -115,23 +119,26 @@ def test_training_sees_the_bits_of_the_forward(
     problem = make_problem(2, 5, 33, 257, values_in=torch.float32).to(device, dtype)
     rows = problem.target.numel()
     sets = [[row % 7, row % 5, 250] for row in range(rows)]
-    kept = KeptSet.from_lists(sets, device=device) if with_sets else None
-    kind = "kept_logprobs" if with_sets else "logprobs"
+    sampling_mask = SamplingMask.from_lists(sets, device=device) if with_sets else None
+    kind = "masked_logprobs" if with_sets else "logprobs"
     options = dict(backend=backend, batch_invariant=True, max_workspace_bytes=16 * 257 * 8)
 
     def old(row: int) -> Tensor:
-        own = KeptSet.from_lists([sets[row]], device=device) if with_sets else None
+        own = SamplingMask.from_lists([sets[row]], device=device) if with_sets else None
         with torch.no_grad():
             out = linear_logprobs(
                 problem.hidden.reshape(rows, -1)[row : row + 1], problem.weight,
-                problem.target.reshape(-1)[row : row + 1], bias=problem.bias, kept=own,
+                problem.target.reshape(-1)[row : row + 1], bias=problem.bias, sampling_mask=own,
                 outputs=(kind,), temperature=0.8, **options,
             )  # fmt: skip
         return getattr(out, kind)
 
     old_logprobs = torch.cat([old(row) for row in range(rows)]).reshape(problem.target.shape)
     batch = problem.batch(
-        old_logprobs=old_logprobs, ref_logprobs=old_logprobs, rollout_logprobs=None, kept=kept
+        old_logprobs=old_logprobs,
+        ref_logprobs=old_logprobs,
+        rollout_logprobs=None,
+        sampling_mask=sampling_mask,
     )
     for config in (
         LossConfig(temperature=0.8, beta=0.1),

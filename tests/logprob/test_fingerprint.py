@@ -67,7 +67,7 @@ def test_a_new_library_or_config_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_names_its_tiles() -> None:
     half = dict(hidden=HIDDEN.bfloat16(), weight=WEIGHT.bfloat16(), backend="triton")
     assert "linear_stats" in of(**half) and "LinearConfig" in of(**half)
-    tiled = of(**half, kept=True)
+    tiled = of(**half, sampling_mask=True)
     assert "logits tile" in tiled and "RowConfig" in tiled and "triton=" in tiled
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import (
     HeadLoRA,
-    KeptSet,
+    SamplingMask,
     available_backends,
     linear_logprobs,
 )
@@ -209,26 +209,26 @@ def test_autocast_leaves_the_factors_alone(backend: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_kept_sets(backend: str, dtype: torch.dtype) -> None:
+def test_sampling_masks(backend: str, dtype: torch.dtype) -> None:
     posed = lora_problem()
     logits = (posed.problem.hidden @ posed.merged.t() + posed.problem.bias).detach()
-    kept = KeptSet.from_padded(logits.topk(12).indices)
+    sampling_mask = SamplingMask.from_padded(logits.topk(12).indices)
 
-    def kept_logprobs(one: LoRAProblem, **options: object) -> dict[str, Tensor]:
+    def masked_logprobs(one: LoRAProblem, **options: object) -> dict[str, Tensor]:
         problem = one.problem
         out = linear_logprobs(
             problem.hidden, options.pop("weight", problem.weight), problem.target,
-            bias=problem.bias, kept=kept, outputs=("kept_logprobs",), **options,
+            bias=problem.bias, sampling_mask=sampling_mask, outputs=("masked_logprobs",), **options,
         )  # type: ignore[arg-type]  # fmt: skip
-        assert out.kept_logprobs is not None
-        gradients = torch.autograd.grad(out.kept_logprobs.sum(), one.leaves)
+        assert out.masked_logprobs is not None
+        gradients = torch.autograd.grad(out.masked_logprobs.sum(), one.leaves)
         named = dict(zip(NAMES, gradients, strict=True))
-        return {"kept_logprobs": out.kept_logprobs.detach(), **named}
+        return {"masked_logprobs": out.masked_logprobs.detach(), **named}
 
-    exact = kept_logprobs(posed, weight=posed.merged, backend="reference")
+    exact = masked_logprobs(posed, weight=posed.merged, backend="reference")
     half = posed.to("cpu", dtype, torch.float32)
-    eager = kept_logprobs(half, lora=half.lora, backend="reference")
-    got = kept_logprobs(half, lora=half.lora, backend=backend)
+    eager = masked_logprobs(half, lora=half.lora, backend="reference")
+    got = masked_logprobs(half, lora=half.lora, backend=backend)
     for name, value in got.items():
         floor = FLOOR[dtype] if name.startswith("d") else 2e-6
         assert_as_exact_as(value, eager[name], exact[name], floor, name)

@@ -28,8 +28,8 @@ from grpo_kernels.testing import (
 )
 from tests.targets import targets
 
-# for the others see test_kept.py and test_extra_statistics.py
-OUTPUTS = op.OUTPUTS[: op.OUTPUTS.index("kept_logprobs")]
+# for the others see test_sampling_mask.py and test_extra_statistics.py
+OUTPUTS = op.OUTPUTS[: op.OUTPUTS.index("masked_logprobs")]
 BACKENDS = [name for name in available_backends() if name != "reference"]
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
 
@@ -105,11 +105,13 @@ def test_entropy_gradient_beside_a_logit_of_minus_infinity(
     gradients = torch.autograd.grad((out.entropy * size).sum(), (problem.hidden, problem.weight))
     finite = torch.tensor([token != 3 for token in range(53)])
     exact = make_problem()
-    kept = linear_logprobs(
+    sampling_mask = linear_logprobs(
         exact.hidden, exact.weight[finite], torch.zeros_like(target).cpu(),
         bias=exact.bias.detach()[finite], outputs=("entropy",), backend="reference",
     )  # fmt: skip
-    expected = torch.autograd.grad((kept.entropy * size).sum(), (exact.hidden, exact.weight))
+    expected = torch.autograd.grad(
+        (sampling_mask.entropy * size).sum(), (exact.hidden, exact.weight)
+    )
     for value, wanted in zip(gradients, expected, strict=True):
         assert relative_error(value, wanted) < 4 * FLOOR[dtype]
 
@@ -226,7 +228,7 @@ def test_masked_rows_cost_nothing_and_give_zero() -> None:
     hidden.requires_grad_()
     weight = torch.randn(9, 4, requires_grad=True)
     out = linear_logprobs(hidden, weight, torch.tensor([-100, 2, -100]), outputs=OUTPUTS)
-    assert out.kept_logprobs is None
+    assert out.masked_logprobs is None
     for name in OUTPUTS:
         assert getattr(out, name)[[0, 2]].eq(0).all()
     out.logprobs.sum().backward()

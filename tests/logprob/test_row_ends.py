@@ -29,9 +29,9 @@ def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
     tile = torch.full((32, columns), float("nan"))
     narrowed = output_view(tile, torch.bfloat16)
     narrowed.normal_()
-    kept = narrowed.clone()
+    sampling_mask = narrowed.clone()
     clear_row_ends(narrowed)
-    assert torch.equal(narrowed, kept)
+    assert torch.equal(narrowed, sampling_mask)
     weight = torch.randn(columns, 32).bfloat16()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the kernel that reads past the end
@@ -39,7 +39,7 @@ def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
         product = torch.mm(narrowed, weight)
     finally:
         torch.set_num_threads(threads)
-    torch.testing.assert_close(product, torch.mm(kept, weight))
+    torch.testing.assert_close(product, torch.mm(sampling_mask, weight))
 
 
 def test_only_rows_that_a_product_reads_beyond_are_copied() -> None:

@@ -227,10 +227,14 @@ def test_vespo_refuses_sequence_correction() -> None:
 
 
 def test_off_policy_gate_drops_only_drifted_negatives() -> None:
-    for advantage, log_ratio, kept in ((-1.0, -0.5, False), (-1.0, 0.5, True), (1.0, -0.5, True)):
+    for advantage, log_ratio, sampling_mask in (
+        (-1.0, -0.5, False),
+        (-1.0, 0.5, True),
+        (1.0, -0.5, True),
+    ):
         logprobs, batch = two_tokens(advantage, log_ratio)
         loss = policy_loss(logprobs, batch, LossConfig(off_policy_mask_threshold=0.1)).loss
-        assert (loss.item() != 0) == kept
+        assert (loss.item() != 0) == sampling_mask
 
 
 def test_top_entropy_gate_is_torch_quantile() -> None:

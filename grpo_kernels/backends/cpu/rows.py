@@ -37,7 +37,7 @@ class Tile(ctypes.Structure):
         ("softcap", c_double),
         ("dtype", c_int32),
     ]
-    kept: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
+    sampling_mask: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
 
 
 class Stats(ctypes.Structure):
@@ -262,5 +262,5 @@ def tile_view(
         softcap=transform.softcap or 0.0,
         dtype=DTYPES[torch.float32 if logits is None else logits.dtype],
     )
-    tile.kept = (target, row_temperature)
+    tile.sampling_mask = (target, row_temperature)
     return tile

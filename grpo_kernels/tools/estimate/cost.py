@@ -91,7 +91,7 @@ class Rows:
     active: int  # with a gradient
     chunks: int  # of one_pass
     forward_only: int
-    kept: bool  # they have kept sets
+    sampling_mask: bool  # they have sampling masks
 
 
 def costs_of(hidden: Tensor, head: Head, path: Path, rows: Rows) -> Costs | None:
@@ -116,7 +116,7 @@ def costs_of(hidden: Tensor, head: Head, path: Path, rows: Rows) -> Costs | None
         tile_rows=path.tile_rows,
         num_chunks=rows.chunks,
         forward_only=rows.forward_only,
-        kept=rows.kept,
+        sampling_mask=rows.sampling_mask,
         tiled=path.linear_stats is None,
         native=backend == "cpu",
     )

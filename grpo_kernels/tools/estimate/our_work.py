@@ -23,7 +23,7 @@ def two_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> Work
     work = _statistics(head, setting, precision, setting.tokens)
     work += _forward_only(head, setting, precision)
     fit = setting.rows(head, precision)
-    if setting.kept:  # whole rows again: a kept set may reach into every slice
+    if setting.sampling_mask:  # whole rows again: a sampling mask may reach into every slice
         return work + _sweep(head, setting, precision, -(-setting.tokens // fit))
     slices = cut(setting.tokens, head.vocabulary, fit * head.vocabulary)
     return work + _recompute(head, setting, precision, slices)
@@ -37,8 +37,8 @@ def product(kind: str, head: HeadShape, tokens: int, parts: int = 1) -> Work:
 
 def _sweep(head: HeadShape, setting: Setting, precision: str, chunks: int) -> Work:
     """The one loop of ``schedule.py``, with its gradients."""
-    kept = logits_dtype(head.dtype, precision).itemsize
-    exact = kept > head.width
+    sampling_mask = logits_dtype(head.dtype, precision).itemsize
+    exact = sampling_mask > head.width
     formed = exact and setting.on_cpu and setting.in_place  # the tile comes with its statistics
     kind = "fused_flop" if formed else _sums(head, setting) if exact else "flop"
     # statistics read the tile (or it is written along with them), the gradient reads it and
@@ -46,7 +46,7 @@ def _sweep(head: HeadShape, setting: Setting, precision: str, chunks: int) -> Wo
     reads = 2 if setting.on_cpu else 1
     logits = float(setting.tokens) * head.vocabulary
     work = product(kind, head, setting.tokens, chunks)
-    work += Work(traffic=logits * (reads * kept + head.width), pieces=chunks, calls=1)
+    work += Work(traffic=logits * (reads * sampling_mask + head.width), pieces=chunks, calls=1)
     work += product("flop", head, setting.tokens, chunks)  # dhidden
     if head.frozen:
         return work
@@ -58,10 +58,10 @@ def _statistics(head: HeadShape, setting: Setting, precision: str, tokens: int) 
     """The forward without a gradient."""
     if setting.forms_no_tile(head):
         return product("fused_flop", head, tokens)
-    kept = logits_dtype(head.dtype, precision).itemsize
-    kind = _sums(head, setting) if kept > head.width else "flop"
+    sampling_mask = logits_dtype(head.dtype, precision).itemsize
+    kind = _sums(head, setting) if sampling_mask > head.width else "flop"
     chunks = -(-tokens // setting.rows(head, precision))
-    passes = Work(traffic=float(tokens) * head.vocabulary * kept, pieces=chunks)
+    passes = Work(traffic=float(tokens) * head.vocabulary * sampling_mask, pieces=chunks)
     return product(kind, head, tokens, chunks) + passes
 
 
@@ -74,12 +74,12 @@ def _forward_only(head: HeadShape, setting: Setting, precision: str) -> Work:
 
 def _recompute(head: HeadShape, setting: Setting, precision: str, slices: Slices) -> Work:
     """The loop of ``recompute.py``."""
-    kept = logits_dtype(head.dtype, precision).itemsize
+    sampling_mask = logits_dtype(head.dtype, precision).itemsize
     tokens, parts, columns = setting.tokens, len(slices.rows), len(slices.columns)
     sums = _sums(head, setting)
     logits = float(tokens) * head.vocabulary
-    work = product(sums if kept > head.width else "flop", head, tokens, parts)
-    work += Work(traffic=logits * (kept + head.width), pieces=parts * columns, calls=1)
+    work = product(sums if sampling_mask > head.width else "flop", head, tokens, parts)
+    work += Work(traffic=logits * (sampling_mask + head.width), pieces=parts * columns, calls=1)
     # dhidden is summed over the slices
     work += product(sums, head, tokens, parts)
     work += Work(adding=(2.0 * columns - 1) * tokens * head.hidden * WIDE)

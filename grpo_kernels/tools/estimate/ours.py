@@ -25,7 +25,7 @@ def one_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list
 
 def two_pass(head: HeadShape, setting: Setting, precision: str = "fp32") -> list[Moment]:
     """Statistics first; the backward takes a slice of the vocabulary at a time."""
-    if setting.kept:  # its backward is the loop of one_pass
+    if setting.sampling_mask:  # its backward is the loop of one_pass
         return one_pass(head, setting, precision)
     kept = logits_dtype(head.dtype, precision)
     fit = setting.rows(head, precision)

@@ -88,7 +88,7 @@ class Setting:
     tile_rows: int | None = None  # where they are known already, and not to be derived
     num_chunks: int | None = None  # of one_pass, where they do not follow from the tile
     forward_only: int = 0  # further tokens, without a gradient
-    kept: bool = False  # the loss is of kept sets
+    sampling_mask: bool = False  # the loss is of sampling masks
     tiled: bool | None = None  # the forward without a gradient; None: where nothing else is there
     native: bool | None = None  # the C++ kernels of a CPU; None: where they can run
 
@@ -120,7 +120,7 @@ class Setting:
         """Whether the forward without a gradient is a product with its statistics folded in."""
         if self.tiled is not None:
             return not self.tiled
-        return not self.kept and self.in_place and (self.on_cpu or head.width < WIDE)
+        return not self.sampling_mask and self.in_place and (self.on_cpu or head.width < WIDE)
 
 
 class Moment(NamedTuple):

@@ -1,4 +1,4 @@
-"""Kept sets: construction, log-probabilities over them, and their gradients against fp64."""
+"""Sampling masks: construction, log-probabilities over them, and their gradients against fp64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from grpo_kernels import KeptSet, available_backends, linear_logprobs
+from grpo_kernels import SamplingMask, available_backends, linear_logprobs
 from grpo_kernels.engine.ops import (
     HeadOptions,
     Tensors,
@@ -32,13 +32,13 @@ HEADS: dict[str, dict[str, object]] = {
 }
 
 
-def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> KeptSet:
+def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> SamplingMask:
     """Sets of very different sizes: none, one, some, all; ids out of order and some twice."""
     g = torch.Generator().manual_seed(3)
     sizes = [(0, 1, 5, columns)[row % 4] for row in range(rows)]
     lists = [torch.randint(0, columns, (size,), generator=g).tolist() for size in sizes]
     lists = [list(range(columns)) if len(ids) == columns else ids for ids in lists]
-    return KeptSet.from_lists(lists, device=device)
+    return SamplingMask.from_lists(lists, device=device)
 
 
 def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
@@ -49,18 +49,18 @@ def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
     if options.get("temperature") == "per token":
         per_token = 0.5 + torch.rand(target.shape, generator=g)
         options["temperature"] = per_token.to(target.device)
-    kept = random_sets(target.numel(), problem.weight.shape[0], target.device)
+    sampling_mask = random_sets(target.numel(), problem.weight.shape[0], target.device)
     out = linear_logprobs(
-        problem.hidden, problem.weight, target, bias=problem.bias, kept=kept,
-        outputs=("kept_logprobs", "logprobs", "entropy"), **options, **kwargs,
+        problem.hidden, problem.weight, target, bias=problem.bias, sampling_mask=sampling_mask,
+        outputs=("masked_logprobs", "logprobs", "entropy"), **options, **kwargs,
     )  # fmt: skip
     outer = torch.randn(3, *target.shape, generator=g, dtype=torch.float64).to(target.device)
-    values = (out.kept_logprobs, out.logprobs, out.entropy)
+    values = (out.masked_logprobs, out.logprobs, out.entropy)
     loss = sum((x.double() * dx).sum() for x, dx in zip(values, outer, strict=True))
-    kept_only = (out.kept_logprobs.double() * outer[0]).sum()
+    masked_only = (out.masked_logprobs.double() * outer[0]).sum()
     inputs = {"dhidden": problem.hidden, "dweight": problem.weight, "dbias": problem.bias}
-    results = {"kept": out.kept_logprobs}
-    for label, root in (("of all", loss), ("of kept", kept_only)):
+    results = {"sampling_mask": out.masked_logprobs}
+    for label, root in (("of all", loss), ("of the mask", masked_only)):
         gradients = torch.autograd.grad(root, list(inputs.values()), retain_graph=True)
         results |= {f"{name} {label}": x for name, x in zip(inputs, gradients, strict=True)}
     return results
@@ -82,28 +82,29 @@ def test_matches_fp64(backend: str, device: torch.device, head: str, dtype: torc
 
 def test_gradcheck() -> None:
     problem = make_problem(2, 3, hidden_size=4, vocab_size=11)
-    kept = random_sets(6, 11)
+    sampling_mask = random_sets(6, 11)
 
-    def kept_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def masked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear_logprobs(
-            hidden, weight, problem.target, bias=bias, temperature=0.7, softcap=4.0, kept=kept,
-            outputs=("kept_logprobs",), backend="chunked",
-        ).kept_logprobs  # fmt: skip
+            hidden, weight, problem.target, bias=bias, temperature=0.7, softcap=4.0,
+            sampling_mask=sampling_mask,
+            outputs=("masked_logprobs",), backend="chunked",
+        ).masked_logprobs  # fmt: skip
 
     inputs = (problem.hidden, problem.weight, problem.bias)
-    assert torch.autograd.gradcheck(kept_logprobs, inputs)
+    assert torch.autograd.gradcheck(masked_logprobs, inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_vocabulary_is_the_plain_logprob(backend: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     rows, columns = problem.target.numel(), problem.weight.shape[0]
-    everything = KeptSet.from_padded(torch.arange(columns).expand(rows, columns))
+    everything = SamplingMask.from_padded(torch.arange(columns).expand(rows, columns))
     out = linear_logprobs(
-        problem.hidden, problem.weight, problem.target, kept=everything, backend=backend,
-        outputs=("logprobs", "kept_logprobs"),
+        problem.hidden, problem.weight, problem.target, sampling_mask=everything, backend=backend,
+        outputs=("logprobs", "masked_logprobs"),
     )  # fmt: skip
-    torch.testing.assert_close(out.kept_logprobs, out.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.masked_logprobs, out.logprobs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
@@ -111,13 +112,13 @@ def test_the_whole_vocabulary_is_the_plain_logprob(backend: str) -> None:
 def test_a_lone_target_has_logprob_zero_and_no_gradient(backend: str, listed: bool) -> None:
     problem = make_problem().to("cpu", torch.float32)
     ids = problem.target.reshape(-1, 1)
-    kept = KeptSet.from_padded(ids if listed else torch.full_like(ids, -1))
+    sampling_mask = SamplingMask.from_padded(ids if listed else torch.full_like(ids, -1))
     out = linear_logprobs(
-        problem.hidden, problem.weight, problem.target, kept=kept, softcap=3.0,
-        outputs=("kept_logprobs",), backend=backend,
+        problem.hidden, problem.weight, problem.target, sampling_mask=sampling_mask, softcap=3.0,
+        outputs=("masked_logprobs",), backend=backend,
     )  # fmt: skip
-    assert torch.equal(out.kept_logprobs, torch.zeros(problem.target.shape))
-    (gradient,) = torch.autograd.grad(out.kept_logprobs.sum(), problem.hidden)
+    assert torch.equal(out.masked_logprobs, torch.zeros(problem.target.shape))
+    (gradient,) = torch.autograd.grad(out.masked_logprobs.sum(), problem.hidden)
     assert gradient.abs().max() < 1e-6
 
 
@@ -128,12 +129,17 @@ def test_exact_near_all_and_near_none_of_the_mass(backend: str, gap: float) -> N
     weight = torch.zeros(9, 1)
     weight[3] = gap
     hidden, target = torch.ones(2, 1), torch.tensor([3, 5])
-    kept = KeptSet.from_lists([[3, 5], [6]])
+    sampling_mask = SamplingMask.from_lists([[3, 5], [6]])
     out = linear_logprobs(
-        hidden, weight, target, kept=kept, outputs=("kept_logprobs",), backend=backend
+        hidden,
+        weight,
+        target,
+        sampling_mask=sampling_mask,
+        outputs=("masked_logprobs",),
+        backend=backend,
     )
     expected = -torch.log1p(torch.tensor([-gap, 0.0], dtype=torch.float64).exp())
-    torch.testing.assert_close(out.kept_logprobs.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.masked_logprobs.double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,7 +147,9 @@ def test_small_tiles_and_masked_rows(backend: str) -> None:
     problem = make_problem(vocab_size=37).to("cpu", torch.float32)
     whole = run(problem, "capped", backend=backend)
     split = run(problem, "capped", backend=backend, max_workspace_bytes=37 * 4 * 3)
-    assert torch.equal(whole["kept"][~problem.mask], torch.zeros(int((~problem.mask).sum())))
+    assert torch.equal(
+        whole["sampling_mask"][~problem.mask], torch.zeros(int((~problem.mask).sum()))
+    )
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=5e-6, atol=5e-6)
 
@@ -149,21 +157,21 @@ def test_small_tiles_and_masked_rows(backend: str) -> None:
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 def test_nothing_to_do(backend: str) -> None:
     hidden = torch.randn(0, 4, requires_grad=True)
-    kept = KeptSet.from_lists([])
+    sampling_mask = SamplingMask.from_lists([])
     out = linear_logprobs(
-        hidden, torch.randn(9, 4), torch.zeros(0, dtype=torch.int64), kept=kept, backend=backend,
-        outputs=("kept_logprobs",),
+        hidden, torch.randn(9, 4), torch.zeros(0, dtype=torch.int64),
+        sampling_mask=sampling_mask, backend=backend, outputs=("masked_logprobs",),
     )  # fmt: skip
-    out.kept_logprobs.sum().backward()
-    assert out.kept_logprobs.shape == (0,)
+    out.masked_logprobs.sum().backward()
+    assert out.masked_logprobs.shape == (0,)
 
 
 def test_opcheck() -> None:
     problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
-    kept = random_sets(5, problem.weight.shape[0])
+    sampling_mask = random_sets(5, problem.weight.shape[0])
     tensors = Tensors(
         problem.hidden[0], problem.weight, problem.bias, problem.target[0], None,
-        kept.indices, kept.offsets, kept.bounds,
+        sampling_mask.indices, sampling_mask.offsets, sampling_mask.bounds,
     )  # fmt: skip
     options = HeadOptions(1.5, 1.0, None, "fp32", "chunked", 2 * 53 * 4, False)
     opcheck(linear_logprobs_forward, (*tensors, *options, True, *Ranking()))
@@ -177,28 +185,35 @@ def test_opcheck() -> None:
 def test_ways_to_build_one() -> None:
     lists = [[7, 2, 7], [], [0]]
     built = [
-        KeptSet.from_lists(lists),
-        KeptSet.from_padded(torch.tensor([[7, 2, 7], [-1, -1, -1], [-1, 0, -1]])),
-        KeptSet.from_csr(torch.tensor([7, 2, 7, 0]), torch.tensor([0, 3, 3, 4])),
-        KeptSet.from_csr(torch.tensor([7, 2, 7, 0]).int(), torch.tensor([0, 3, 3, 4]).int()),
+        SamplingMask.from_lists(lists),
+        SamplingMask.from_padded(torch.tensor([[7, 2, 7], [-1, -1, -1], [-1, 0, -1]])),
+        SamplingMask.from_csr(torch.tensor([7, 2, 7, 0]), torch.tensor([0, 3, 3, 4])),
+        SamplingMask.from_csr(torch.tensor([7, 2, 7, 0]).int(), torch.tensor([0, 3, 3, 4]).int()),
     ]
-    for kept in built:
-        assert kept.indices.tolist() == [2, 7, 0] and kept.indices.dtype == torch.int64
-        assert kept.offsets.tolist() == kept.bounds.tolist() == [0, 2, 2, 3]
-        assert kept.num_rows == 3 and kept.max_id == 7 and kept.rows.tolist() == [0, 0, 2]
-    empty = KeptSet.from_lists([[], []])
+    for sampling_mask in built:
+        assert (
+            sampling_mask.indices.tolist() == [2, 7, 0]
+            and sampling_mask.indices.dtype == torch.int64
+        )
+        assert sampling_mask.offsets.tolist() == sampling_mask.bounds.tolist() == [0, 2, 2, 3]
+        assert (
+            sampling_mask.num_rows == 3
+            and sampling_mask.max_id == 7
+            and sampling_mask.rows.tolist() == [0, 0, 2]
+        )
+    empty = SamplingMask.from_lists([[], []])
     assert empty.num_rows == 2 and empty.indices.numel() == 0
 
 
 def test_rows_of_one() -> None:
-    kept = KeptSet.from_lists([[1, 4], [], [3], [0, 2, 5]])
+    sampling_mask = SamplingMask.from_lists([[1, 4], [], [3], [0, 2, 5]])
     for index in (slice(1, 4), torch.tensor([1, 2, 3])):
-        part = kept.take(index)
+        part = sampling_mask.take(index)
         assert part.indices.tolist() == [3, 0, 2, 5]
         assert part.offsets.tolist() == part.bounds.tolist() == [0, 0, 1, 4]
-    turned = kept.take(torch.tensor([3, 0]))
+    turned = sampling_mask.take(torch.tensor([3, 0]))
     assert turned.indices.tolist() == [0, 2, 5, 1, 4] and turned.offsets.tolist() == [0, 3, 5]
-    assert kept.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
+    assert sampling_mask.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
 
 
 IDS, OFFSETS = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
@@ -208,25 +223,46 @@ META = torch.device("meta")
 @pytest.mark.parametrize(
     "build,message",
     [
-        (lambda: KeptSet.from_csr([1], OFFSETS), r"indices: expected a \(N,\) .* got list"),
-        (lambda: KeptSet.from_csr(IDS.float(), OFFSETS), "indices: expected int32 or int64, got"),
-        (lambda: KeptSet.from_csr(IDS, OFFSETS[None]), r"offsets: expected a \(T \+ 1,\) integer"),
-        (lambda: KeptSet.from_csr(IDS, OFFSETS.short()), "offsets: expected int32 or int64"),
-        (lambda: KeptSet.from_csr(IDS, OFFSETS.to(META)), "offsets: expected device cpu"),
-        (lambda: KeptSet.from_csr(IDS, OFFSETS[:2]), "offsets: expected values rising from 0 to N"),
-        (lambda: KeptSet.from_csr(IDS, torch.tensor([0, 4, 3])), "offsets: .* 1 of them falling"),
+        (lambda: SamplingMask.from_csr([1], OFFSETS), r"indices: expected a \(N,\) .* got list"),
         (
-            lambda: KeptSet.from_csr(IDS - 2, OFFSETS),
+            lambda: SamplingMask.from_csr(IDS.float(), OFFSETS),
+            "indices: expected int32 or int64, got",
+        ),
+        (
+            lambda: SamplingMask.from_csr(IDS, OFFSETS[None]),
+            r"offsets: expected a \(T \+ 1,\) integer",
+        ),
+        (lambda: SamplingMask.from_csr(IDS, OFFSETS.short()), "offsets: expected int32 or int64"),
+        (lambda: SamplingMask.from_csr(IDS, OFFSETS.to(META)), "offsets: expected device cpu"),
+        (
+            lambda: SamplingMask.from_csr(IDS, OFFSETS[:2]),
+            "offsets: expected values rising from 0 to N",
+        ),
+        (
+            lambda: SamplingMask.from_csr(IDS, torch.tensor([0, 4, 3])),
+            "offsets: .* 1 of them falling",
+        ),
+        (
+            lambda: SamplingMask.from_csr(IDS - 2, OFFSETS),
             r"indices: expected token ids in \[0, 2\*\*31\), got -1",
         ),
-        (lambda: KeptSet.from_lists([[-5]]), r"ids: expected token ids in \[0, .* got -5"),
-        (lambda: KeptSet.from_lists([[1.5]]), "ids: expected integers, got 1.5"),
-        (lambda: KeptSet.from_lists([[3], [True]]), "ids: expected integers, got True"),
-        (lambda: KeptSet.from_lists([[2**62]]), r"ids: expected token ids in \[0, .* got 46116"),
-        (lambda: KeptSet.from_padded(IDS[None] + 2**62), "ids: expected token ids in .* got 4611"),
-        (lambda: KeptSet.from_padded(IDS), r"ids: expected a \(\.\.\., K\) integer tensor"),
-        (lambda: KeptSet.from_padded(IDS[None].half()), "ids: expected int32 or int64"),
-        (lambda: KeptSet.from_padded(IDS[None] - 4), r"ids: expected token ids in \[0, .* got -3"),
+        (lambda: SamplingMask.from_lists([[-5]]), r"ids: expected token ids in \[0, .* got -5"),
+        (lambda: SamplingMask.from_lists([[1.5]]), "ids: expected integers, got 1.5"),
+        (lambda: SamplingMask.from_lists([[3], [True]]), "ids: expected integers, got True"),
+        (
+            lambda: SamplingMask.from_lists([[2**62]]),
+            r"ids: expected token ids in \[0, .* got 46116",
+        ),
+        (
+            lambda: SamplingMask.from_padded(IDS[None] + 2**62),
+            "ids: expected token ids in .* got 4611",
+        ),
+        (lambda: SamplingMask.from_padded(IDS), r"ids: expected a \(\.\.\., K\) integer tensor"),
+        (lambda: SamplingMask.from_padded(IDS[None].half()), "ids: expected int32 or int64"),
+        (
+            lambda: SamplingMask.from_padded(IDS[None] - 4),
+            r"ids: expected token ids in \[0, .* got -3",
+        ),
     ],
 )
 def test_bad_sets(build, message: str) -> None:
@@ -235,17 +271,20 @@ def test_bad_sets(build, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kept,message",
+    "sampling_mask,message",
     [
-        (None, "kept: expected a KeptSet for the output 'kept_logprobs', got None"),
-        ([[1]], "kept: expected a KeptSet of 2 rows .* got list"),
-        (KeptSet.from_lists([[1]]), r"kept: expected a KeptSet of 2 rows .* got 1 rows"),
-        (KeptSet.from_lists([[1], [9]]), r"kept: expected ids in \[0, 9\), got 9"),
+        (None, "sampling_mask: expected a SamplingMask for the output 'masked_logprobs', got None"),
+        ([[1]], "sampling_mask: expected a SamplingMask of 2 rows .* got list"),
+        (
+            SamplingMask.from_lists([[1]]),
+            r"sampling_mask: expected a SamplingMask of 2 rows .* got 1 rows",
+        ),
+        (SamplingMask.from_lists([[1], [9]]), r"sampling_mask: expected ids in \[0, 9\), got 9"),
     ],
 )
-def test_sets_that_do_not_fit(kept, message: str) -> None:
+def test_sets_that_do_not_fit(sampling_mask, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear_logprobs(
-            torch.ones(2, 4), torch.ones(9, 4), torch.tensor([1, 2]), kept=kept,
-            outputs=("kept_logprobs",),
+            torch.ones(2, 4), torch.ones(9, 4), torch.tensor([1, 2]), sampling_mask=sampling_mask,
+            outputs=("masked_logprobs",),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""KeptSet: for each token the ids that sampling kept, in CSR form."""
+"""SamplingMask: for each token the ids that sampling kept, in CSR form."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MAX_VOCABULARY = 2**31  # row and id are joined to one int64 key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptSet:
+class SamplingMask:
     """The token ids that top-p, top-k or min-p sampling left to choose from, for each of T rows.
 
     Rows are those of ``target.reshape(-1)``. A row's target counts as a member even where it is not
-    listed; so a row without ids is a token that was forced, with log-probability 0. A KeptSet is a
+    listed; so a row without ids is a token that was forced, with log-probability 0. The mask is a
     record of the rollout: it carries no gradient, and does not change when the policy does.
 
     Rollout engines return such sets, one list of ids per generated token: where an engine reports
     log-probabilities after its sampling filters, these are the ids whose value is finite. Build a
-    KeptSet with the class methods: they check and sort the ids, with one host transfer.
+    SamplingMask with the class methods: they check and sort the ids, with one host transfer.
     """
 
     indices: Tensor  # (N,) int64 ids, ascending within a row, none twice
@@ -31,7 +31,7 @@ class KeptSet:
     max_id: int  # the largest id, so that a vocabulary can be checked without a transfer
 
     @classmethod
-    def from_csr(cls, indices: Tensor, offsets: Tensor) -> KeptSet:
+    def from_csr(cls, indices: Tensor, offsets: Tensor) -> SamplingMask:
         """From ``indices`` (N,) and ``offsets`` (T + 1,): row t owns indices[o[t]:o[t + 1]].
 
         Both are int64 or int32 tensors of one device; an id that a row lists twice counts once.
@@ -59,7 +59,7 @@ class KeptSet:
     @classmethod
     def from_lists(
         cls, ids: Sequence[Sequence[int]], device: torch.device | str | None = None
-    ) -> KeptSet:
+    ) -> SamplingMask:
         """From one sequence of ids per row.
 
         Raises:
@@ -77,7 +77,7 @@ class KeptSet:
         return _sorted(rows, flat, len(ids), "ids")
 
     @classmethod
-    def from_padded(cls, ids: Tensor) -> KeptSet:
+    def from_padded(cls, ids: Tensor) -> SamplingMask:
         """From (..., K) int64 or int32 ids, -1 where a row has fewer than K; T rows in all.
 
         Raises:
@@ -100,21 +100,21 @@ class KeptSet:
         """(N,) row of each id."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.indices.numel())
 
-    def take(self, index: slice | Tensor) -> KeptSet:
+    def take(self, index: slice | Tensor) -> SamplingMask:
         """The rows of a range, or of an int64 index; that needs one host transfer."""
         return self._range(index.start, index.stop) if isinstance(index, slice) else self._at(index)
 
-    def _range(self, start: int, stop: int) -> KeptSet:
+    def _range(self, start: int, stop: int) -> SamplingMask:
         bounds = self.bounds[start : stop + 1]
         first, end = int(bounds[0]), int(bounds[-1])
-        return KeptSet(
+        return SamplingMask(
             indices=self.indices[first:end],
             offsets=self.offsets[start : stop + 1] - first,
             bounds=bounds - first,
             max_id=self.max_id,
         )
 
-    def _at(self, rows: Tensor) -> KeptSet:
+    def _at(self, rows: Tensor) -> SamplingMask:
         counts = self.offsets.diff()[rows]
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         bounds = offsets.cpu()
@@ -123,24 +123,31 @@ class KeptSet:
             self.offsets[rows] - offsets[:-1], counts, output_size=count
         )
         source = torch.arange(count, device=rows.device) + shifts
-        return KeptSet(
+        return SamplingMask(
             indices=self.indices[source], offsets=offsets, bounds=bounds, max_id=self.max_id
         )
 
 
-def check_kept(kept: KeptSet, target: Tensor) -> None:
-    """Raises ValueError unless ``kept`` has a row for each element of ``target``."""
-    if not isinstance(kept, KeptSet) or kept.num_rows != target.numel():
-        got = f"{kept.num_rows} rows" if isinstance(kept, KeptSet) else type(kept).__name__
-        raise ValueError(
-            f"kept: expected a KeptSet of {target.numel()} rows (one for each target), got {got}"
+def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
+    """Raises ValueError unless ``sampling_mask`` has a row for each element of ``target``."""
+    if not isinstance(sampling_mask, SamplingMask) or sampling_mask.num_rows != target.numel():
+        got = (
+            f"{sampling_mask.num_rows} rows"
+            if isinstance(sampling_mask, SamplingMask)
+            else type(sampling_mask).__name__
         )
-    device = kept.indices.device
+        raise ValueError(
+            f"sampling_mask: expected a SamplingMask of {target.numel()} rows (one for each "
+            f"target), got {got}"
+        )
+    device = sampling_mask.indices.device
     if device != target.device:
-        raise ValueError(f"kept: expected device {target.device} (of target), got {device}")
+        raise ValueError(
+            f"sampling_mask: expected device {target.device} (of target), got {device}"
+        )
 
 
-def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> KeptSet:
+def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask:
     """Ids ascending within their rows, each once: a gradient is then added to each logit once."""
     low, high = torch.aminmax(ids) if ids.numel() else (ids.sum(), ids.sum())
     lowest, max_id = torch.stack([low, high]).tolist()
@@ -151,7 +158,7 @@ def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> KeptSet:
     indices = keys % (max_id + 1)
     borders = torch.arange(num_rows + 1, device=ids.device) * (max_id + 1)
     offsets = torch.searchsorted(keys, borders)
-    return KeptSet(indices=indices, offsets=offsets, bounds=offsets.cpu(), max_id=max_id)
+    return SamplingMask(indices=indices, offsets=offsets, bounds=offsets.cpu(), max_id=max_id)
 
 
 def _check_integers(name: str, value: Tensor, shape: str) -> None:

@@ -1,4 +1,4 @@
-"""A batch with kept sets: the policy's log-probabilities are those of the sampled distribution."""
+"""A batch with sampling masks: log-probabilities are those of what was sampled from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from grpo_kernels import (
     FusedLinearGRPOLoss,
-    KeptSet,
     LossConfig,
+    SamplingMask,
     TokenBatch,
     linear_logprobs,
     linear_policy_loss,
@@ -32,10 +32,10 @@ LOSSES = {
 }
 
 
-def kept_sets(problem: Problem) -> KeptSet:
+def sampling_mask_of(problem: Problem) -> SamplingMask:
     """The twelve likeliest ids of each token, as a top-k sampler keeps them."""
     logits = problem.hidden.detach().double() @ problem.weight.detach().double().t()
-    return KeptSet.from_padded(logits.topk(12).indices)
+    return SamplingMask.from_padded(logits.topk(12).indices)
 
 
 def run(problem: Problem, config: LossConfig, batch: TokenBatch, **kwargs: object) -> dict:
@@ -52,10 +52,11 @@ def by_hand(problem: Problem, config: LossConfig, batch: TokenBatch) -> dict:
     """policy_loss on the kept log-probabilities of the eager reference."""
     out = linear_logprobs(
         problem.hidden.reshape(-1, problem.hidden.shape[-1])[batch.rows], problem.weight,
-        batch.target, bias=problem.bias, temperature=config.temperature, kept=batch.kept,
-        outputs=("kept_logprobs", "entropy"), backend="reference",
+        batch.target, bias=problem.bias, temperature=config.temperature,
+        sampling_mask=batch.sampling_mask, outputs=("masked_logprobs", "entropy"),
+        backend="reference",
     )  # fmt: skip
-    loss, metrics = policy_loss(out.kept_logprobs, batch, config, out.entropy)
+    loss, metrics = policy_loss(out.masked_logprobs, batch, config, out.entropy)
     leaves = {"dhidden": problem.hidden, "dweight": problem.weight, "dbias": problem.bias}
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return {"loss": loss.detach(), **dict(zip(leaves, gradients, strict=True)), **metrics}
@@ -69,10 +70,14 @@ def test_matches_fp64(
     backend: str, device: torch.device, name: str, schedule: str, dtype: torch.dtype
 ) -> None:
     problem, config = make_problem(), LOSSES[name]
-    kept = kept_sets(problem)
-    exact = by_hand(problem, config, problem.batch(kept=kept))
+    sampling_mask = sampling_mask_of(problem)
+    exact = by_hand(problem, config, problem.batch(sampling_mask=sampling_mask))
     posed = problem.to(device, dtype)
-    batch = posed.batch(kept=KeptSet.from_csr(kept.indices.to(device), kept.offsets.to(device)))
+    batch = posed.batch(
+        sampling_mask=SamplingMask.from_csr(
+            sampling_mask.indices.to(device), sampling_mask.offsets.to(device)
+        )
+    )
     eager = run(posed, config, batch, backend="reference")
     with poisoned_allocations():
         got = run(
@@ -89,7 +94,9 @@ def test_rows_without_gradient_have_their_sets_too(schedule: str) -> None:
     advantages = problem.advantages.clone()
     advantages[[0, 3]] = 0
     config = LossConfig(loss_type="dapo")
-    batch = problem.batch(kept=kept_sets(problem), advantages=advantages, ref_logprobs=None)
+    batch = problem.batch(
+        sampling_mask=sampling_mask_of(problem), advantages=advantages, ref_logprobs=None
+    )
     exact = by_hand(problem, config, batch)
     got = run(problem, config, batch, schedule=schedule)
     assert got["frac_rows_skipped"] > 0
@@ -99,17 +106,21 @@ def test_rows_without_gradient_have_their_sets_too(schedule: str) -> None:
 
 def test_packed_equals_padded_and_module() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    kept, config, shape = kept_sets(problem), LossConfig(loss_type="dapo"), problem.target.shape
-    expected = run(problem, config, problem.batch(kept=kept))["loss"]
+    sampling_mask, config, shape = (
+        sampling_mask_of(problem),
+        LossConfig(loss_type="dapo"),
+        problem.target.shape,
+    )
+    expected = run(problem, config, problem.batch(sampling_mask=sampling_mask))["loss"]
     module = FusedLinearGRPOLoss(loss_type="dapo")
     logprobs: dict[str, Tensor] = problem.logprobs
     padded = module(
         problem.hidden, problem.weight, problem.target, problem.advantages, problem.mask,
-        bias=problem.bias, kept=kept, **logprobs,
+        bias=problem.bias, sampling_mask=sampling_mask, **logprobs,
     )  # fmt: skip
     packed = module(
         problem.hidden.flatten(0, 1), problem.weight, problem.target.flatten(),
-        problem.advantages, problem.mask.flatten(), bias=problem.bias, kept=kept,
+        problem.advantages, problem.mask.flatten(), bias=problem.bias, sampling_mask=sampling_mask,
         cu_seqlens=torch.arange(0, shape.numel() + 1, shape[1]),
         **{name: value.flatten() for name, value in logprobs.items()},
     )  # fmt: skip
@@ -119,24 +130,36 @@ def test_packed_equals_padded_and_module() -> None:
 
 def test_selected_tokens_keep_their_sets() -> None:
     problem = make_problem()
-    batch = problem.batch(kept=kept_sets(problem))
+    batch = problem.batch(sampling_mask=sampling_mask_of(problem))
     keep = torch.arange(1, batch.num_tokens, 3)
     part = batch.select(keep)
     for row, source in enumerate(keep.tolist()):
-        rows = (part.kept.take(slice(row, row + 1)), batch.kept.take(slice(source, source + 1)))
+        rows = (
+            part.sampling_mask.take(slice(row, row + 1)),
+            batch.sampling_mask.take(slice(source, source + 1)),
+        )
         assert torch.equal(rows[0].indices, rows[1].indices)
-    assert batch.narrow(2, 5).kept.num_rows == 3
+    assert batch.narrow(2, 5).sampling_mask.num_rows == 3
 
 
 @pytest.mark.parametrize(
     "make,message",
     [
-        (lambda kept: [[1]], r"kept: expected a KeptSet of 28 rows .* got list"),
-        (lambda kept: kept.take(slice(0, 9)), "kept: expected a KeptSet of 28 rows .* got 9 rows"),
-        (lambda kept: KeptSet.from_lists([[99]] * 28), r"kept: expected ids in \[0, 53\), got 99"),
+        (
+            lambda sampling_mask: [[1]],
+            r"sampling_mask: expected a SamplingMask of 28 rows .* got list",
+        ),
+        (
+            lambda sampling_mask: sampling_mask.take(slice(0, 9)),
+            "sampling_mask: expected a SamplingMask of 28 rows .* got 9 rows",
+        ),
+        (
+            lambda sampling_mask: SamplingMask.from_lists([[99]] * 28),
+            r"sampling_mask: expected ids in \[0, 53\), got 99",
+        ),
     ],
 )
 def test_sets_that_do_not_fit(make, message: str) -> None:
     problem = make_problem()
     with pytest.raises(ValueError, match=message):
-        run(problem, LossConfig(), problem.batch(kept=make(kept_sets(problem))))
+        run(problem, LossConfig(), problem.batch(sampling_mask=make(sampling_mask_of(problem))))

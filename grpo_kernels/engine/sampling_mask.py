@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import Transform
 from grpo_kernels.backends.chunked import slope, transformed
-from grpo_kernels.batch.kept_set import KeptSet
+from grpo_kernels.batch.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class _Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptRows:
+class MaskedRows:
     """The kept ids of a tile's C rows, with what their gradient needs once the logits are gone."""
 
     ids: Tensor  # (N,)
@@ -46,19 +46,21 @@ class KeptRows:
     logp: Tensor  # (C,) fp64, the kept log-probability of the target
 
     @staticmethod
-    def of(logits: Tensor, target: Tensor, transform: Transform, kept: KeptSet) -> KeptRows:
+    def of(
+        logits: Tensor, target: Tensor, transform: Transform, sampling_mask: SamplingMask
+    ) -> MaskedRows:
         """From raw ``logits`` (C, V), ``target`` (C,) and the sets of the same rows."""
-        ids, rows = kept.indices, kept.rows
+        ids, rows = sampling_mask.indices, sampling_mask.rows
         all_rows = torch.arange(target.numel(), device=target.device)
         own = _Scores.at(logits, transform, all_rows, target)
         listed = _Scores.at(logits, transform, rows, ids)
         is_target = ids == target[rows]
         scores = listed.values.masked_fill(is_target, float("-inf"))  # it is added below
-        peak = torch.maximum(_reduce("max", scores, kept, float("-inf")), own.values)
+        peak = torch.maximum(_reduce("max", scores, sampling_mask, float("-inf")), own.values)
         others = (scores - peak[rows]).exp()
         # the mass in units of the peak's, less 1: nothing is lost of a mass that is hardly over 1
-        excess = _reduce("sum", others, kept, 0.0) + torch.expm1(own.values - peak)
-        return KeptRows(
+        excess = _reduce("sum", others, sampling_mask, 0.0) + torch.expm1(own.values - peak)
+        return MaskedRows(
             ids=ids,
             rows=rows,
             others=others / (1 + excess)[rows] * listed.slopes,
@@ -67,12 +69,12 @@ class KeptRows:
             logp=own.values - peak - excess.log1p(),
         )
 
-    def at(self, order: Tensor) -> KeptRows:
+    def at(self, order: Tensor) -> MaskedRows:
         """The same where a tile holds the rows ``order`` (n,) of this one."""
         places = torch.full_like(self.target, -1)
         places[order] = torch.arange(order.numel(), device=order.device)
         left = places[self.rows] >= 0
-        return KeptRows(
+        return MaskedRows(
             ids=self.ids[left],
             rows=places[self.rows[left]],
             others=self.others[left],
@@ -81,28 +83,28 @@ class KeptRows:
             logp=self.logp[order],
         )
 
-    def add_gradient_(self, dlogits: Tensor, dkept: Tensor) -> None:
-        """Adds ``dkept (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
+    def add_gradient_(self, dlogits: Tensor, dmasked: Tensor) -> None:
+        """Adds ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
 
         Each logit is read and written once, so no addition can come before another.
         """
-        dkept = dkept.double()
-        gradient = -dkept[self.rows] * self.others
+        dmasked = dmasked.double()
+        gradient = -dmasked[self.rows] * self.others
         gradient += dlogits[self.rows, self.ids].double()
         dlogits[self.rows, self.ids] = gradient.to(dlogits.dtype)
         own = torch.arange(self.target.numel(), device=self.target.device)
-        gradient = dkept * -torch.expm1(self.logp) * self.target_slope
+        gradient = dmasked * -torch.expm1(self.logp) * self.target_slope
         gradient += dlogits[own, self.target].double()
         dlogits[own, self.target] = gradient.to(dlogits.dtype)
 
 
-def _reduce(how: str, values: Tensor, kept: KeptSet, initial: float) -> Tensor:
+def _reduce(how: str, values: Tensor, sampling_mask: SamplingMask, initial: float) -> Tensor:
     """(C,) sums or maxima of the (N,) ``values`` of each row, in the order of the ids.
 
     As a matrix of one column: a GPU then walks through each row's values one by one, so that the
     result depends on nothing else.
     """
     column = values.unsqueeze(-1)
-    lengths = kept.offsets.diff()
+    lengths = sampling_mask.offsets.diff()
     reduced = torch.segment_reduce(column, how, lengths=lengths, unsafe=True, initial=initial)
     return reduced.squeeze(-1)
