@@ -1,0 +1,16 @@
+"""What a loss is taken on: valid tokens of a rollout, packed and checked. Knows nothing else."""
+
+from grpo_kernels.batch import host
+from grpo_kernels.batch.packing import IGNORE_INDEX
+from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
+from grpo_kernels.batch.segments import Segments
+from grpo_kernels.batch.token_batch import TokenBatch
+
+__all__ = [
+    "IGNORE_INDEX",
+    "SamplingMask",
+    "Segments",
+    "TokenBatch",
+    "check_sampling_mask",
+    "host",
+]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 def reading_is_free(x: Tensor) -> bool:
-    """Whether the host can read ``x`` without waiting for a device."""
+    """Return whether the host can read ``x`` without waiting for a device."""
     return x.device.type == "cpu"
 
 
-def fetch(x: Tensor) -> list[int]:
-    """The values of integers ``x``, (N,). A training step waits for a device here, and once."""
+def known(x: Tensor) -> Any:
+    """Return the numbers in a CPU tensor that holds what the host knows of a batch."""
     return x.tolist()
 
 
+def fetch(x: Tensor) -> Tensor:
+    """Return integers ``x`` as a CPU tensor. A training step waits for a device here, and once."""
+    return x.cpu()
+
+
 def require(condition: Tensor, message: str) -> None:
-    """Raises ValueError unless ``condition``, (); on a device an assertion there fails later."""
+    """Raise ValueError unless ``condition``, (); on a device an assertion there fails later."""
     if not reading_is_free(condition):
         torch._assert_async(condition, message)
     elif not bool(condition):

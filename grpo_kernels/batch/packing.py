@@ -8,104 +8,120 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-import grpo_kernels.batch.host as host
+from grpo_kernels.batch import host
 from grpo_kernels.batch.sampling_mask import check_sampling_mask
 
 IGNORE_INDEX = -100
 LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "entropy_scale")
 COUNT_FIELDS = ("lengths", "active_lengths")
+UNKNOWN = -1  # a count that the host does not know
 
 
-class _Counts(NamedTuple):
-    """What the host must know of a batch."""
+class _Layout(NamedTuple):
+    """The caller's tokens, flattened to N."""
 
-    lengths: tuple[int, ...]  # (B,) valid tokens of each sequence
-    active_lengths: tuple[int, ...] | None  # (B,) those whose advantage is not 0; None: not known
-    max_target: int | None  # None: not known
+    target: Tensor  # (N,)
+    mask: Tensor  # (N,) bool, the valid ones
+    bad_mask: Tensor | None  # (), whether the caller's mask has other values than 0 and 1
+    starts: Tensor  # (B + 1,) int64, where the sequences begin and end; safe to index with
+    bad_starts: Tensor | None  # (), whether the caller's were not
 
 
 def packed_fields(
     target: Tensor,
     advantages: Tensor,
     mask: Tensor | None,
-    cu_seqlens: Tensor,  # (B + 1,) int64 offsets in the caller's flattened layout
-    optional: Mapping[str, Any],  # the FIELDS above, kept, gradient_accumulation_steps
+    cu_seqlens: Tensor | None,  # (B + 1,) of packed tokens; None: target is (B, L)
+    optional: Mapping[str, Any],  # the FIELDS above, sampling_mask, gradient_accumulation_steps
 ) -> dict[str, Any]:
-    """The fields of a ``TokenBatch`` that holds the valid tokens.
+    """Return the fields of a ``TokenBatch`` that holds the valid tokens.
 
     Raises:
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
     """
     _check_optional(optional)
-    starts = _mended(cu_seqlens, target.numel())
-    given = _given_counts(optional, starts.numel() - 1)
-    mask, bad_mask = _valid_mask(target, mask)
-    advantages, per_token = _token_advantages(advantages, target, starts)
-    logprobs = {name: _token_values(name, optional.get(name), target) for name in LOGPROB_FIELDS}
+    layout = _layout(target, mask, cu_seqlens)
+    given = _given_counts(optional, layout.starts.numel() - 1)
+    per_token = _check_advantages(advantages, target, layout)
     sampling_mask = optional.get("sampling_mask")
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, target)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
-    active = mask & (advantages.reshape(target.shape) != 0)
-    found = torch.stack([_per_sequence(mask, starts), _per_sequence(active, starts)])
-    bad = [(starts != cu_seqlens).any(), bad_mask]
-    flags = _value_flags(target, mask, advantages, logprobs, scalars, bad)
+
+    columns = {"advantages": _token_advantages(advantages, layout, per_token)}
+    columns |= {
+        name: _token_values(name, value, target)
+        for name in LOGPROB_FIELDS
+        if (value := optional.get(name)) is not None
+    }
+    table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
+    offsets = _offsets(layout, table[0])  # (2, B + 1)
+    names, flags = _value_flags(layout, table, list(columns), scalars)
     if given is None or host.reading_is_free(target):
-        counts = _fetched(flags, found, given, scalars, target.numel())
+        found = host.fetch(torch.cat([flags, offsets.diff().reshape(-1)]))
+        low, _, *bad = host.known(found[: len(flags)])
+        wrong = [name for name, flag in zip(names, bad, strict=True) if flag]
+        _raise_on_flags(low, wrong, target.numel())
+        counts, max_target = _agreed(found[len(flags) :].reshape(2, -1), given), found[1]
     else:
-        counts = given
-        _require(flags, found, given)
-    total = sum(counts.lengths)
-    keep = None
-    if total < mask.numel():  # a nonzero() that needs no second transfer
-        keep = torch.argsort(~mask.reshape(-1), stable=True)[:total]
+        counts, max_target = given, None
+        _require(flags, offsets, given)
 
-    def take(values: Tensor) -> Tensor:
-        return values.reshape(-1) if keep is None else values.reshape(-1)[keep]
-
+    total, keep = sum(host.known(counts)[0]), None
+    picked = layout.target
+    if total < picked.numel():
+        keep = torch.argsort(~layout.mask, stable=True)[:total]  # needs no transfer, unlike nonzero
+        picked, table = picked[keep], table[:, keep]
     return {
-        **optional,
-        **scalars,
-        "target": take(target),
-        "advantages": take(advantages),
-        "cu_seqlens": offsets_of(found[0]),
-        **counts._asdict(),
+        "target": picked,
+        **dict(zip(columns, table.unbind(0), strict=True)),
+        "cu_seqlens": offsets[0],
+        "counts": counts,
+        "layout": torch.tensor(target.shape),
         "rows": keep,
-        "layout": tuple(target.shape),
+        "max_target": max_target,
         "advantages_per_token": per_token,
-        "sampling_mask": sampling_mask.take(keep)
-        if sampling_mask is not None and keep is not None
-        else sampling_mask,
-        **{name: take(value) if value is not None else None for name, value in logprobs.items()},
+        "sampling_mask": _taken(sampling_mask, keep),
+        "gradient_accumulation_steps": optional.get("gradient_accumulation_steps", 1),
+        **scalars,
     }
 
 
-def offsets_of(counts: Tensor) -> Tensor:
-    """(B,) counts to the (B + 1,) offsets where each sequence begins and ends."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+def _taken(sampling_mask: Any, keep: Tensor | None) -> Any:
+    return sampling_mask if sampling_mask is None or keep is None else sampling_mask.take(keep)
 
 
-def _mended(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The same if it rises from 0 to ``total``, else something that does and is safe to use."""
-    if not cu_seqlens.numel():
-        return cu_seqlens
-    mended = cu_seqlens.clamp(0, total).cummax(0).values
+def _layout(target: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Layout:
+    flat, bad_mask = target.reshape(-1), None
+    valid = flat != IGNORE_INDEX
+    if mask is not None:
+        _check_mask(mask, target)
+        ones = mask.reshape(-1) != 0
+        if mask.dtype != torch.bool:
+            bad_mask = (ones & (mask.reshape(-1) != 1)).any()
+        valid = ones & valid
+    if cu_seqlens is None:
+        sequences, length = target.shape
+        starts = torch.arange(sequences + 1, device=target.device) * length
+        return _Layout(flat, valid, bad_mask, starts, None)
+    starts = cu_seqlens.long().clamp(0, flat.numel()).cummax(0).values
     # slices are filled on the device; a number set at an index would be sent there, with a wait
-    mended[:1], mended[-1:] = 0, total
-    return mended
+    starts[:1], starts[-1:] = 0, flat.numel()
+    return _Layout(flat, valid, bad_mask, starts, (starts != cu_seqlens).any())
 
 
-def _per_sequence(mask: Tensor, starts: Tensor) -> Tensor:
-    """How many of each sequence's tokens are in the mask, (B,) int64."""
-    return torch.segment_reduce(
-        mask.reshape(-1).double(), "sum", lengths=starts.diff(), unsafe=True, initial=0
-    ).long()
+def _offsets(layout: _Layout, advantages: Tensor) -> Tensor:
+    """(2, B + 1): where the valid tokens of each sequence begin, and those with an advantage."""
+    both = torch.stack([layout.mask, layout.mask & (advantages != 0)])
+    return pad(both.cumsum(1), (1, 0))[:, layout.starts]
 
 
-def _given_counts(optional: Mapping[str, Any], sequences: int) -> _Counts | None:
-    lengths, active = (_count_tuple(name, optional.get(name), sequences) for name in COUNT_FIELDS)
+def _given_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None:
+    """(2, B) int64 on the CPU from the caller's lists."""
+    lengths, active = (_count_list(name, optional.get(name), sequences) for name in COUNT_FIELDS)
     if lengths is None:
         if active is not None:
             raise ValueError(
@@ -114,10 +130,10 @@ def _given_counts(optional: Mapping[str, Any], sequences: int) -> _Counts | None
         return None
     if active is not None and any(few > all_ for few, all_ in zip(active, lengths, strict=True)):
         raise ValueError(f"active_lengths: expected at most lengths {lengths}, got {active}")
-    return _Counts(lengths, active, None)
+    return torch.tensor([lengths, active or [UNKNOWN] * sequences])
 
 
-def _count_tuple(name: str, value: Sequence[int] | None, sequences: int) -> tuple[int, ...] | None:
+def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[int] | None:
     if value is None:
         return None
     integers = isinstance(value, list | tuple) and all(
@@ -125,44 +141,35 @@ def _count_tuple(name: str, value: Sequence[int] | None, sequences: int) -> tupl
     )
     if not integers or len(value) != sequences:
         raise ValueError(f"{name}: expected {sequences} ints >= 0, one per sequence, got {value!r}")
-    return tuple(value)
+    return list(value)
 
 
-def _fetched(
-    flags: Tensor,
-    found: Tensor,  # (2, B)
-    given: _Counts | None,
-    scalars: Mapping[str, object],
-    total: int,
-) -> _Counts:
-    """The counts by the batch's one transfer, after a check of its values."""
-    low, high, *rest = host.fetch(torch.cat([flags, found.reshape(-1)]))
-    _raise_on_flags(low, rest[: len(flags) - 2], scalars, total)
-    each, sequences = rest[len(flags) - 2 :], found.shape[1]
-    counts = _Counts(tuple(each[:sequences]), tuple(each[sequences:]), high)
+def _agreed(found: Tensor, given: Tensor | None) -> Tensor:
+    """The counts (2, B), after a comparison with what the caller says they are."""
     if given is None:
-        return counts
-    for name in COUNT_FIELDS:
-        stated, true = getattr(given, name), getattr(counts, name)
-        if stated not in (None, true):
-            raise ValueError(f"{name}: expected {true} for these tensors, got {stated}")
-    return counts._replace(active_lengths=given.active_lengths)
+        return found
+    for name, stated, true in zip(COUNT_FIELDS, host.known(given), host.known(found), strict=True):
+        if UNKNOWN not in stated and stated != true:
+            raise ValueError(
+                f"{name}: expected {tuple(true)} for these tensors, got {tuple(stated)}"
+            )
+    return given
 
 
-def _require(flags: Tensor, found: Tensor, given: _Counts) -> None:
+def _require(flags: Tensor, offsets: Tensor, given: Tensor) -> None:
     """The checks of values, later and on the device."""
-    low, bad, totals = flags[0], flags[2:], found.sum(1)
-    host.require(low >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
+    host.require(flags[0] >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
     host.require(
-        ~bad.any(), "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
+        ~flags[2:].any(),
+        "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values",
     )
-    for name, total in zip(COUNT_FIELDS, totals, strict=True):
-        stated = getattr(given, name)
-        if stated is not None:
-            host.require(total == sum(stated), f"{name}: expected another sum for these tensors")
+    for name, stated, ends in zip(COUNT_FIELDS, host.known(given), offsets, strict=True):
+        if UNKNOWN not in stated:
+            host.require(ends[-1] == sum(stated), f"{name}: expected another sum for these tensors")
 
 
 def check_target(target: Tensor, dim: int, shape: str) -> None:
+    """Raise ValueError unless ``target`` holds token ids of so many dimensions."""
     if not isinstance(target, Tensor) or target.dim() != dim:
         got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"target: expected a {shape} tensor of token ids, got {got}")
@@ -171,6 +178,7 @@ def check_target(target: Tensor, dim: int, shape: str) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, target: Tensor) -> None:
+    """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else cu_seqlens
         raise ValueError(f"cu_seqlens: expected a (B + 1,) integer tensor, B >= 1, got {got!r}")
@@ -184,23 +192,16 @@ def _check_device(name: str, value: Tensor, target: Tensor) -> None:
         raise ValueError(f"{name}: expected device {target.device} (of target), got {value.device}")
 
 
-def _valid_mask(target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return which tokens count, and whether a value is neither 0 nor 1, ()."""
-    listed = target != IGNORE_INDEX
-    if mask is None:
-        return listed, listed.new_zeros(())
+def _check_mask(mask: Tensor, target: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.shape != target.shape:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask: expected the shape of target {tuple(target.shape)}, got {got}")
     _check_device("mask", mask, target)
-    ones = mask != 0
-    return ones & listed, (ones & (mask != 1)).any()
 
 
-def _token_advantages(advantages: Tensor, target: Tensor, starts: Tensor) -> tuple[Tensor, bool]:
-    """Return one advantage per token, and whether they were given so."""
-    sequences = starts.numel() - 1
-    per_token, per_sequence = tuple(target.shape), (sequences,)
+def _check_advantages(advantages: Tensor, target: Tensor, layout: _Layout) -> bool:
+    """Return whether they are given one per token, or else one per sequence."""
+    per_token, per_sequence = tuple(target.shape), (layout.starts.numel() - 1,)
     shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else None
     if shape not in (per_token, per_sequence):
         got = shape if shape is not None else type(advantages).__name__
@@ -211,102 +212,86 @@ def _token_advantages(advantages: Tensor, target: Tensor, starts: Tensor) -> tup
     if not advantages.is_floating_point():
         raise ValueError(f"advantages: expected a floating-point dtype, got {advantages.dtype}")
     _check_device("advantages", advantages, target)
-    advantages = advantages.detach()
-    if advantages.dtype != torch.float64:
-        advantages = advantages.float()
-    if shape == per_token:
-        return advantages, True
-    each = torch.repeat_interleave(advantages, starts.diff(), output_size=target.numel())
-    return each, False
+    return shape == per_token
 
 
-def _token_values(name: str, value: Tensor | None, target: Tensor) -> Tensor | None:
-    if value is None:
-        return None
+def _token_advantages(advantages: Tensor, layout: _Layout, per_token: bool) -> Tensor:  # (N,)
+    advantages = _wide(advantages)
+    if per_token:
+        return advantages.reshape(-1)
+    sizes = layout.starts.diff()
+    return torch.repeat_interleave(advantages, sizes, output_size=layout.target.numel())
+
+
+def _token_values(name: str, value: Tensor, target: Tensor) -> Tensor:  # (N,)
     if not isinstance(value, Tensor) or value.shape != target.shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name}: expected the shape of target {tuple(target.shape)}, got {got}")
     if not value.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point dtype, got {value.dtype}")
     _check_device(name, value, target)
+    return _wide(value).reshape(-1)
+
+
+def _wide(value: Tensor) -> Tensor:
     value = value.detach()
     return value if value.dtype == torch.float64 else value.float()
 
 
-def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | float | None:
-    """A number, or a () tensor on the device of the target: nothing is sent there later."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
-    if not isinstance(value, Tensor) or value.dim():
+def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | None:
+    """Return a () tensor: a number stays on the host, a tensor is on the device of the target."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = torch.tensor(value, dtype=torch.float64)
+    if value is not None and (not isinstance(value, Tensor) or value.dim()):
         got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name}: expected a scalar, got {got}")
-    if value.device == target.device:
-        return value
-    return float(value) if value.device.type == "cpu" else value.to(target.device)
+    if value is None or not host.reading_is_free(value):
+        return value if value is None else value.to(target.device)
+    number = host.known(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name}: expected a finite number >= 0, got {number!r}")
+    return value
 
 
 def _value_flags(
-    target: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    logprobs: Mapping[str, Tensor | None],
-    scalars: Mapping[str, Tensor | float | None],
-    others: list[Tensor],  # (), whether something else is bad
-) -> Tensor:
-    """(11,) int64: lowest and highest valid target, then 1 for each kind of bad value."""
-
-    def bad(value: Tensor | None, nan_is_fine: bool = False) -> Tensor:
-        if value is None:
-            return target.new_zeros(())
-        wrong = value.isinf() if nan_is_fine else ~value.isfinite()
-        return (wrong.reshape(target.shape) & mask).any().long()
-
-    valid = torch.where(mask, target, 0)
-    low, high = (valid.amin(), valid.amax()) if target.numel() else (valid.sum(), valid.sum())
-
-    def bad_scalar(value: Tensor | float | None) -> Tensor:
-        if isinstance(value, Tensor):
-            return (~(value.isfinite() & (value >= 0))).long()
-        right = value is None or (math.isfinite(value) and value >= 0)
-        return torch.full_like(low, not right)
-
-    flags = [
-        low,
-        high,
-        bad(advantages),
-        bad(logprobs["old_logprobs"]),
-        bad(logprobs["ref_logprobs"]),
-        bad(logprobs["rollout_logprobs"], nan_is_fine=True),
-        *(bad_scalar(value) for value in scalars.values()),
-        *(other.long() for other in others),
-    ]
-    return torch.stack(flags)
+    layout: _Layout,
+    table: Tensor,  # (k, N)
+    columns: Sequence[str],  # its rows
+    scalars: Mapping[str, Tensor | None],
+) -> tuple[list[str], Tensor]:
+    """Names, and int64: lowest and highest valid target, then 1 where a value is bad."""
+    target, mask = layout.target, layout.mask
+    ids = torch.where(mask, target, 0)
+    ends = ids.new_zeros(2) if not ids.numel() else torch.stack(ids.aminmax())
+    wrong = ~table.isfinite()
+    if "rollout_logprobs" in columns:  # the last; NaN says that the engine does not know
+        wrong[-1] = table[-1].isinf()
+    others = {"cu_seqlens": layout.bad_starts, "mask": layout.bad_mask} | {
+        name: ~(value.isfinite() & (value >= 0))
+        for name, value in scalars.items()
+        if value is not None and not host.reading_is_free(value)
+    }
+    present = {name: flag for name, flag in others.items() if flag is not None}
+    flags = [ends, (wrong & mask).any(1), *(flag.reshape(1) for flag in present.values())]
+    return [*columns, *present], torch.cat([flag.long() for flag in flags])
 
 
-def _raise_on_flags(low: int, bad: list[int], scalars: Mapping[str, object], total: int) -> None:
+def _raise_on_flags(low: int, bad: Sequence[str], total: int) -> None:
     if low < 0:
-        raise ValueError(f"target: expected ids >= 0 (or -100 for no loss), got {low}")
-    *bad, bad_offsets, bad_mask = bad
-    if bad_offsets:
-        raise ValueError(f"cu_seqlens: expected offsets rising from 0 to T = {total}")
-    if bad_mask:
-        raise ValueError("mask: expected bool or 0 and 1, got other values")
-    for name, flag in zip(("advantages", *LOGPROB_FIELDS, *SCALAR_FIELDS), bad, strict=True):
-        if not flag:
-            continue
-        if name in scalars:
-            raise ValueError(f"{name}: expected a finite number >= 0, got {scalars[name]!r}")
-        raise ValueError(f"{name}: expected finite values on valid tokens, got NaN or infinity")
+        raise ValueError(f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss), got {low}")
+    expected = {
+        "cu_seqlens": f"offsets rising from 0 to T = {total}",
+        "mask": "bool or 0 and 1, got other values",
+        **dict.fromkeys(SCALAR_FIELDS, "a finite number >= 0"),
+    }
+    for name in bad:
+        values = "finite values on valid tokens, got NaN or infinity"
+        raise ValueError(f"{name}: expected {expected.get(name, values)}")
 
 
 def _check_optional(optional: Mapping[str, Any]) -> None:
-    known = (
-        *LOGPROB_FIELDS,
-        *SCALAR_FIELDS,
-        *COUNT_FIELDS,
-        "sampling_mask",
-        "gradient_accumulation_steps",
-    )
+    others = ("sampling_mask", "gradient_accumulation_steps")
+    known = (*LOGPROB_FIELDS, *SCALAR_FIELDS, *COUNT_FIELDS, *others)
     for name in optional:
         if name not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}")

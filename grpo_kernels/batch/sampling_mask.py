@@ -28,7 +28,7 @@ class SamplingMask:
     indices: Tensor  # (N,) int64 ids, ascending within a row, none twice
     offsets: Tensor  # (T + 1,) int64, where the rows begin in ``indices``
     bounds: Tensor  # (T + 1,) int64 on the CPU, the same: slices need no transfer
-    max_id: int  # the largest id, so that a vocabulary can be checked without a transfer
+    max_id: Tensor  # () int64 on the CPU, the largest id: a vocabulary is checked by it
 
     @classmethod
     def from_csr(cls, indices: Tensor, offsets: Tensor) -> SamplingMask:
@@ -158,7 +158,9 @@ def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask
     indices = keys % (max_id + 1)
     borders = torch.arange(num_rows + 1, device=ids.device) * (max_id + 1)
     offsets = torch.searchsorted(keys, borders)
-    return SamplingMask(indices=indices, offsets=offsets, bounds=offsets.cpu(), max_id=max_id)
+    return SamplingMask(
+        indices=indices, offsets=offsets, bounds=offsets.cpu(), max_id=torch.tensor(max_id)
+    )
 
 
 def _check_integers(name: str, value: Tensor, shape: str) -> None:

@@ -8,17 +8,19 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import Unpack
 
-from grpo_kernels.batch.opaque import Opaque
+from grpo_kernels.batch import host
 from grpo_kernels.batch.packing import (
     LOGPROB_FIELDS,
+    UNKNOWN,
     check_cu_seqlens,
     check_target,
-    offsets_of,
     packed_fields,
 )
 from grpo_kernels.batch.sampling_mask import SamplingMask
+from grpo_kernels.batch.segments import Segments
 
 
 class OptionalFields(TypedDict, total=False):
@@ -36,39 +38,35 @@ class OptionalFields(TypedDict, total=False):
     active_lengths: Sequence[int] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBatch(Opaque):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenBatch:
     """Valid completion tokens of B sequences, packed to T rows. Build it with the class methods.
 
     Masked tokens (prompt, padding, tool results) are not in it: they cost nothing downstream and
     cannot influence another token. ``rows`` says where in the caller's layout each token stood.
+
+    What changes from batch to batch is in tensors, what the host knows in CPU tensors, so that a
+    compiler guards on none of it.
     """
 
     target: Tensor  # (T,) int64
-    advantages: Tensor  # (T,) fp32 (fp64 if given so)
+    advantages: Tensor  # (T,) fp32 (fp64 if any vector is given so)
     cu_seqlens: Tensor  # (B + 1,) int64, offsets of the sequences; a sequence may be empty
-    lengths: tuple[int, ...]  # (B,) the same, as host integers
+    # (2, B) int64 on the CPU: tokens of each sequence, and those of them whose advantage is not 0
+    # (-1: not known)
+    counts: Tensor
+    layout: Tensor  # int64 on the CPU, the shape of the caller's tokens: (B, L) or (T0,)
     rows: Tensor | None = None  # (T,) int64 positions in the caller's flattened layout; None: all
-    layout: tuple[int, ...] = ()  # the caller's layout, (B, L) or (T0,)
-    # (B,) how many of them have an advantage other than 0, as host integers; None: not known
-    active_lengths: tuple[int, ...] | None = None
+    max_target: Tensor | None = None  # () on the CPU, the largest target; None: not known there
     advantages_per_token: bool = False  # given one per token, so they may differ in a sequence
-    max_target: int | None = None  # the largest target; None: not known on the host
     old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
     sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
-    num_items_in_batch: Tensor | float | None = None
-    num_tokens_in_micro_batch: Tensor | float | None = None
-    entropy_scale: Tensor | float | None = None
+    num_items_in_batch: Tensor | None = None  # (), as the next two; on the CPU if given as numbers
+    num_tokens_in_micro_batch: Tensor | None = None
+    entropy_scale: Tensor | None = None
     gradient_accumulation_steps: int = 1
-
-    def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = {k: v for k, v in values.items() if not isinstance(v, Tensor | SamplingMask)}
-        if self.sampling_mask is not None:
-            plain["mask_max_id"] = self.sampling_mask.max_id
-        self._pack(plain)
 
     @classmethod
     def from_padded(
@@ -110,9 +108,7 @@ class TokenBatch(Opaque):
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
         """
         check_target(target, 2, "(B, L)")
-        sequences, length = target.shape
-        starts = torch.arange(sequences + 1, device=target.device) * length
-        return cls(**packed_fields(target, advantages, mask, starts, optional))
+        return cls(**packed_fields(target, advantages, mask, None, optional))
 
     @classmethod
     def from_packed(
@@ -130,14 +126,7 @@ class TokenBatch(Opaque):
         """
         check_target(target, 1, "(T,)")
         check_cu_seqlens(cu_seqlens, target)
-        return cls(**packed_fields(target, advantages, mask, cu_seqlens.long(), optional))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of the batch."""
-        values = [getattr(owner, field.name) for owner in (self, self.sampling_mask)
-                  if owner is not None for field in fields(owner)]  # fmt: skip
-        return [value for value in values if isinstance(value, Tensor)]
+        return cls(**packed_fields(target, advantages, mask, cu_seqlens, optional))
 
     @property
     def num_tokens(self) -> int:
@@ -145,66 +134,75 @@ class TokenBatch(Opaque):
 
     @property
     def num_sequences(self) -> int:
-        return len(self.lengths)
+        return self.counts.shape[1]
 
     @property
-    def sequence_ids(self) -> Tensor:
-        """(T,) index of each token's sequence."""
-        counts = self.cu_seqlens.diff()
-        return torch.repeat_interleave(counts, output_size=self.num_tokens)
+    def lengths(self) -> tuple[int, ...]:
+        """(B,) tokens of each sequence, as host integers."""
+        return tuple(host.known(self.counts)[0])
 
-    def segment_sum(self, values: Tensor) -> Tensor:
-        """Sums of ``values`` (T,) over each sequence, (B,).
+    @property
+    def active_lengths(self) -> tuple[int, ...] | None:
+        """(B,) those of them whose advantage is not 0; None: the host does not know."""
+        active = tuple(host.known(self.counts)[1])
+        return None if UNKNOWN in active else active
 
-        Accumulated in fp64 and in token order, so the result is the same in any batch.
-        """
-        sums = torch.segment_reduce(
-            values.double(), "sum", lengths=self.cu_seqlens.diff(), unsafe=True, initial=0
+    @property
+    def segments(self) -> Segments:
+        """The sequences, to reduce over."""
+        return Segments(self.cu_seqlens, self.num_tokens)
+
+    def tensors(self) -> list[Tensor | None]:
+        """Every field that may hold a tensor, and those of the sampling mask, in a fixed order."""
+        mask = self.sampling_mask
+        own = [getattr(self, name) for name in TENSOR_FIELDS]
+        return own + [None if mask is None else getattr(mask, name) for name in MASK_FIELDS]
+
+    @classmethod
+    def of_tensors(
+        cls, tensors: Sequence[Tensor | None], per_token: bool, steps: int
+    ) -> TokenBatch:
+        """Rebuild a batch from :meth:`tensors` and its two other fields."""
+        own, rest = tensors[: len(TENSOR_FIELDS)], tensors[len(TENSOR_FIELDS) :]
+        mask = None
+        if rest[0] is not None:
+            mask = SamplingMask(**dict(zip(MASK_FIELDS, rest, strict=True)))  # type: ignore[arg-type]
+        values = dict(zip(TENSOR_FIELDS, own, strict=True))
+        return cls(
+            **values,  # type: ignore[arg-type]
+            sampling_mask=mask,
+            advantages_per_token=per_token,
+            gradient_accumulation_steps=steps,
         )
-        return sums.to(values.dtype)
-
-    def segment_mean(self, values: Tensor) -> Tensor:
-        """Means of ``values`` (T,) over each sequence, (B,); 0 for an empty one."""
-        return self.segment_sum(values) / self.cu_seqlens.diff().clamp(min=1)
-
-    def expand(self, values: Tensor) -> Tensor:
-        """Gives each token its sequence's value: (B,) to (T,)."""
-        return values[self.sequence_ids]
 
     def narrow(self, start: int, stop: int) -> TokenBatch:
         """Tokens start..stop; sequences cut by the borders keep the part that lies inside."""
-        cut = slice(start, stop)
-        lengths, offset = [], 0
-        for length in self.lengths:
-            lengths.append(max(0, min(stop, offset + length) - max(start, offset)))
-            offset += length
-        return self._take(cut, self.cu_seqlens.clamp(start, stop) - start, tuple(lengths))
+        ends = pad(self.counts[0].cumsum(0), (1, 0)).clamp(start, stop)
+        cu_seqlens = self.segments.narrow(start, stop).cu_seqlens
+        return self._take(slice(start, stop), cu_seqlens, ends.diff())
 
-    def select(self, keep: Tensor, lengths: tuple[int, ...] | None = None) -> TokenBatch:
+    def select(self, keep: Tensor, lengths: Tensor | None = None) -> TokenBatch:
         """The tokens of the int64 index ``keep`` (ascending), in the same B sequences.
 
-        ``lengths`` says how many are of each sequence; None: by a host transfer.
+        ``lengths`` (B,) on the CPU says how many are of each sequence; None: by a host transfer.
         """
-        sampling_mask = torch.zeros_like(self.target).index_fill_(0, keep, 1)
-        counts = self.segment_sum(sampling_mask.double()).long()
-        if lengths is None:
-            lengths = tuple(counts.tolist())
-        return self._take(keep, offsets_of(counts), lengths)
+        kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
+        cu_seqlens = pad(kept.cumsum(0), (1, 0))[self.cu_seqlens]
+        return self._take(keep, cu_seqlens, cu_seqlens.diff().cpu() if lengths is None else lengths)
 
     def occupied(self) -> TokenBatch:
         """The same tokens without the sequences that have none."""
-        lengths = tuple(length for length in self.lengths if length)
-        counts = self.cu_seqlens.diff()
-        order = torch.argsort(counts == 0, stable=True)[: len(lengths)]
-        return replace(
-            self, cu_seqlens=offsets_of(counts[order]), lengths=lengths, active_lengths=None
-        )
+        counts = self.counts[:, self.counts[0] > 0]
+        lengths = self.cu_seqlens.diff()
+        order = torch.argsort(lengths == 0, stable=True)[: counts.shape[1]]
+        cu_seqlens = pad(lengths[order].cumsum(0), (1, 0))
+        return replace(self, cu_seqlens=cu_seqlens, counts=counts)
 
     def overwrite(self, other: TokenBatch) -> None:
-        """Copies the tensors of ``other`` into this batch's, for the replay of a captured graph.
+        """Copy the tensors of ``other`` into this batch's, for the replay of a captured graph.
 
         Values may differ, what the host knows may not: lengths, layout, which tensors there are,
-        numbers that are no tensors.
+        numbers that are on the CPU.
 
         Raises:
             ValueError: they differ, or there is a sampling mask, whose size is data.
@@ -215,34 +213,37 @@ class TokenBatch(Opaque):
             )
         for field in fields(self):
             mine, new = getattr(self, field.name), getattr(other, field.name)
-            both = isinstance(mine, Tensor) and isinstance(new, Tensor)
-            same = mine.shape == new.shape if both else type(mine) is type(new) and mine == new
-            if not same and field.name != "max_target":
+            if field.name != "max_target" and not _same_to_the_host(mine, new, field.name):
                 raise ValueError(f"{field.name}: expected {_known(mine)}, got {_known(new)}")
         for field in fields(self):
             mine = getattr(self, field.name)
-            if isinstance(mine, Tensor):
+            if isinstance(mine, Tensor) and field.name not in HOST_FIELDS:
                 mine.copy_(getattr(other, field.name))
         object.__setattr__(self, "max_target", None)  # from now on looked up on the device
-        self.__post_init__()
 
-    def _take(
-        self, index: slice | Tensor, cu_seqlens: Tensor, lengths: tuple[int, ...]
-    ) -> TokenBatch:
-        fields = {name: getattr(self, name) for name in LOGPROB_FIELDS}
+    def _take(self, index: slice | Tensor, cu_seqlens: Tensor, lengths: Tensor) -> TokenBatch:
+        fields = {name: getattr(self, name) for name in ("rows", *LOGPROB_FIELDS)}
+        mask = self.sampling_mask
         return replace(
             self,
             target=self.target[index],
             advantages=self.advantages[index],
-            rows=self.rows[index] if self.rows is not None else None,
-            sampling_mask=self.sampling_mask.take(index)
-            if self.sampling_mask is not None
-            else None,
+            sampling_mask=mask.take(index) if mask is not None else None,
             cu_seqlens=cu_seqlens,
-            lengths=lengths,
-            active_lengths=None,
+            counts=torch.stack([lengths, torch.full_like(lengths, UNKNOWN)]),
             **{name: value[index] for name, value in fields.items() if value is not None},
         )
+
+
+HOST_FIELDS = ("counts", "layout", "max_target")
+TENSOR_FIELDS = tuple(item.name for item in fields(TokenBatch) if str(item.type)[:6] == "Tensor")
+MASK_FIELDS = tuple(item.name for item in fields(SamplingMask))
+
+
+def _same_to_the_host(mine: object, new: object, name: str) -> bool:
+    if not isinstance(mine, Tensor) or not isinstance(new, Tensor):
+        return type(mine) is type(new) and mine == new
+    return torch.equal(mine, new) if name in HOST_FIELDS else mine.shape == new.shape
 
 
 def _known(value: object) -> str:
