@@ -1,20 +1,51 @@
-"""Policy losses as plain torch functions of per-token vectors. No kernels in here."""
+"""Which loss: plain torch on (T,) vectors, each defined once. Knows the batch, and no kernel."""
 
+from grpo_kernels.losses.checks import check_name, check_number
 from grpo_kernels.losses.config import LossConfig
-from grpo_kernels.losses.metrics import Metrics, Stat
-from grpo_kernels.losses.policy_loss import PolicyLossOutput, policy_loss
+from grpo_kernels.losses.gates import CORRECTION_MODES, top_entropy_gate
+from grpo_kernels.losses.metrics import LazyMetrics, Metrics, Stat
+from grpo_kernels.losses.policy_loss import (
+    PolicyLossOutput,
+    check_loss_inputs,
+    loss_stats,
+    policy_loss,
+    weighted_loss,
+)
+from grpo_kernels.losses.ratios import Terms
 from grpo_kernels.losses.registry import LOSSES, NamedLoss, register_loss
-from grpo_kernels.losses.surrogates import Surrogate, register_surrogate
+from grpo_kernels.losses.stage import (
+    StageOutput,
+    TokenInputs,
+    Weights,
+    run_stage,
+    static_weights,
+    token_inputs,
+)
+from grpo_kernels.losses.surrogates import Surrogate
 
 __all__ = [
+    "CORRECTION_MODES",
     "LOSSES",
+    "LazyMetrics",
     "LossConfig",
     "Metrics",
     "NamedLoss",
     "PolicyLossOutput",
+    "StageOutput",
     "Stat",
     "Surrogate",
+    "Terms",
+    "TokenInputs",
+    "Weights",
+    "check_loss_inputs",
+    "check_name",
+    "check_number",
+    "loss_stats",
     "policy_loss",
     "register_loss",
-    "register_surrogate",
+    "run_stage",
+    "static_weights",
+    "token_inputs",
+    "top_entropy_gate",
+    "weighted_loss",
 ]

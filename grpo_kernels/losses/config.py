@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from grpo_kernels.batch.opaque import Opaque
-from grpo_kernels.losses.gates import CORRECTION_MODES
+import torch
+from torch import Tensor
+
+from grpo_kernels.losses.aggregation import AGGREGATIONS, Aggregation
+from grpo_kernels.losses.checks import (
+    check_name,
+    check_not_negative,
+    check_number,
+    check_positive,
+)
+from grpo_kernels.losses.gates import CORRECTION_MODES, CorrectionMode
 from grpo_kernels.losses.kl import KL_ESTIMATORS
-from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel
-from grpo_kernels.losses.registry import LOSSES, NamedLoss, check_name
-from grpo_kernels.losses.surrogates import SURROGATES, Surrogate
-from grpo_kernels.losses.terms import widest
+from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel, widest
+from grpo_kernels.losses.registry import LOSSES, NamedLoss
+from grpo_kernels.losses.surrogates import Surrogate
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossConfig(Opaque):
+@dataclass(frozen=True, kw_only=True, init=False)
+class LossConfig:
     """A GRPO-family loss. Field names follow TRL's ``GRPOConfig`` where it has them.
+
+    Beside these it takes the settings of the loss's surrogate, such as ``epsilon`` of the clipped
+    losses or what a loss of your own has: ``LossConfig(loss_type="sapo", sapo_temperature_pos=2)``.
 
     Args:
         loss_type: a name of ``grpo_kernels.losses.LOSSES``.
         beta: weight of the KL penalty against the reference model; 0 needs no reference.
-        epsilon: lower clip distance; the ratio is clipped to ``1 - epsilon``.
-        epsilon_high: upper clip distance, ``epsilon`` if None. For cispo the bound itself.
-        delta: cap of the unclipped ratio (INTELLECT-2); None: no cap.
-        dual_clip: bound ``c > 1`` of dual-clip PPO for negative advantages; None: off.
         importance_sampling_level: ``token``, ``sequence`` (GSPO) or ``sequence_token``
             (GSPO-token); None: the named loss's own.
         temperature: the sampling temperature, which divides the logits.
@@ -33,9 +39,6 @@ class LossConfig(Opaque):
         use_bias_correction_kl: multiply the KL estimate by the importance ratio
             (arXiv:2512.02556).
         max_completion_length: the constant length of dr_grpo, in tokens.
-        sapo_temperature_pos, sapo_temperature_neg: SAPO's gates by sign of the advantage.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: VESPO's gamma weights.
-        gmpo_clip: GMPO's bound on log-ratios, in nats.
         entropy_coef: weight of the entropy bonus.
         top_entropy_quantile: share of the tokens, those of highest entropy, that are trained.
         off_policy_mask_threshold: drop sequences of negative advantage that drifted by more nats
@@ -45,45 +48,42 @@ class LossConfig(Opaque):
         rollout_correction_max, rollout_correction_min: bounds of that weight; None: unbounded.
 
     Raises:
-        ValueError: a value is out of range or a name unknown; the message lists the known ones.
+        ValueError: a value is out of range, or a name unknown; the message lists the known ones.
     """
 
     loss_type: str = "dapo"
     beta: float = 0.0
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    dual_clip: float | None = None
     importance_sampling_level: str | None = None
     temperature: float = 1.0
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = True
     max_completion_length: int | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    gmpo_clip: float = 0.4
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
     rollout_correction_mode: str | None = "sequence_mask"
     rollout_correction_max: float | None = 3.0
     rollout_correction_min: float | None = None
+    surrogate: Surrogate = field(default=None)  # type: ignore[assignment]  # made of its settings
+    # () on the CPU, equal for equal configs: a compiled graph is told the loss by it
+    number: Tensor = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        check_name("loss_type", self.loss_type, LOSSES)
-        check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        if self.importance_sampling_level is not None:
-            check_name("importance_sampling_level", self.importance_sampling_level, RATIO_LEVELS)
-        if self.rollout_correction_mode is not None:
-            check_name("rollout_correction_mode", self.rollout_correction_mode, CORRECTION_MODES)
+    def __init__(self, **settings: Any) -> None:
+        own = [item for item in fields(self) if item.init]
+        values = {item.name: settings.pop(item.name, item.default) for item in own}
+        check_name("loss_type", values["loss_type"], LOSSES)
+        values["surrogate"] = _surrogate(values["loss_type"], values["surrogate"], settings)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check_names()
         self._check_ranges()
-        self._check_combinations()
-        self.surrogate.validate(self)
-        self._pack(self)
+        _KNOWN.setdefault(self, torch.tensor(len(_KNOWN)))
+        object.__setattr__(self, "number", _KNOWN[self])
+
+    @staticmethod
+    def of_number(number: Tensor) -> LossConfig:
+        """Return the config whose ``number`` it is."""
+        return list(_KNOWN)[int(number)]
 
     @property
     def loss(self) -> NamedLoss:
@@ -91,17 +91,18 @@ class LossConfig(Opaque):
         return LOSSES[self.loss_type]
 
     @property
-    def surrogate(self) -> Surrogate:
-        return SURROGATES[self.loss.surrogate]
+    def aggregation(self) -> Aggregation:
+        return AGGREGATIONS[self.loss.aggregation]
 
     @property
     def ratio_level(self) -> RatioLevel:
-        return RATIO_LEVELS[self.importance_sampling_level or self.loss.importance_sampling_level]
+        level = self.importance_sampling_level
+        return self.loss.ratio_level if level is None else RATIO_LEVELS[level]
 
     @property
-    def upper_epsilon(self) -> float:
-        """``epsilon_high``, or ``epsilon`` when it is not given."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+    def correction_mode(self) -> CorrectionMode | None:
+        mode = self.rollout_correction_mode
+        return None if mode is None else CORRECTION_MODES[mode]
 
     @property
     def needs_entropy(self) -> bool:
@@ -113,63 +114,68 @@ class LossConfig(Opaque):
         scopes = [self.surrogate.scope, self.ratio_level.scope]
         if self.off_policy_mask_threshold is not None:
             scopes.append("sequence")
-        if has_rollout and self.rollout_correction_mode is not None:
-            mode = CORRECTION_MODES[self.rollout_correction_mode]
-            scopes.append("sequence" if mode.per_sequence else "token")
+        if has_rollout and self.correction_mode is not None:
+            scopes.append("sequence" if self.correction_mode.per_sequence else "token")
         if self.top_entropy_quantile < 1:
             scopes.append("batch")
         return widest(*scopes)
 
+    def _check_names(self) -> None:
+        check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        if self.importance_sampling_level is not None:
+            check_name("importance_sampling_level", self.importance_sampling_level, RATIO_LEVELS)
+        if self.surrogate.needs_token_ratios and self.ratio_level.scope != "token":
+            raise ValueError(
+                f"importance_sampling_level: {self.loss_type} forms the ratio of a sequence itself "
+                f"and expects 'token', got {self.importance_sampling_level!r}"
+            )
+        if self.rollout_correction_mode is not None:
+            check_name("rollout_correction_mode", self.rollout_correction_mode, CORRECTION_MODES)
+
     def _check_ranges(self) -> None:
-        positive = ("temperature", "sapo_temperature_pos", "sapo_temperature_neg", "gmpo_clip")
-        not_negative = ("beta", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_k_neg",
-                        "vespo_lambda_pos", "vespo_lambda_neg")  # fmt: skip
-        any_sign = ("entropy_coef", "off_policy_mask_threshold")
-        for name in positive:
-            self._check(name, "a finite number > 0", lambda value: value > 0)
-        for name in not_negative:
-            self._check(name, "a finite number >= 0", lambda value: value >= 0)
-        for name in any_sign:
-            self._check(name, "a finite number", lambda value: True)
-        self._check("delta", "a number > 0", lambda value: value > 0)
-        self._check("dual_clip", "a number > 1", lambda value: value > 1)
-        self._check("top_entropy_quantile", "a number in (0, 1]", lambda value: 0 < value <= 1)
-        self._check("max_completion_length", "a number >= 1", lambda value: value >= 1)
-        self._check("rollout_correction_min", "a number >= 0", lambda value: value >= 0)
-        self._check("rollout_correction_max", "a number > 0", lambda value: value > 0)
-
-    def _check(self, name: str, expected: str, accepts) -> None:
-        value = getattr(self, name)
-        optional = type(self).__dataclass_fields__[name].default is None
-        if value is None and (optional or name.startswith("rollout_correction")):
-            return
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not accepts(value):
-            raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-    def _check_combinations(self) -> None:
-        if self.loss.surrogate == "clip" and self.epsilon >= 1:
-            raise ValueError(f"epsilon: expected a number below 1, got {self.epsilon!r}")
-        if self.loss.aggregation == "fixed_length" and self.max_completion_length is None:
+        check_positive("temperature", self.temperature)
+        check_not_negative("beta", self.beta)
+        check_number("entropy_coef", self.entropy_coef)
+        threshold, quantile = self.off_policy_mask_threshold, self.top_entropy_quantile
+        check_number("off_policy_mask_threshold", threshold, optional=True)
+        share = "a number in (0, 1]"
+        check_number("top_entropy_quantile", quantile, share, lambda x: 0 < x <= 1)
+        length = self.max_completion_length
+        if length is None and self.aggregation.divides_by_max_length:
             raise ValueError(
                 f"max_completion_length: expected the constant length that {self.loss_type} "
                 "divides by, got None"
             )
-        for name in ("delta", "dual_clip"):
-            if getattr(self, name) is not None and self.loss.surrogate != "clip":
-                raise ValueError(
-                    f"{name}: expected None for {self.loss_type}, which clips no ratio, "
-                    f"got {getattr(self, name)!r}"
-                )
+        least_one = "a number >= 1"
+        check_number("max_completion_length", length, least_one, lambda x: x >= 1, optional=True)
         low, high = self.rollout_correction_min, self.rollout_correction_max
+        check_not_negative("rollout_correction_min", low, optional=True)
+        above = "a number > 0"
+        check_number("rollout_correction_max", high, above, lambda x: x > 0, optional=True)
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 "rollout_correction_min: expected a number below rollout_correction_max = "
                 f"{high!r}, got {low!r}"
             )
-        if self.loss.surrogate == "cispo" and self.upper_epsilon < 1:
-            warnings.warn(
-                "cispo uses epsilon_high as the raw upper bound of the importance weight; "
-                f"{self.upper_epsilon} scales every update down (ScaleRL uses 5.0)",
-                stacklevel=4,
+
+
+_KNOWN: dict[LossConfig, Tensor] = {}  # every config so far, with its number
+
+
+def _surrogate(loss_type: str, given: Surrogate | None, settings: dict[str, Any]) -> Surrogate:
+    """The surrogate of the loss: ``given`` or a new one, with these settings."""
+    loss = LOSSES[loss_type]
+    for name in settings:
+        if name not in loss.settings:
+            known = [item.name for item in fields(LossConfig) if item.init]
+            own = ", ".join(loss.settings) or "none"
+            raise ValueError(
+                f"{name}: expected a setting of {loss_type} ({own}) or one of {', '.join(known)}"
             )
+    if given is None:
+        return loss.surrogate(**settings)
+    if type(given) is not loss.surrogate:
+        raise ValueError(
+            f"surrogate: expected a {loss.surrogate.__name__} for {loss_type}, got {given!r}"
+        )
+    return replace(given, **settings)

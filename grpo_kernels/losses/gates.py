@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_kernels.batch import Segments
 from grpo_kernels.losses.ratios import LOG_RATIO_LIMIT
-from grpo_kernels.losses.terms import Segments
 
 _LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 

@@ -1,13 +1,16 @@
-"""Metrics as mergeable statistics: tensors on the device until somebody reads them."""
+"""Metrics as mergeable statistics: not made before somebody reads them, and left on the device."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from grpo_kernels.batch import Segments
 
 # name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]
@@ -47,7 +50,7 @@ class Stat:
     count: Tensor  # () number of samples; 0: nothing to report
 
     def value(self) -> Tensor:
-        """The metric, (), fp32; NaN where no sample contributed."""
+        """Return the metric, (), fp32; NaN where no sample contributed."""
         value = _KINDS[self.kind].value(self.total, self.count)
         return torch.where(self.count > 0, value, torch.nan).float()
 
@@ -56,7 +59,12 @@ class Metrics(Mapping[str, Tensor]):
     """Read-only mapping from a metric's name to its () value, detached and still on the device."""
 
     def __init__(self, stats: Mapping[str, Stat]) -> None:
-        self.stats = dict(stats)
+        self._stats = stats
+
+    @property
+    def stats(self) -> Mapping[str, Stat]:
+        """The statistics behind the values, by name."""
+        return self._stats
 
     def __getitem__(self, name: str) -> Tensor:
         return self.stats[name].value()
@@ -72,12 +80,30 @@ class Metrics(Mapping[str, Tensor]):
 
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
-        """Combines the metrics of several batches as if they had been one."""
+        """Combine the metrics of several batches as if they had been one."""
         merged: dict[str, list[Stat]] = {}
         for part in parts:
             for name, stat in part.stats.items():
                 merged.setdefault(name, []).append(stat)
         return Metrics({name: _merge(stats) for name, stats in merged.items()})
+
+
+class LazyMetrics(Metrics):
+    """Metrics that are made when they are first read, by ``make(*parts)``.
+
+    The parts are kept until then. Read them before what they hold is overwritten, such as the
+    batch of a captured graph.
+    """
+
+    def __init__(self, make: Callable[..., Mapping[str, Stat]], *parts: Any) -> None:
+        self._make, self._parts = make, parts
+
+    @functools.cached_property
+    def stats(self) -> Mapping[str, Stat]:
+        with torch.no_grad():
+            made = self._make(*self._parts)
+        self._parts = ()
+        return {name: Stat(s.kind, s.total.detach(), s.count.detach()) for name, s in made.items()}
 
 
 def _merge(stats: list[Stat]) -> Stat:
@@ -87,12 +113,12 @@ def _merge(stats: list[Stat]) -> Stat:
 
 
 def mean_stat(values: Tensor) -> Stat:
-    """Mean of all values, accumulated in fp64."""
+    """Average all values, accumulated in fp64."""
     return Stat("mean", values.double().sum(), _count(values))
 
 
 def extreme_stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
-    """Minimum or maximum of ``values`` where ``valid``; fine on an empty tensor."""
+    """Take the minimum or maximum of ``values`` where ``valid``; fine on an empty tensor."""
     neutral = torch.inf if kind == "min" else -torch.inf
     values = values.double()
     count = _count(values)
@@ -107,10 +133,7 @@ def _count(values: Tensor) -> Tensor:
 
 
 def indicator_stats(
-    indicators: Indicators,
-    segment_mean: Callable[[Tensor], Tensor],
-    lengths: Tensor,  # (B,)
-    one_per_sequence: bool,
+    indicators: Indicators, segments: Segments, one_per_sequence: bool
 ) -> dict[str, Stat]:
     """Reduce what a surrogate reports.
 
@@ -118,14 +141,15 @@ def indicator_stats(
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
     """
     stats = {}
+    lengths = segments.lengths
     occupied = torch.ones_like(lengths, dtype=torch.bool) if one_per_sequence else lengths > 0
     for name, (kind, values) in indicators.items():
         values = values.double()
         if kind == "per_sequence" or (kind == "mean" and not one_per_sequence):
             stats[name] = mean_stat(values)
         elif kind == "mean":
-            stats[name] = mean_stat(segment_mean(values))
+            stats[name] = mean_stat(segments.mean(values))
         else:
             extreme = kind.removeprefix("sequence_")
-            stats[name] = extreme_stat(extreme, segment_mean(values), occupied)
+            stats[name] = extreme_stat(extreme, segments.mean(values), occupied)
     return stats

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch.token_batch import TokenBatch
+from grpo_kernels.batch import TokenBatch
 from grpo_kernels.losses.config import LossConfig
-from grpo_kernels.losses.gates import CORRECTION_MODES
-from grpo_kernels.losses.metrics import Metrics, Stat, extreme_stat, indicator_stats, mean_stat
+from grpo_kernels.losses.metrics import (
+    LazyMetrics,
+    Metrics,
+    Stat,
+    extreme_stat,
+    indicator_stats,
+    mean_stat,
+)
 from grpo_kernels.losses.stage import (
     Evaluation,
     TokenInputs,
+    Weights,
     contributions,
     evaluate,
-    segments_of,
+    static_weights,
     token_inputs,
 )
-from grpo_kernels.losses.weights import AGGREGATIONS, Weights, static_weights
 
 
 class PolicyLossOutput(NamedTuple):
@@ -33,7 +40,7 @@ class PolicyLossOutput(NamedTuple):
 def policy_loss(
     logprobs: Tensor, batch: TokenBatch, config: LossConfig, entropy: Tensor | None = None
 ) -> PolicyLossOutput:
-    """The policy loss from per-token log-probabilities.
+    """Compute the policy loss from per-token log-probabilities.
 
     Args:
         logprobs: (T,) fp32 or fp64 of ``batch.target``, at ``config.temperature``.
@@ -43,8 +50,8 @@ def policy_loss(
             logged.
 
     Returns:
-        The () loss, differentiable in ``logprobs`` and ``entropy``, and its metrics. A batch
-        without tokens gives 0 with a live graph.
+        The () loss, differentiable in ``logprobs`` and ``entropy``, and its metrics, which are
+        computed when they are read. A batch without tokens gives 0 with a live graph.
 
     Raises:
         ValueError: shapes disagree, or the loss needs something the batch does not have.
@@ -63,7 +70,10 @@ def policy_loss(
         raise ValueError(
             f"entropy: expected shape {tuple(logprobs.shape)}, got {tuple(entropy.shape)}"
         )
-    return weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
+    loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
+    entropy = None if entropy is None else entropy.detach()
+    metrics = LazyMetrics(loss_stats, logprobs.detach(), batch, config, entropy, gate)
+    return PolicyLossOutput(loss, metrics)
 
 
 def weighted_loss(
@@ -72,15 +82,13 @@ def weighted_loss(
     config: LossConfig,
     entropy: Tensor | None,
     weights: Weights,
-) -> PolicyLossOutput:
-    """:func:`policy_loss` of some rows of a batch, with the weights that they have in the whole."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss () of a batch whose tokens have these weights, and its entropy gate (T,)."""
     x = token_inputs(logprobs, entropy, batch, weights)
-    evaluation = evaluate(x, segments_of(batch), config)
+    evaluation = evaluate(x, batch.segments, config)
     # fp64 makes the sum independent of how the batch was cut
     loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
-    with torch.no_grad():
-        metrics = _metrics(x, evaluation, batch, config)
-    return PolicyLossOutput(loss, metrics)
+    return loss, evaluation.entropy_gate
 
 
 def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
@@ -93,43 +101,52 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
             f"ref_logprobs: expected the reference's log-probabilities for beta = {config.beta}, "
             "got None"
         )
-    mode = config.rollout_correction_mode
+    mode = config.correction_mode
     if batch.rollout_logprobs is None or mode is None:
         return
-    if config.surrogate.uses_rollout_weight and CORRECTION_MODES[mode].per_sequence:
+    if config.surrogate.uses_rollout_weight and mode.per_sequence:
         raise ValueError(
             f"rollout_correction_mode: {config.loss_type} sums token weights itself and expects "
-            f"'token_truncate' or 'token_mask' with rollout_logprobs, got {mode!r}"
+            "'token_truncate' or 'token_mask' with rollout_logprobs, got "
+            f"{config.rollout_correction_mode!r}"
         )
 
 
-def _metrics(
-    x: TokenInputs, evaluation: Evaluation, batch: TokenBatch, config: LossConfig
-) -> Metrics:
+def loss_stats(
+    logprobs: Tensor,  # (T,)
+    batch: TokenBatch,
+    config: LossConfig,
+    entropy: Tensor | None = None,  # (T,)
+    entropy_gate: Tensor | None = None,  # (T,), that of the loss
+    weights: Weights | None = None,  # None: those of the batch
+) -> Mapping[str, Stat]:
+    """Compute the statistics behind the metrics of a loss."""
+    weights = static_weights(batch, config) if weights is None else weights
+    x = token_inputs(logprobs, entropy, batch, weights)
+    evaluation = evaluate(x, batch.segments, config, entropy_gate)
     stats: dict[str, Stat] = {}
     if evaluation.kl is not None:
         stats["kl"] = mean_stat(evaluation.kl)
-    if x.entropy is not None:
-        stats["entropy"] = mean_stat(x.entropy)
-        means, occupied = batch.segment_mean(x.entropy), batch.cu_seqlens.diff() > 0
+    if entropy is not None:
+        stats["entropy"] = mean_stat(entropy)
+        means, occupied = batch.segments.mean(entropy), batch.cu_seqlens.diff() > 0
         for extreme in ("min", "max"):
             stats[f"entropy/sequence_{extreme}"] = extreme_stat(extreme, means, occupied)
-    if x.entropy is not None and evaluation.entropy_gate is not None:
+    if entropy is not None and evaluation.entropy_gate is not None:
         gate = evaluation.entropy_gate.double()
-        stats["entropy_top"] = Stat("mean", (x.entropy * gate).sum(), gate.sum())
+        stats["entropy_top"] = Stat("mean", (entropy * gate).sum(), gate.sum())
     if config.entropy_coef != 0:
         stats["policy_loss"] = _policy_loss_stat(x, evaluation, batch, config)
     stats |= indicator_stats(
-        config.surrogate.metrics(evaluation.terms, config),
-        batch.segment_mean,
-        batch.cu_seqlens.diff(),
+        config.surrogate.metrics(evaluation.terms),
+        batch.segments,
         config.ratio_level.per_sequence and not batch.advantages_per_token,
     )
     stats |= _ratio_stats(evaluation.terms.ratio)
-    stats["perplexity"] = replace(mean_stat(x.logprobs), kind="perplexity")
+    stats["perplexity"] = replace(mean_stat(logprobs), kind="perplexity")
     if x.rollout_logprobs is not None:
         stats |= _rollout_stats(evaluation, x.rollout_logprobs)
-    return Metrics({name: _detached(stat) for name, stat in stats.items()})
+    return stats
 
 
 def _policy_loss_stat(
@@ -137,7 +154,7 @@ def _policy_loss_stat(
 ) -> Stat:
     """The loss without its entropy bonus, as one sample per micro-batch."""
     total = (evaluation.loss * x.policy_weight).double().sum()
-    if AGGREGATIONS[config.loss.aggregation].per_micro_batch:
+    if config.aggregation.per_micro_batch:
         total = total * batch.gradient_accumulation_steps
     return Stat("mean", total, torch.ones_like(total))
 
@@ -172,7 +189,3 @@ def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str
         stats[f"{name}/mean"] = mean_stat(evaluation.correction)
         stats[f"{name}/max"] = extreme_stat("max", evaluation.correction)
     return stats
-
-
-def _detached(stat: Stat) -> Stat:
-    return Stat(stat.kind, stat.total.detach(), stat.count.detach())

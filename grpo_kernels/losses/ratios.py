@@ -1,30 +1,38 @@
-"""Ratio maps: how per-token log-ratios become the log-ratio that a surrogate sees."""
+"""Importance ratios: from log-probabilities to what a surrogate sees of a token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from grpo_kernels.losses.terms import Segments
+from grpo_kernels.batch import Segments
 
+SCOPES = ("token", "sequence", "batch")  # how far a token's gradient reaches, narrow to wide
 # exp(20) is 5e8: far outside every trust region, far inside fp32. One clamp here keeps every loss
 # and gradient finite.
 LOG_RATIO_LIMIT = 20.0
 
 
-class RatioMap(Protocol):
-    """``(delta, logprobs, segments) -> log_ratio``, all (T,)."""
+class Terms(NamedTuple):
+    """The per-token quantities that losses are written in."""
 
-    def __call__(self, delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor: ...
+    logprobs: Tensor  # (T,) lp, carries the gradient
+    delta: Tensor  # (T,) lp - lo, before the ratio map
+    log_ratio: Tensor  # (T,) u = the ratio map of delta, clamped
+    ratio: Tensor  # (T,) exp(u)
+    advantages: Tensor  # (T,)
+    rollout_weight: Tensor | None  # (T,) detached correction w, already bounded
+    segments: Segments
 
 
 @dataclass(frozen=True)
 class RatioLevel:
-    """A ratio map with what the schedules and metrics need to know of it."""
+    """A map of log-ratios with what the schedules and metrics need to know of it."""
 
-    map: RatioMap
+    map: Callable[[Tensor, Tensor, Segments], Tensor]  # (delta, logprobs, segments), all (T,)
     scope: str
     per_sequence: bool  # one value per sequence, so metrics average over sequences
     source: str
@@ -51,5 +59,10 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
 
 
 def log_ratio(level: RatioLevel, delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
-    """Applies the level's map and the one clamp."""
+    """Apply the level's map and the one clamp."""
     return level.map(delta, logprobs, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def widest(*scopes: str) -> str:
+    """Return the widest of the given scopes."""
+    return max(scopes, key=SCOPES.index)

@@ -1,7 +1,7 @@
-"""The middle stage: everything between log-probabilities and the loss, defined once.
+"""The loss of a token, defined once: everything between log-probabilities and the loss.
 
-Eager code, the fused schedules and printed GPU kernels all run these functions on (T,) vectors and
-let autograd derive the gradient.
+Eager code, the fused schedules and generated GPU kernels all run these functions on (T,) vectors
+and let autograd derive the gradient.
 """
 
 from __future__ import annotations
@@ -11,32 +11,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch.token_batch import TokenBatch
+from grpo_kernels.batch import Segments, TokenBatch, host
+from grpo_kernels.losses.aggregation import inverse, tokens_in_micro_batch
 from grpo_kernels.losses.config import LossConfig
 from grpo_kernels.losses.gates import (
-    CORRECTION_MODES,
     off_policy_gate,
     rollout_correction,
     rollout_log_ratio,
     top_entropy_gate,
 )
 from grpo_kernels.losses.kl import kl_penalty
-from grpo_kernels.losses.ratios import log_ratio
-from grpo_kernels.losses.terms import Segments, Terms
-from grpo_kernels.losses.weights import Weights
+from grpo_kernels.losses.ratios import Terms, log_ratio
+
+
+class Weights(NamedTuple):
+    """Per-token factors (T,) of the policy loss and of the entropy bonus (before its coef)."""
+
+    policy: Tensor
+    entropy: Tensor | None  # None: the loss has no entropy bonus
 
 
 class TokenInputs(NamedTuple):
-    """All per-token inputs of the stage, each (T,) and of one dtype."""
+    """All per-token inputs of the loss, each (T,) and of one dtype; None: the loss has none."""
 
     logprobs: Tensor
     entropy: Tensor | None
     advantages: Tensor
     policy_weight: Tensor
-    entropy_weight: Tensor
+    entropy_weight: Tensor | None
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
+
+    def rows(self, index: slice | Tensor) -> TokenInputs:
+        """The same for a subset of the tokens."""
+        return TokenInputs(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
 class StageOutput(NamedTuple):
@@ -48,7 +57,7 @@ class StageOutput(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The stage's result, per token, with the parts that metrics are made of."""
+    """The loss per token, with the parts that metrics are made of."""
 
     loss: Tensor  # (T,) surrogate with its gates, plus beta * KL
     terms: Terms
@@ -58,33 +67,47 @@ class Evaluation(NamedTuple):
     correction: Tensor | None  # (T,), or (B,) for a per-sequence mode
 
 
+def static_weights(batch: TokenBatch, config: LossConfig) -> Weights:
+    """Weigh every token of ``batch``."""
+    steps = batch.gradient_accumulation_steps
+    policy = config.aggregation.weight(batch, config.max_completion_length)
+    if config.aggregation.per_micro_batch:
+        policy = policy / steps
+    if config.entropy_coef == 0:
+        return Weights(_per_token(policy, batch), None)
+    entropy = inverse(tokens_in_micro_batch(batch)) / steps
+    if batch.entropy_scale is not None:
+        entropy = entropy * batch.entropy_scale
+    return Weights(_per_token(policy, batch), _per_token(entropy, batch))
+
+
+def _per_token(weight: Tensor | float, batch: TokenBatch) -> Tensor:
+    """(T,) of the dtype of the advantages."""
+    like = batch.advantages
+    if isinstance(weight, Tensor) and not (weight.dim() == 0 and host.reading_is_free(weight)):
+        return weight.to(like.dtype).expand(like.shape)
+    return torch.full_like(like, host.known(weight) if isinstance(weight, Tensor) else weight)
+
+
 def token_inputs(
     logprobs: Tensor, entropy: Tensor | None, batch: TokenBatch, weights: Weights
 ) -> TokenInputs:
-    """Collects the stage's inputs in the dtype of ``logprobs``."""
+    """Collect the inputs in the dtype of ``logprobs``."""
 
     def cast(value: Tensor | None) -> Tensor | None:
         return value.to(logprobs.dtype) if value is not None else None
 
-    return TokenInputs(
-        logprobs,
-        entropy,
-        batch.advantages.to(logprobs.dtype),
-        weights.policy.to(logprobs.dtype),
-        weights.entropy.to(logprobs.dtype),
-        cast(batch.old_logprobs),
-        cast(batch.ref_logprobs),
-        cast(batch.rollout_logprobs),
-    )
+    rest = (batch.advantages, *weights, batch.old_logprobs, batch.ref_logprobs)
+    return TokenInputs(logprobs, entropy, *map(cast, (*rest, batch.rollout_logprobs)))  # type: ignore[arg-type]
 
 
-def segments_of(batch: TokenBatch) -> Segments:
-    """The batch's sequence reductions."""
-    return Segments(batch.segment_sum, batch.segment_mean, batch.expand)
-
-
-def evaluate(x: TokenInputs, segments: Segments, config: LossConfig) -> Evaluation:
-    """Per-token loss and its parts.
+def evaluate(
+    x: TokenInputs,
+    segments: Segments,
+    config: LossConfig,
+    entropy_gate: Tensor | None = None,  # (T,), where it is known: it joins all processes
+) -> Evaluation:
+    """Evaluate the loss per token, with its parts.
 
     The modifiers apply in this order: off-policy gate, top-entropy gate, rollout correction (unless
     the surrogate already contains it), then the KL penalty, which none of them touches.
@@ -92,15 +115,15 @@ def evaluate(x: TokenInputs, segments: Segments, config: LossConfig) -> Evaluati
     old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
     correction, token_correction = _correction(x, old, segments, config)
     terms = _terms(x, old, token_correction, segments, config)
-    loss = config.surrogate(terms, config)
+    loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
         sampling = old if x.rollout_logprobs is None else x.rollout_logprobs
         threshold = config.off_policy_mask_threshold
         loss = loss * off_policy_gate(x.logprobs, sampling, x.advantages, threshold, segments)
-    entropy_gate = None
     if config.top_entropy_quantile < 1:
         assert x.entropy is not None  # checked at the API edge
-        entropy_gate = top_entropy_gate(x.entropy, config.top_entropy_quantile)
+        if entropy_gate is None:
+            entropy_gate = top_entropy_gate(x.entropy, config.top_entropy_quantile)
         loss = loss * entropy_gate
     if token_correction is not None and not config.surrogate.uses_rollout_weight:
         loss = loss * token_correction
@@ -123,16 +146,18 @@ def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) ->
     policy = evaluation.loss * x.policy_weight
     if config.entropy_coef == 0:
         return policy
-    assert x.entropy is not None  # checked at the API edge
+    assert x.entropy is not None and x.entropy_weight is not None  # checked at the API edge
     weight = x.entropy_weight
     gate = evaluation.entropy_gate
-    if gate is not None:  # a mean over the kept tokens only
+    if gate is not None:  # a mean over the gated tokens only
         weight = weight * gate * (gate.numel() / gate.sum().clamp(min=1))
     return policy - config.entropy_coef * weight * x.entropy
 
 
-def run_stage(x: TokenInputs, segments: Segments, config: LossConfig) -> StageOutput:
-    """The loss of each token and its gradients, by autograd."""
+def run_stage(
+    x: TokenInputs, segments: Segments, config: LossConfig, entropy_gate: Tensor | None = None
+) -> StageOutput:
+    """Return the loss of each token and its gradients, by autograd."""
     with torch.enable_grad():
         logprobs = x.logprobs.detach().requires_grad_()
         inputs = [logprobs]
@@ -141,7 +166,7 @@ def run_stage(x: TokenInputs, segments: Segments, config: LossConfig) -> StageOu
             assert x.entropy is not None  # the schedules always compute it
             inputs.append(x.entropy.detach().requires_grad_())
             x = x._replace(entropy=inputs[1])
-        each = contributions(x, evaluate(x, segments, config), config)
+        each = contributions(x, evaluate(x, segments, config, entropy_gate), config)
         gradients = torch.autograd.grad(each.sum(), inputs)
     dentropy = gradients[1] if len(gradients) > 1 else None
     return StageOutput(each.detach(), gradients[0], dentropy)
@@ -151,9 +176,9 @@ def _correction(
     x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rollout weight as it is, (T,) or (B,), and per token."""
-    if x.rollout_logprobs is None or config.rollout_correction_mode is None:
+    mode = config.correction_mode
+    if x.rollout_logprobs is None or mode is None:
         return None, None
-    mode = CORRECTION_MODES[config.rollout_correction_mode]
     low, high = config.rollout_correction_min, config.rollout_correction_max
     difference = rollout_log_ratio(old, x.rollout_logprobs)
     weight = rollout_correction(difference, mode, low, high, segments)

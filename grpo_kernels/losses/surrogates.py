@@ -1,6 +1,6 @@
-"""Surrogates: the per-token policy objective, one small class each.
+"""Surrogates: the per-token policy objective, one small class each, with the settings it has.
 
-A surrogate is a forward-only torch expression of :class:`Terms`; autograd (or a traced, printed
+A surrogate is a forward-only torch expression of :class:`Terms`; autograd (or a traced, generated
 kernel) derives its gradient. At ratio 1 a surrogate's gradient is ``-advantage`` per token, unless
 its paper says otherwise.
 """
@@ -8,45 +8,41 @@ its paper says otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.losses.checks import check_not_negative, check_number, check_positive
 from grpo_kernels.losses.metrics import Indicators
-from grpo_kernels.losses.terms import Terms
-
-if TYPE_CHECKING:
-    from grpo_kernels.losses.config import LossConfig
+from grpo_kernels.losses.ratios import Terms
 
 
+@dataclass(frozen=True, kw_only=True)
 class Surrogate:
-    """Base class. Subclasses define :meth:`__call__`, and :meth:`metrics` if they have any."""
+    """Base class of surrogates: frozen dataclasses, whose fields are their settings.
 
-    name: ClassVar[str]
-    source: ClassVar[str]  # the paper
+    Subclasses define :meth:`__call__`, :meth:`metrics` if they have any, and check their settings
+    in ``__post_init__``.
+    """
+
     scope: ClassVar[str] = "token"
     # zero advantage means zero loss and gradient, so such rows need no backward
     vanishes_at_zero_advantage: ClassVar[bool] = True
     # the surrogate folds the rollout correction into itself; it is not multiplied again
     uses_rollout_weight: ClassVar[bool] = False
+    # it forms the ratio of a sequence itself, so importance_sampling_level has to be the tokens'
+    needs_token_ratios: ClassVar[bool] = False
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
-        """Per-token loss (T,)."""
+    def __call__(self, terms: Terms) -> Tensor:
+        """Return the per-token loss (T,)."""
         raise NotImplementedError
 
-    def metrics(self, terms: Terms, config: LossConfig) -> Indicators:
-        """What to log besides the loss: name to (kind, per-token or per-sequence values)."""
+    def metrics(self, terms: Terms) -> Indicators:
+        """Return what to log beside the loss: name to (kind, per-token or per-sequence values)."""
         return {}
-
-    def validate(self, config: LossConfig) -> None:
-        """Raises ValueError for settings this surrogate cannot honour."""
-
-
-def _capped(ratio: Tensor, config: LossConfig) -> Tensor:
-    """The two-sided upper bound of INTELLECT-2, arXiv:2505.07291."""
-    return ratio if config.delta is None else ratio.clamp(max=config.delta)
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
@@ -56,7 +52,7 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
 
 
 def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
-    """Metrics of which tokens are clipped from below and from above, each (T,) bool."""
+    """Return metrics of which tokens are clipped from below and from above, each (T,) bool."""
     return {
         "clip_ratio/low_mean": ("mean", low),
         "clip_ratio/low_min": ("sequence_min", low),
@@ -66,87 +62,149 @@ def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
 class Clip(Surrogate):
-    """PPO's clipped ratio, with separate bounds (DAPO), ``delta`` and dual clip as options."""
+    """PPO's clipped ratio, arXiv:1707.06347, with its later bounds.
 
-    name = "clip"
-    source = "arXiv:1707.06347, arXiv:2402.03300; delta arXiv:2505.07291; dual arXiv:1912.09729"
+    Args:
+        epsilon: lower clip distance; the ratio is clipped to ``1 - epsilon``.
+        epsilon_high: upper clip distance (DAPO, arXiv:2503.14476); None: ``epsilon``.
+        delta: cap of the unclipped ratio (INTELLECT-2, arXiv:2505.07291); None: no cap.
+        dual_clip: bound ``c > 1`` of dual-clip PPO for negative advantages (arXiv:1912.09729);
+            None: off.
+    """
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("epsilon", self.epsilon, "a number in [0, 1)", lambda x: 0 <= x < 1)
+        check_not_negative("epsilon_high", self.epsilon_high, optional=True)
+        check_number("delta", self.delta, "a number > 0", lambda x: x > 0, optional=True)
+        check_number("dual_clip", self.dual_clip, "a number > 1", lambda x: x > 1, optional=True)
+
+    @property
+    def highest(self) -> float:
+        """The upper bound of the ratio."""
+        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def __call__(self, terms: Terms) -> Tensor:
         advantages = terms.advantages
-        clipped = terms.ratio.clamp(1 - config.epsilon, 1 + config.upper_epsilon)
-        loss = -torch.minimum(_capped(terms.ratio, config) * advantages, clipped * advantages)
-        if config.dual_clip is None:
+        clipped = terms.ratio.clamp(1 - self.epsilon, self.highest)
+        loss = -torch.minimum(self._capped(terms.ratio) * advantages, clipped * advantages)
+        if self.dual_clip is None:
             return loss
-        bounded = torch.minimum(loss, -config.dual_clip * advantages)
+        bounded = torch.minimum(loss, -self.dual_clip * advantages)
         return torch.where(advantages < 0, bounded, loss)
 
-    def metrics(self, terms: Terms, config: LossConfig) -> Indicators:
-        ratio, advantages = _capped(terms.ratio, config), terms.advantages
-        low = (ratio < 1 - config.epsilon) & (advantages < 0)
-        high = (ratio > 1 + config.upper_epsilon) & (advantages > 0)
+    def metrics(self, terms: Terms) -> Indicators:
+        ratio, advantages = self._capped(terms.ratio), terms.advantages
+        low = (ratio < 1 - self.epsilon) & (advantages < 0)
+        high = (ratio > self.highest) & (advantages > 0)
         return _clip_ratios(low, high)
 
+    def _capped(self, ratio: Tensor) -> Tensor:
+        return ratio if self.delta is None else ratio.clamp(max=self.delta)
 
+
+@dataclass(frozen=True, kw_only=True)
 class Cispo(Surrogate):
-    """Clipped importance weights as detached coefficients; ``epsilon_high`` is the raw bound."""
+    """Clipped importance weights as detached coefficients (MiniMax-M1, arXiv:2506.13585).
 
-    name = "cispo"
-    source = "MiniMax-M1, arXiv:2506.13585"
+    Args:
+        epsilon_high: upper bound of the weight itself; None: ``epsilon``.
+        epsilon: only what ``epsilon_high`` is if it is None.
+    """
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
-        weight = terms.ratio.clamp(max=config.upper_epsilon).detach()
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+
+    def __post_init__(self) -> None:
+        check_not_negative("epsilon", self.epsilon)
+        check_not_negative("epsilon_high", self.epsilon_high, optional=True)
+        if self.highest < 1:
+            warnings.warn(
+                "cispo uses epsilon_high as the raw upper bound of the importance weight; "
+                f"{self.highest} scales every update down (ScaleRL uses 5.0)",
+                stacklevel=5,
+            )
+
+    @property
+    def highest(self) -> float:
+        """The upper bound of the weight."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def __call__(self, terms: Terms) -> Tensor:
+        weight = terms.ratio.clamp(max=self.highest).detach()
         return -weight * terms.advantages * terms.logprobs
 
-    def metrics(self, terms: Terms, config: LossConfig) -> Indicators:
-        clipped = (terms.ratio > config.upper_epsilon) & (terms.advantages > 0)
+    def metrics(self, terms: Terms) -> Indicators:
+        clipped = (terms.ratio > self.highest) & (terms.advantages > 0)
         return {"cispo_clip_ratio": ("mean", clipped)}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Sapo(Surrogate):
-    """A sigmoid gate in place of the hard clip."""
+    """A sigmoid gate in place of the hard clip (arXiv:2511.20347).
 
-    name = "sapo"
-    source = "arXiv:2511.20347"
+    Args:
+        sapo_temperature_pos: steepness of the gate of advantages above 0.
+        sapo_temperature_neg: steepness of the others' gate.
+    """
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        check_positive("sapo_temperature_pos", self.sapo_temperature_pos)
+        check_positive("sapo_temperature_neg", self.sapo_temperature_neg)
+
+    def __call__(self, terms: Terms) -> Tensor:
         tau = _by_sign(
-            terms.advantages > 0,
-            config.sapo_temperature_pos,
-            config.sapo_temperature_neg,
-            terms.ratio,
+            terms.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, terms.ratio
         )
         return -(4 / tau) * torch.sigmoid(tau * (terms.ratio - 1)) * terms.advantages
 
 
+@dataclass(frozen=True, kw_only=True)
 class Vespo(Surrogate):
-    """A gamma-shaped, detached weight of the sequence's importance ratio."""
+    """A gamma-shaped, detached weight of the sequence's importance ratio (arXiv:2602.10693).
 
-    name = "vespo"
-    source = "arXiv:2602.10693"
+    Args:
+        vespo_k_pos: exponent of the weight where the advantage is 0 or above.
+        vespo_lambda_pos: rate of its decay there.
+        vespo_k_neg: the exponent elsewhere.
+        vespo_lambda_neg: the rate elsewhere.
+    """
+
     scope = "sequence"
     uses_rollout_weight = True
+    needs_token_ratios = True
 
     LOG_FLOOR: ClassVar[float] = math.log(1e-8)
     LOG_CEILING: ClassVar[float] = 20.0
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+            check_not_negative(name, getattr(self, name))
+
+    def __call__(self, terms: Terms) -> Tensor:
         log_weight = terms.segments.expand(self._log_weight(terms))
-        phi = self._phi(log_weight, terms.advantages >= 0, config)
+        phi = self._phi(log_weight, terms.advantages >= 0)
         return -phi * terms.advantages * terms.logprobs
 
-    def metrics(self, terms: Terms, config: LossConfig) -> Indicators:
+    def metrics(self, terms: Terms) -> Indicators:
         # an empty sequence has weight 1 and phi 1; its sign does not matter
         positive = terms.segments.mean((terms.advantages >= 0).to(terms.ratio.dtype)) > 0.5
-        phi = self._phi(self._log_weight(terms), positive, config)
+        phi = self._phi(self._log_weight(terms), positive)
         return {"vespo/phi_seq_mean": ("per_sequence", phi)}
-
-    def validate(self, config: LossConfig) -> None:
-        if config.importance_sampling_level not in (None, "token"):
-            raise ValueError(
-                "importance_sampling_level: vespo forms its own sequence weight and expects "
-                f"'token', got {config.importance_sampling_level!r}"
-            )
 
     def _log_weight(self, terms: Terms) -> Tensor:  # (B,), detached
         total = terms.segments.sum(terms.delta.detach().clamp(-20.0, 20.0))
@@ -155,74 +213,59 @@ class Vespo(Surrogate):
             total = total + terms.segments.sum(correction)
         return total.clamp(self.LOG_FLOOR, self.LOG_CEILING)
 
-    def _phi(self, log_weight: Tensor, positive: Tensor, config: LossConfig) -> Tensor:
-        k = _by_sign(positive, config.vespo_k_pos, config.vespo_k_neg, log_weight)
-        lam = _by_sign(positive, config.vespo_lambda_pos, config.vespo_lambda_neg, log_weight)
+    def _phi(self, log_weight: Tensor, positive: Tensor) -> Tensor:
+        k = _by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_weight)
+        lam = _by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_weight)
         lam = lam.clamp(min=1e-4)
         phi = torch.exp(lam + k * log_weight - lam * log_weight.exp())
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gmpo(Surrogate):
-    """Geometric mean of sign-aware clipped token ratios, one value per sequence."""
+    """Geometric mean of sign-aware clipped token ratios, one per sequence (arXiv:2507.20673).
 
-    name = "gmpo"
-    source = "arXiv:2507.20673"
+    Args:
+        gmpo_clip: bound on the log-ratios, in nats.
+    """
+
     scope = "sequence"
+    needs_token_ratios = True
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
+    gmpo_clip: float = 0.4
+
+    def __post_init__(self) -> None:
+        check_positive("gmpo_clip", self.gmpo_clip)
+
+    def __call__(self, terms: Terms) -> Tensor:
         # min(rho^s, exp(clip)^s)^s of the paper, in log space
         sign = _by_sign(terms.advantages >= 0, 1.0, -1.0, terms.delta)
-        clipped = sign * (sign * terms.log_ratio).clamp(max=config.gmpo_clip)
+        clipped = sign * (sign * terms.log_ratio).clamp(max=self.gmpo_clip)
         ratio = terms.segments.expand(terms.segments.mean(clipped)).exp()
         return -ratio * terms.advantages
 
-    def metrics(self, terms: Terms, config: LossConfig) -> Indicators:
-        low = (terms.log_ratio < -config.gmpo_clip) & (terms.advantages < 0)
-        high = (terms.log_ratio > config.gmpo_clip) & (terms.advantages > 0)
+    def metrics(self, terms: Terms) -> Indicators:
+        low = (terms.log_ratio < -self.gmpo_clip) & (terms.advantages < 0)
+        high = (terms.log_ratio > self.gmpo_clip) & (terms.advantages > 0)
         return _clip_ratios(low, high)
 
-    def validate(self, config: LossConfig) -> None:
-        if config.importance_sampling_level not in (None, "token"):
-            raise ValueError(
-                "importance_sampling_level: gmpo takes the geometric mean itself and expects "
-                f"'token', got {config.importance_sampling_level!r}"
-            )
 
-
+@dataclass(frozen=True, kw_only=True)
 class Pg(Surrogate):
-    """Plain policy gradient, no ratio."""
+    """Plain policy gradient, no ratio (arXiv:2504.02546)."""
 
-    name = "pg"
-    source = "arXiv:2504.02546"
-
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
+    def __call__(self, terms: Terms) -> Tensor:
         return -terms.advantages * terms.logprobs
 
 
+@dataclass(frozen=True, kw_only=True)
 class Topr(Surrogate):
-    """Tapered off-policy REINFORCE: positives at weight 1, negatives at a truncated ratio."""
+    """Tapered off-policy REINFORCE (arXiv:2503.14286).
 
-    name = "topr"
-    source = "arXiv:2503.14286"
+    Advantages of 0 and above have weight 1, the others a truncated ratio.
+    """
 
-    def __call__(self, terms: Terms, config: LossConfig) -> Tensor:
+    def __call__(self, terms: Terms) -> Tensor:
         tapered = terms.ratio.clamp(0, 1).detach()
         weight = torch.where(terms.advantages >= 0, torch.ones_like(tapered), tapered)
         return -weight * terms.advantages * terms.logprobs
-
-
-SURROGATES: dict[str, Surrogate] = {}
-
-
-def register_surrogate(surrogate: Surrogate) -> Surrogate:
-    """Adds a surrogate under its ``name``; a taken name is an error."""
-    if surrogate.name in SURROGATES:
-        raise ValueError(f"surrogate {surrogate.name!r} is already registered")
-    SURROGATES[surrogate.name] = surrogate
-    return surrogate
-
-
-_BUILT_IN: tuple[Callable[[], Surrogate], ...] = (Clip, Cispo, Sapo, Vespo, Gmpo, Pg, Topr)
-for _surrogate in _BUILT_IN:
-    register_surrogate(_surrogate())
