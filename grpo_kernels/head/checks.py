@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from grpo_kernels.backends.base import Transform, stats_dtype
-from grpo_kernels.head.head import PRECISIONS, Head
-from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.head.precision import tf32_unavailable
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
+from grpo_kernels.head.matmul import tf32_unavailable
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype autocast would use for a linear layer here, None when it is off."""
+    """Return the dtype autocast would use for a linear layer here, None when it is off."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
-def prepare_head(
-    hidden: Tensor,  # (..., D)
-    weight: Tensor,
+def head_of(
+    weight: Tensor | Head,
     bias: Tensor | None,
-    transform: Transform,
-    precision: str,
-    lora: HeadLoRA | None = None,
-) -> tuple[Tensor, Head]:
-    """Checks the arguments and applies autocast: (..., D) hidden states, and the head.
+    lora: HeadLoRA | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float | Tensor,
+) -> Head:
+    """Join what a caller says of the head; a :class:`Head` has all of it but the temperature.
+
+    Raises:
+        ValueError: something comes beside a Head.
+    """
+    if not isinstance(weight, Head):
+        return Head(weight, bias, Transform(logit_scale, softcap, temperature), lora)
+    for name, value in (("bias", bias), ("lora", lora), ("softcap", softcap)):
+        if value is not None:
+            raise ValueError(f"{name}: expected None beside a Head, which has its own")
+    if logit_scale != 1.0:
+        raise ValueError(f"logit_scale: expected 1.0 beside a Head, got {logit_scale!r}")
+    return replace(weight, transform=replace(weight.transform, temperature=temperature))
+
+
+def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, Head]:
+    """Check a call's (..., D) hidden states and head, and apply autocast to them.
 
     Raises:
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
     """
+    weight = head.weight
     check_floating("hidden", hidden)
     check_floating("weight", weight)
     if weight.dim() != 2 or not weight.numel():
@@ -55,16 +74,22 @@ def prepare_head(
             f"weight: expected dtype {hidden.dtype} (of hidden) outside autocast, "
             f"got {weight.dtype}"
         )
-    if bias is not None:
-        check_floating("bias", bias)
-        check_device("bias", bias, hidden)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    check_precision(precision, hidden)
-    _check_transform(transform)
-    if lora is not None:
-        _check_lora(lora, weight)
-    return hidden, Head(weight, bias, transform, lora)
+    if head.bias is not None:
+        _check_bias(head.bias, weight)
+    why_not = tf32_unavailable(hidden.device, hidden.dtype) if precision == "tf32" else None
+    if why_not is not None:
+        raise ValueError(f"precision: {why_not}")
+    _check_transform(head.transform)
+    if head.lora is not None:
+        _check_lora(head.lora, weight)
+    return hidden, head
+
+
+def _check_bias(bias: Tensor, weight: Tensor) -> None:
+    check_floating("bias", bias)
+    check_device("bias", bias, weight)
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
 def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
@@ -86,6 +111,7 @@ def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
 
 
 def check_floating(name: str, value: Tensor) -> None:
+    """Raise ValueError unless ``value`` is a tensor of a dtype that the kernels know."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.dtype not in _DTYPES:
@@ -94,33 +120,20 @@ def check_floating(name: str, value: Tensor) -> None:
 
 
 def check_device(name: str, value: Tensor, hidden: Tensor) -> None:
+    """Raise ValueError unless ``value`` is on the device of ``hidden``."""
     if value.device != hidden.device:
         raise ValueError(f"{name}: expected device {hidden.device} (of hidden), got {value.device}")
 
 
-def check_precision(precision: str, hidden: Tensor) -> None:
-    """Raises ValueError for an unknown precision, or one these tensors cannot be multiplied in."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; got {precision!r}")
-    why_not = tf32_unavailable(hidden.device, hidden.dtype) if precision == "tf32" else None
-    if why_not is not None:
-        raise ValueError(f"precision: {why_not}")
-
-
-def check_workspace(size: int | None) -> None:
-    """Raise ValueError unless ``max_workspace_bytes`` is a number of bytes or None."""
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-        raise ValueError(f"max_workspace_bytes: expected an int or None, got {size!r}")
-
-
-def check_mask_range(max_id: int, columns: int) -> None:
-    """Raises ValueError for a kept id outside of the vocabulary."""
-    if max_id >= columns:
-        raise ValueError(f"sampling_mask: expected ids in [0, {columns}), got {max_id}")
+def check_mask_range(max_id: Tensor, columns: int) -> None:
+    """Raise ValueError for an id of a sampling mask outside of the vocabulary."""
+    largest = int(max_id)
+    if largest >= columns:
+        raise ValueError(f"sampling_mask: expected ids in [0, {columns}), got {largest}")
 
 
 def check_target_range(low: int, high: int, columns: int) -> None:
-    """Raises ValueError for target ids outside of the vocabulary."""
+    """Raise ValueError for target ids outside of the vocabulary."""
     if low < 0 or high >= columns:
         raise ValueError(
             f"target: expected ids in [0, {columns}) (or -100 for no loss), "
@@ -131,7 +144,7 @@ def check_target_range(low: int, high: int, columns: int) -> None:
 def row_temperature(
     temperature: float | Tensor, shape: torch.Size, hidden: Tensor
 ) -> float | Tensor:
-    """A float, or the flattened per-row temperatures in the statistics dtype."""
+    """Return a float, or the flattened per-row temperatures in the statistics dtype."""
     if not isinstance(temperature, Tensor):
         return float(temperature) if isinstance(temperature, Real) else temperature
     if temperature.requires_grad:
@@ -148,7 +161,7 @@ def row_temperature(
 
 
 def check_row_temperature(temperature: Tensor | None) -> None:
-    """Raises ValueError for temperatures that are not positive; a GPU's are not looked at."""
+    """Raise ValueError for temperatures that are not positive; a GPU's are not looked at."""
     if temperature is None or temperature.device.type != "cpu":
         return
     if not bool((temperature > 0).all()):
@@ -166,3 +179,70 @@ def _check_transform(transform: Transform) -> None:
     if transform.softcap is not None:
         check("softcap", transform.softcap, "a finite number > 0, or None")
     check("logit_scale", transform.logit_scale)
+
+
+# What the kernels do not differentiate is said before a wrong number can come of it.
+_ONLY = "the kernels have first derivatives by torch.autograd only; backend='reference' has more"
+
+
+def check_plain(**tensors: Tensor | None) -> None:
+    """Raise ValueError for a tensor of a ``torch.func`` transform or of forward-mode autograd.
+
+    Their tangents and batch dimensions would be lost on the way to a kernel.
+    """
+    if torch.compiler.is_compiling():
+        # None while nothing transforms; a number stops the compiler, or its guess at one graph
+        assert torch._C._functorch.maybe_current_level() is None
+        return
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise ValueError(
+                f"{name}: expected a plain tensor, got one inside a torch.func transform (grad, "
+                f"vjp, jvp, vmap, ...): {_ONLY}"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(
+                f"{name}: expected a plain tensor, got one with a forward-mode tangent: {_ONLY}"
+            )
+
+
+def no_second_derivative(name: str) -> Callable[..., Any]:
+    """Return the backward of a backward that has none."""
+
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        raise RuntimeError(f"{name}: second derivatives are not supported: {_ONLY}")
+
+    return backward
+
+
+def first_derivative_only(name: str) -> Callable[..., Any]:
+    """Decorate ``backward(ctx, saved_tensors, *outer)`` of an ``autograd.Function``: an error says
+    whose results cannot be differentiated.
+
+    torch's ``once_differentiable`` cuts them off from the inputs: ``autograd.grad`` then finds no
+    way to its error, and leaves their part out of a sum.
+    """
+
+    class Final(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *inputs: Tensor) -> Any:
+            return gradients
+
+        backward = staticmethod(no_second_derivative(name))
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *outer: Tensor) -> Any:
+            saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
+            with torch.no_grad():
+                gradients = backward(ctx, saved, *outer)
+            if not torch.is_grad_enabled():  # nobody asked for a graph of these
+                return gradients
+            inputs = [x for x in (*saved, *outer) if isinstance(x, Tensor)]
+            return Final.apply(gradients, *inputs)
+
+        return once
+
+    return decorate

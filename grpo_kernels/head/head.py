@@ -1,17 +1,99 @@
-"""The parts of a call that belong to the LM head, and how its logits are formed."""
+"""What makes logits: a linear head, its low-rank adapter, and the transform to scores.
+
+LoRA on the head (Hu et al., arXiv:2106.09685): ``W + s B A`` is never formed. With ``U = s X A^T``
+(C, r), the logits are ``X W^T + U B^T``. The update is computed in fp32 and added to fp32 logits:
+one that is too small to change a 16-bit weight counts in full. Of the gradients, ``dU = dlogits B``
+and ``dB = dlogits^T U`` walk over the vocabulary; ``dX += s dU A`` and ``dA = s dU^T X`` are small.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import Transform, stats_dtype, with_clear_row_ends
-from grpo_kernels.head import mkl
-from grpo_kernels.head.lora import HeadLoRA
-
 PRECISIONS = ("fp32", "input", "tf32")
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, losses and metrics: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logits_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
+    """The dtype in which logits are kept: never rounded to 16 bits for ``precision="fp32"``."""
+    return dtype if precision == "input" or dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Logits to the distribution's scores: ``z = softcap * tanh(scale * logit / softcap) / T``.
+
+    Without ``softcap``, ``z = scale * logit / T``. ``temperature`` is a float, or a ``(C,)`` tensor
+    of the statistics dtype with one value per row.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0
+
+    def rows(self, index: slice | Tensor) -> Transform:
+        """The same transform for a subset of the rows."""
+        if not isinstance(self.temperature, Tensor):
+            return self
+        return Transform(self.logit_scale, self.softcap, self.temperature[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLoRA:
+    """An adapter of a linear head: ``logits = X W^T + scaling * (X A^T) B^T``.
+
+    The factors may be of any floating dtype, whatever that of the head; they are not rounded to the
+    head's in the forward, under autocast neither. Gradients flow to both.
+    """
+
+    a: Tensor  # (r, D)
+    b: Tensor  # (V, r)
+    scaling: float = 1.0
+
+    @staticmethod
+    def joined(adapters: Sequence[HeadLoRA]) -> HeadLoRA | None:
+        """One adapter that is the sum of all, differentiable in each; None for none."""
+        if len(adapters) < 2:
+            return adapters[0] if adapters else None
+        wide = torch.float32
+        for factor in (x for one in adapters for x in (one.a, one.b)):
+            wide = torch.promote_types(wide, factor.dtype)
+        return HeadLoRA(
+            a=torch.cat([one.a.to(wide) for one in adapters]),
+            b=torch.cat([one.b.to(wide) * one.scaling for one in adapters], 1),
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def wide(self, dtype: torch.dtype) -> HeadLoRA:
+        """The same, as products with hidden states of ``dtype`` want it: fp32, or fp64."""
+        wide = stats_dtype(dtype)
+        return replace(self, a=self.a.to(wide), b=self.b.to(wide))
+
+    def columns(self, index: slice) -> HeadLoRA:
+        """The same for a range of the vocabulary."""
+        return replace(self, b=self.b[index])
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """``U = s X A^T`` (C, r) of hidden states (C, D); the factors are wide."""
+        rows = hidden.to(self.a.dtype)
+        # with out=, which autocast leaves alone
+        out = self.a.new_empty(hidden.shape[0], self.rank)
+        return torch.mm(rows, self.a.t(), out=out).mul_(self.scaling)
+
+    def add_to(self, logits: Tensor, hidden: Tensor) -> None:
+        """Adds the update of hidden states (C, D) to wide logits (C, V)."""
+        torch.addmm(logits, self.inner(hidden), self.b.t(), out=logits)
 
 
 @dataclass(frozen=True)
@@ -23,14 +105,15 @@ class Head:
     """
 
     weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,)
-    transform: Transform
+    bias: Tensor | None = None  # (V,)
+    transform: Transform = Transform()  # frozen
     lora: HeadLoRA | None = None
 
     @property
-    def factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """A and B of the adapter."""
-        return (None, None) if self.lora is None else (self.lora.a, self.lora.b)
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What may get a gradient: weight, bias, and A and B of the adapter."""
+        factors = (None, None) if self.lora is None else (self.lora.a, self.lora.b)
+        return (self.weight, self.bias, *factors)
 
     def rows(self, index: slice | Tensor) -> Head:
         """The same head for a subset of the rows."""
@@ -49,81 +132,3 @@ class Head:
         """The same head, ready for products with hidden states of ``dtype``."""
         lora = self.lora.wide(dtype) if self.lora is not None else None
         return replace(self, weight=self.weight.to(dtype), lora=lora)
-
-
-def logits_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
-    """The dtype in which logits are kept: never rounded to 16 bits for ``precision="fp32"``."""
-    return dtype if precision == "input" or dtype == torch.float64 else torch.float32
-
-
-# Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
-SLICE_COLUMNS = 16384
-
-
-def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
-    """The raw logits ``out`` (C, V) of ``hidden`` (C, D), accumulated in fp32 or better.
-
-    ``out`` has the dtype of ``hidden``, or fp32 for 16-bit inputs: then the accumulator is stored
-    as it is. ``head`` is that of :meth:`Head.to`.
-    """
-    if head.lora is None:
-        _product(hidden, head.weight, out)
-    elif out.dtype == stats_dtype(hidden.dtype):
-        _product(hidden, head.weight, out)
-        head.lora.add_to(out, hidden)
-    else:
-        _rounded_once(hidden, head.weight, head.lora, out)
-    if head.bias is not None:
-        out += head.bias
-    return out
-
-
-def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -> None:
-    """``out`` (C, V) of 16 bits from the fp32 sum of product and update."""
-    for start in range(0, weight.shape[0], SLICE_COLUMNS):
-        columns = slice(start, start + SLICE_COLUMNS)
-        place = out[:, columns]
-        exact = torch.empty_like(place, dtype=stats_dtype(hidden.dtype))
-        _product(hidden, weight[columns], exact)
-        lora.columns(columns).add_to(exact, hidden)
-        place.copy_(exact)
-
-
-def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out = hidden @ weight.T``."""
-    if out.dtype == hidden.dtype:
-        torch.mm(with_clear_row_ends(hidden), weight.t(), out=out)
-    elif hidden.is_cuda:
-        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-    elif mkl.available(hidden.dtype):
-        mkl.matmul(hidden, weight.t(), out)
-    else:
-        upcast = hidden.float()
-        for start in range(0, weight.shape[0], SLICE_COLUMNS):
-            columns = slice(start, start + SLICE_COLUMNS)
-            torch.mm(upcast, weight[columns].float().t(), out=out[:, columns])
-
-
-def accumulate(
-    out: Tensor,  # (M, N), fp32 or the dtype of the factors
-    a: Tensor,  # (M, K)
-    b: Tensor,  # (K, N)
-    first: bool,
-    alpha: float = 1.0,
-) -> None:
-    """``out += alpha a @ b``, or ``=`` for the ``first``; an fp32 sum is not rounded between."""
-    beta = 0 if first else 1
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    elif a.is_cuda and first and alpha == 1:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
-    elif mkl.available(a.dtype):
-        mkl.matmul(a, b, out, accumulate=not first, alpha=alpha)
-    else:
-        wide = b.float()
-        for start in range(0, out.shape[0], SLICE_COLUMNS):
-            rows = slice(start, start + SLICE_COLUMNS)
-            place = out[rows]
-            torch.addmm(place, a[rows].float(), wide, beta=beta, alpha=alpha, out=place)

@@ -1,0 +1,211 @@
+"""GEMMs of a head, as exact as asked for, whatever torch's global switches say.
+
+``torch.set_float32_matmul_precision`` and its kin let a library multiply fp32 matrices in tf32 or
+bf16, and 16-bit ones with 16-bit partial sums. They belong to the user's model; the head's GEMMs
+set their own for as long as they run. Only torch's per-backend switches are touched, since GEMMs
+read these alone, and the older ``allow_tf32`` raises when both kinds are set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.head import mkl
+from grpo_kernels.head.head import Head, HeadLoRA, stats_dtype
+
+# 16-bit partial sums, and fp16 accumulators: both round before the result
+_REDUCED = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+def tf32_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why ``precision="tf32"`` cannot be had for these tensors, None if it can."""
+    expected = "'tf32' expects fp32 tensors on a CUDA device of capability 8.0 or later"
+    if dtype != torch.float32:
+        return f"{expected}, got {dtype}"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{expected}, got {device} ({'ROCm' if torch.version.hip else 'no CUDA'})"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{expected}, got {major}.{minor}" if major < 8 else None
+
+
+@contextmanager
+def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
+    """Make GEMMs on ``device`` follow ``precision`` inside; torch's switches are restored."""
+    with ExitStack() as switches:
+        if device.type == "cuda":
+            matmul: Any = torch.backends.cuda.matmul
+            wanted = "tf32" if precision == "tf32" else "ieee"
+            switches.enter_context(_fp32_precision(matmul, wanted))
+            for name in _REDUCED:
+                switches.enter_context(_off(matmul, name))
+        else:
+            matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+            switches.enter_context(_fp32_precision(matmul, "ieee"))
+        yield
+
+
+@contextmanager
+def _fp32_precision(backend: Any, wanted: str) -> Iterator[None]:
+    before = backend.fp32_precision
+    if before == wanted or (before, wanted) == ("none", "ieee"):
+        yield
+        return
+    backend.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        backend.fp32_precision = "none"  # inherits from torch.backends.fp32_precision ...
+        if backend.fp32_precision != before:  # ... which is not where the value came from
+            backend.fp32_precision = before
+
+
+@contextmanager
+def _off(backend: Any, name: str) -> Iterator[None]:
+    if not getattr(backend, name):
+        yield
+        return
+    setattr(backend, name, False)
+    try:
+        yield
+    finally:
+        setattr(backend, name, True)
+
+
+# Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
+SLICE_COLUMNS = 16384
+
+
+def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
+    """Form the raw logits ``out`` (C, V) of ``hidden`` (C, D), accumulated in fp32 or better.
+
+    ``out`` has the dtype of ``hidden``, or fp32 for 16-bit inputs: then the accumulator is stored
+    as it is. ``head`` is that of :meth:`Head.to`.
+    """
+    if head.lora is None:
+        _product(hidden, head.weight, out)
+    elif out.dtype == stats_dtype(hidden.dtype):
+        _product(hidden, head.weight, out)
+        head.lora.add_to(out, hidden)
+    else:
+        _rounded_once(hidden, head.weight, head.lora, out)
+    if head.bias is not None:
+        out += head.bias
+    return out
+
+
+def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -> None:
+    """``out`` (C, V) of 16 bits from the fp32 sum of product and update."""
+    for start in range(0, weight.shape[0], SLICE_COLUMNS):
+        columns = slice(start, start + SLICE_COLUMNS)
+        place = out[:, columns]
+        exact = torch.empty_like(place, dtype=stats_dtype(hidden.dtype))
+        _product(hidden, weight[columns], exact)
+        lora.columns(columns).add_to(exact, hidden)
+        place.copy_(exact)
+
+
+def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out = hidden @ weight.T``."""
+    if out.dtype == hidden.dtype:
+        torch.mm(with_clear_row_ends(hidden), weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    elif mkl.available(hidden.dtype):
+        mkl.matmul(hidden, weight.t(), out)
+    else:
+        upcast = hidden.float()
+        for start in range(0, weight.shape[0], SLICE_COLUMNS):
+            columns = slice(start, start + SLICE_COLUMNS)
+            torch.mm(upcast, weight[columns].float().t(), out=out[:, columns])
+
+
+def accumulate(
+    out: Tensor,  # (M, N), fp32 or the dtype of the factors
+    a: Tensor,  # (M, K)
+    b: Tensor,  # (K, N)
+    first: bool,
+    alpha: float = 1.0,
+) -> None:
+    """Compute ``out += alpha a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
+    beta = 0 if first else 1
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    elif a.is_cuda and first and alpha == 1:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
+    elif mkl.available(a.dtype):
+        mkl.matmul(a, b, out, accumulate=not first, alpha=alpha)
+    else:
+        wide = b.float()
+        for start in range(0, out.shape[0], SLICE_COLUMNS):
+            rows = slice(start, start + SLICE_COLUMNS)
+            place = out[rows]
+            torch.addmm(place, a[rows].float(), wide, beta=beta, alpha=alpha, out=place)
+
+
+# On a CPU oneDNN reads the columns of a 16-bit matrix in steps of so many, and multiplies those
+# past the end by zero. One that looks like an infinity or a NaN would spoil its row.
+_CPU_COLUMNS = 32
+
+
+def clear_row_ends(dlogits: Tensor) -> None:
+    """Zero what lies behind the last column of each row, as far as a product may read it.
+
+    Behind narrowed rows lie halves of the fp32 logits, which look like anything.
+    """
+    (rows, columns), stride = dlogits.shape, dlogits.stride(0)
+    end = min(stride, -columns % _CPU_COLUMNS + columns)
+    if dlogits.device.type == "cpu" and rows and end > columns:
+        first = dlogits.storage_offset() + columns
+        dlogits.as_strided((rows, end - columns), (stride, 1), first).zero_()
+
+
+def with_clear_row_ends(x: Tensor) -> Tensor:
+    """(M, K) ``x``, or a copy whose rows end in zeros where a product would read the next row."""
+    columns = x.shape[1]
+    if x.device.type != "cpu" or x.element_size() != 2 or columns % _CPU_COLUMNS == 0:
+        return x
+    return torch.nn.functional.pad(x, (0, -columns % _CPU_COLUMNS))[:, :columns]
+
+
+# Above the largest threshold from which glibc maps an allocation on its own: the advice then ends
+# with the tensor.
+MIN_BYTES = 32 << 20
+
+
+def on_huge_pages(tensor: Tensor) -> Tensor:
+    """Return the same tensor, which is new; Linux is asked to back it by huge pages if it is large.
+
+    The first write to each 4 KiB page of a new allocation is a page fault. For the hundreds of
+    megabytes of a logits tile these cost a twentieth of the products.
+    """
+    madvise = _madvise()
+    if madvise is None or tensor.device.type != "cpu" or tensor.nbytes < MIN_BYTES:
+        return tensor
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # only advice: a refusal changes nothing
+    return tensor
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C function, None where there are no such pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
