@@ -1,0 +1,63 @@
+"""Who runs a tile: row kernels on each device. Knows heads and sampling masks, no loss.
+
+Triton's have a door of their own, which imports Triton: :mod:`grpo_kernels.backends.triton`.
+"""
+
+from grpo_kernels.backends.base import (
+    EXTRAS,
+    FormsLogits,
+    FusedStage,
+    LinearStats,
+    RowKernels,
+    RowStats,
+    StatsGradients,
+    Tile,
+    Wanted,
+    concatenate,
+    dtype_of,
+    shapes_of,
+)
+from grpo_kernels.backends.chunked import slope, transformed
+from grpo_kernels.backends.reference import reference_logprobs
+from grpo_kernels.backends.registry import (
+    BACKEND_VARIABLE,
+    BACKENDS,
+    Backend,
+    available_backends,
+    choose_backend,
+    chunk_rows,
+    device_numerics,
+    passed_over,
+    requested_backend,
+    why_backend,
+)
+from grpo_kernels.backends.topk import with_ranks
+
+__all__ = [
+    "BACKENDS",
+    "BACKEND_VARIABLE",
+    "EXTRAS",
+    "Backend",
+    "FormsLogits",
+    "FusedStage",
+    "LinearStats",
+    "RowKernels",
+    "RowStats",
+    "StatsGradients",
+    "Tile",
+    "Wanted",
+    "available_backends",
+    "choose_backend",
+    "chunk_rows",
+    "concatenate",
+    "device_numerics",
+    "dtype_of",
+    "passed_over",
+    "reference_logprobs",
+    "requested_backend",
+    "shapes_of",
+    "slope",
+    "transformed",
+    "why_backend",
+    "with_ranks",
+]

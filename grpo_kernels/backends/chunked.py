@@ -8,49 +8,30 @@ from torch import Tensor
 from grpo_kernels.backends.base import (
     LEAST_LOGP,
     RowStats,
-    Transform,
+    StatsGradients,
+    Tile,
     concatenate,
     output_view,
-    stats_dtype,
 )
+from grpo_kernels.head import Transform, stats_dtype
 
 # One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
 BLOCK_ELEMENTS = 1 << 23
 
 
 class TorchRows:
-    """Implements :class:`grpo_kernels.backends.base.RowKernels`."""
+    """Implements :class:`RowKernels`."""
 
-    def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
-        return concatenate(
-            [
-                _stats(logits[block], target[block], transform.rows(block), extras)
-                for block in row_blocks(logits, BLOCK_ELEMENTS)
-            ]
-        )
+    def stats(self, tile: Tile, extras: bool) -> RowStats:
+        blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
+        return concatenate([_stats(tile.rows(block), extras) for block in blocks])
 
     def dlogits_(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        transform: Transform,
-        stats: RowStats,
-        dlogp: Tensor,
-        dentropy: Tensor | None,
-        out_dtype: torch.dtype,
+        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
     ) -> Tensor:
-        out = output_view(logits, out_dtype)
-        for block in row_blocks(logits, BLOCK_ELEMENTS):
-            gradient = _dlogits(
-                logits[block],
-                target[block],
-                transform.rows(block),
-                stats.lse[block],
-                stats.entropy[block],
-                dlogp[block],
-                dentropy[block] if dentropy is not None else None,
-            )
-            out[block] = gradient
+        out = output_view(tile.logits, out_dtype)
+        for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
+            out[block] = _dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
 
 
@@ -58,7 +39,7 @@ TORCH_ROWS = TorchRows()
 
 
 def row_blocks(logits: Tensor, elements: int) -> list[slice]:
-    """Ranges of a power of two of rows, of about ``elements`` logits.
+    """Cut rows into ranges of a power of two, of about ``elements`` logits.
 
     A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
     many rows it is given.
@@ -69,7 +50,7 @@ def row_blocks(logits: Tensor, elements: int) -> list[slice]:
 
 
 def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None]:
-    """The scores of (C, V) logits in the statistics dtype, and tanh of the softcap if any."""
+    """Return the scores of (C, V) logits in the statistics dtype, and the softcap's tanh if any."""
     scores = logits.to(stats_dtype(logits.dtype), copy=True)
     if transform.logit_scale != 1.0:
         scores *= transform.logit_scale
@@ -82,7 +63,7 @@ def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | 
 
 
 def slope(gradient: Tensor, transform: Transform, tanh: Tensor | None) -> Tensor:
-    """A (C, V) gradient by the scores turned, in place, into the one by the logits."""
+    """Turn a (C, V) gradient by the scores into the one by the logits, in place."""
     gradient *= _per_row(transform.logit_scale / transform.temperature)
     if tanh is not None:
         gradient *= 1 - tanh * tanh
@@ -101,7 +82,8 @@ def _aligned(scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
 
 
-def _stats(logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
+def _stats(tile: Tile, extras: bool) -> RowStats:
+    logits, target, transform = tile
     scores, _ = transformed(logits, transform)  # (C, V)
     lowest = scores.amin(-1) if extras else None
     scores = _aligned(scores)
@@ -129,23 +111,17 @@ def _stats(logits: Tensor, target: Tensor, transform: Transform, extras: bool) -
     )
 
 
-def _dlogits(
-    logits: Tensor,
-    target: Tensor,
-    transform: Transform,
-    lse: Tensor,
-    entropy: Tensor,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-) -> Tensor:
+def _dlogits(tile: Tile, stats: RowStats, outer: StatsGradients) -> Tensor:
+    logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
-    anchor = lse.to(scores.dtype)
+    lse, anchor = stats.lse, stats.lse.to(scores.dtype)
     logp = scores.sub_(anchor.unsqueeze(-1)).sub_((lse - anchor).to(scores.dtype).unsqueeze(-1))
     p = logp.exp()
+    dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
     coefficient = -dlogp.unsqueeze(-1)
-    if dentropy is not None:
-        bounded = logp.clamp_(min=LEAST_LOGP)
-        coefficient = coefficient - dentropy.unsqueeze(-1) * (bounded + entropy.unsqueeze(-1))
+    if outer.dentropy is not None:
+        bounded = logp.clamp_(min=LEAST_LOGP).add_(stats.entropy.unsqueeze(-1))
+        coefficient = coefficient - outer.dentropy.unsqueeze(-1) * bounded
     gradient = p.mul_(coefficient)
     inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
     gradient.scatter_add_(

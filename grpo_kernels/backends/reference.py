@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import LEAST_LOGP, RowStats, stats_dtype
-from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.engine.topk import UNRANKED, Ranking
-from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.head.precision import products
+from grpo_kernels.backends.base import LEAST_LOGP, RowStats, Wanted
+from grpo_kernels.backends.topk import completed
+from grpo_kernels.batch import SamplingMask
+from grpo_kernels.head import Head, logits_dtype, matmul_precision, stats_dtype
 
 
 def reference_logprobs(
@@ -18,25 +17,18 @@ def reference_logprobs(
     target: Tensor,
     precision: str,
     sampling_mask: SamplingMask | None = None,
-    ranking: Ranking = UNRANKED,
+    wanted: Wanted = Wanted(),  # noqa: B008
 ) -> RowStats:
-    """Statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
+    """Compute statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
 
-    The products of its backward are torch's own, and follow torch's precision switches.
+    The GEMMs of its backward are torch's own, and follow torch's precision switches.
     """
-    product_dtype = logits_dtype(hidden.dtype, precision)
-    exact = torch.autocast(hidden.device.type, enabled=False)
-    with products(hidden.device, precision), exact:
-        logits = _product(hidden, head, product_dtype)
-    if head.bias is not None:
-        logits = logits + head.bias
-    scores = logits.to(stats_dtype(hidden.dtype)) * head.transform.logit_scale
-    if head.transform.softcap is not None:
-        scores = head.transform.softcap * torch.tanh(scores / head.transform.softcap)
-    temperature = head.transform.temperature
-    scores = scores / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    scores = _scores(hidden, head, precision)
     logp = scores.log_softmax(-1)  # (T, V)
     p = logp.exp()
+    masked = None
+    if sampling_mask is not None:
+        masked = _masked_logp(scores, target, sampling_mask)
     stats = RowStats(
         logp=logp.gather(-1, target[:, None]).squeeze(-1),
         # a logit of -inf has probability 0 and adds nothing
@@ -46,23 +38,35 @@ def reference_logprobs(
         sum_sq_probs=(p * p).sum(-1),
         max_logit=scores.amax(-1),
         min_logit=scores.amin(-1),
-        masked_logp=_masked_logp(scores, target, sampling_mask)
-        if sampling_mask is not None
-        else None,
+        masked_logp=masked,
     )
-    return _ranked(stats, scores, logp, target, ranking) if ranking.wanted else stats
+    return _ranked(stats, scores, logp, target, wanted) if wanted.ranked else stats
+
+
+def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
+    dtype, transform = logits_dtype(hidden.dtype, precision), head.transform
+    exact = torch.autocast(hidden.device.type, enabled=False)
+    with matmul_precision(hidden.device, precision), exact:
+        logits = _product(hidden, head, dtype)
+    if head.bias is not None:
+        logits = logits + head.bias
+    scores = logits.to(stats_dtype(hidden.dtype)) * transform.logit_scale
+    if transform.softcap is not None:
+        scores = transform.softcap * torch.tanh(scores / transform.softcap)
+    temperature = transform.temperature
+    return scores / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
 def _ranked(
-    stats: RowStats, scores: Tensor, logp: Tensor, target: Tensor, ranking: Ranking
+    stats: RowStats, scores: Tensor, logp: Tensor, target: Tensor, wanted: Wanted
 ) -> RowStats:
     order = scores.argsort(dim=-1, descending=True, stable=True)  # (T, V)
-    first = order[:, : ranking.top_k]
-    return ranking.complete(
+    first = order[:, : wanted.top_k]
+    return completed(
         stats,
         target,
-        (order == target[:, None]).long().argmax(-1) if ranking.rank else None,
-        *((logp.gather(-1, first), first) if ranking.top_k else ()),
+        (order == target[:, None]).long().argmax(-1) if wanted.rank else None,
+        *((logp.gather(-1, first), first) if wanted.top_k else ()),
     )
 
 

@@ -2,131 +2,168 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import cpu
 from grpo_kernels.backends.base import LinearStats, RowKernels
-from grpo_kernels.backends.triton.configs import gpu_chunk_rows
-from grpo_kernels.backends.triton.linear_configs import LinearCase
-from grpo_kernels.head.head import Head, logits_dtype
+from grpo_kernels.backends.chunked import TORCH_ROWS
+from grpo_kernels.backends.configs import (
+    LinearCase,
+    device_class,
+    gpu_chunk_rows,
+    linear_config,
+    row_config,
+)
+from grpo_kernels.head import Head, logits_dtype
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
-REFERENCE = "reference"
 
-# Default size of the logits tile. On a CPU it bounds memory: down to 200 rows the products are as
+# Default size of the logits tile. On a CPU it bounds memory: down to 200 rows the GEMMs are as
 # fast, but 16-bit inputs gain from a single chunk, whose weight gradient needs no fp32 accumulator
 # (V * D * 4 bytes). On a GPU it is rows.
 _CPU_WORKSPACE_BYTES = 128 << 20
 _CPU_WORKSPACE_BYTES_16BIT = 320 << 20
 
 
-@dataclass(frozen=True)
 class Backend:
-    """A way to run the passes over a logits tile."""
+    """A way to run the passes over a logits tile; as it stands, the eager reference's."""
 
-    name: str
-    kernels: Callable[[], RowKernels] | None  # None: the eager reference, which has no tiles
-    unavailable: Callable[[], str | None]  # why this machine cannot run it
-    unsuited: Callable[[torch.device, torch.dtype], str | None]  # why these tensors cannot use it
-    # (hidden states, head, precision) -> the forward without logits in memory, where there is one
-    linear_stats: Callable[[Tensor, Head, str], LinearStats | None] = lambda *_: None
+    name = "reference"
+    has_tiles = False  # the reference forms all logits at once
+    generates = False  # whether the loss can run in kernels that are generated from it
+
+    def unavailable(self) -> str | None:
+        """Say why this machine cannot run it; None if it can."""
+        return None
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Say why such tensors cannot use it; None if they can."""
+        return None
+
+    def only_by_name(self, device: torch.device) -> str | None:
+        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
+        return None
+
+    @property
+    def kernels(self) -> RowKernels:
+        """Its row kernels."""
+        raise NotImplementedError(self.name)
+
+    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+        """Return the forward without logits in memory; None where it does not exist for these."""
+        return None
+
+    def numerics(self, hidden: Tensor, head: Head, precision: str, tiled: bool) -> list[str]:
+        """Name what its kernels are configured by, for the fingerprint."""
+        return []
 
 
-def _module(name: str):
-    return importlib.import_module(f"grpo_kernels.backends.{name}")
+class _Chunked(Backend):
+    name, has_tiles = "chunked", True
+
+    @property
+    def kernels(self) -> RowKernels:
+        return TORCH_ROWS
 
 
-def _cpu_unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu":
-        return f"the tensors are on {device.type}"
-    return "the native kernels have no fp64" if dtype == torch.float64 else None
+class _Native(Backend):
+    name, has_tiles = "cpu", True
+
+    def unavailable(self) -> str | None:
+        return cpu.unavailable()
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"the tensors are on {device.type}"
+        if dtype == torch.float64:
+            return "the native kernels have no fp64"
+        cpu.announce_absence()  # once, where it would have served
+        return None
+
+    @property
+    def kernels(self) -> RowKernels:
+        return cpu.NATIVE_HEAD_ROWS
+
+    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+        return cpu.NATIVE_LINEAR
+
+    def numerics(self, hidden: Tensor, head: Head, precision: str, tiled: bool) -> list[str]:
+        return [cpu.isa()]
 
 
-def _triton_unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "the tensors are on the CPU"
-    return "the Triton kernels have no fp64" if dtype == torch.float64 else None
+class _Triton(Backend):
+    """Its kernels are imported on first use: they import Triton."""
+
+    name, has_tiles, generates = "triton", True, True
+
+    def unavailable(self) -> str | None:
+        try:
+            from triton import knobs
+        except ModuleNotFoundError as error:
+            return "triton is not installed" if error.name == "triton" else str(error)
+        except ImportError:
+            return "triton 3.4 or newer is not installed"
+        if torch.cuda.is_available() or knobs.runtime.interpret:
+            return None
+        return (
+            "no CUDA or ROCm device is present (TRITON_INTERPRET=1 runs the kernels on CPU, slowly)"
+        )
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the tensors are on the CPU"
+        return "the Triton kernels have no fp64" if dtype == torch.float64 else None
+
+    def only_by_name(self, device: torch.device) -> str | None:
+        # the interpreter runs kernels one program at a time
+        return "the tensors are on the CPU" if device.type == "cpu" else None
+
+    @property
+    def kernels(self) -> RowKernels:
+        from grpo_kernels.backends import triton
+
+        return triton.TRITON_ROWS
+
+    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+        if head.lora is not None:  # its update is added to a tile
+            return None
+        if not LinearCase.of(hidden, head, precision).pays:
+            return None
+        from grpo_kernels.backends import triton
+
+        return triton.linear_stats
+
+    def numerics(self, hidden: Tensor, head: Head, precision: str, tiled: bool) -> list[str]:
+        import triton  # by its module: the distribution has other names on other platforms
+
+        version = f"triton={triton.__version__}"
+        if not tiled:
+            return [version, str(linear_config(hidden, head, precision))]
+        dtype = logits_dtype(hidden.dtype, precision)
+        return [version, str(row_config("stats", dtype, head.weight.shape[0], hidden.device))]
 
 
 # in order of preference
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        Backend(
-            "triton",
-            lambda: _module("triton.rows").TRITON_ROWS,
-            lambda: _triton_unavailable(),
-            _triton_unsuited,
-            lambda hidden, head, precision: _triton_linear_stats(hidden, head, precision),
-        ),
-        Backend(
-            "cpu",
-            lambda: _module("cpu.linear").NATIVE_HEAD_ROWS,
-            lambda: _module("cpu.rows").unavailable(),
-            _cpu_unsuited,
-            lambda *_: _module("cpu.linear").NATIVE_LINEAR,
-        ),
-        Backend(
-            "chunked",
-            lambda: _module("chunked").TORCH_ROWS,
-            lambda: None,
-            lambda device, dtype: None,
-        ),
-        Backend(REFERENCE, None, lambda: None, lambda device, dtype: None),
-    )
+    backend.name: backend for backend in (_Triton(), _Native(), _Chunked(), Backend())
 }
 
 
-def _triton_linear_stats(hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
-    if head.lora is not None:  # its update is added to a tile
-        return None
-    if not LinearCase.of(hidden, head, precision).pays:
-        return None
-    return _module("triton.linear_launch").linear_stats
-
-
-def _triton_unavailable() -> str | None:
-    try:
-        return _module("triton.rows").unavailable()
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return "triton is not installed"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A chosen backend with the reasons for it."""
-
-    backend: Backend
-    reasons: tuple[str, ...]
-
-    def kernels(self) -> RowKernels:
-        assert self.backend.kernels is not None
-        return self.backend.kernels()
-
-    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
-        """The forward without logits in memory; None where it does not exist for these."""
-        return self.backend.linear_stats(hidden, head, precision)
-
-
 def available_backends() -> tuple[str, ...]:
-    """Names of the backends that this machine can run, the preferred first."""
+    """Name the backends that this machine can run, the preferred first."""
     return tuple(name for name, backend in BACKENDS.items() if backend.unavailable() is None)
 
 
 def requested_backend(backend: str) -> str:
-    """The argument, or what the environment says in place of ``"auto"``."""
+    """Return the argument, or what the environment says in place of ``"auto"``."""
     return (os.environ.get(BACKEND_VARIABLE) or backend) if backend == "auto" else backend
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The backend for these tensors.
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """Choose the backend for such tensors.
 
     An argument other than ``"auto"`` decides; then the environment variable
     ``GRPO_KERNELS_BACKEND``; then the first that can run.
@@ -134,37 +171,37 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     Raises:
         ValueError: the name is unknown, or that backend cannot run here or on these tensors.
     """
+    name = requested_backend(requested)
+    if name == "auto":
+        return next(b for b in BACKENDS.values() if passed_over(b, device, dtype) is None)
     source = "backend" if requested != "auto" else BACKEND_VARIABLE
-    requested = requested_backend(requested)
-    if requested != "auto":
-        return _forced(requested, source, device, dtype)
+    if not isinstance(name, str) or name not in BACKENDS:
+        known = ", ".join(["auto", *BACKENDS])
+        raise ValueError(f"{source}: expected one of {known}; got {name!r}")
+    why_not = BACKENDS[name].unavailable() or BACKENDS[name].unsuited(device, dtype)
+    if why_not is not None:
+        raise ValueError(f"{source}: {name!r} cannot run: {why_not}")
+    return BACKENDS[name]
+
+
+def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why ``"auto"`` does not take a backend for such tensors; None if it could."""
+    return backend.only_by_name(device) or backend.unsuited(device, dtype) or backend.unavailable()
+
+
+def why_backend(
+    chosen: Backend, requested: str, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """Say, for ``explain``, why :func:`choose_backend` took this one."""
+    if requested_backend(requested) != "auto":
+        source = "backend" if requested != "auto" else BACKEND_VARIABLE
+        return [f"{chosen.name}: forced by {source}"]
     reasons = []
     for backend in BACKENDS.values():
-        # the interpreter runs kernels one program at a time: only on request
-        interpreted = backend.name == "triton" and device.type == "cpu"
-        why_not = (
-            "the tensors are on the CPU"
-            if interpreted
-            else backend.unsuited(device, dtype) or backend.unavailable()
-        )
-        if why_not is None:
-            reasons.append(f"{backend.name}: the first of the preferred order that can run")
-            return Choice(backend, tuple(reasons))
-        reasons.append(f"not {backend.name}: {why_not}")
-        if backend.name == "cpu" and device.type == "cpu" and dtype != torch.float64:
-            _module("cpu.rows").announce_absence()
-    raise AssertionError("the chunked backend runs everywhere")
-
-
-def _forced(requested: str, source: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    if requested not in BACKENDS:
-        known = ", ".join(["auto", *BACKENDS])
-        raise ValueError(f"{source}: expected one of {known}; got {requested!r}")
-    backend = BACKENDS[requested]
-    why_not = backend.unavailable() or backend.unsuited(device, dtype)
-    if why_not is not None:
-        raise ValueError(f"{source}: {requested!r} cannot run: {why_not}")
-    return Choice(backend, (f"{requested}: forced by {source}",))
+        if backend is chosen:
+            break
+        reasons.append(f"not {backend.name}: {passed_over(backend, device, dtype)}")
+    return [*reasons, f"{chosen.name}: the first of the preferred order that can run"]
 
 
 def chunk_rows(
@@ -174,7 +211,7 @@ def chunk_rows(
     device: torch.device,
     max_workspace_bytes: int | None,
 ) -> int:
-    """Rows of the logits tile that fit into the workspace.
+    """Return how many rows of logits fit into the workspace.
 
     Raises:
         ValueError: the workspace does not hold one row.
@@ -197,6 +234,11 @@ def chunk_rows(
 
 
 def _rounded(rows: int) -> int:
-    """To full blocks of a product; of a small tile only to those of its innermost loop."""
+    """To full blocks of a GEMM; of a small tile only to those of its innermost loop."""
     block = 1 if rows < 64 else 16 if rows < 256 else 64
     return rows // block * block
+
+
+def device_numerics(device: torch.device) -> str:
+    """Name a device as far as bits depend on it."""
+    return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_class(device)

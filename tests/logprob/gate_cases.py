@@ -18,13 +18,13 @@ from grpo_kernels.backends.triton import row_loss as triton_row_loss
 from grpo_kernels.backends.triton import row_stats as triton_row_stats
 from grpo_kernels.backends.triton import segment_sum as triton_reduce
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
-from grpo_kernels.backends.triton.configs import DEFAULT_ROW_CONFIG, RowConfig, bits
-from grpo_kernels.backends.triton.linear_configs import (
+from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig, bits
+from grpo_kernels.backends.configs.linear import (
     UNALIGNED_CONFIG,
     LinearConfig,
     default_config,
 )
-from grpo_kernels.backends.triton.tuned import LINEAR_CONFIGS, ROW_CONFIGS
+from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS, ROW_CONFIGS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_kernels.backends.triton import linear_configs as linear_tiles
-from grpo_kernels.backends.triton.linear_configs import (
+from grpo_kernels.backends.configs.linear import (
     LINEAR_KERNELS,
     UNALIGNED_CONFIG,
     LinearCase,

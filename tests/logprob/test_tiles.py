@@ -10,7 +10,7 @@ import torch
 
 from grpo_kernels.backends.registry import chunk_rows
 from grpo_kernels.backends.triton import configs as tiles
-from grpo_kernels.backends.triton.configs import (
+from grpo_kernels.backends.configs.rows import (
     DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
     RowConfig,

@@ -15,7 +15,7 @@ from triton import knobs
 from grpo_kernels import linear_logprobs
 from grpo_kernels.backends.base import RowStats, Transform
 from grpo_kernels.backends.triton import linear_launch as triton_linear_stats
-from grpo_kernels.backends.triton.linear_configs import LinearCase, LinearConfig
+from grpo_kernels.backends.configs.linear import LinearCase, LinearConfig
 from grpo_kernels.head.head import Head
 from grpo_kernels.testing import poisoned_allocations
 

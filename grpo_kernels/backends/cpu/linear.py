@@ -20,7 +20,7 @@ from grpo_kernels.backends.cpu.rows import (
     stats_pointers,
     tile_view,
 )
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head
 
 
 class NativeLinear:

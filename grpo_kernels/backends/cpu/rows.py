@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform, output_view
+from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
+from grpo_kernels.head import Transform
 
 ABI_VERSION = 4  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
@@ -24,7 +25,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csr
 HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
 
 
-class Tile(ctypes.Structure):
+class NativeTile(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p),
         ("rows", c_int64),
@@ -37,7 +38,7 @@ class Tile(ctypes.Structure):
         ("softcap", c_double),
         ("dtype", c_int32),
     ]
-    sampling_mask: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
+    alive: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
 
 
 class Stats(ctypes.Structure):
@@ -72,7 +73,7 @@ class Linear(ctypes.Structure):
         ("dtype", c_int32),
         ("rounded", c_int32),
         ("update", Update),
-        ("tile", Tile),
+        ("tile", NativeTile),
     ]
 
 
@@ -100,8 +101,8 @@ def _load() -> ctypes.CDLL | str:
     library.grpo_isa.argtypes = [c_int32]
     library.grpo_isa.restype = c_char_p
     for function, of, results in (
-        (library.grpo_stats, Tile, Stats),
-        (library.grpo_dlogits, Tile, _Gradient),
+        (library.grpo_stats, NativeTile, Stats),
+        (library.grpo_dlogits, NativeTile, _Gradient),
         (library.grpo_linear, Linear, Stats),
     ):
         function.argtypes = [POINTER(of), POINTER(results), c_int32, c_int32]
@@ -172,38 +173,33 @@ class NativeRows:
     def __init__(self, isa_rank: int = 0) -> None:
         self._isa_rank = isa_rank  # index into ``isas()``
 
-    def stats(self, logits: Tensor, target: Tensor, transform: Transform, extras: bool) -> RowStats:
-        rows, columns = logits.shape
+    def stats(self, tile: Tile, extras: bool) -> RowStats:
+        rows, columns = tile.logits.shape
         stats = empty_stats(rows, extras)
-        tile = tile_view(logits, rows, columns, target, transform)
+        view = tile_view(tile.logits, rows, columns, tile.target, tile.transform)
         out = stats_pointers(stats)
-        library().grpo_stats(tile, out, self._isa_rank, torch.get_num_threads())
+        library().grpo_stats(view, out, self._isa_rank, torch.get_num_threads())
         return stats
 
     def dlogits_(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        transform: Transform,
-        stats: RowStats,
-        dlogp: Tensor,
-        dentropy: Tensor | None,
-        out_dtype: torch.dtype,
+        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
     ) -> Tensor:
+        logits = tile.logits
         assert out_dtype == logits.dtype or (
             logits.dtype == torch.float32 and out_dtype in DTYPES
         ), out_dtype
         rows, columns = logits.shape
-        tile = tile_view(logits, rows, columns, target, transform)
+        view = tile_view(logits, rows, columns, tile.target, tile.transform)
+        dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
         vectors = [
             _row_vector(stats.logp, rows),
             _row_vector(stats.entropy, rows),
             _row_vector(stats.lse, rows, torch.float64),
             _row_vector(dlogp, rows),
-            None if dentropy is None else _row_vector(dentropy, rows),
+            None if outer.dentropy is None else _row_vector(outer.dentropy, rows),
         ]
         gradient = _Gradient(*(pointer(vector) for vector in vectors), DTYPES[out_dtype])
-        library().grpo_dlogits(tile, gradient, self._isa_rank, torch.get_num_threads())
+        library().grpo_dlogits(view, gradient, self._isa_rank, torch.get_num_threads())
         return output_view(logits, out_dtype)
 
 
@@ -237,8 +233,8 @@ def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -
 
 def tile_view(
     logits: Tensor | None, rows: int, columns: int, target: Tensor, transform: Transform
-) -> Tile:
-    """The C view of a tile of this shape; the caller keeps ``logits`` alive."""
+) -> NativeTile:
+    """Return the C view of a tile of this shape; the caller keeps ``logits`` alive."""
     assert 0 < columns < 2**31 and transform.logit_scale > 0
     assert transform.softcap is None or transform.softcap > 0
     if logits is not None:
@@ -250,7 +246,7 @@ def tile_view(
     target = _row_vector(target, rows, torch.int64)
     temperature = transform.temperature
     row_temperature = _row_vector(temperature, rows) if isinstance(temperature, Tensor) else None
-    tile = Tile(
+    tile = NativeTile(
         logits=pointer(logits),
         rows=rows,
         columns=columns,
@@ -262,5 +258,5 @@ def tile_view(
         softcap=transform.softcap or 0.0,
         dtype=DTYPES[torch.float32 if logits is None else logits.dtype],
     )
-    tile.sampling_mask = (target, row_temperature)
+    tile.alive = (target, row_temperature)
     return tile

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import EXTRAS, RowStats, Transform, dtype_of
-from grpo_kernels.backends.triton.math import tanh
+from grpo_kernels.backends.base import EXTRAS, RowStats, Tile, dtype_of
+from grpo_kernels.backends.triton.math import LN2, tanh
+from grpo_kernels.head import Transform
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
 # decides nothing but would bring a compilation each.
@@ -45,9 +46,23 @@ def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def rebased(peak, total, moment, squares, base, f2):
+    """Take online-softmax sums from ``peak`` to ``base``, which is not smaller; any shape.
+
+    ``total`` = sum e, ``moment`` = sum e t, ``squares`` = sum e^2, with t = f2 (y - peak) and
+    e = 2**t for the scores y.
+    """
+    # before the first score the sums are 0, and -inf - -inf would be NaN
+    drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)
+    shrink = tl.exp2(drop)
+    return shrink * total, shrink * (moment + drop * total), shrink * shrink * squares
+
+
+@triton.jit
 def softmax_results(d_target, peak, total, moment):
-    """logp, entropy and fp64 lse from ``total`` = sum e and ``moment`` = sum e d, d = z - peak."""
+    """logp, entropy and fp64 lse from the sums of :func:`rebased`, of scores z and their peak."""
     log_total = tl.log(total)
+    moment = moment * LN2
     lse = peak.to(tl.float64) + log_total.to(tl.float64)
     return d_target - log_total, log_total - moment / total, lse
 
@@ -115,8 +130,9 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
     }
 
 
-def check_tile(logits: Tensor, target: Tensor) -> None:
-    """Raises ValueError unless ``logits`` (C, V) and ``target`` (C,) suit the row kernels."""
+def check_tile(tile: Tile) -> None:
+    """Raise ValueError unless the row kernels can work on the tile."""
+    logits, target = tile.logits, tile.target
     if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
         raise ValueError(
             "logits: expected (C, V) with contiguous columns, got shape "

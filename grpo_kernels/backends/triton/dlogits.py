@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform, output_view
+from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
+from grpo_kernels.backends.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
@@ -16,7 +17,6 @@ from grpo_kernels.backends.triton.common import (
     scores,
     transform_arguments,
 )
-from grpo_kernels.backends.triton.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.math import tanh
 
 
@@ -125,17 +125,18 @@ def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def dlogits_(
-    logits: Tensor,  # (C, V) fp32, bf16 or fp16, columns contiguous; overwritten
-    target: Tensor,  # (C,) int64; outside of [0, V): the target is in no column of this tile
-    transform: Transform,
+    tile: Tile,  # fp32, bf16 or fp16; overwritten
     stats: RowStats,
-    dlogp: Tensor,  # (C,) fp32
-    dentropy: Tensor | None,  # (C,) fp32
+    outer: StatsGradients,  # fp32
     out_dtype: torch.dtype,
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
-    """Gradient with respect to the raw logits, in their storage; see :class:`RowKernels`."""
-    check_tile(logits, target)
+    """Write the gradient by the raw logits into their storage; see :class:`RowKernels`."""
+    check_tile(tile)
+    logits, target, transform = tile
+    dlogp, dentropy = outer.dlogp, outer.dentropy
+    if dlogp is None:
+        dlogp = torch.zeros_like(stats.logp)
     out = gradient_view(logits, out_dtype)
     rows, columns = logits.shape
     if rows:

@@ -14,11 +14,11 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.backends.base import RowStats
+from grpo_kernels.backends.configs import LinearConfig, linear_config, row_stride
 from grpo_kernels.backends.triton.common import empty_stats, on_device, transform_arguments
-from grpo_kernels.backends.triton.linear_configs import UNALIGNED_CONFIG, LinearCase, LinearConfig
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.backends.triton.merge import merge_stretches
-from grpo_kernels.head.head import Head, logits_dtype
+from grpo_kernels.head import Head, logits_dtype
 
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # of the sums of the stretches; longer batches are launched in pieces
@@ -35,7 +35,7 @@ def linear_stats(
     config: LinearConfig | None = None,  # the table's
 ) -> RowStats:
     """Statistics of every row of a 16-bit head; see :class:`RowStats`."""
-    config = config or config_of(hidden, head, precision)
+    config = config or linear_config(hidden, head, precision)
     weight = head.weight.to(hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = head.bias.contiguous() if head.bias is not None else None
@@ -53,17 +53,6 @@ def linear_stats(
     return stats
 
 
-def config_of(hidden: Tensor, head: Head, precision: str) -> LinearConfig:
-    """What :func:`linear_stats` runs with for these, whatever their rows."""
-    weight = head.weight
-    # what is converted or transposed is a fresh copy
-    copied = weight.dtype != hidden.dtype or weight.stride(1) != 1
-    whole = weight.shape[1] * hidden.element_size() % 16 == 0
-    if whole and (copied or _on_16_bytes(weight)):
-        return LinearCase.of(hidden, head, precision).config
-    return UNALIGNED_CONFIG
-
-
 def _packed(hidden: Tensor) -> Tensor:
     """Rows without gaps between them, the first on a 16-byte boundary: which kernel runs on a row
     must not depend on where in memory its batch lies."""
@@ -72,17 +61,8 @@ def _packed(hidden: Tensor) -> Tensor:
     return hidden.clone(memory_format=torch.contiguous_format)
 
 
-def _on_16_bytes(x: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes."""
-    return _row_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-
-
-def _row_stride(x: Tensor) -> int:
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # that of a single row may be anything
-
-
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [_row_stride(x), 1], list(block))
+    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], list(block))
 
 
 def _pieces(rows: int, stretches: int) -> list[slice]:
@@ -120,7 +100,7 @@ def _piece(
         num_rows=rows,
         num_columns=columns,
         depth=depth,
-        stride_wv=_row_stride(head.weight),
+        stride_wv=row_stride(head.weight),
         num_stretches=stretches,
         HAS_BIAS=head.bias is not None,
         EXTRAS=extras,

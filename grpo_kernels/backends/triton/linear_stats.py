@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton.common import PER_ROW, bounded, row_factor
+from grpo_kernels.backends.triton.common import PER_ROW, bounded, rebased, row_factor
 from grpo_kernels.backends.triton.math import LOG2_E
 from grpo_kernels.backends.triton.merge import COUNTS
 
@@ -82,29 +82,26 @@ def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
-    """Adds bounded logits (rows, columns) to each row's sums.
+    """Add bounded logits (rows, columns) to each row's sums, all relative to the row's ``peak``.
 
-    All are relative to the row's ``peak``: with t = f2 (y - peak) and e = 2**t, ``total`` = sum e,
-    ``moment`` = sum e t, ``squares`` = sum e^2; ``best`` is the first column of the peak. To take
-    the peak off before anything is scaled costs no digits where logits carry a large offset.
+    ``best`` is the first column of the peak. To take the peak off before anything is scaled costs
+    no digits where logits carry a large offset.
     """
     peak, total, moment, squares, least, best = sums
     its_peak = tl.max(y, axis=1)
     new_peak = tl.maximum(peak, its_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-    drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)  # the sums are 0 at the start
-    shrink = tl.exp2(drop)
+    total, moment, squares = rebased(peak, total, moment, squares, base, f2)
     if EXTRAS:
         least = tl.minimum(least, tl.min(tl.where(mask_v[None, :], y, float("inf")), axis=1))
         at_peak = tl.where(y == its_peak[:, None], columns[None, :], _NO_COLUMN)
         best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
     t = (y - base[:, None]) * f2[:, None]
     e = tl.exp2(t)
-    moment = shrink * (moment + drop * total)
     moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=1)
-    total = shrink * total + tl.sum(e, axis=1)
+    total += tl.sum(e, axis=1)
     if EXTRAS:
-        squares = shrink * shrink * squares + tl.sum(e * e, axis=1)
+        squares += tl.sum(e * e, axis=1)
     return new_peak, total, moment, squares, least, best
 
 

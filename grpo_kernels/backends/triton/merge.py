@@ -10,11 +10,12 @@ from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     pointers,
+    rebased,
     row_factor,
     softmax_results,
     store_extras,
 )
-from grpo_kernels.backends.triton.math import LN2, LOG2_E
+from grpo_kernels.backends.triton.math import LOG2_E
 
 _BLOCK = 128
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -61,24 +62,22 @@ def _merge_stretches_kernel(
         its_peak = tl.load(peak_ptr + at, mask=mask, other=0.0)
         its_total = tl.load(total_ptr + at, mask=mask, other=1.0)
         its_moment = tl.load(moment_ptr + at, mask=mask, other=0.0)
-        new_peak = tl.maximum(peak, its_peak)
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-        drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * (factor * LOG2_E))
-        its_drop = tl.where(its_peak == float("-inf"), 0.0, (its_peak - base) * (factor * LOG2_E))
-        shrink, its_shrink = tl.exp2(drop), tl.exp2(its_drop)
-        moment = shrink * (moment + drop * total)
-        moment += its_shrink * (its_moment + its_drop * its_total)
-        total = shrink * total + its_shrink * its_total
+        its_squares = its_total
         if EXTRAS:
             its_squares = tl.load(squares_ptr + at, mask=mask, other=0.0)
-            squares = shrink * shrink * squares + its_shrink * its_shrink * its_squares
+        new_peak = tl.maximum(peak, its_peak)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
+        total, moment, squares = rebased(peak, total, moment, squares, base, factor * LOG2_E)
+        more = rebased(its_peak, its_total, its_moment, its_squares, base, factor * LOG2_E)
+        total, moment, squares = total + more[0], moment + more[1], squares + more[2]
+        if EXTRAS:
             least = tl.minimum(least, tl.load(least_ptr + at, mask=mask, other=0.0))
             best = tl.where(its_peak > peak, tl.load(best_ptr + at, mask=mask, other=0), best)
         peak = new_peak
         at += num_rows
 
     d_target = (tl.load(y_target_ptr + rows, mask=mask, other=0.0) - peak) * factor
-    logp, entropy, lse = softmax_results(d_target, peak * factor, total, moment * LN2)
+    logp, entropy, lse = softmax_results(d_target, peak * factor, total, moment)
     tl.store(logp_ptr + rows, logp, mask=mask)
     tl.store(entropy_ptr + rows, entropy, mask=mask)
     tl.store(lse_ptr + rows, lse, mask=mask)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.base import RowStats, Tile
+from grpo_kernels.backends.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
@@ -24,7 +25,6 @@ from grpo_kernels.backends.triton.common import (
     row_factor,
     transform_arguments,
 )
-from grpo_kernels.backends.triton.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.dlogits import gradient_view, write_gradient
 from grpo_kernels.backends.triton.row_stats import write_statistics
 
@@ -105,16 +105,16 @@ class RowFunction:
 
 
 def row_loss_(
-    logits: Tensor,  # (C, V) fp32, bf16 or fp16, columns contiguous; overwritten
-    target: Tensor,  # (C,) int64 in [0, V)
-    transform: Transform,
+    tile: Tile,  # fp32, bf16 or fp16, with all targets; overwritten
     function: RowFunction,
     values: Sequence[Tensor | None],  # (C,) fp32 each; ``MAX_VALUES`` of them
     out_dtype: torch.dtype,
     config: RowConfig | None = None,  # the table's
 ) -> tuple[RowStats, Tensor, Tensor]:
-    """Statistics, what each row adds to the loss (C,), and the gradient in the logits' storage."""
-    check_tile(logits, target)
+    """Return statistics, what each row adds to the loss (C,), and the gradient of the logits, in
+    their storage."""
+    check_tile(tile)
+    logits, target, transform = tile
     out = gradient_view(logits, out_dtype)
     rows, columns = logits.shape
     stats = empty_stats(rows, logits.device, extras=False)

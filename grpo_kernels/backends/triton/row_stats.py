@@ -4,45 +4,43 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.base import RowStats, Tile
+from grpo_kernels.backends.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
     empty_stats,
     on_device,
     pointers,
+    rebased,
     row_factor,
     scores,
     softmax_results,
     store_extras,
     transform_arguments,
 )
-from grpo_kernels.backends.triton.configs import RowConfig, row_config
+from grpo_kernels.backends.triton.math import LOG2_E
 
-# exp of less is 0 in fp32; bounds e * d where a score of -inf makes that 0 * -inf
-_LOG_UNDERFLOW = tl.constexpr(-126.0)
+# exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
+_LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
 
 @triton.jit
 def _fold(z, peak, total, moment, squares, EXTRAS: tl.constexpr):
-    """Adds a tile of scores (depth, lanes) to each lane's sums, all relative to the lane's peak.
+    """Add a tile of scores (depth, lanes) to each lane's sums, all relative to the lane's peak.
 
-    ``total`` = sum e, ``moment`` = sum e d, ``squares`` = sum e^2, with d = z - peak, e = exp(d).
     A thread holds whole columns of the tile, so nothing crosses threads until the row's end.
     """
     new_peak = tl.maximum(peak, tl.max(z, axis=0))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-    drop = tl.where(peak == float("-inf"), 0.0, peak - base)  # an unused lane's sums are 0
-    shrink = tl.exp(drop)
-    d = z - base[None, :]
-    e = tl.exp(d)
-    moment = shrink * (moment + drop * total)
-    moment += tl.sum(e * tl.maximum(d, _LOG_UNDERFLOW), axis=0)
-    total = shrink * total + tl.sum(e, axis=0)
+    total, moment, squares = rebased(peak, total, moment, squares, base, LOG2_E)
+    t = (z - base[None, :]) * LOG2_E
+    e = tl.exp2(t)
+    moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=0)
+    total += tl.sum(e, axis=0)
     if EXTRAS:
-        squares = shrink * shrink * squares + tl.sum(e * e, axis=0)
+        squares += tl.sum(e * e, axis=0)
     return new_peak, total, moment, squares
 
 
@@ -82,14 +80,13 @@ def row_sums(
             rivals |= tl.max(equal.to(tl.int32), axis=0)
 
     row_peak = tl.max(peak, axis=0)
-    # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros and must not add inf * 0
-    drop = tl.where(peak == float("-inf"), 0.0, peak - row_peak)
-    weight = tl.exp(drop)
-    row_total = tl.sum(weight * total, axis=0)
-    row_moment = tl.sum(weight * (moment + drop * total), axis=0)
-    row_squares = tl.sum(weight * weight * squares, axis=0)
+    # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
+    total, moment, squares = rebased(peak, total, moment, squares, row_peak, LOG2_E)
     rival = tl.max(rivals, axis=0) != 0
-    return row_peak, row_total, row_moment, row_squares, rival, tl.min(least, axis=0)
+    return (
+        row_peak, tl.sum(total, axis=0), tl.sum(moment, axis=0), tl.sum(squares, axis=0),
+        rival, tl.min(least, axis=0),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -162,14 +159,13 @@ def _row_stats_kernel(
 
 
 def row_stats(
-    logits: Tensor,  # (C, V) fp32, bf16 or fp16, columns contiguous
-    target: Tensor,  # (C,) int64 in [0, V)
-    transform: Transform,
+    tile: Tile,  # fp32, bf16 or fp16, with all targets
     extras: bool,
     config: RowConfig | None = None,  # the table's
 ) -> RowStats:
-    """Statistics of each row in fp32; see :class:`RowStats`."""
-    check_tile(logits, target)
+    """Compute statistics of each row in fp32; see :class:`RowStats`."""
+    check_tile(tile)
+    logits, target, transform = tile
     rows, columns = logits.shape
     stats = empty_stats(rows, logits.device, extras)
     if rows:

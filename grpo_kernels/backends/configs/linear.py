@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.triton.configs import bits, device_class, vocabulary_class
-from grpo_kernels.backends.triton.tuned import LINEAR_CONFIGS
-from grpo_kernels.head.head import Head, logits_dtype
+from grpo_kernels.backends.configs.rows import bits, device_class, vocabulary_class
+from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS
+from grpo_kernels.head import Head, logits_dtype
 
 LINEAR_KERNELS = ("linear", "linear_softcap")
 _NARROW = 3072  # hidden sizes up to it; beyond: "wide"
@@ -141,3 +141,24 @@ def default_config(device: str) -> LinearConfig:
 def width_class(depth: int) -> str:
     """``"narrow"`` or ``"wide"``, of a hidden size."""
     return "narrow" if depth <= _NARROW else "wide"
+
+
+def linear_config(hidden: Tensor, head: Head, precision: str) -> LinearConfig:
+    """Return the tile for these, whatever their rows."""
+    weight = head.weight
+    # what is converted or transposed is a fresh copy
+    copied = weight.dtype != hidden.dtype or weight.stride(1) != 1
+    whole = weight.shape[1] * hidden.element_size() % 16 == 0
+    if whole and (copied or _on_16_bytes(weight)):
+        return LinearCase.of(hidden, head, precision).config
+    return UNALIGNED_CONFIG
+
+
+def _on_16_bytes(x: Tensor) -> bool:
+    """Return whether every row starts at a multiple of 16 bytes."""
+    return row_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def row_stride(x: Tensor) -> int:
+    """Return the elements from one row to the next; of a single row, its length."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # that of a single row may be anything

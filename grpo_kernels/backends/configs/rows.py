@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_kernels.backends.triton.tuned import CHUNK_ROWS, ROW_CONFIGS
+from grpo_kernels.backends.configs.tuned import CHUNK_ROWS, ROW_CONFIGS
 
 ROW_KERNELS = ("stats", "dlogits", "loss")
 # Fewer than about 2048 rows leave the matrix units idle, more cost memory.
