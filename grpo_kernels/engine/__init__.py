@@ -1,0 +1,35 @@
+"""The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
+
+from grpo_kernels.engine.fingerprint import fingerprint
+from grpo_kernels.engine.gradients import Gradients, MainGrad, Needs
+from grpo_kernels.engine.ops import (
+    head_stats,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
+    rows_backward,
+    rows_forward,
+)
+from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.retry import with_less_memory
+from grpo_kernels.engine.route import Route, choose_route
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sweep import row_chunks, sweep
+
+__all__ = [
+    "Gradients",
+    "MainGrad",
+    "Needs",
+    "Route",
+    "Rows",
+    "RunOptions",
+    "choose_route",
+    "fingerprint",
+    "head_stats",
+    "linear_logprobs_backward",
+    "linear_logprobs_forward",
+    "row_chunks",
+    "rows_backward",
+    "rows_forward",
+    "sweep",
+    "with_less_memory",
+]

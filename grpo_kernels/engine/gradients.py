@@ -8,133 +8,120 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import grpo_kernels.batch.host as host
-from grpo_kernels.backends.base import clear_row_ends, stats_dtype
-from grpo_kernels.engine.lora_gradients import LoRAGradients
-from grpo_kernels.engine.weight_sink import WeightSink
-from grpo_kernels.head.head import Head, accumulate
-from grpo_kernels.head.memory import on_huge_pages
+from grpo_kernels.backends import StatsGradients
+from grpo_kernels.batch import host
+from grpo_kernels.engine.lora import LoRAGradients
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.head import (
+    SLICE_COLUMNS,
+    Head,
+    accumulate,
+    clear_row_ends,
+    on_huge_pages,
+    stats_dtype,
+)
 
 
-class StatsGradients(NamedTuple):
-    """Gradients of a chunk's statistics, each (C,) or None for zeros."""
+@dataclass(frozen=True)
+class MainGrad:
+    """A buffer that the weight's gradient is added to, GEMM by GEMM, in place of a new tensor."""
 
-    dlogp: Tensor | None
-    dentropy: Tensor | None = None
-    dmasked: Tensor | None = None  # of masked_logp
+    total: Tensor  # (V, D) fp32, or fp64 for fp64 hidden states
+    factor: float = 1.0  # what the gradient is multiplied with
 
-    @property
-    def nonzero(self) -> Tensor | None:
-        """(C,) bool, the rows with a gradient that is not 0; None if all are zeros."""
-        given = [x != 0 for x in self if x is not None]
-        return torch.stack(given).any(0) if given else None
-
-    def rows(self, index: slice | Tensor) -> StatsGradients:
-        """The same for a subset of the rows."""
-        return StatsGradients(*(x[index] if x is not None else None for x in self))
-
-    @property
-    def fp16_scale(self) -> Tensor | None:
-        """Return the power of two, (), that brings the largest of them near 1; None for no values.
-
-        Without it fp16 gradients of small losses underflow, and those of huge ratios overflow.
-        """
-        largest = [x.abs().amax().float() for x in self if x is not None and x.numel()]
-        if not largest:
-            return None
-        exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).round()
-        return torch.exp2(exponent.clamp(-100, 100))
-
-    def times(self, scale: Tensor | None) -> StatsGradients:
-        """The same, multiplied by a () tensor."""
+    def add(
+        self,
+        dlogits: Tensor,  # (C, n), the gradient of some columns of the logits
+        hidden: Tensor,  # (C, D)
+        columns: slice = slice(None),  # which they are
+        scale: Tensor | None = None,  # () contained in dlogits; it is divided out
+    ) -> None:
+        """Add ``dlogits.T @ hidden``; no second tensor of the size of the weight exists."""
+        place = self.total[columns]
         if scale is None:
-            return self
-        return StatsGradients(*(x * scale if x is not None else None for x in self))
+            accumulate(place, dlogits.t(), hidden, first=False, alpha=self.factor)
+            return
+        for start in range(0, place.shape[0], SLICE_COLUMNS):
+            part = slice(start, start + SLICE_COLUMNS)
+            product = torch.empty_like(place[part])
+            accumulate(product, dlogits[:, part].t(), hidden, first=True)
+            place[part].addcmul_(product, self.factor / scale)
 
 
 @dataclass(frozen=True)
 class Needs:
     """Which gradients are wanted."""
 
-    hidden: bool
-    weight: bool
-    bias: bool
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
     lora_a: bool = False
     lora_b: bool = False
-    weight_sink: WeightSink | None = None  # where that of the weight is added; None: a new tensor
+    main_grad: MainGrad | None = None  # where that of the weight is added; None: a new tensor
 
     @property
     def any(self) -> bool:
         return self.hidden or self.weight or self.bias or self.lora_a or self.lora_b
 
+    @property
+    def new_weight(self) -> bool:
+        """Whether the weight's gradient is a tensor of its own."""
+        return self.weight and self.main_grad is None
+
+    def lora(self, rows: Rows) -> LoRAGradients | None:
+        """Return sums for the gradients of the head's LoRA; None where there are none."""
+        lora = rows.head.lora
+        if lora is None or not (self.hidden or self.lora_a or self.lora_b):
+            return None
+        wanted = dict(of_hidden=self.hidden, of_a=self.lora_a, of_b=self.lora_b)
+        return LoRAGradients(lora.wide(rows.hidden.dtype), rows.hidden, **wanted)
+
 
 class Gradients(NamedTuple):
     """Gradients of the head's inputs; fp32, or the input dtype where nothing is lost by it."""
 
-    hidden: Tensor | None  # (T, D)
-    weight: Tensor | None  # (V, D)
-    bias: Tensor | None  # (V,)
+    hidden: Tensor | None = None  # (T, D)
+    weight: Tensor | None = None  # (V, D)
+    bias: Tensor | None = None  # (V,)
     lora_a: Tensor | None = None  # (r, D)
     lora_b: Tensor | None = None  # (V, r)
 
-    def unscaled(self, scale: Tensor | None) -> Gradients:
-        """The same, divided in place by a () tensor that they contain."""
+    def with_lora(self, sums: LoRAGradients | None) -> Gradients:
+        """Complete them with what has been summed of an adapter's."""
+        if sums is None:
+            return self
+        da, db = sums.finish(self.hidden)
+        return self._replace(lora_a=da, lora_b=db)
+
+    def times_(self, factor: Tensor) -> Gradients:
+        """Multiply them in place by a () tensor."""
         for gradient in self:
-            if gradient is not None and scale is not None:
-                gradient.div_(scale)
+            if gradient is not None:
+                gradient.mul_(factor)
         return self
 
 
-class Chunk(NamedTuple):
-    """C rows of all, on their way through the loop."""
+def fp16_scale(outer: StatsGradients) -> Tensor | None:
+    """Return the power of two, (), that brings the largest of them near 1; None for no values.
 
-    range: slice  # which rows these are
-    rows: Tensor  # (C, D)
-    head: Head
-    target: Tensor  # (C,)
-    left: Tensor | None = None  # (C,) which of all rows are left, where some of the range are not
-
-    @property
-    def where(self) -> slice | Tensor:
-        return self.range if self.left is None else self.left
-
-    def rows_at(self, order: Tensor) -> Chunk:
-        """Some of the rows, by their places in this chunk."""
-        index = order + self.range.start
-        return Chunk(self.range, self.rows[order], self.head.rows(order), self.target[order], index)
-
-
-def adapter_gradients(hidden: Tensor, head: Head, needs: Needs) -> LoRAGradients | None:
-    """The gradients of a head's LoRA, to be summed; None where there are none."""
-    if head.lora is None or not (needs.hidden or needs.lora_a or needs.lora_b):
+    Without it fp16 gradients of small losses underflow, and those of huge ratios overflow.
+    """
+    largest = [x.abs().amax().float() for x in outer if x is not None and x.numel()]
+    if not largest:
         return None
-    wanted = dict(of_hidden=needs.hidden, of_a=needs.lora_a, of_b=needs.lora_b)
-    return LoRAGradients(head.lora.wide(hidden.dtype), hidden, **wanted)
-
-
-def with_adapter(gradients: Gradients, adapter: LoRAGradients | None) -> Gradients:
-    """``gradients``, complete with what has been summed of the adapter's."""
-    if adapter is None:
-        return gradients
-    da, db = adapter.finish(gradients.hidden)
-    return gradients._replace(lora_a=da, lora_b=db)
+    exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).round()
+    return torch.exp2(exponent.clamp(-100, 100))
 
 
 class GradientSums:
     """What the loop over chunks of rows adds up."""
 
-    def __init__(
-        self,
-        hidden: Tensor,  # (T, D)
-        head: Head,
-        needs: Needs,
-        num_chunks: int,
-    ) -> None:
-        self._sums = _uninitialised(hidden, head, needs, num_chunks)
-        self._adapter = adapter_gradients(hidden, head, needs)
-        self._sink = needs.weight_sink if needs.weight else None
+    def __init__(self, rows: Rows, needs: Needs, num_chunks: int) -> None:
+        self._sums = _uninitialised(rows.hidden, rows.head, needs, num_chunks)
+        self._lora = needs.lora(rows)
+        self._main_grad = needs.main_grad if needs.weight else None
         self._first = True
-        self._is_fp16 = hidden.dtype == torch.float16
+        self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
     def scaled(self, outer: StatsGradients) -> StatsGradients:
@@ -142,7 +129,7 @@ class GradientSums:
 
         What is summed already follows where it falls: to a huge importance ratio, for example.
         """
-        scale = outer.fp16_scale if self._is_fp16 else None
+        scale = fp16_scale(outer) if self._is_fp16 else None
         if scale is None:
             return outer
         if self._scale is not None:
@@ -154,28 +141,47 @@ class GradientSums:
     def _rescale(self, factor: Tensor) -> None:
         if host.reading_is_free(factor) and factor.item() == 1:
             return
-        for total in self._sums:
-            if total is not None:
-                total.mul_(factor)
-        if self._adapter is not None:
-            self._adapter.rescale(factor)
+        self._sums.times_(factor)
+        if self._lora is not None:
+            self._lora.times_(factor)
 
-    def add(self, dlogits: Tensor, chunk: Chunk) -> None:
-        """A chunk's share; ``dlogits`` (C, V) has the dtype of the hidden states."""
+    def add(self, dlogits: Tensor, part: slice, chunk: Rows) -> None:
+        """Add the share of the range ``part``; ``dlogits`` has the dtype of the hidden states.
+
+        ``chunk`` has the rows of the range that have a gradient, by their places in it.
+        """
+        where = part if chunk.index is None else chunk.index + part.start
         if self._sums.hidden is not None:
-            _set_rows(self._sums.hidden, dlogits, chunk)
+            self._set_rows(self._sums.hidden, dlogits, part, where, chunk)
         if self._sums.weight is not None:
-            accumulate(self._sums.weight, dlogits.t(), chunk.rows, self._first)
-        if self._sink is not None:
-            self._sink.add(dlogits, chunk.rows, scale=self._scale)
+            accumulate(self._sums.weight, dlogits.t(), chunk.hidden, self._first)
+        if self._main_grad is not None:
+            self._main_grad.add(dlogits, chunk.hidden, scale=self._scale)
         if self._sums.bias is not None:
             self._sums.bias.add_(torch.sum(dlogits, 0, dtype=self._sums.bias.dtype))
-        if self._adapter is not None:
-            self._adapter.add(dlogits, chunk.where, slice(0, dlogits.shape[1]))
+        if self._lora is not None:
+            self._lora.add(dlogits, where, slice(0, dlogits.shape[1]))
         self._first = False
 
     def finish(self) -> Gradients:
-        return with_adapter(self._sums, self._adapter).unscaled(self._scale)
+        """Return the gradients; nothing is added afterwards."""
+        gradients = self._sums.with_lora(self._lora)
+        return gradients if self._scale is None else gradients.times_(1 / self._scale)
+
+    @staticmethod
+    def _set_rows(
+        dhidden: Tensor, dlogits: Tensor, part: slice, where: slice | Tensor, chunk: Rows
+    ) -> None:
+        """The chunk's rows of ``dhidden``; those that were dropped have no gradient."""
+        clear_row_ends(dlogits)
+        place, weight = dhidden[where], chunk.head.weight  # a copy where rows were dropped
+        if place.dtype == dlogits.dtype:
+            torch.mm(dlogits, weight, out=place)
+        else:
+            accumulate(place, dlogits, weight, first=True)
+        if chunk.index is not None:
+            dhidden[part] = 0
+            dhidden[where] = place
 
 
 def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) -> Gradients:
@@ -183,28 +189,15 @@ def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) ->
     make = torch.empty if num_chunks else torch.zeros
     wide = stats_dtype(hidden.dtype)
     exact = hidden.dtype != torch.float16  # fp16 results wait in fp32 for the loss scale
-    dhidden_dtype = hidden.dtype if exact else wide
-    # one chunk: one product, accumulated inside the GEMM and rounded once
-    one_product = num_chunks <= 1 and exact and head.weight.dtype == hidden.dtype
-    dweight_dtype = hidden.dtype if one_product else wide
-    device = hidden.device
-    return Gradients(
-        make(hidden.shape, dtype=dhidden_dtype, device=device) if needs.hidden else None,
-        on_huge_pages(make(head.weight.shape, dtype=dweight_dtype, device=device))
-        if needs.weight and needs.weight_sink is None
-        else None,
-        torch.zeros(head.weight.shape[0], dtype=wide, device=device) if needs.bias else None,
-    )
-
-
-def _set_rows(dhidden: Tensor, dlogits: Tensor, chunk: Chunk) -> None:
-    """The chunk's rows of ``dhidden``; those that were dropped have no gradient."""
-    clear_row_ends(dlogits)
-    place, weight = dhidden[chunk.where], chunk.head.weight  # a copy where rows were dropped
-    if place.dtype == dlogits.dtype:
-        torch.mm(dlogits, weight, out=place)
-    else:
-        accumulate(place, dlogits, weight, first=True)
-    if chunk.left is not None:
-        dhidden[chunk.range] = 0
-        dhidden[chunk.left] = place
+    # one chunk: one GEMM, accumulated inside of it and rounded once
+    one_gemm = num_chunks <= 1 and exact and head.weight.dtype == hidden.dtype
+    dhidden = dweight = dbias = None
+    if needs.hidden:
+        dtype = hidden.dtype if exact else wide
+        dhidden = make(hidden.shape, dtype=dtype, device=hidden.device)
+    if needs.new_weight:
+        dtype = hidden.dtype if one_gemm else wide
+        dweight = on_huge_pages(make(head.weight.shape, dtype=dtype, device=hidden.device))
+    if needs.bias:
+        dbias = torch.zeros(head.weight.shape[0], dtype=wide, device=hidden.device)
+    return Gradients(dhidden, dweight, dbias)

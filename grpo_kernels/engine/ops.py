@@ -2,198 +2,189 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform, dtype_of, shapes_of, stats_dtype
-from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.engine.recompute import recompute_backward
-from grpo_kernels.engine.retry import (
-    SPOILED_SUM,
-    fewer_rows,
-    first_that_fits,
-    forward_ways,
-    smaller_tile,
-)
-from grpo_kernels.engine.route import Path, choose_path
-from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import (
-    Gradients,
-    Needs,
+from grpo_kernels.backends import (
+    BACKENDS,
+    RowStats,
     StatsGradients,
-    forward,
-    forward_backward,
-    row_chunks,
+    Wanted,
+    dtype_of,
+    reference_logprobs,
+    requested_backend,
+    shapes_of,
 )
-from grpo_kernels.engine.topk import UNRANKED, Ranking
-from grpo_kernels.head.checks import check_row_temperature
-from grpo_kernels.head.derivatives import no_second_derivative
-from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.head.lora import HeadLoRA
+from grpo_kernels.batch import SamplingMask
+from grpo_kernels.engine.gradients import Gradients, Needs
+from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.recompute import recompute_backward
+from grpo_kernels.engine.retry import with_less_memory
+from grpo_kernels.engine.route import Route, choose_route
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sweep import forward, row_chunks, sweep
+from grpo_kernels.head import (
+    Head,
+    HeadLoRA,
+    Transform,
+    check_plain,
+    no_second_derivative,
+    stats_dtype,
+)
 
 
-class Tensors(NamedTuple):
+def head_stats(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
+    """Compute the statistics of rows; a target of -100 marks one that costs nothing."""
+    forced = BACKENDS.get(requested_backend(options.backend))
+    if forced is None or forced.has_tiles:
+        check_plain(**dict(zip(_DIFFERENTIABLE, (rows.hidden, *rows.head.tensors), strict=True)))
+        return RowStats(*linear_logprobs_forward(*_flat(rows, options), *wanted))
+    choose_route(rows.hidden, rows.head, options)  # for its checks
+    valid = rows.valid()
+    stats = reference_logprobs(
+        valid.hidden, valid.head, valid.target, options.precision, valid.sampling_mask, wanted
+    )
+    return RowStats(*(valid.spread(x) if x is not None else None for x in stats))  # type: ignore[arg-type]
+
+
+def rows_forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
+    """Compute the statistics of rows that all have a target, with as much memory as there is."""
+    with torch.no_grad():
+        return with_less_memory(lambda route: forward(rows, route, wanted), route)
+
+
+def rows_backward(
+    rows: Rows, stats: RowStats, outer: StatsGradients, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from what :func:`rows_forward` found, in fp32 or the hidden states' dtype.
+
+    All of these rows have a gradient.
+    """
+
+    def run(route: Route) -> Gradients:
+        if rows.sampling_mask is None:
+            return recompute_backward(rows, stats, outer, route, needs)
+        # its gradient needs the logits of all ids of a row's mask at once
+        chunks = row_chunks(rows.count, route.tile_rows)
+        stage = lambda part, stats: outer.rows(part)  # noqa: E731
+        return sweep(rows, route, chunks, stage=stage, needs=needs)[1]
+
+    return with_less_memory(run, route.tiled(), spoils=needs.main_grad is not None)
+
+
+class _Tensors(NamedTuple):
     """The tensor arguments of the ops, as they stand in the schema."""
 
     hidden: Tensor  # (T, D)
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
+    lora_a: Tensor | None  # (r, D)
+    lora_b: Tensor | None  # (V, r)
     target: Tensor  # (T,)
     row_temperature: Tensor | None  # (T,)
-    mask_indices: Tensor | None  # of a SamplingMask, as the next two
+    mask_indices: Tensor | None  # of a SamplingMask, as the next three
     mask_offsets: Tensor | None
     mask_bounds: Tensor | None
-    lora_a: Tensor | None = None  # (r, D)
-    lora_b: Tensor | None = None  # (V, r)
-
-    @staticmethod
-    def of(
-        hidden: Tensor, head: Head, target: Tensor, sampling_mask: SamplingMask | None
-    ) -> Tensors:
-        temperature = head.transform.temperature
-        per_row = temperature if isinstance(temperature, Tensor) else None
-        indices, offsets, bounds = (
-            (None, None, None)
-            if sampling_mask is None
-            else (sampling_mask.indices, sampling_mask.offsets, sampling_mask.bounds)
-        )
-        plain = (hidden, head.weight, head.bias, target, per_row)
-        return Tensors(*plain, indices, offsets, bounds, *head.factors)
-
-    @property
-    def sampling_mask(self) -> SamplingMask | None:
-        indices, offsets, bounds = self.mask_indices, self.mask_offsets, self.mask_bounds
-        if indices is None or offsets is None or bounds is None:
-            return None
-        return SamplingMask(
-            indices=indices, offsets=offsets, bounds=bounds, max_id=-1
-        )  # was checked
+    mask_max_id: Tensor | None
 
 
-class HeadOptions(NamedTuple):
-    """The scalar arguments of the ops, as they stand in the schema: what the caller asked for.
-
-    The ops decide what runs. So a compiler sees no decision, and guards on none.
-    """
-
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-    precision: str
-    backend: str
-    max_workspace_bytes: int | None
-    batch_invariant: bool
-    all_valid: bool = False  # every row has a target, and its id was checked
-    lora_scaling: float = 1.0
-
-    def head(self, tensors: Tensors) -> Head:
-        temperature = tensors.row_temperature
-        transform = Transform(
-            self.logit_scale,
-            self.softcap,
-            self.temperature if temperature is None else temperature,
-        )
-        lora = None
-        if tensors.lora_a is not None and tensors.lora_b is not None:
-            lora = HeadLoRA(a=tensors.lora_a, b=tensors.lora_b, scaling=self.lora_scaling)
-        return Head(tensors.weight, tensors.bias, transform, lora)
-
-    def rows(self, tensors: Tensors, wanted: Tensor | None = None) -> Rows:
-        """The rows that carry a target and are ``wanted``, (T,) bool; see :class:`Rows`."""
-        hidden, target = tensors.hidden, tensors.target
-        rows = Rows(
-            hidden=hidden,
-            head=self.head(tensors),
-            target=target,
-            sampling_mask=tensors.sampling_mask,
-        )
-        return rows.chosen(wanted) if self.all_valid else rows.valid(wanted)
-
-    def path(self, tensors: Tensors, ranking: Ranking = UNRANKED) -> Path:
-        return choose_path(
-            self.backend,
-            tensors.hidden,
-            self.head(tensors),
-            self.precision,
-            self.max_workspace_bytes,
-            batch_invariant=self.batch_invariant,
-            sampling_mask=tensors.mask_indices is not None,
-            ranked=ranking.wanted,
-        )
-
-    def advice(self, tensors: Tensors) -> Callable[[Path], str]:
-        """What to set where a path with a smaller tile has to step in."""
-        dtype = logits_dtype(tensors.hidden.dtype, self.precision)
-        return smaller_tile(tensors.weight.shape[0], dtype)
-
-
-DIFFERENTIABLE = Gradients._fields
-_NUM_TENSORS, _NUM_OPTIONS = len(Tensors._fields), len(HeadOptions._fields)
 _TENSORS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? row_temperature, "
-    "Tensor? mask_indices, Tensor? mask_offsets, Tensor? mask_bounds, "
-    "Tensor? lora_a, Tensor? lora_b"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor target, "
+    "Tensor? row_temperature, Tensor? mask_indices, Tensor? mask_offsets, Tensor? mask_bounds, "
+    "Tensor? mask_max_id"
 )
 _OPTIONS = (
-    "float temperature, float logit_scale, float? softcap, str precision, str backend, "
-    "int? max_workspace_bytes, bool batch_invariant, bool all_valid, "
-    "float lora_scaling"
+    "float temperature, float logit_scale, float? softcap, float lora_scaling, str precision, "
+    "str backend, int? max_workspace_bytes, bool batch_invariant"
 )
-_ASKED = "bool extras, bool rank, int top_k"
-_NUM_ASKED = 1 + len(Ranking._fields)
+_WANTED = "bool extras, bool rank, int top_k"
 _STATS = ", ".join(["Tensor"] * len(RowStats._fields))
+_NUM_TENSORS, _NUM_OPTIONS = len(_Tensors._fields), _OPTIONS.count(",") + 1
+_NUM_WANTED = len(Wanted._fields)
+_DIFFERENTIABLE = Gradients._fields
 
 
-def _split(arguments: tuple) -> tuple[Tensors, HeadOptions, tuple]:
-    tensors = Tensors(*arguments[:_NUM_TENSORS])
-    rest = arguments[_NUM_TENSORS:]
-    return tensors, HeadOptions(*rest[:_NUM_OPTIONS]), rest[_NUM_OPTIONS:]
+def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
+    """The arguments of the ops for a call."""
+    head, mask = rows.head, rows.sampling_mask
+    transform, temperature = head.transform, head.transform.temperature
+    per_row = temperature if isinstance(temperature, Tensor) else None
+    parts: Sequence[Tensor | None] = [None] * 4
+    if mask is not None:
+        parts = (mask.indices, mask.offsets, mask.bounds, mask.max_id)
+    return (
+        *(rows.hidden, *head.tensors, rows.target, per_row, *parts),
+        1.0 if isinstance(temperature, Tensor) else float(temperature),
+        float(transform.logit_scale),
+        None if transform.softcap is None else float(transform.softcap),
+        1.0 if head.lora is None else float(head.lora.scaling),
+        options.precision,
+        options.backend,
+        options.max_workspace_bytes,
+        options.batch_invariant,
+    )
+
+
+def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
+    """The call that :func:`_flat` was given."""
+    x = _Tensors(*arguments[:_NUM_TENSORS])
+    temperature, scale, softcap, lora_scaling, *options = arguments[_NUM_TENSORS:]
+    lora = mask = None
+    if x.lora_a is not None and x.lora_b is not None:
+        lora = HeadLoRA(a=x.lora_a, b=x.lora_b, scaling=lora_scaling)
+    if x.mask_indices is not None:
+        mask = SamplingMask(
+            indices=x.mask_indices,
+            offsets=x.mask_offsets,  # type: ignore[arg-type]  # they come together
+            bounds=x.mask_bounds,  # type: ignore[arg-type]
+            max_id=x.mask_max_id,  # type: ignore[arg-type]
+        )
+    per_row = temperature if x.row_temperature is None else x.row_temperature
+    head = Head(x.weight, x.bias, Transform(scale, softcap, per_row), lora)
+    rows = Rows(hidden=x.hidden, head=head, target=x.target, sampling_mask=mask)
+    names = ("precision", "backend", "max_workspace_bytes", "batch_invariant")
+    return rows, RunOptions(**dict(zip(names, options, strict=True)))
+
+
+def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:  # noqa: B008
+    tiled = wanted.ranked or rows.sampling_mask is not None
+    return choose_route(rows.hidden, rows.head, options, tiled)
 
 
 @torch.library.custom_op(
     "grpo_kernels::linear_logprobs",
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),  # it asks which rows are valid
-    schema=f"({_TENSORS}, {_OPTIONS}, {_ASKED}) -> ({_STATS})",
+    schema=f"({_TENSORS}, {_OPTIONS}, {_WANTED}) -> ({_STATS})",
 )
 def linear_logprobs_forward(*arguments):
     """Statistics of (T, D) rows in the order of :class:`RowStats`; what was not asked is empty."""
-    tensors, options, (extras, *order) = _split(arguments)
-    ranking = Ranking(*order)
-    check_row_temperature(tensors.row_temperature)
-    rows, path = options.rows(tensors), options.path(tensors, ranking)
-
-    def run(path: Path) -> RowStats:
-        chunks = row_chunks(rows.target.numel(), path.tile_rows)
-        execution = path.execution(chunks, extras, rows.sampling_mask, ranking)
-        return forward(rows.hidden, rows.head, rows.target, execution)
-
-    with torch.no_grad():
-        stats = first_that_fits(run, forward_ways(path), options.advice(tensors))
+    rows, options = _call(arguments[:-_NUM_WANTED])
+    wanted = Wanted(*arguments[-_NUM_WANTED:])
+    valid = rows.valid()
+    stats = rows_forward(valid, _route(rows, options, wanted), wanted)
     return tuple(
-        rows.spread(value) if value is not None else tensors.hidden.new_empty(0, dtype=dtype)
-        for value, dtype in zip(stats, _stats_dtypes(tensors), strict=True)
+        valid.spread(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
+        for value, dtype in zip(stats, _stats_dtypes(rows), strict=True)
     )
 
 
-def _stats_dtypes(tensors: Tensors) -> list[torch.dtype]:
-    wide = stats_dtype(tensors.hidden.dtype)
+def _stats_dtypes(rows: Rows) -> list[torch.dtype]:
+    wide = stats_dtype(rows.hidden.dtype)
     return [dtype_of(name, wide) for name in RowStats._fields]
 
 
 @linear_logprobs_forward.register_fake
 def _(*arguments):
-    tensors, _, (extras, rank, top_k) = _split(arguments)
-    sampling_mask = tensors.mask_indices is not None
-    shapes = shapes_of(
-        tensors.target.shape, extras=extras, sampling_mask=sampling_mask, rank=rank, top_k=top_k
-    )
+    rows, _ = _call(arguments[:-_NUM_WANTED])
+    wanted = Wanted(*arguments[-_NUM_WANTED:])
+    shapes = shapes_of(rows.target.shape, wanted, rows.sampling_mask is not None)
     return tuple(
-        tensors.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
-        for name, dtype in zip(RowStats._fields, _stats_dtypes(tensors), strict=True)
+        rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
+        for name, dtype in zip(RowStats._fields, _stats_dtypes(rows), strict=True)
     )
 
 
@@ -210,89 +201,53 @@ def _(*arguments):
 def linear_logprobs_backward(*arguments):
     """Gradients of what is differentiable from what the forward found; one that is not needed is
     empty."""
-    tensors, options, (logp, entropy, lse, *given, needs) = _split(arguments)
-    stats, outer = RowStats(logp, entropy, lse), StatsGradients(*given)
-    gradients = head_gradients(tensors, options, stats, outer, Needs(*needs))
+    *call, logp, entropy, lse, dlogp, dentropy, dmasked, needs = arguments
+    rows, options = _call(call)
+    outer = StatsGradients(dlogp, dentropy, dmasked)
+    valid = rows.valid(outer.nonzero)
+    outer = StatsGradients(*(valid.take(gradient) for gradient in outer))
+    stats = RowStats(*(valid.take(found) for found in (logp, entropy, lse)))  # type: ignore[arg-type]
+    route = _route(rows, options)
+    gradients = rows_backward(valid, stats, outer, route, Needs(*needs))
+    if gradients.hidden is not None:
+        gradients = gradients._replace(hidden=valid.spread(gradients.hidden))
     return tuple(
         gradient.to(x.dtype) if gradient is not None else x.new_empty(0)
-        for gradient, x in zip(gradients, _differentiable(tensors), strict=True)
+        for gradient, x in zip(gradients, _inputs(rows), strict=True)
     )
-
-
-def head_gradients(
-    tensors: Tensors,
-    options: HeadOptions,
-    stats: RowStats,  # of all rows: logp, entropy and lse
-    outer: StatsGradients,
-    needs: Needs,
-) -> Gradients:
-    """Gradients of what is differentiable, in fp32 or the dtype of the hidden states."""
-    rows, path = options.rows(tensors, outer.nonzero), options.path(tensors)
-    outer = StatsGradients(*(rows.take(gradient) for gradient in outer))
-    stats = RowStats(*(rows.take(found) for found in stats[:3]))  # type: ignore[arg-type]
-    run = recompute_backward if rows.sampling_mask is None else _whole_rows
-    gradients = first_that_fits(
-        lambda path: run(rows, stats, outer, path, needs),
-        fewer_rows(path),
-        options.advice(tensors),
-        lambda _: SPOILED_SUM if needs.weight_sink is not None else None,
-    )
-    if gradients.hidden is not None:
-        gradients = gradients._replace(hidden=rows.spread(gradients.hidden))
-    return gradients
-
-
-def _whole_rows(
-    rows: Rows,
-    stats: RowStats,
-    outer: StatsGradients,
-    path: Path,
-    needs: Needs,
-) -> Gradients:
-    """With a sampling mask: its gradient needs the logits of all kept ids of a row at once."""
-
-    def middle(chunk: slice, stats: RowStats) -> StatsGradients:
-        return outer.rows(chunk)
-
-    execution = path.execution(
-        row_chunks(rows.target.numel(), path.tile_rows), sampling_mask=rows.sampling_mask
-    )
-    _, gradients = forward_backward(rows.hidden, rows.head, rows.target, execution, middle, needs)
-    return gradients
 
 
 @linear_logprobs_backward.register_fake
 def _(*arguments):
-    tensors, _, (*_, needs) = _split(arguments)
+    rows, _ = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
     return tuple(
         x.new_empty(x.shape if needed else 0)
-        for x, needed in zip(_differentiable(tensors), needs, strict=True)
+        for x, needed in zip(_inputs(rows), arguments[-1], strict=True)
     )
 
 
-def _differentiable(tensors: Tensors) -> list[Tensor]:
+def _inputs(rows: Rows) -> list[Tensor]:
     """The tensors that get gradients; for want of one, something to make an empty tensor of."""
-    found = (getattr(tensors, name) for name in DIFFERENTIABLE)
-    return [tensors.hidden if x is None else x for x in found]
+    found = (rows.hidden, *rows.head.tensors)
+    return [rows.hidden if x is None else x for x in found]
 
 
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3])  # logp, entropy and lse
-    ctx.options = inputs[_NUM_TENSORS:-_NUM_ASKED]
+    ctx.options = inputs[_NUM_TENSORS:-_NUM_WANTED]
 
 
 def _backward(ctx, *outer):
-    by_name = dict(zip(RowStats._fields, outer, strict=True))
-    needed = dict(zip(Tensors._fields, ctx.needs_input_grad, strict=False))
-    needs = [needed[name] for name in DIFFERENTIABLE]
+    given = dict(zip(RowStats._fields, outer, strict=True))
+    needed = ctx.needs_input_grad[: len(_DIFFERENTIABLE)]
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
     gradients = linear_logprobs_backward(
         *saved[:_NUM_TENSORS], *ctx.options, *saved[_NUM_TENSORS:],
-        *(_dense(by_name[name]) for name in ("logp", "entropy", "masked_logp")), needs,
+        *(_dense(given[name]) for name in ("logp", "entropy", "masked_logp")), list(needed),
     )  # fmt: skip
-    found = dict(zip(DIFFERENTIABLE, gradients, strict=True))
-    wanted = [found[name] if needed[name] and name in found else None for name in Tensors._fields]
-    return (*wanted, *[None] * (_NUM_OPTIONS + _NUM_ASKED))
+    wanted = [x if need else None for x, need in zip(gradients, needed, strict=True)]
+    others = len(ctx.needs_input_grad) - len(wanted)
+    return (*wanted, *[None] * others)
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Gradients from saved statistics, a slice of the vocabulary at a time.
 
 The logits of a slice are formed again, turned into their gradient in place and multiplied. A slice
-of dweight is one product over all rows, rounded once, and dhidden is summed in fp32: there is no
+of dweight is one GEMM over all rows, rounded once, and dhidden is summed in fp32: there is no
 fp32 (V, D) buffer, and the tile of logits is as small as asked.
 """
 
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, clear_row_ends, stats_dtype
-from grpo_kernels.engine.gradients import (
-    Gradients,
-    Needs,
-    StatsGradients,
-    adapter_gradients,
-    with_adapter,
-)
-from grpo_kernels.engine.route import Path
+from grpo_kernels.backends import RowStats, StatsGradients, Tile
+from grpo_kernels.engine.gradients import Gradients, Needs, fp16_scale
+from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.sweep import ranges, row_chunks
-from grpo_kernels.head.head import Head, accumulate, logits_dtype, project
-from grpo_kernels.head.memory import on_huge_pages
-from grpo_kernels.head.precision import products
+from grpo_kernels.head import (
+    Head,
+    accumulate,
+    clear_row_ends,
+    matmul_precision,
+    on_huge_pages,
+    project,
+    stats_dtype,
+)
 
-# Narrower slices starve the products, wider ones gain nothing.
+# Narrower slices starve the GEMMs, wider ones gain nothing.
 _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
 _ALIGNMENT = 128
 
@@ -57,73 +57,61 @@ def recompute_backward(
     rows: Rows,
     stats: RowStats,  # of these rows
     outer: StatsGradients,
-    path: Path,
+    route: Route,
     needs: Needs,
 ) -> Gradients:
-    """Gradients of hidden, weight, bias and an adapter."""
-    gradient_scale = outer.fp16_scale if rows.hidden.dtype == torch.float16 else None
+    """Compute the gradients of hidden, weight, bias and an adapter."""
     hidden, whole = rows.hidden, rows.head.to(rows.hidden.dtype)
-    weight = whole.weight
-    slices = cut(hidden.shape[0], weight.shape[0], path.tile_rows * weight.shape[0])
-    dtype = logits_dtype(hidden.dtype, path.precision)
-    tile = on_huge_pages(hidden.new_empty(slices.elements, dtype=dtype))
-    task = _Task(rows, stats, outer.times(gradient_scale), path, tile)
-    results, adapter = _zeros(hidden, rows.head, needs), adapter_gradients(hidden, whole, needs)
-    sink = needs.weight_sink if needs.weight else None
-    for columns in slices.columns:
-        head = whole.columns(columns)
-        dweight = _place(results.weight, columns, hidden.dtype, len(slices.rows))
-        for part in slices.rows:
-            dlogits = task.dlogits(part, head, columns)
-            with products(hidden.device, path.precision):
+    scale = fp16_scale(outer) if hidden.dtype == torch.float16 else None
+    slices = cut(rows.count, route.columns, route.tile_rows * route.columns)
+    buffer = on_huge_pages(hidden.new_empty(slices.elements, dtype=route.logits))
+    work = _Work(rows, stats, outer.times(scale), route, buffer)
+    results, lora = _zeros(hidden, rows.head, needs), needs.lora(rows)
+    with matmul_precision(hidden.device, route.precision):
+        for columns in slices.columns:
+            head = whole.columns(columns)
+            dweight = _place(results.weight, columns, hidden.dtype, len(slices.rows))
+            for part in slices.rows:
+                dlogits = work.dlogits(part, head, columns)
                 if results.hidden is not None:
                     clear_row_ends(dlogits)
                     accumulate(results.hidden[part], dlogits, head.weight, columns.start == 0)
                 if dweight is not None:
                     accumulate(dweight, dlogits.t(), hidden[part], part.start == 0)
-                if sink is not None:
-                    sink.add(dlogits, hidden[part], columns, gradient_scale)
-                if adapter is not None:
-                    adapter.add(dlogits, part, columns)
-            if results.bias is not None:
-                results.bias[columns] += torch.sum(dlogits, 0, dtype=results.bias.dtype)
-        if dweight is not None and results.weight is not None:
-            _store(results.weight[columns], dweight, gradient_scale)
-    with products(hidden.device, path.precision):
-        results = with_adapter(results, adapter)
+                if needs.weight and needs.main_grad is not None:
+                    needs.main_grad.add(dlogits, hidden[part], columns, scale)
+                if lora is not None:
+                    lora.add(dlogits, part, columns)
+                if results.bias is not None:
+                    results.bias[columns] += torch.sum(dlogits, 0, dtype=results.bias.dtype)
+            if dweight is not None and results.weight is not None:
+                _store(results.weight[columns], dweight, scale)
+        results = results.with_lora(lora)
     for result in (results.hidden, results.bias, results.lora_a, results.lora_b):
-        if result is not None and gradient_scale is not None:
-            result.div_(gradient_scale)
+        if result is not None and scale is not None:
+            result.div_(scale)
     return results
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Work:
     rows: Rows
     stats: RowStats
     outer: StatsGradients
-    path: Path
-    tile: Tensor  # flat
+    route: Route
+    buffer: Tensor  # flat
 
     def dlogits(self, part: slice, head: Head, columns: slice) -> Tensor:
-        """Gradient of the raw logits of some rows and columns, in the tile."""
+        """Gradient of the raw logits of some rows and columns, in the buffer."""
         hidden = self.rows.hidden[part]
         size = (hidden.shape[0], head.weight.shape[0])
-        logits = self.tile[: size[0] * size[1]].view(size)
-        with products(hidden.device, self.path.precision):
-            project(hidden, head, logits)
-        dlogp, dentropy, _ = self.outer.rows(part)
-        stats = self.stats.rows(part)
-        return self.path.choice.kernels().dlogits_(
-            logits,
-            # relative to the slice; the target of another slice is in none of its columns
-            self.rows.target[part] - columns.start,
-            head.transform.rows(part),
-            stats,
-            dlogp if dlogp is not None else torch.zeros_like(stats.logp),
-            dentropy,
-            hidden.dtype,
-        )
+        logits = self.buffer[: size[0] * size[1]].view(size)
+        project(hidden, head, logits)
+        # relative to the slice; the target of another slice is in none of its columns
+        target = self.rows.target[part] - columns.start
+        tile = Tile(logits, target, head.transform.rows(part))
+        stats, outer = self.stats.rows(part), self.outer.rows(part)
+        return self.route.backend.kernels.dlogits_(tile, stats, outer, hidden.dtype)
 
 
 def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
@@ -133,9 +121,7 @@ def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
     wide = stats_dtype(hidden.dtype)
     return Gradients(
         make(hidden.shape, wide) if needs.hidden else None,
-        make(head.weight.shape, head.weight.dtype)
-        if needs.weight and needs.weight_sink is None
-        else None,
+        make(head.weight.shape, head.weight.dtype) if needs.new_weight else None,
         make(head.weight.shape[:1], wide) if needs.bias else None,
     )
 
@@ -143,7 +129,7 @@ def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
 def _place(
     dweight: Tensor | None, columns: slice, dtype: torch.dtype, num_parts: int
 ) -> Tensor | None:
-    """Where the products of a slice are summed: its place in the result, if nothing is lost."""
+    """Where the GEMMs of a slice are summed: its place in the result, if nothing is lost."""
     if dweight is None or num_parts == 0:  # without rows the zeros stay
         return None
     place, wide = dweight[columns], stats_dtype(dtype)

@@ -2,135 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import FormsLogits, LinearStats
-from grpo_kernels.backends.registry import Choice, choose_backend, chunk_rows
-from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.engine.sweep import Execution
-from grpo_kernels.engine.topk import UNRANKED, Ranking
-from grpo_kernels.head.head import Head, logits_dtype
+from grpo_kernels.backends import (
+    Backend,
+    FormsLogits,
+    LinearStats,
+    choose_backend,
+    chunk_rows,
+)
+from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.head import Head, logits_dtype
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
-# the fewest at which the products still run near their full speed.
+# the fewest at which GEMMs still run near their full speed.
 _FIXED_ROWS_CPU = 256
 _FIXED_ROWS_GPU = 1024
 # With fewer rows, CPU libraries take other kernels for the last few of them.
 _FEWEST_FIXED_ROWS = 16
+_FEWER_ROWS = 4  # where memory does not last, a tile has so many times fewer rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
+class Route:
     """Backend, forward and tile of a head."""
 
-    choice: Choice
-    precision: str
+    backend: Backend
+    options: RunOptions
+    logits: torch.dtype  # of the tile
+    columns: int  # V
     tile_rows: int
-    batch_invariant: bool
     linear_stats: LinearStats | None  # the forward without a tile of logits, where there is one
 
-    @staticmethod
-    def of(
-        choice: Choice,
-        hidden: Tensor,  # (T, D)
-        head: Head,
-        precision: str,
-        tile_rows: int,
-        *,
-        batch_invariant: bool,
-        sampling_mask: bool,
-        ranked: bool = False,
-    ) -> Path:
-        """The path with a tile that is already known.
-
-        Scores of a ``sampling_mask``, and what is ``ranked`` (the target, the top k), are read
-        from a tile.
-        """
-        tiled = sampling_mask or ranked or choice.backend.kernels is None
-        return Path(
-            choice=choice,
-            precision=precision,
-            tile_rows=tile_rows,
-            batch_invariant=batch_invariant,
-            linear_stats=None if tiled else choice.linear_stats(hidden, head, precision),
-        )
+    @property
+    def precision(self) -> str:
+        return self.options.precision
 
     @property
     def fixed_rows(self) -> int | None:
         """The height to which every tile is filled up; None where that is not needed."""
-        return self.tile_rows if self.batch_invariant and self.linear_stats is None else None
+        fixed = self.options.batch_invariant and self.linear_stats is None
+        return self.tile_rows if fixed else None
+
+    @property
+    def forward(self) -> str:
+        """How statistics are formed, in words."""
+        if not self.backend.has_tiles:
+            return "full logits"
+        if self.linear_stats is not None:
+            return "linear_stats"
+        return f"logits tile of {self.tile_rows} rows" + (", filled up" if self.fixed_rows else "")
+
+    @property
+    def advice(self) -> str:
+        """What to set for this tile."""
+        return f"max_workspace_bytes={self.tile_rows * self.columns * self.logits.itemsize}"
 
     def keeps_bits_in_one_pass(self, hidden: Tensor) -> bool:
-        """Whether a tile made for its gradient has the statistics of the forward, bit for bit."""
+        """Return whether a tile made for its gradient has the forward's statistics to the bit."""
         if self.linear_stats is None:
             return True  # both are that tile
-        kernels = self.choice.kernels()
-        logits = logits_dtype(hidden.dtype, self.precision)
-        return isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, logits)
+        kernels = self.backend.kernels
+        return isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, self.logits)
 
-    def execution(
-        self,
-        chunks: Sequence[slice],
-        extras: bool = False,
-        sampling_mask: SamplingMask | None = None,
-        ranking: Ranking = UNRANKED,
-    ) -> Execution:
-        """The loop over ``chunks`` of rows."""
-        return Execution(
-            self.choice.kernels(),
-            chunks,
-            self.precision,
-            extras,
-            self.linear_stats,
-            sampling_mask,
-            ranking,
-            self.fixed_rows,
-        )
+    def tiled(self) -> Route:
+        """The same for a backward, which always has a tile, of any height."""
+        options = replace(self.options, batch_invariant=False)
+        return replace(self, linear_stats=None, options=options)
+
+    def smaller(self) -> Route | None:
+        """The same with a smaller tile; None where there is none, or it decides a row's bits."""
+        rows = self.tile_rows // _FEWER_ROWS
+        if not rows or self.linear_stats is not None or self.fixed_rows is not None:
+            return None
+        return replace(self, tile_rows=rows)
 
 
-def choose_path(
-    backend: str,
+def choose_route(
     hidden: Tensor,  # (T, D)
     head: Head,
-    precision: str,
-    max_workspace_bytes: int | None = None,
-    *,
-    batch_invariant: bool = False,
-    sampling_mask: bool = False,
-    ranked: bool = False,
-) -> Path:
-    """The path of a head's arguments.
+    options: RunOptions,
+    tiled: bool = False,  # something is asked for that is read from a tile of logits
+) -> Route:
+    """Choose the route of a head's arguments.
 
     Raises:
         ValueError: the backend cannot run, or not as asked for; the workspace is too small.
     """
-    choice = choose_backend(backend, hidden.device, hidden.dtype)
-    columns = head.weight.shape[0]
-    rows = chunk_rows(columns, hidden.dtype, precision, hidden.device, max_workspace_bytes)
-    if batch_invariant:
-        rows = _fixed_rows(choice, hidden.device, rows, max_workspace_bytes)
-    return Path.of(
-        choice,
-        hidden,
-        head,
-        precision,
-        rows,
-        batch_invariant=batch_invariant,
-        sampling_mask=sampling_mask,
-        ranked=ranked,
+    backend = choose_backend(options.backend, hidden.device, hidden.dtype)
+    columns, workspace = head.weight.shape[0], options.max_workspace_bytes
+    rows = chunk_rows(columns, hidden.dtype, options.precision, hidden.device, workspace)
+    if options.batch_invariant:
+        rows = _fixed_rows(backend, hidden.device, rows, workspace)
+    linear_stats = None
+    if backend.has_tiles and not tiled:
+        linear_stats = backend.linear_stats(hidden, head, options.precision)
+    return Route(
+        backend=backend,
+        options=options,
+        logits=logits_dtype(hidden.dtype, options.precision),
+        columns=columns,
+        tile_rows=rows,
+        linear_stats=linear_stats,
     )
 
 
-def _fixed_rows(choice: Choice, device: torch.device, fit: int, workspace: int | None) -> int:
+def _fixed_rows(backend: Backend, device: torch.device, fit: int, workspace: int | None) -> int:
     """A power of two, so that blocks of a tile's rows are all alike."""
-    if choice.backend.kernels is None:
+    if not backend.has_tiles:
         raise ValueError(
-            f"batch_invariant: expected False with backend {choice.backend.name!r}, which "
-            "multiplies all rows at once, got True"
+            f"batch_invariant: expected False with backend {backend.name!r}, which multiplies all "
+            "rows at once, got True"
         )
     if fit < _FEWEST_FIXED_ROWS:
         raise ValueError(

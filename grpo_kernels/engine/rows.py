@@ -1,4 +1,4 @@
-"""The rows of a call that matter, with a target and a gradient: the others enter no product."""
+"""The rows of a call that matter, with a target and a gradient: the others enter no GEMM."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-import grpo_kernels.batch.host as host
-from grpo_kernels.batch.packing import IGNORE_INDEX
-from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.head.checks import check_target_range
-from grpo_kernels.head.head import Head
+from grpo_kernels.batch import IGNORE_INDEX, SamplingMask, host
+from grpo_kernels.head import Head, check_mask_range, check_row_temperature, check_target_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +22,26 @@ class Rows:
     index: Tensor | None = None  # which rows these are of all, None: all of them
     total: int = 0  # how many all are
 
+    @property
+    def count(self) -> int:
+        return self.target.numel()
+
     def valid(self, wanted: Tensor | None = None) -> Rows:
         """The rows with a target that are ``wanted`` (T,), None: those with a target.
 
         One host transfer, and one more for a sampling mask.
 
         Raises:
-            ValueError: a target is outside of the vocabulary.
+            ValueError: a target or an id of a sampling mask is outside of the vocabulary, or a
+                temperature is not positive.
         """
-        if self.target.numel() == 0:
+        self.check_values()
+        if not self.count:
             return self
         valid = self.target != IGNORE_INDEX
         inside = torch.where(valid, self.target, 0)
         matter = valid if wanted is None else valid & wanted
-        found = torch.stack([inside.amin(), inside.amax(), matter.sum()])
-        low, high, count = host.fetch(found)
+        low, high, count = host.fetch(torch.stack([*inside.aminmax(), matter.sum()])).tolist()
         check_target_range(low, high, self.head.weight.shape[0])
         return self._where(matter, count)
 
@@ -52,19 +54,33 @@ class Rows:
             return self
         return self._where(wanted, int(wanted.sum()))
 
+    def check_values(self) -> None:
+        """Raise ValueError for values that the host can see without a wait."""
+        temperature = self.head.transform.temperature
+        check_row_temperature(temperature if isinstance(temperature, Tensor) else None)
+        if self.sampling_mask is not None:
+            check_mask_range(self.sampling_mask.max_id, self.head.weight.shape[0])
+
+    def narrow(self, part: slice) -> Rows:
+        """The rows of a range, as if they were all."""
+        return replace(self._at(part), index=None, total=0)
+
+    def at(self, order: Tensor) -> Rows:
+        """The rows ``order``, int64."""
+        return replace(self._at(order), index=order, total=self.count)
+
     def _where(self, mask: Tensor, count: int) -> Rows:
-        total = self.target.numel()
-        if count == total:
+        if count == self.count:
             return self
-        keep = torch.argsort(~mask, stable=True)[:count]
-        return replace(
-            self,
-            hidden=self.hidden[keep],
-            head=self.head.rows(keep),
-            target=self.target[keep],
-            sampling_mask=self.sampling_mask.take(keep) if self.sampling_mask is not None else None,
-            index=keep,
-            total=total,
+        return self.at(torch.argsort(~mask, stable=True)[:count])
+
+    def _at(self, index: slice | Tensor) -> Rows:
+        mask = self.sampling_mask
+        return Rows(
+            hidden=self.hidden[index],
+            head=self.head.rows(index),
+            target=self.target[index],
+            sampling_mask=mask.take(index) if mask is not None else None,
         )
 
     def take(self, values: Tensor | None) -> Tensor | None:
@@ -77,3 +93,32 @@ class Rows:
             return values
         whole = values.new_zeros((self.total, *values.shape[1:]))
         return whole.index_copy(0, self.index, values)
+
+
+# A row that moves is read and written once, V values each; in the two GEMMs it would have cost
+# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster.
+_LEAST_SHARE = 1 / 16
+
+
+def surviving_rows(wanted: Tensor | None) -> Tensor | None:
+    """Return which row each place of a tile takes over, of (C,) bool; None: the tile stays.
+
+    The n wanted rows take the first n places. Those that lie there stay, the others fill the gaps:
+    so the fewest rows move. On a GPU nothing moves, since the host would have to wait for ``n``.
+    """
+    if wanted is None or not host.reading_is_free(wanted):
+        return None
+    count, total = int(wanted.sum()), wanted.numel()
+    if total - count < max(1, total * _LEAST_SHARE):
+        return None
+    order = torch.arange(count, device=wanted.device)
+    order[~wanted[:count]] = count + wanted[count:].nonzero().squeeze(-1)
+    return order
+
+
+def move_rows_(tile: Tensor, order: Tensor) -> Tensor:
+    """Move the rows ``order`` of a (C, V) tile to its beginning, and return them."""
+    for place, row in enumerate(order.tolist()):
+        if place != row:
+            tile[place].copy_(tile[row])
+    return tile[: order.numel()]

@@ -1,9 +1,9 @@
-"""Log-probabilities renormalised over the kept ids of each row, read from a tile of logits.
+"""Log-probabilities renormalised over a sampling mask, read from a tile of logits.
 
 ``log p[y] - log(sum_{j in S} p_j)`` is ``z_y - logsumexp_{j in S}(z_j)``. The second form needs no
-statistic of the whole row: nothing cancels where the set holds nearly all of the mass, nothing
+statistic of the whole row: nothing cancels where the mask holds nearly all of the mass, nothing
 underflows where it holds nearly none, and it is exactly 0 where the target is the only member. It
-is evaluated in fp64, which costs nothing beside a product over the vocabulary.
+is evaluated in fp64, which costs nothing beside a GEMM over the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import Transform
-from grpo_kernels.backends.chunked import slope, transformed
-from grpo_kernels.batch.sampling_mask import SamplingMask
+from grpo_kernels.backends import Tile, slope, transformed
+from grpo_kernels.batch import SamplingMask
+from grpo_kernels.head import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,19 @@ class _Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRows:
-    """The kept ids of a tile's C rows, with what their gradient needs once the logits are gone."""
+    """The ids of a tile's C rows, with what their gradient needs once the logits are gone."""
 
     ids: Tensor  # (N,)
     rows: Tensor  # (N,)
-    others: Tensor  # (N,) fp64: an id's share of the kept mass times its slope, 0 for the target
+    others: Tensor  # (N,) fp64: an id's share of the mask's mass times its slope, 0 for the target
     target: Tensor  # (C,)
     target_slope: Tensor  # (C,) fp64
-    logp: Tensor  # (C,) fp64, the kept log-probability of the target
+    logp: Tensor  # (C,) fp64, the log-probability of the target
 
     @staticmethod
-    def of(
-        logits: Tensor, target: Tensor, transform: Transform, sampling_mask: SamplingMask
-    ) -> MaskedRows:
-        """From raw ``logits`` (C, V), ``target`` (C,) and the sets of the same rows."""
+    def of(tile: Tile, sampling_mask: SamplingMask) -> MaskedRows:
+        """From a tile of raw logits and the mask of the same rows."""
+        logits, target, transform = tile
         ids, rows = sampling_mask.indices, sampling_mask.rows
         all_rows = torch.arange(target.numel(), device=target.device)
         own = _Scores.at(logits, transform, all_rows, target)
@@ -84,7 +83,7 @@ class MaskedRows:
         )
 
     def add_gradient_(self, dlogits: Tensor, dmasked: Tensor) -> None:
-        """Adds ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
+        """Add ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
 
         Each logit is read and written once, so no addition can come before another.
         """

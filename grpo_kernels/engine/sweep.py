@@ -1,218 +1,177 @@
 """The one loop of the heavy part: chunks of rows through logits, statistics and gradients.
 
-Every schedule is this loop. Without ``middle`` it is the forward; with it, each chunk's logits are
-turned into gradients while they are there, so forward and backward share one product.
+Every schedule is this loop. Without a stage it is the forward; with one, each chunk's logits are
+turned into gradients while they are there, so forward and backward share one GEMM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import (
+from grpo_kernels.backends import (
     FormsLogits,
-    LinearStats,
-    RowKernels,
-    RowMiddle,
+    FusedStage,
     RowStats,
+    StatsGradients,
+    Tile,
+    Wanted,
     concatenate,
     dtype_of,
     shapes_of,
-    stats_dtype,
+    with_ranks,
 )
-from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.engine.compaction import move_rows_, surviving_rows
-from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs, StatsGradients
+from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
+from grpo_kernels.engine.route import Route
+from grpo_kernels.engine.rows import Rows, move_rows_, surviving_rows
 from grpo_kernels.engine.sampling_mask import MaskedRows
-from grpo_kernels.engine.topk import UNRANKED, Ranking
-from grpo_kernels.head.head import Head, logits_dtype, project
-from grpo_kernels.head.memory import on_huge_pages
-from grpo_kernels.head.precision import products
+from grpo_kernels.head import Transform, matmul_precision, on_huge_pages, project, stats_dtype
 
-Middle = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
+Stage = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
 
-
-@dataclass(frozen=True)
-class Execution:
-    """How the loop runs: which row kernels, which row ranges, which logits."""
-
-    kernels: RowKernels
-    chunks: Sequence[slice]  # of the T rows, in order, without gaps
-    precision: str  # one of head.PRECISIONS
-    extras: bool = False  # also is_top1, sum_sq_probs, max_logit and min_logit
-    linear_stats: LinearStats | None = None  # forward without a tile of logits
-    sampling_mask: SamplingMask | None = None  # also masked_logp
-    ranking: Ranking = UNRANKED  # also the target's rank, the top k
-    fixed_rows: int | None = None  # every tile is filled up to these rows with zeros
-
-
-_BLOCK = 16  # rows of a product's innermost loop
+_BLOCK = 16  # rows of a GEMM's innermost loop
 
 
 def ranges(length: int, size: int) -> list[slice]:
-    """``length`` in ranges of ``size``, the last one may be shorter."""
+    """Cut ``length`` into consecutive ranges of at most ``size``."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def row_chunks(rows: int, size: int) -> list[slice]:
-    """As few ranges of at most ``size`` rows as can be, evenly: products of few rows are slow."""
+    """Cut rows into as few ranges of at most ``size`` as can be, evenly: small GEMMs are slow."""
     return ranges(rows, chunk_height(rows, size))
 
 
 def chunk_height(rows: int, size: int) -> int:
-    """Rows of all ranges of :func:`row_chunks` but the last, which may have fewer."""
+    """Return the rows of each range of :func:`row_chunks` but the last, which may have fewer."""
     even = -(-rows // max(1, -(-rows // size)))
     return max(1, min(size, -(-even // _BLOCK) * _BLOCK))
 
 
-def forward(
-    hidden: Tensor,  # (T, D)
-    head: Head,
-    target: Tensor,  # (T,)
-    execution: Execution,
-) -> RowStats:
-    """Statistics of every row."""
-    if execution.linear_stats is not None:
-        with products(hidden.device, execution.precision):
-            return execution.linear_stats(
-                hidden, head, target, execution.precision, execution.extras
-            )
-    stats, _ = _sweep(hidden, head, target, execution, None, Needs(False, False, False))
-    return stats
+def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
+    """Compute the statistics of every row."""
+    hidden, head, target = rows.hidden, rows.head, rows.target
+    if route.linear_stats is not None:
+        with matmul_precision(hidden.device, route.precision):
+            return route.linear_stats(hidden, head, target, route.precision, wanted.extras)
+    return sweep(rows, route, row_chunks(rows.count, route.tile_rows), wanted)[0]
 
 
-def forward_backward(
-    hidden: Tensor,  # (T, D)
-    head: Head,
-    target: Tensor,  # (T,)
-    execution: Execution,
-    middle: Middle | RowMiddle,
-    needs: Needs,
+def sweep(
+    rows: Rows,
+    route: Route,
+    chunks: Sequence[slice],  # of the rows, in order, without gaps
+    wanted: Wanted = Wanted(),  # noqa: B008
+    stage: Stage | FusedStage | None = None,
+    needs: Needs = Needs(),  # noqa: B008
 ) -> tuple[RowStats, Gradients]:
-    """Statistics of every row and the gradients that ``middle`` asks for."""
-    return _sweep(hidden, head, target, execution, middle, needs)
-
-
-def _sweep(
-    hidden: Tensor,
-    head: Head,
-    target: Tensor,
-    execution: Execution,
-    middle: Middle | RowMiddle | None,
-    needs: Needs,
-) -> tuple[RowStats, Gradients]:
-    sums = GradientSums(hidden, head, needs, len(execution.chunks))
-    head = head.to(hidden.dtype)
-    height = max((chunk.stop - chunk.start for chunk in execution.chunks), default=0)
-    shape = (execution.fixed_rows or height, head.weight.shape[0])
-    tile = on_huge_pages(hidden.new_empty(shape, dtype=_tile_dtype(hidden, execution)))
-    parts: list[RowStats] = []
-    for rows in execution.chunks:
-        chunk = Chunk(rows, hidden[rows], head.rows(rows), target[rows])
-        stats, chunk, dlogits = _rows_pass(chunk, tile, execution, middle, sums)
-        parts.append(stats)
-        if dlogits is not None:
-            with products(hidden.device, execution.precision):
-                sums.add(dlogits, chunk)
-    with products(hidden.device, execution.precision):
+    """Compute statistics of every row, and the gradients that ``stage`` asks for."""
+    hidden = rows.hidden
+    sums = GradientSums(rows, needs, len(chunks))
+    rows = replace(rows, head=rows.head.to(hidden.dtype))
+    height = max((part.stop - part.start for part in chunks), default=0)
+    shape = (route.fixed_rows or height, route.columns)
+    buffer = on_huge_pages(hidden.new_empty(shape, dtype=route.logits))
+    found: list[RowStats] = []
+    with matmul_precision(hidden.device, route.precision):
+        for part in chunks:
+            chunk = rows.narrow(part)
+            stats, chunk, dlogits = _pass(chunk, part, buffer, route, wanted, stage, sums)
+            found.append(stats)
+            if dlogits is not None:
+                sums.add(dlogits, part, chunk)
         gradients = sums.finish()
-    return _all_stats(parts, hidden, execution), gradients
+    return concatenate(found) if found else _no_stats(rows, wanted), gradients
 
 
-def _rows_pass(
-    chunk: Chunk,
-    tile: Tensor,
-    execution: Execution,
-    middle: Middle | RowMiddle | None,
+def _pass(
+    chunk: Rows,
+    part: slice,
+    buffer: Tensor,
+    route: Route,
+    wanted: Wanted,
+    stage: Stage | FusedStage | None,
     sums: GradientSums,
-) -> tuple[RowStats, Chunk, Tensor | None]:
-    """Logits of a chunk in ``tile`` and their statistics; with ``middle`` also their gradient.
+) -> tuple[RowStats, Rows, Tensor | None]:
+    """Logits of a chunk in ``buffer`` and their statistics; with a stage also their gradient.
 
-    The gradient is that of the chunk's rows which have one.
+    The gradient is that of the chunk's rows which have one; these come back.
     """
-    transform, target, dtype = chunk.head.transform, chunk.target, chunk.rows.dtype
-    if isinstance(middle, RowMiddle):
-        logits = _product(chunk.rows, chunk.head, tile, execution)[: target.numel()]
-        stats, dlogits = middle.gradient_(chunk.range, logits, target, transform, dtype)
+    if isinstance(stage, FusedStage):
+        logits = _project(chunk, buffer, route)[: chunk.count]
+        tile = Tile(logits, chunk.target, chunk.head.transform)
+        stats, dlogits = stage.gradient_(part, tile, chunk.hidden.dtype)
         return stats, chunk, dlogits
-    logits, stats = _logits(chunk.rows, chunk.head, target, tile, execution)
-    sampling_mask = None
-    if execution.sampling_mask is not None:
-        sampling_mask = MaskedRows.of(
-            logits, target, transform, execution.sampling_mask.take(chunk.range)
-        )
-        stats = stats._replace(masked_logp=sampling_mask.logp.to(stats.logp.dtype))
-    if execution.ranking.wanted:
-        stats = execution.ranking.of(logits, target, transform, stats)
-    if middle is None:
+    tile, stats = _tile(chunk, buffer, route, wanted.extras)
+    masked = None
+    if chunk.sampling_mask is not None:
+        masked = MaskedRows.of(tile, chunk.sampling_mask)
+        stats = stats._replace(masked_logp=masked.logp.to(stats.logp.dtype))
+    if wanted.ranked:
+        stats = with_ranks(tile, stats, wanted)
+    if stage is None:
         return stats, chunk, None
-    outer = sums.scaled(middle(chunk.range, stats))
-    return stats, *_dlogits(chunk, logits, stats, outer, sampling_mask, execution.kernels)
+    outer = sums.scaled(stage(part, stats))
+    return stats, *_dlogits(chunk, tile, stats, outer, masked, route)
 
 
 def _dlogits(
-    chunk: Chunk,
-    logits: Tensor,  # (C, V), overwritten
+    chunk: Rows,
+    tile: Tile,  # overwritten
     stats: RowStats,
     outer: StatsGradients,
-    sampling_mask: MaskedRows | None,
-    kernels: RowKernels,
-) -> tuple[Chunk, Tensor]:
+    masked: MaskedRows | None,
+    route: Route,
+) -> tuple[Rows, Tensor]:
     """The gradient of the raw logits of the rows that have one, and these rows."""
     order = surviving_rows(outer.nonzero)
     if order is not None:
-        logits = move_rows_(logits, order)
-        chunk, stats, outer = chunk.rows_at(order), stats.rows(order), outer.rows(order)
-        sampling_mask = sampling_mask.at(order) if sampling_mask is not None else None
-    dlogp, dentropy, dmasked = outer
-    if dlogp is None:
-        dlogp = torch.zeros_like(stats.logp)
-    transform, dtype = chunk.head.transform, chunk.rows.dtype
-    dlogits = kernels.dlogits_(logits, chunk.target, transform, stats, dlogp, dentropy, dtype)
-    if sampling_mask is not None and dmasked is not None:
-        sampling_mask.add_gradient_(dlogits, dmasked)
+        chunk, stats, outer = chunk.at(order), stats.rows(order), outer.rows(order)
+        tile = Tile(move_rows_(tile.logits, order), chunk.target, chunk.head.transform)
+        masked = masked.at(order) if masked is not None else None
+    dlogits = route.backend.kernels.dlogits_(tile, stats, outer, chunk.hidden.dtype)
+    if masked is not None and outer.dmasked is not None:
+        masked.add_gradient_(dlogits, outer.dmasked)
     return chunk, dlogits
 
 
-def _tile_dtype(hidden: Tensor, execution: Execution) -> torch.dtype:
-    return logits_dtype(hidden.dtype, execution.precision)
+def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:
+    """The raw logits (C, V) of a chunk, in ``buffer``, and their statistics."""
+    count, kernels = chunk.count, route.backend.kernels
+    transform = chunk.head.transform
+    if isinstance(kernels, FormsLogits) and kernels.forms(chunk.hidden.dtype, buffer.dtype):
+        logits = buffer[:count]
+        stats = kernels.logits_stats(chunk.hidden, chunk.head, chunk.target, extras, logits)
+        return Tile(logits, chunk.target, transform), stats
+    tile = Tile(_project(chunk, buffer, route), chunk.target, transform)
+    if route.fixed_rows is None:
+        return tile, kernels.stats(tile, extras)
+    whole = _filled_tile(tile, route.fixed_rows)
+    stats = kernels.stats(whole, extras).rows(slice(count))
+    return Tile(tile.logits[:count], chunk.target, transform), stats
 
 
-def _logits(
-    rows: Tensor,  # (C, D)
-    head: Head,  # of these rows
-    target: Tensor,  # (C,)
-    tile: Tensor,  # (at least C, V)
-    execution: Execution,
-) -> tuple[Tensor, RowStats]:
-    """The raw logits (C, V) of a chunk, in ``tile``, and their statistics."""
-    count, transform, kernels = rows.shape[0], head.transform, execution.kernels
-    if isinstance(kernels, FormsLogits) and kernels.forms(rows.dtype, tile.dtype):
-        logits = tile[:count]
-        return logits, kernels.logits_stats(rows, head, target, execution.extras, logits)
-    logits = _product(rows, head, tile, execution)
-    if execution.fixed_rows is not None:
-        target = _filled_up(target, execution.fixed_rows)
-        if isinstance(transform.temperature, Tensor):
-            temperature = _filled_up(transform.temperature, execution.fixed_rows, value=1)
-            transform = replace(transform, temperature=temperature)
-    stats = kernels.stats(logits, target, transform, execution.extras)
-    return logits[:count], stats.rows(slice(count))
-
-
-def _product(rows: Tensor, head: Head, tile: Tensor, execution: Execution) -> Tensor:
-    """The raw logits of a chunk, and of the zeros that fill it up, in ``tile``.
+def _project(chunk: Rows, buffer: Tensor, route: Route) -> Tensor:
+    """The raw logits of a chunk, and of the zeros that fill it up, in ``buffer``.
 
     How a library multiplies a row depends on the number of rows, and on where they lie in memory.
     With ``fixed_rows`` both are always the same, and so are the row's bits.
     """
-    if execution.fixed_rows is not None:
-        rows = _filled_up(rows, execution.fixed_rows)
-    with products(rows.device, execution.precision):
-        return project(rows, head, tile[: rows.shape[0]])
+    hidden = chunk.hidden
+    if route.fixed_rows is not None:
+        hidden = _filled_up(hidden, route.fixed_rows)
+    return project(hidden, chunk.head, buffer[: hidden.shape[0]])
+
+
+def _filled_tile(tile: Tile, rows: int) -> Tile:
+    transform: Transform = tile.transform
+    if isinstance(transform.temperature, Tensor):
+        temperature = _filled_up(transform.temperature, rows, value=1)
+        transform = replace(transform, temperature=temperature)
+    return Tile(tile.logits, _filled_up(tile.target, rows), transform)
 
 
 def _filled_up(x: Tensor, rows: int, value: int = 0) -> Tensor:
@@ -221,17 +180,9 @@ def _filled_up(x: Tensor, rows: int, value: int = 0) -> Tensor:
     return filled
 
 
-def _all_stats(parts: list[RowStats], hidden: Tensor, execution: Execution) -> RowStats:
-    if parts:
-        return concatenate(parts)
-    wide, ranking = stats_dtype(hidden.dtype), execution.ranking
-    shapes = shapes_of(
-        torch.Size((0,)),
-        extras=execution.extras,
-        sampling_mask=execution.sampling_mask is not None,
-        **ranking._asdict(),
-    )
-    none = {name: (shape, dtype_of(name, wide)) for name, shape in shapes.items()}
+def _no_stats(rows: Rows, wanted: Wanted) -> RowStats:
+    wide = stats_dtype(rows.hidden.dtype)
+    shapes = shapes_of(torch.Size((0,)), wanted, rows.sampling_mask is not None)
     return RowStats(
-        **{name: hidden.new_empty(shape, dtype=dtype) for name, (shape, dtype) in none.items()}
+        **{name: rows.hidden.new_empty(s, dtype=dtype_of(name, wide)) for name, s in shapes.items()}
     )

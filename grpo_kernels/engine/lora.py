@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import clear_row_ends
-from grpo_kernels.head.head import accumulate
-from grpo_kernels.head.lora import HeadLoRA
+from grpo_kernels.head import HeadLoRA, accumulate, clear_row_ends
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 
@@ -17,7 +15,7 @@ _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 class LoRAGradients:
     """Gradients of a head's adapter and its share of dhidden, summed in fp32 tile by tile.
 
-    As the head's own weight and hidden states, the factors enter the large products in the dtype
+    As the head's own weight and hidden states, the factors enter the large GEMMs in the dtype
     of the hidden states.
     """
 
@@ -37,7 +35,7 @@ class LoRAGradients:
         self._db = torch.zeros_like(lora.b) if of_b else None
 
     def add(self, dlogits: Tensor, rows: slice | Tensor, columns: slice) -> None:
-        """A tile's share; ``dlogits`` has the dtype of the hidden states."""
+        """Add a tile's share; ``dlogits`` has the dtype of the hidden states."""
         if self._dinner is not None and self._factor is not None:
             clear_row_ends(dlogits)
             place = self._dinner[rows]  # a copy for an index
@@ -47,14 +45,14 @@ class LoRAGradients:
             inner = _Narrow.of(self._lora.inner(self._hidden[rows]), dlogits.dtype)
             _add(self._db[columns], dlogits.t(), inner)
 
-    def rescale(self, factor: Tensor) -> None:
+    def times_(self, factor: Tensor) -> None:
         """Multiply what is summed so far by a () tensor."""
         for total in (self._dinner, self._db):
             if total is not None:
                 total.mul_(factor)
 
     def finish(self, dhidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Adds to ``dhidden`` (T, D), and returns the gradients of A and B that are wanted."""
+        """Add to ``dhidden`` (T, D), and return the gradients of A and B that are wanted."""
         lora, da = self._lora, None
         if self._dinner is None:
             return None, self._db
@@ -72,7 +70,7 @@ class LoRAGradients:
 
 
 def _add(out: Tensor, a: Tensor, b: _Narrow) -> None:
-    """``out += a @ b``."""
+    """Compute ``out += a @ b``."""
     if b.scale is None:
         accumulate(out, a, b.values, first=False)
         return
@@ -83,7 +81,7 @@ def _add(out: Tensor, a: Tensor, b: _Narrow) -> None:
 
 @dataclass(frozen=True)
 class _Narrow:
-    """A factor in the dtype that its product is computed in: ``values * scale``."""
+    """A factor in the dtype that its GEMM is computed in: ``values * scale``."""
 
     values: Tensor
     scale: Tensor | None  # () power of two; None: 1
