@@ -1,157 +1,231 @@
-"""The middle stage inside a schedule: torch ops, or a device function inside the row kernel."""
+"""The loss between statistics and gradients: torch ops, a generated kernel, or in a row kernel."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from grpo_kernels.backends.base import RowStats, Transform
-from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.engine.sweep import StatsGradients
-from grpo_kernels.losses import LossConfig
-from grpo_kernels.losses.stage import (
+from grpo_kernels.backends import Backend, RowStats, StatsGradients, Tile
+from grpo_kernels.batch import Segments, TokenBatch
+from grpo_kernels.losses import (
+    LossConfig,
     StageOutput,
     TokenInputs,
+    Weights,
     run_stage,
-    segments_of,
     token_inputs,
 )
-from grpo_kernels.losses.terms import Segments
-from grpo_kernels.losses.weights import Weights
 
 if TYPE_CHECKING:
-    from grpo_kernels.backends.triton.row_loss import RowFunction
+    from grpo_kernels.backends.triton import RowFunction
 
 
-class MiddleChoice(NamedTuple):
-    """How the middle stage runs, and why."""
+class LossStage:
+    """The callback between a chunk's statistics and its logit gradients: torch ops.
 
-    kind: str  # "torch" | "row kernel" | "printed" | "triton segments"
-    reason: str
+    Args:
+        batch: the rows that it is called for, chunk by chunk.
+        weights: theirs in the whole batch.
+        config: the loss.
+        dtype: of statistics.
+        entropy_gate: (T,), of a loss that gates tokens by the entropy of all.
+    """
 
+    words: ClassVar[str] = "torch ops"
 
-def middle_stage(batch: TokenBatch, weights: Weights, config: LossConfig, kind: str) -> MiddleStage:
-    """The stage of a ``kind`` that :func:`choose_middle` gave."""
-    made = RowKernelStage if kind == "row kernel" else MiddleStage
-    return made(batch, weights, config, kind)
-
-
-class MiddleStage:
-    """The callback between a chunk's statistics and its logit gradients."""
-
-    def __init__(self, batch: TokenBatch, weights: Weights, config: LossConfig, kind: str) -> None:
-        self.batch, self.weights, self.config, self.kind = batch, weights, config, kind
+    def __init__(
+        self,
+        batch: TokenBatch,
+        weights: Weights,
+        config: LossConfig,
+        dtype: torch.dtype,
+        entropy_gate: Tensor | None = None,
+    ) -> None:
+        # log-probabilities and entropy come with each chunk
+        self._inputs = token_inputs(weights.policy.to(dtype), None, batch, weights)
+        self._batch, self._config, self._entropy_gate = batch, config, entropy_gate
         self._contributions: list[Tensor] = []
 
     def __call__(self, rows: slice, stats: RowStats) -> StatsGradients:
-        part, weights = self._part(rows)
         logp = stats.logp if stats.masked_logp is None else stats.masked_logp
-        output = self._run(token_inputs(logp, stats.entropy, part, weights), part)
+        x = self._inputs.rows(rows)._replace(logprobs=logp, entropy=stats.entropy)
+        output = self._run(x, rows)
         self._contributions.append(output.contributions)
         if stats.masked_logp is None:
             return StatsGradients(output.dlogp, output.dentropy)
         return StatsGradients(None, output.dentropy, output.dlogp)
 
-    def loss(self, dtype: torch.dtype) -> Tensor:
+    def loss(self) -> Tensor:
         """The () loss of all rows seen, summed in fp64 and in a fixed order."""
         if not self._contributions:
-            return self.batch.advantages.new_zeros((), dtype=dtype)
-        each = torch.cat(self._contributions)
-        if self.kind == "torch":
-            return each.double().sum().to(each.dtype)
-        from grpo_kernels.backends.triton.segment_sum import weighted_sum
+            return self._inputs.logprobs.new_zeros(())
+        parts = self._contributions
+        return self._sum(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-        return weighted_sum(each, torch.ones_like(each))
+    def _sum(self, each: Tensor) -> Tensor:
+        return each.double().sum().to(each.dtype)
 
-    def _part(self, rows: slice) -> tuple[TokenBatch, Weights]:
-        weights = Weights(*(weight[rows] for weight in self.weights))
-        return self.batch.narrow(rows.start, rows.stop), weights
+    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
+        return run_stage(x, self._segments(rows), self._config, self._entropy_gate)
 
-    def _run(self, x: TokenInputs, part: TokenBatch) -> StageOutput:
-        if self.kind == "torch":
-            return run_stage(x, segments_of(part), self.config)
-        if self.kind == "triton segments":
-            return run_stage(x, _triton_segments(part), self.config)
-        kernel = _printed_stage(self.config, _present(part))
+    def _segments(self, rows: slice) -> Segments:
+        if self._config.scope(self._batch.rollout_logprobs is not None) == "token":
+            return _NO_SEGMENTS
+        return self._batch.segments.narrow(rows.start, rows.stop)
+
+
+class TracedStage(LossStage):
+    """The same without autograd: its operations and those of its derivative, written down once."""
+
+    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
+        segments, present = self._segments(rows), _present(x)
+        gated, segmented = self._entropy_gate is not None, segments is not _NO_SEGMENTS
+        inputs = [value for value in (*x, self._entropy_gate) if value is not None]
+        if segmented:
+            inputs.append(segments.cu_seqlens)
+        kind = (x.logprobs.dtype, x.logprobs.device)
+        each, dlogp, *rest = _traced(self._config, present, gated, segmented, *kind)(*inputs)
+        return StageOutput(each, dlogp, rest[0] if rest else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(
+    config: LossConfig,
+    present: tuple[str, ...],
+    gated: bool,
+    segmented: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[..., tuple[Tensor, ...]]:
+    """``run_stage`` for this loss as a graph of operations, for any number of tokens.
+
+    It is traced on a thread of its own: inside a custom op torch switches autograd off, for the
+    thread that runs it.
+    """
+
+    def stage(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = iter(inputs)
+        x = TokenInputs(*(next(given) if n in present else None for n in TokenInputs._fields))  # type: ignore[arg-type]
+        gate = next(given) if gated else None
+        segments = Segments(next(given), x.logprobs.shape[0]) if segmented else _NO_SEGMENTS
+        output = run_stage(x, segments, config, gate)
+        return tuple(value for value in output if value is not None)
+
+    vectors = [torch.rand(7, dtype=dtype, device=device) for _ in range(len(present) + gated)]
+    offsets = [torch.tensor([0, 3, 3, 7], device=device)] if segmented else []
+    trace = make_fx(stage, tracing_mode="symbolic")
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(trace, *vectors, *offsets).result()
+
+
+class _OnTriton(LossStage):
+    def _sum(self, each: Tensor) -> Tensor:
+        from grpo_kernels.backends import triton
+
+        return triton.weighted_sum(each, torch.ones_like(each))
+
+
+class SegmentStage(_OnTriton):
+    """Triton's sums over sequences, torch ops for the rest."""
+
+    words = "Triton sums over sequences, torch ops"
+
+    def _segments(self, rows: slice) -> Segments:
+        part = self._batch.segments.narrow(rows.start, rows.stop)
+        return _TritonSegments(part.cu_seqlens, part.total)
+
+
+class GeneratedStage(_OnTriton):
+    """A kernel that is generated from the loss."""
+
+    words = "a Triton kernel, generated from the loss"
+
+    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
+        kernel = _generated(self._config, _present(x))
         # what is absent is not read
         each, dlogp, *rest = kernel(*(x.logprobs if value is None else value for value in x))
         return StageOutput(each, dlogp, rest[0] if rest else None)
 
 
-class RowKernelStage(MiddleStage):
+class RowKernelStage(_OnTriton):
     """The stage inside the Triton row kernel, between a row's statistics and its gradient."""
 
-    def gradient_(
-        self,
-        rows: slice,
-        logits: Tensor,
-        target: Tensor,
-        transform: Transform,
-        out_dtype: torch.dtype,
-    ) -> tuple[RowStats, Tensor]:
-        """Statistics of a tile's rows, and the gradient of its raw logits in their storage."""
-        from grpo_kernels.backends.triton.row_loss import row_loss_
+    words = "in the row kernel, generated from the loss"
+
+    def gradient_(self, rows: slice, tile: Tile, out_dtype: torch.dtype) -> tuple[RowStats, Tensor]:
+        """Compute statistics of a tile's rows, and write the gradient of its raw logits."""
+        from grpo_kernels.backends import triton
 
         function, values = self.function(rows)
-        stats, each, dlogits = row_loss_(logits, target, transform, function, values, out_dtype)
+        stats, each, dlogits = triton.row_loss_(tile, function, values, out_dtype)
         self._contributions.append(each)
         return stats, dlogits
 
     def function(self, rows: slice) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
-        """What the row kernel calls for each of the ``rows``, and the values it gets."""
-        from grpo_kernels.backends.triton.row_loss import RowFunction
+        """Return what the row kernel calls for each of the ``rows``, and the values it gets."""
+        from grpo_kernels.backends import triton
 
-        part, weights = self._part(rows)
-        printed = _printed_stage(self.config, _present(part))
-        function = RowFunction(
-            device_function=printed.device_function,
-            has_dentropy=len(printed.output_dtypes) > 2,
+        x = self._inputs.rows(rows)
+        kernel = _generated(self._config, _present(x._replace(entropy=x.logprobs)))
+        function = triton.RowFunction(
+            device_function=kernel.device_function,
+            has_dentropy=len(kernel.output_dtypes) > 2,
         )
-        return function, token_inputs(weights.policy.float(), None, part, weights)[2:]
+        return function, x[2:]
 
 
-def choose_middle(
-    backend: str, scope: str, batch: TokenBatch, config: LossConfig, dtype: torch.dtype
-) -> MiddleChoice:
-    """A printed function for Triton and token scope, if the loss can be traced; else torch ops."""
-    if backend != "triton":
-        return MiddleChoice("torch", "middle stage: torch ops")
-    if scope != "token":
-        reason = f"the loss has {scope} scope"
-        return MiddleChoice("triton segments", f"middle stage: Triton sums, torch ops: {reason}")
-    why_not = _why_not_printed(config, _present(batch))
-    if why_not is not None:
-        return MiddleChoice("torch", f"middle stage: torch ops, because {why_not}")
+def choose_stage(
+    backend: Backend, batch: TokenBatch, config: LossConfig, dtype: torch.dtype
+) -> type[LossStage]:
+    """Choose generated code where backend and loss allow it, else torch ops."""
+    if not backend.generates:
+        return LossStage
+    if config.scope(batch.rollout_logprobs is not None) != "token":
+        return SegmentStage
+    if why_not_generated(batch, config) is not None:
+        return LossStage
     # these need the gradients of the statistics themselves: to scale them, or to spread them
     if dtype == torch.float16 or batch.sampling_mask is not None:
-        return MiddleChoice("printed", "middle stage: a Triton kernel, printed from the loss")
-    return MiddleChoice("row kernel", "middle stage: in the row kernel, printed from the loss")
+        return GeneratedStage
+    return RowKernelStage
 
 
-def _present(batch: TokenBatch) -> tuple[str, ...]:
-    """The fields of :class:`TokenInputs` that this batch fills."""
-    optional = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-    missing = {name for name in optional if getattr(batch, name) is None}
-    return tuple(name for name in TokenInputs._fields if name not in missing)
+def why_not_generated(batch: TokenBatch, config: LossConfig) -> str | None:
+    """Say why no kernel can be generated from the loss; None if one can."""
+    absent = {
+        "entropy_weight": config.entropy_coef == 0,
+        "old_logprobs": batch.old_logprobs is None,
+        "ref_logprobs": batch.ref_logprobs is None,
+        "rollout_logprobs": batch.rollout_logprobs is None,
+    }
+    present = tuple(name for name in TokenInputs._fields if not absent.get(name, False))
+    return _why_not(config, present)
+
+
+def _present(x: TokenInputs) -> tuple[str, ...]:
+    return tuple(name for name, value in zip(x._fields, x, strict=True) if value is not None)
 
 
 @functools.lru_cache(maxsize=256)
-def _why_not_printed(config: LossConfig, present: tuple[str, ...]) -> str | None:
+def _why_not(config: LossConfig, present: tuple[str, ...]) -> str | None:
     from grpo_kernels.backends.triton.codegen import UntraceableError
 
     try:
-        _printed_stage(config, present)
+        _generated(config, present)
     except UntraceableError as error:
         return str(error)
     return None
 
 
 @functools.lru_cache(maxsize=256)
-def _printed_stage(config: LossConfig, present: tuple[str, ...]) -> Any:
-    """The kernel of ``run_stage`` for this loss: traced, derivative included, and printed.
+def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
+    """The kernel of ``run_stage`` for this loss, derivative included.
 
     It takes all fields of :class:`TokenInputs`, and reads those that are ``present``.
     """
@@ -168,33 +242,30 @@ def _printed_stage(config: LossConfig, present: tuple[str, ...]) -> Any:
     return PointwiseKernel.trace(stage, len(names), names)
 
 
-def _no_segments(values: Tensor) -> Tensor:
-    raise AssertionError("a loss of token scope reduces nothing over sequences")
+class _NoSegments(Segments):
+    """Of a loss of token scope, which reduces nothing over sequences."""
+
+    def __init__(self) -> None: ...
 
 
-_NO_SEGMENTS = Segments(_no_segments, _no_segments, _no_segments)
+_NO_SEGMENTS = _NoSegments()
+
+
+class _TritonSegments(Segments):
+    def sum(self, values: Tensor) -> Tensor:
+        return _SegmentSum.apply(values, self)
 
 
 class _SegmentSum(torch.autograd.Function):
     """Triton's sums over sequences; the gradient gives each token its sequence's."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, batch: TokenBatch) -> Tensor:
-        from grpo_kernels.backends.triton.segment_sum import segment_sum
+    def forward(ctx: Any, values: Tensor, segments: Segments) -> Tensor:
+        from grpo_kernels.backends import triton
 
-        ctx.batch = batch
-        return segment_sum(values, batch.cu_seqlens)
+        ctx.segments = segments
+        return triton.segment_sum(values, segments.cu_seqlens)
 
     @staticmethod
-    def backward(ctx, dsums: Tensor) -> tuple[Tensor, None]:
-        return ctx.batch.expand(dsums), None
-
-
-def _triton_segments(batch: TokenBatch) -> Segments:
-    def total(values: Tensor) -> Tensor:
-        return _SegmentSum.apply(values, batch)
-
-    def mean(values: Tensor) -> Tensor:
-        return total(values) / batch.cu_seqlens.diff().clamp(min=1)
-
-    return Segments(total, mean, batch.expand)
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor, None]:
+        return ctx.segments.expand(dsums), None

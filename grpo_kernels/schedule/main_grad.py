@@ -8,38 +8,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import grpo_kernels.batch.host as host
-from grpo_kernels.backends.base import stats_dtype
-from grpo_kernels.engine.weight_sink import WeightSink
-from grpo_kernels.head.memory import on_huge_pages
+from grpo_kernels.batch import host
+from grpo_kernels.engine import MainGrad
+from grpo_kernels.head import on_huge_pages, stats_dtype
 
 _ROUNDING = 1e-6  # of a scale that was multiplied together in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightGrad:
+class MainGradBuffer:
     """The buffer, and what the loss will be multiplied with where that is known beforehand."""
 
     buffer: Tensor  # (V, D)
     gradient_scale: float | None
 
-    def sink(self) -> WeightSink:
-        """Where a pass adds before the loss is differentiated."""
+    def sums(self) -> MainGrad:
+        """Return where a pass adds before the loss is differentiated."""
         if self.gradient_scale is not None:
-            return WeightSink(self.buffer, self.gradient_scale)
-        return WeightSink(on_huge_pages(torch.zeros_like(self.buffer)))
+            return MainGrad(self.buffer, self.gradient_scale)
+        return MainGrad(on_huge_pages(torch.zeros_like(self.buffer)))
+
+    def direct(self) -> MainGrad:
+        """Return where a backward adds, whose gradients contain the loss's own."""
+        return MainGrad(self.buffer)
 
     def filled_by(self, schedule: str) -> bool:
-        """Whether its forward adds to the buffer itself, before the loss is differentiated."""
+        """Return whether its forward adds to the buffer, before the loss is differentiated."""
         return schedule == "one_pass" and self.gradient_scale is not None
 
-    def settle(self, sink: WeightSink, dloss: Tensor) -> None:
-        """Adds what a pass has left in a sink of its own, now that ``dloss`` () is known."""
-        if sink.total is not self.buffer:
-            self.buffer.addcmul_(sink.total, dloss.to(sink.total.dtype))
+    def settle(self, sums: MainGrad, dloss: Tensor) -> None:
+        """Add what a pass has left in a buffer of its own, now that ``dloss`` () is known."""
+        if sums.total is not self.buffer:
+            self.buffer.addcmul_(sums.total, dloss.to(sums.total.dtype))
 
     def watch(self, loss: Tensor) -> None:
-        """Checks in the backward that the scale was told right."""
+        """Check in the backward that the scale was told right."""
         scale = self.gradient_scale
         if scale is None or not loss.requires_grad:
             return
@@ -51,49 +54,47 @@ class WeightGrad:
         loss.register_hook(check)
 
 
-def weight_grad_of(
+def main_grad_of(
     buffer: Tensor | None,
     gradient_scale: float | None,
     weight: Tensor,
     hidden: Tensor,
-) -> WeightGrad | None:
-    """The caller's arguments, checked.
+) -> MainGradBuffer | None:
+    """Check the caller's arguments.
 
     Raises:
         ValueError: the buffer does not fit the weight, or nothing would be added to it.
     """
     if buffer is None:
         if gradient_scale is not None:
-            raise ValueError("gradient_scale: expected None without weight_grad")
+            raise ValueError("gradient_scale: expected None without main_grad")
         return None
-    if torch.compiler.is_compiling():
-        raise ValueError("weight_grad: expected None inside torch.compile, got a buffer")
     _check_buffer(buffer, weight, hidden)
     if gradient_scale is not None:
         number = isinstance(gradient_scale, int | float) and not isinstance(gradient_scale, bool)
         if not number or not math.isfinite(gradient_scale):
             raise ValueError(f"gradient_scale: expected a finite float, got {gradient_scale!r}")
         gradient_scale = float(gradient_scale)
-    return WeightGrad(buffer=buffer, gradient_scale=gradient_scale)
+    return MainGradBuffer(buffer=buffer, gradient_scale=gradient_scale)
 
 
 def _check_buffer(buffer: Tensor, weight: Tensor, hidden: Tensor) -> None:
     if not isinstance(buffer, Tensor):
-        raise ValueError(f"weight_grad: expected a tensor, got {type(buffer).__name__}")
+        raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
     if not weight.requires_grad:
-        raise ValueError("weight_grad: expected None for a weight that needs no gradient")
+        raise ValueError("main_grad: expected None for a weight that needs no gradient")
     if buffer.shape != weight.shape or not buffer.is_contiguous():
         kind = "" if buffer.is_contiguous() else "non-contiguous "
         raise ValueError(
-            f"weight_grad: expected a contiguous tensor of shape {tuple(weight.shape)} (of "
+            f"main_grad: expected a contiguous tensor of shape {tuple(weight.shape)} (of "
             f"weight), got a {kind}one of {tuple(buffer.shape)}"
         )
     wide = stats_dtype(hidden.dtype)
     if buffer.dtype != wide:
-        raise ValueError(f"weight_grad: expected dtype {wide}, got {buffer.dtype}")
+        raise ValueError(f"main_grad: expected dtype {wide}, got {buffer.dtype}")
     if buffer.device != weight.device:
-        raise ValueError(f"weight_grad: expected device {weight.device}, got {buffer.device}")
+        raise ValueError(f"main_grad: expected device {weight.device}, got {buffer.device}")
     if buffer.requires_grad:
-        raise ValueError("weight_grad: expected a tensor that needs no gradient")
+        raise ValueError("main_grad: expected a tensor that needs no gradient")
     if buffer.data_ptr() == weight.data_ptr() and buffer.numel():
-        raise ValueError("weight_grad: expected a buffer of its own, got the weight")
+        raise ValueError("main_grad: expected a buffer of its own, got the weight")

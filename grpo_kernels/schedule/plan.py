@@ -1,68 +1,176 @@
-"""Which schedule runs a loss, and why: decided before any work, printed by ``explain``."""
+"""Plan: which schedule runs a loss, decided before any work. What it says is made when read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import Transform
-from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.engine.fingerprint import fingerprint
-from grpo_kernels.engine.route import Path, choose_path
-from grpo_kernels.engine.sweep import row_chunks
-from grpo_kernels.head.checks import check_workspace, prepare_head
-from grpo_kernels.head.head import Head, logits_dtype
-from grpo_kernels.head.lora import HeadLoRA
+from grpo_kernels.backends import why_backend
+from grpo_kernels.batch import TokenBatch, host
+from grpo_kernels.engine import (
+    Needs,
+    Route,
+    Rows,
+    RunOptions,
+    choose_route,
+    fingerprint,
+    row_chunks,
+)
+from grpo_kernels.head import Head
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule.active import active_rows, rows_left_out
-from grpo_kernels.schedule.loss_stage import choose_middle
-from grpo_kernels.tools.estimate import cost
+from grpo_kernels.schedule.active import ActiveRows
+from grpo_kernels.schedule.loss_stage import LossStage, choose_stage, why_not_generated
+from grpo_kernels.schedule.main_grad import MainGradBuffer
 
-SCHEDULES = ("auto", "one_pass", "two_pass")
-METRICS = ("all", "active")
+# Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
+# the logits a second time: about four times the device's operations per byte. 16-bit inputs; for
+# fp32 the sum is cheap beside the GEMMs. By device type, measured; below it two passes are faster.
+_FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
+_FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSettings:
-    """How the head's products are computed; exactness depends on ``precision`` alone."""
-
-    precision: str = "fp32"
-    backend: str = "auto"
-    schedule: str = "auto"
-    max_workspace_bytes: int | None = None
-    batch_invariant: bool = False
-    metrics: str = "all"  # which rows are measured
-
-    def __post_init__(self) -> None:
-        check_workspace(self.max_workspace_bytes)
-        if self.metrics not in METRICS:
-            raise ValueError(f"metrics: expected one of {', '.join(METRICS)}; got {self.metrics!r}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"schedule: expected one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
-            )
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What will run."""
+    """One call of ``linear_policy_loss``, decided. Print it for what will run, and why."""
 
-    backend: str
+    head: Head
+    batch: TokenBatch  # every valid token
+    config: LossConfig
+    options: RunOptions
+    active: ActiveRows  # those with a gradient
+    needs: Needs
+    main_grad: MainGradBuffer | None  # where the weight's gradient goes, None: to autograd
+    route: Route
     schedule: str  # "one_pass" | "two_pass"
-    scope: str  # "token" | "sequence" | "batch"
-    precision: str
-    logits_dtype: torch.dtype
-    tile_rows: int
-    workspace_bytes: int
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
-    middle: str  # a MiddleChoice.kind
-    path: Path  # how statistics are formed
-    fingerprint: str  # of all that the numerics depend on; see logprob/fingerprint.py
-    costs: cost.Costs | None  # predicted, of both schedules; None where there is no choice
-    reasons: tuple[str, ...]
+    stage: type[LossStage]  # how the loss runs between statistics and gradients
+    why_two_passes: str | None  # why one_pass cannot run
+    sample: Tensor  # (0, D), of the dtype and device of the hidden states
+    is_smaller: bool = False  # memory did not last for another one
+
+    def rows(self, hidden: Tensor, index: Tensor | None = None) -> Rows:
+        """Return the rows with a gradient of (T, D) hidden states, or those of an index."""
+        if index is None:
+            batch, hidden = self.active.batch, self.active.take(hidden)
+            target, mask = batch.target, batch.sampling_mask
+        else:
+            batch, hidden = self.batch, hidden[index]
+            target = batch.target[index]
+            mask = None if batch.sampling_mask is None else batch.sampling_mask.take(index)
+        return Rows(hidden=hidden, head=self.head, target=target, sampling_mask=mask)
+
+    @property
+    def backend(self) -> str:
+        return self.route.backend.name
+
+    @property
+    def scope(self) -> str:
+        """How far one token's gradient reaches: "token", "sequence" or "batch"."""
+        return self.config.scope(self.batch.rollout_logprobs is not None)
+
+    @property
+    def precision(self) -> str:
+        return self.options.precision
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self.route.logits
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of logits that exist at a time."""
+        if self.route.fixed_rows is not None:
+            return self.route.fixed_rows
+        tokens = self.active.batch.num_tokens
+        size = self.route.tile_rows if self.route.backend.has_tiles else tokens
+        whole = max(1, min(size, tokens))
+        return max((part.stop - part.start for part in self.chunks), default=whole)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the logits that exist at a time."""
+        return self.tile_rows * self.route.columns * self.logits_dtype.itemsize
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A line to log with a run: where it differs from another run's, so may the bits."""
+        return fingerprint(self.route, self.sample, self.head, self.schedule)
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is so, a sentence each."""
+        device, dtype = self.sample.device, self.sample.dtype
+        reasons = why_backend(self.route.backend, self.options.backend, device, dtype)
+        reasons.append(f"{self.schedule}: {self._why_schedule()}")
+        if self.schedule == "one_pass":
+            reasons.append(f"loss: {self._why_stage()}")
+        if self.route.backend.has_tiles:
+            reasons += self._rows_left_out()
+        return tuple(reasons)
+
+    @property
+    def spoils_main_grad(self) -> bool:
+        """Whether a failed forward leaves a part of the gradient in the caller's buffer."""
+        return self.main_grad is not None and self.main_grad.filled_by(self.schedule)
+
+    @property
+    def advice(self) -> str:
+        """What to set for this plan."""
+        forced = ["schedule='two_pass'"] if self.options.schedule == "two_pass" else []
+        size = self.options.max_workspace_bytes
+        return ", ".join(forced + ([f"max_workspace_bytes={size}"] if size is not None else []))
+
+    def smaller(self) -> Plan | None:
+        """One pass in smaller chunks, then two passes, which cut their tiles on their own."""
+        if self.schedule == "two_pass":
+            return None
+        rows = self.tile_rows // _FEWER_ROWS
+        if rows and not self.is_smaller and self.route.fixed_rows is None:
+            size = rows * self.route.columns * self.logits_dtype.itemsize
+            return self._again(replace(self.options, max_workspace_bytes=size))
+        if self.options.schedule == "auto":
+            return self._again(replace(self.options, schedule="two_pass"))
+        return None
+
+    def _again(self, options: RunOptions) -> Plan | None:
+        case = (self.sample, self.head, self.batch, self.config, options, self.active)
+        try:
+            plan = make_plan(*case, self.needs, self.main_grad)
+        except ValueError:  # forced to one_pass, and no sequence fits any more
+            return None
+        return replace(plan, is_smaller=True)
+
+    def _why_schedule(self) -> str:
+        if self.options.schedule != "auto":
+            return "forced by the argument"
+        if self.why_two_passes is not None:
+            return self.why_two_passes
+        if self.schedule == "one_pass":
+            return "three GEMMs instead of four"
+        return "after every chunk one_pass would add to an fp32 (V, D) sum, which costs more"
+
+    def _why_stage(self) -> str:
+        why_not = None
+        if self.route.backend.generates and self.stage is LossStage:
+            why_not = why_not_generated(self.batch, self.config)
+        return self.stage.words + (f", because {why_not}" if why_not else "")
+
+    def _rows_left_out(self) -> list[str]:
+        """What happens to the rows that get no gradient."""
+        known = "rows of zero advantage: not computed"
+        if self.options.metric_rows == "all":
+            waiting = self.active.waiting
+            known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
+        if hasattr(self.stage, "gradient_"):
+            found = "multiplied as zeros, since the loss runs inside the row kernel"
+        elif host.reading_is_free(self.sample):
+            found = "left out of the GEMMs of their gradients"
+        else:
+            found = "multiplied as zeros; to leave them out the host would have to wait"
+        return [known, f"rows that the loss clips or gates: {found}"]
 
     def __str__(self) -> str:
         lines = [
@@ -72,130 +180,78 @@ class Plan:
             f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]
-        if self.costs is not None:
-            lines.insert(2, f"cost      {self.costs}")
         return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
+
+    __repr__ = __str__
 
 
 def make_plan(
-    hidden: Tensor,  # (T, D)
+    hidden: Tensor,  # (T, D), or a part of it
     head: Head,
     batch: TokenBatch,
     config: LossConfig,
-    settings: HeadSettings,
-    forward_only: int = 0,
+    options: RunOptions,
+    active: ActiveRows,
+    needs: Needs = Needs(),  # noqa: B008
+    main_grad: MainGradBuffer | None = None,
 ) -> Plan:
-    """Chooses backend, schedule and chunks for the rows of ``batch``.
-
-    ``forward_only`` further rows get no gradient.
-    """
-    columns, precision = head.weight.shape[0], settings.precision
-    path = _path(hidden, head, batch, settings)
-    choice = path.choice
-    scope = config.scope(batch.rollout_logprobs is not None)
-    if settings.metrics == "active" and scope == "batch":
-        raise ValueError(
-            "metrics: expected 'all' for a loss whose gate needs the entropy of every token, "
-            "got 'active'"
-        )
-    chunks, why_two = _chunks(hidden, batch, scope, path)
-    costs = None
-    if why_two is None:
-        some = cost.Rows(
-            active=batch.num_tokens,
-            chunks=len(chunks),
-            forward_only=forward_only,
-            sampling_mask=batch.sampling_mask is not None,
-        )
-        costs = cost.costs_of(hidden, head, path, some)
-    schedule, reason = _schedule(settings.schedule, why_two, costs, hidden.device)
-    reasons = [*choice.reasons, reason]
-    middle = "torch"
-    if schedule == "one_pass":
-        middle, why = choose_middle(choice.backend.name, scope, batch, config, hidden.dtype)
-        reasons.append(why)
-    if path.choice.backend.kernels is not None:
-        reasons += rows_left_out(settings.metrics, forward_only, middle, hidden)
-    dtype = logits_dtype(hidden.dtype, precision)
-    tokens = batch.num_tokens
-    size = path.tile_rows if choice.backend.kernels is not None else tokens
-    highest = max((chunk.stop - chunk.start for chunk in chunks), default=min(size, tokens))
-    rows = path.fixed_rows or max(highest, 1)
-    return Plan(
-        backend=choice.backend.name,
-        schedule=schedule,
-        scope=scope,
-        precision=precision,
-        logits_dtype=dtype,
-        tile_rows=rows,
-        workspace_bytes=rows * columns * dtype.itemsize,
-        chunks=tuple(chunks) if schedule == "one_pass" else (),
-        middle=middle,
-        path=path,
-        fingerprint=fingerprint(path, hidden, head, schedule),
-        costs=costs,
-        reasons=tuple(reasons),
-    )
-
-
-def explain(
-    hidden: Tensor,
-    weight: Tensor,
-    batch: TokenBatch,
-    config: LossConfig,
-    *,
-    bias: Tensor | None = None,
-    lora: HeadLoRA | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    **settings: Any,
-) -> Plan:
-    """The plan that ``linear_policy_loss`` would follow for the same arguments; print it.
-
-    Its ``fingerprint`` is a line to log with a run: it names the kernels, their configuration, the
-    precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
-
-    Args:
-        hidden, weight, batch, config, bias, lora, logit_scale, softcap: as for
-            ``linear_policy_loss``.
-        settings: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-            ``batch_invariant``, ``metrics``.
+    """Choose backend, schedule and chunks for the rows of ``active``.
 
     Raises:
-        ValueError: as ``linear_policy_loss`` would for these settings.
+        ValueError: what is asked for cannot run.
     """
-    chosen = HeadSettings(**settings)
-    transform = Transform(logit_scale, softcap, config.temperature)
-    hidden, head = prepare_head(hidden, weight, bias, transform, chosen.precision, lora)
-    active = active_rows(batch, config)
-    waiting = active.waiting if chosen.metrics == "all" else 0
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    return make_plan(rows, head, active.batch, config, chosen, waiting)
-
-
-def _path(hidden: Tensor, head: Head, batch: TokenBatch, settings: HeadSettings) -> Path:
-    return choose_path(
-        settings.backend,
-        hidden,
-        head,
-        settings.precision,
-        settings.max_workspace_bytes,
-        batch_invariant=settings.batch_invariant,
-        sampling_mask=batch.sampling_mask is not None,
+    if options.metric_rows == "active" and config.scope() == "batch":
+        raise ValueError(
+            "metric_rows: expected 'all' for a loss whose gate needs the entropy of every token, "
+            "got 'active'"
+        )
+    route = choose_route(hidden, head, options, tiled=batch.sampling_mask is not None)
+    if main_grad is not None and not route.backend.has_tiles:
+        raise ValueError("main_grad: expected None with the eager reference, got a buffer")
+    chunks, why_two = _chunks(hidden, active.batch, config, route)
+    schedule = options.schedule
+    if schedule == "one_pass" and why_two is not None:
+        raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
+    if schedule == "auto":
+        two = why_two is not None or _costs_more(hidden, head, needs, chunks)
+        schedule = "two_pass" if two else "one_pass"
+    return Plan(
+        head=head,
+        batch=batch,
+        config=config,
+        options=options,
+        active=active,
+        needs=needs,
+        main_grad=main_grad,
+        route=route,
+        schedule=schedule,
+        chunks=tuple(chunks) if schedule == "one_pass" else (),
+        stage=choose_stage(route.backend, active.batch, config, hidden.dtype),
+        why_two_passes=why_two,
+        sample=hidden.detach()[:0],
     )
+
+
+def _costs_more(hidden: Tensor, head: Head, needs: Needs, chunks: list[slice]) -> bool:
+    """Whether the fp32 sum of dweight over the chunks costs more than a fourth GEMM."""
+    if len(chunks) < 2 or hidden.dtype.itemsize > 2 or not needs.weight:
+        return False
+    rows = chunks[-1].stop / (len(chunks) - 1)
+    return rows < _FEWEST_CHUNK_ROWS.get(hidden.device.type, 0)
 
 
 def _chunks(
-    hidden: Tensor, batch: TokenBatch, scope: str, path: Path
+    hidden: Tensor, batch: TokenBatch, config: LossConfig, route: Route
 ) -> tuple[list[slice], str | None]:
     """The row ranges of one_pass, or why it cannot run."""
-    if path.choice.backend.kernels is None:
+    scope = config.scope(batch.rollout_logprobs is not None)
+    if not route.backend.has_tiles:
         return [], "the eager reference forms all logits"
-    if path.batch_invariant and not path.keeps_bits_in_one_pass(hidden):
+    if route.options.batch_invariant and not route.keeps_bits_in_one_pass(hidden):
         return [], "the forward that fixes a row's bits forms no logits to take gradients from"
     if scope == "batch":
         return [], "a gate of this loss needs the entropy of the whole batch first"
-    size = path.tile_rows
+    size = route.tile_rows
     if scope == "token":
         return row_chunks(batch.num_tokens, size), None
     longest = max(batch.lengths, default=0)
@@ -205,7 +261,7 @@ def _chunks(
 
 
 def sequence_chunks(lengths: tuple[int, ...], size: int) -> list[slice]:
-    """Row ranges of at most ``size`` rows that end where sequences end."""
+    """Cut rows into ranges of at most ``size`` that end where sequences end."""
     chunks, start, stop = [], 0, 0
     for length in lengths:
         if stop + length - start > size:
@@ -215,17 +271,3 @@ def sequence_chunks(lengths: tuple[int, ...], size: int) -> list[slice]:
     if stop > start:
         chunks.append(slice(start, stop))
     return chunks
-
-
-def _schedule(
-    requested: str, why_two: str | None, costs: cost.Costs | None, device: torch.device
-) -> tuple[str, str]:
-    if requested == "one_pass" and why_two is not None:
-        raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
-    if requested != "auto":
-        return requested, f"{requested}: forced by the argument"
-    if why_two is not None:
-        return "two_pass", f"two_pass: {why_two}"
-    if costs is None:
-        return "one_pass", "one_pass: three products instead of four"
-    return costs.choose(cost.free_memory(device))

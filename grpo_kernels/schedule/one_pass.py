@@ -1,0 +1,110 @@
+"""One pass: gradients are computed in the forward, while each chunk's logits are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import RowStats
+from grpo_kernels.batch import host
+from grpo_kernels.engine import Gradients, MainGrad, sweep, with_less_memory
+from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only, stats_dtype
+from grpo_kernels.losses import static_weights
+from grpo_kernels.schedule.parts import LossParts
+from grpo_kernels.schedule.plan import Plan
+
+
+def one_pass(hidden: Tensor, plan: Plan) -> LossParts:
+    """Compute the loss of (T, D) hidden states; three GEMMs, backward included."""
+    names = ("hidden", "weight", "bias", "lora.a", "lora.b")
+    check_plain(**dict(zip(names, (hidden, *plan.head.tensors), strict=True)))
+    return LossParts(*_OnePass.apply(plan, hidden, *plan.head.tensors))
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, hidden: Tensor, *head: Tensor | None) -> Any:
+        found = _swept(hidden, plan)
+        ctx.found, ctx.plan = found, plan
+        # the batch, too: autograd then refuses a backward after a change in place
+        ctx.save_for_backward(hidden, *head, *plan.batch.tensors())
+        ctx.mark_non_differentiable(found.logp, found.stats.entropy)
+        return found.loss, found.logp, found.stats.entropy
+
+    @staticmethod
+    @first_derivative_only("linear_policy_loss")
+    def backward(ctx: Any, saved: Any, dloss: Tensor, *others: Tensor) -> Any:
+        inputs, plan = saved[: len(Gradients._fields)], ctx.plan
+        # the first backward takes the gradients over, so that the largest is never copied; a
+        # second one, under retain_graph, computes them again
+        found, ctx.found = ctx.found, None
+        if found is None:
+            plan = replace(plan, head=_head(plan.head, inputs))
+            run = lambda plan: _swept(inputs[0], plan)  # noqa: E731
+            plan = replace(plan, options=replace(plan.options, schedule="one_pass"))
+            found = with_less_memory(run, plan, spoils=plan.spoils_main_grad)
+        if found.main_grad is not None:
+            plan.main_grad.settle(found.main_grad, dloss)
+        dhidden, *rest = (
+            _scaled_(gradient, dloss, x.dtype) if gradient is not None else None
+            for gradient, x in zip(found.gradients, inputs, strict=True)
+        )
+        index = plan.active.index
+        if dhidden is not None and index is not None:
+            dhidden = dhidden.new_zeros(inputs[0].shape).index_copy(0, index, dhidden)
+        return None, dhidden, *rest
+
+
+def one_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
+    """Compute the same loss with its gradients, without autograd.
+
+    The gradient of the hidden states is that of the rows with one.
+    """
+    found = _swept(hidden, plan)
+    return LossParts(found.loss, found.logp, found.stats.entropy), found.gradients
+
+
+def _head(head: Head, inputs: tuple[Tensor | None, ...]) -> Head:
+    """The head with the tensors that autograd has saved."""
+    _, weight, bias, lora_a, lora_b = inputs
+    assert weight is not None
+    lora = head.lora
+    if lora is not None and lora_a is not None and lora_b is not None:
+        lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora.scaling)
+    return Head(weight, bias, head.transform, lora)
+
+
+def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * scale`` in ``dtype``; the first is used up."""
+    # no sync, and a pass saved
+    unit = host.reading_is_free(scale) and scale.item() == 1
+    return (gradient if unit else gradient.mul_(scale)).to(dtype)
+
+
+class _Swept(NamedTuple):
+    """What one pass over the rows with a gradient leaves."""
+
+    loss: Tensor
+    stats: RowStats
+    gradients: Gradients
+    main_grad: MainGrad | None  # what got the weight's gradient
+
+    @property
+    def logp(self) -> Tensor:
+        """That of the policy: renormalised where the batch has a sampling mask."""
+        stats = self.stats
+        return stats.logp if stats.masked_logp is None else stats.masked_logp
+
+
+def _swept(hidden: Tensor, plan: Plan) -> _Swept:
+    """The rows with a gradient: logits, statistics, loss and gradients, chunk by chunk."""
+    active, batch = plan.active, plan.active.batch
+    weights = active.take_weights(static_weights(plan.batch, plan.config))
+    stage = plan.stage(batch, weights, plan.config, stats_dtype(hidden.dtype))
+    sums = plan.main_grad.sums() if plan.main_grad is not None else None
+    needs = replace(plan.needs, main_grad=sums)
+    stats, gradients = sweep(plan.rows(hidden), plan.route, plan.chunks, stage=stage, needs=needs)
+    return _Swept(stage.loss(), stats, gradients, sums)

@@ -1,0 +1,52 @@
+"""What a schedule leaves: the loss, and what its metrics are made of when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch, host
+from grpo_kernels.losses import LossConfig, Stat, loss_stats, static_weights
+from grpo_kernels.schedule.active import active_rows
+
+
+class LossParts(NamedTuple):
+    """A loss that can be differentiated, and the statistics behind it, detached."""
+
+    loss: Tensor  # ()
+    logp: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
+    entropy: Tensor
+    entropy_gate: Tensor | None = None  # (T,)
+
+
+def measured(
+    logp: Tensor,  # (T,), or (K,) with metric_rows="active"
+    entropy: Tensor,
+    entropy_gate: Tensor | None,  # (T,)
+    batch: TokenBatch,
+    config: LossConfig,
+    metric_rows: str,
+) -> Mapping[str, Stat]:
+    """Compute the statistics behind the metrics of ``linear_policy_loss``."""
+    active = active_rows(batch, config)
+    if metric_rows == "active":
+        if logp.numel() != active.batch.num_tokens:
+            logp, entropy = active.take(logp), active.take(entropy)
+        weights = active.take_weights(static_weights(batch, config))
+        stats = loss_stats(logp, active.batch.occupied(), config, entropy, None, weights)
+    else:
+        stats = loss_stats(logp, batch, config, entropy, entropy_gate)
+    return {**stats, "frac_rows_skipped": _skipped(active.batch, batch)}
+
+
+def _skipped(active: TokenBatch, batch: TokenBatch) -> Stat:
+    """The share of the caller's rows that got no backward."""
+    total = 1
+    for size in host.known(batch.layout):
+        total *= size
+    device, wide = batch.target.device, torch.float64
+    skipped = torch.full((), total - active.num_tokens, dtype=wide, device=device)
+    return Stat("mean", skipped, torch.full((), total, dtype=wide, device=device))

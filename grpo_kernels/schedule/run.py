@@ -1,0 +1,91 @@
+"""From a call to its plan, and from the plan to the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch, host
+from grpo_kernels.engine import Needs, RunOptions, with_less_memory
+from grpo_kernels.head import Head, check_device, check_target_range, checked_head
+from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
+from grpo_kernels.schedule.active import ActiveRows, active_rows
+from grpo_kernels.schedule.main_grad import main_grad_of
+from grpo_kernels.schedule.one_pass import one_pass
+from grpo_kernels.schedule.parts import LossParts, measured
+from grpo_kernels.schedule.plan import Plan, make_plan
+from grpo_kernels.schedule.two_pass import two_pass, with_rest
+
+
+def planned(
+    hidden: Tensor,
+    head: Head,
+    batch: TokenBatch,
+    config: LossConfig,
+    options: RunOptions,
+    main_grad: Tensor | None = None,
+    gradient_scale: float | None = None,
+    needs: Needs | None = None,  # None: as autograd says
+) -> tuple[Tensor, Plan]:
+    """Check a call and decide how it runs: the (T, D) rows of the batch's tokens, and the plan.
+
+    Raises:
+        ValueError: an argument is wrong, or what is asked for cannot run.
+    """
+    check_loss_inputs(batch, config)
+    hidden, head = checked_head(hidden, head, options.precision)
+    _check_layout(hidden, head, batch)
+    into = main_grad_of(main_grad, gradient_scale, head.weight, hidden)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if batch.rows is not None:
+        rows = rows.index_select(0, batch.rows)
+    needs = _needs(rows, head) if needs is None else needs
+    skips = needs.any or options.metric_rows == "active"
+    active = active_rows(batch, config) if skips else ActiveRows(batch)
+    return rows, make_plan(rows, head, batch, config, options, active, needs, into)
+
+
+def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
+    """Compute the loss of (T, D) rows, as planned or with less memory."""
+    parts = loss_parts(rows, plan)
+    batch, config, metric_rows = plan.batch, plan.config, plan.options.metric_rows
+    metrics = LazyMetrics(measured, *parts[1:], batch, config, metric_rows)
+    if plan.main_grad is not None:
+        plan.main_grad.watch(parts.loss)
+    return PolicyLossOutput(parts.loss, metrics)
+
+
+def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
+    """The loss, and what metrics are made of."""
+
+    def run(plan: Plan) -> LossParts:
+        one = plan.schedule == "one_pass" and plan.needs.any
+        parts = (one_pass if one else two_pass)(rows, plan)
+        if plan.options.metric_rows == "active":
+            return parts
+        logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
+        return parts._replace(logp=logp, entropy=entropy)
+
+    return with_less_memory(run, plan, spoils=plan.spoils_main_grad)
+
+
+def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
+    columns, depth = head.weight.shape
+    layout = tuple(host.known(batch.layout))
+    if tuple(hidden.shape[:-1]) != layout:
+        raise ValueError(
+            f"hidden: expected shape {(*layout, depth)} (the batch's layout and D), got "
+            f"{tuple(hidden.shape)}"
+        )
+    check_device("batch", batch.target, hidden)
+    if batch.max_target is not None:
+        check_target_range(0, host.known(batch.max_target), columns)
+    else:
+        inside = (batch.target < columns).all()
+        host.require(inside, f"target: expected ids in [0, {columns})")
+
+
+def _needs(rows: Tensor, head: Head) -> Needs:
+    enabled = torch.is_grad_enabled()
+    wanted = [enabled and x is not None and x.requires_grad for x in (rows, *head.tensors)]
+    return Needs(*wanted)  # type: ignore[arg-type]

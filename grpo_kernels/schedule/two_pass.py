@@ -1,0 +1,128 @@
+"""Two passes: log-probabilities, the loss in torch, and a backward that recomputes the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import RowStats, StatsGradients, reference_logprobs
+from grpo_kernels.engine import Gradients, Rows, rows_backward, rows_forward
+from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only
+from grpo_kernels.losses import static_weights, top_entropy_gate, weighted_loss
+from grpo_kernels.schedule.parts import LossParts
+from grpo_kernels.schedule.plan import Plan
+
+
+def two_pass(hidden: Tensor, plan: Plan) -> LossParts:
+    """Compute the loss of (T, D) hidden states; four GEMMs, backward included."""
+    batch, weights = plan.active.batch, static_weights(plan.batch, plan.config)
+    logp, entropy = _logprobs(plan.rows(hidden), plan)
+    if plan.scope == "batch":  # the gate needs the entropy of all rows
+        batch = plan.batch
+        logp, entropy = with_rest(logp, entropy, hidden, plan)
+    else:
+        weights = plan.active.take_weights(weights)
+    loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights)
+    return LossParts(loss, logp.detach(), entropy.detach(), gate)
+
+
+def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
+    """Compute the same loss with its gradients, without autograd.
+
+    The gradient of the hidden states is that of the rows with one.
+    """
+    config, active = plan.config, plan.active
+    rows = plan.rows(hidden)
+    stats = rows_forward(rows, plan.route)
+    logp, entropy = _of_policy(stats), stats.entropy
+    batch, weights, gate = active.batch, static_weights(plan.batch, config), None
+    if plan.scope == "batch":
+        batch = plan.batch
+        logp, entropy = with_rest(logp, entropy, hidden, plan)
+        gate = top_entropy_gate(entropy, config.top_entropy_quantile)
+    else:
+        weights = active.take_weights(weights)
+    stage = plan.stage(batch, weights, config, logp.dtype, gate)
+    outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
+    parts = LossParts(stage.loss(), logp, entropy, gate)
+    if not plan.needs.any:
+        return parts, Gradients()
+    if plan.scope == "batch" and active.index is not None:
+        outer = outer.rows(active.index)
+    return parts, _gradients(rows, stats, outer, plan)
+
+
+def _of_policy(stats: RowStats) -> Tensor:
+    """Log-probabilities as the policy's: renormalised where there is a sampling mask."""
+    return stats.logp if stats.masked_logp is None else stats.masked_logp
+
+
+def with_rest(
+    logp: Tensor, entropy: Tensor, hidden: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:  # (T,)
+    """Complete what is known of the rows with a gradient, by a forward of the others."""
+    active = plan.active
+    if active.rest is None or logp.numel() == plan.batch.num_tokens:
+        return logp, entropy
+    with torch.no_grad():
+        others = _logprobs(plan.rows(hidden, active.rest), plan)
+    return active.merge(logp, others[0]), active.merge(entropy, others[1])
+
+
+def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The policy's log-probabilities of the targets, and its entropy."""
+    head = rows.head
+    if not plan.route.backend.has_tiles:
+        rows.check_values()
+        precision, mask = plan.options.precision, rows.sampling_mask
+        stats = reference_logprobs(rows.hidden, head, rows.target, precision, mask)
+        return _of_policy(stats), stats.entropy
+    names = ("hidden", "weight", "bias", "lora.a", "lora.b")
+    check_plain(**dict(zip(names, (rows.hidden, *head.tensors), strict=True)))
+    return _Recomputed.apply(plan, rows, rows.hidden, *head.tensors)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, rows: Rows, hidden: Tensor, *head: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rows.check_values()
+        stats = rows_forward(rows, plan.route)
+        # autograd keeps the tensors; without them the rows are what else belongs to them
+        ctx.plan, ctx.rows = plan, replace(rows, hidden=hidden[:0])
+        ctx.save_for_backward(hidden, *head, rows.target, stats.logp, stats.entropy, stats.lse)
+        return _of_policy(stats), stats.entropy
+
+    @staticmethod
+    @first_derivative_only("linear_policy_loss")
+    def backward(ctx: Any, saved: Any, dlogp: Tensor, dentropy: Tensor) -> Any:
+        hidden, weight, bias, lora_a, lora_b, target, *found = saved
+        plan, lora = ctx.plan, ctx.rows.head.lora
+        if lora is not None:
+            lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora.scaling)
+        head = Head(weight, bias, ctx.rows.head.transform, lora)
+        rows = replace(ctx.rows, hidden=hidden, head=head, target=target)
+        gradients = _gradients(rows, RowStats(*found), StatsGradients(dlogp, dentropy), plan)
+        inputs = (hidden, weight, bias, lora_a, lora_b)
+        pairs = zip(gradients, inputs, strict=True)
+        return None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
+
+
+def _gradients(rows: Rows, stats: RowStats, outer: StatsGradients, plan: Plan) -> Gradients:
+    """Gradients from the statistics of the rows and the gradients of these."""
+    if rows.sampling_mask is not None:
+        outer = StatsGradients(None, outer.dentropy, outer.dlogp)
+    chosen = rows.chosen(outer.nonzero)
+    outer = StatsGradients(*(chosen.take(gradient) for gradient in outer))
+    stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+    needs = plan.needs
+    if plan.main_grad is not None:  # the gradients of the logits contain the loss's own
+        needs = replace(needs, main_grad=plan.main_grad.direct())
+    gradients = rows_backward(chosen, stats, outer, plan.route, needs)
+    if gradients.hidden is None:
+        return gradients
+    return gradients._replace(hidden=chosen.spread(gradients.hidden))
