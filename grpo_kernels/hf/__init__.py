@@ -1,0 +1,14 @@
+"""The same inside transformers models: the head of a model, its forward, and a check of both."""
+
+from grpo_kernels.hf.check import check_fused_head
+from grpo_kernels.hf.lm_head import keep_head_in_fp32, lm_head
+from grpo_kernels.hf.patch import HeadFn, add_fused_head, backbone
+
+__all__ = [
+    "HeadFn",
+    "add_fused_head",
+    "backbone",
+    "check_fused_head",
+    "keep_head_in_fp32",
+    "lm_head",
+]

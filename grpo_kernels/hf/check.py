@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from grpo_kernels.hf.lm_head import LMHead, lm_head
+from grpo_kernels.head import Head
+from grpo_kernels.hf.lm_head import lm_head
 from grpo_kernels.hf.patch import backbone
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class _Enlarge:
 
     def _to_large_logits(self, hidden: Tensor) -> float:
         head = lm_head(self._model)
-        largest = _raw_logits(hidden, head).abs().max() * head.logit_scale
+        largest = _raw_logits(hidden, head).abs().max() * head.transform.logit_scale
         return float(torch.exp2((_LARGE / largest.float().clamp(min=1e-6)).log2().round()))
 
 
@@ -103,7 +104,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _raw_logits(hidden: Tensor, head: LMHead) -> Tensor:
+def _raw_logits(hidden: Tensor, head: Head) -> Tensor:
     hidden = hidden.float()
     logits = linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
     if head.lora is None:
@@ -112,9 +113,11 @@ def _raw_logits(hidden: Tensor, head: LMHead) -> Tensor:
     return logits + linear(inner, head.lora.b.float())
 
 
-def _eager_logits(hidden: Tensor, head: LMHead) -> Tensor:
-    logits = _raw_logits(hidden, head) * head.logit_scale
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+def _eager_logits(hidden: Tensor, head: Head) -> Tensor:
+    transform = head.transform
+    logits = _raw_logits(hidden, head) * transform.logit_scale
+    bound = transform.softcap
+    return logits if bound is None else bound * torch.tanh(logits / bound)
 
 
 def _some_token(model: PreTrainedModel) -> int:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.lora import HeadLoRA
+from grpo_kernels.head import Head, HeadLoRA, Transform
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-class LMHead(NamedTuple):
-    """What a model's LM head is made of: ``softcap * tanh(scale * logits / softcap)``."""
-
-    weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,)
-    logit_scale: float
-    softcap: float | None
-    lora: HeadLoRA | None = None  # what LoRA adds to the logits before the scale
 
 
 # config attributes that the logits are multiplied or divided by, by family
@@ -42,8 +32,8 @@ _MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 _DECLARES_A_SCALE_IT_DOES_NOT_APPLY = ("mpt",)
 
 
-def lm_head(model: PreTrainedModel) -> LMHead:
-    """The head's parameters and the logit transform that the model's config declares.
+def lm_head(model: PreTrainedModel) -> Head:
+    """Return the head's parameters, and the logit transform that the model's config declares.
 
     Active LoRA adapters of the head are in ``lora``, as one.
 
@@ -57,7 +47,7 @@ def lm_head(model: PreTrainedModel) -> LMHead:
     if size is not None and size < weight.shape[0]:
         weight, bias = weight[:size], None if bias is None else bias[:size]
         lora = None if lora is None else lora.columns(slice(size))
-    return LMHead(weight, bias, logit_scale(config), softcap(config), lora)
+    return Head(weight, bias, Transform(logit_scale(config), softcap(config)), lora)
 
 
 def logit_scale(config: PretrainedConfig) -> float:

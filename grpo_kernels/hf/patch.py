@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo_kernels.hf.lm_head import LMHead, lm_head, runs_in_fp32
+from grpo_kernels.head import Head
+from grpo_kernels.hf.lm_head import lm_head, runs_in_fp32
 from grpo_kernels.hf.router import router_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HeadFn", "LMHead", "add_fused_head", "backbone", "lm_head"]
-
-HeadFn = Callable[[torch.Tensor, LMHead], Any]
+HeadFn = Callable[[torch.Tensor, Head], Any]
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
     """Teaches ``model`` the keyword argument ``head_fn``; call it before any wrapper is applied.
 
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
-    ``ModelOutput`` whose ``head`` is ``fn(hidden, LMHead)``, with ``hidden`` (B, L, D), in place of
+    ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
     the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
 
     Raises:
