@@ -1,20 +1,24 @@
 """Fused policy-gradient losses over an LM head: no (tokens, vocabulary) logits in memory."""
 
-from grpo_kernels.backends.registry import available_backends
-from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.explain_logprobs import LogprobsPlan, explain_logprobs
-from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
-from grpo_kernels.linear_policy_loss import FusedLinearGRPOLoss, linear_policy_loss
+from grpo_kernels.backends import available_backends
+from grpo_kernels.batch import SamplingMask, TokenBatch
+from grpo_kernels.head import Head, HeadLoRA, Transform
+from grpo_kernels.linear_logprobs import (
+    LinearLogprobs,
+    LogprobsPlan,
+    explain_logprobs,
+    linear_logprobs,
+)
+from grpo_kernels.linear_policy_loss import FusedLinearGRPOLoss, explain, linear_policy_loss
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
-from grpo_kernels.schedule.plan import Plan, explain
+from grpo_kernels.schedule import Plan
 from grpo_kernels.version import VERSION
 
 __version__ = VERSION
 
 __all__ = [
     "FusedLinearGRPOLoss",
+    "Head",
     "HeadLoRA",
     "LinearLogprobs",
     "LogprobsPlan",
@@ -24,6 +28,7 @@ __all__ = [
     "PolicyLossOutput",
     "SamplingMask",
     "TokenBatch",
+    "Transform",
     "available_backends",
     "explain",
     "explain_logprobs",

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import EXTRAS, RowStats, Transform
-from grpo_kernels.backends.reference import reference_logprobs
-from grpo_kernels.backends.registry import REFERENCE, requested_backend
-from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
-from grpo_kernels.engine.ops import HeadOptions, Tensors, linear_logprobs_forward
-from grpo_kernels.engine.topk import UNRANKED, Ranking
-from grpo_kernels.head.checks import (
+from grpo_kernels.backends import EXTRAS, Wanted, why_backend
+from grpo_kernels.batch import SamplingMask, check_sampling_mask
+from grpo_kernels.engine import Route, Rows, RunOptions, choose_route, fingerprint, head_stats
+from grpo_kernels.head import (
+    Head,
+    HeadLoRA,
     check_device,
     check_floating,
-    check_mask_range,
-    check_row_temperature,
-    check_workspace,
-    prepare_head,
+    checked_head,
+    head_of,
     row_temperature,
 )
-from grpo_kernels.head.derivatives import check_plain
-from grpo_kernels.head.lora import HeadLoRA
 
 # in the order of RowStats
 OUTPUTS = (
@@ -61,7 +58,7 @@ class LinearLogprobs(NamedTuple):
 
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     target: Tensor,
     *,
     bias: Tensor | None = None,
@@ -77,7 +74,7 @@ def linear_logprobs(
     top_k: int | None = None,
     batch_invariant: bool = False,
 ) -> LinearLogprobs:
-    """Log-probabilities of ``target`` under a linear head; the logits never exist as a whole.
+    """Compute log-probabilities of ``target`` under a linear head, without its logits in memory.
 
     The scores are ``softcap * tanh(logit_scale * logits / softcap) / temperature``, without the
     tanh when ``softcap`` is None. Gradients flow to hidden, weight, bias and the factors of
@@ -89,7 +86,8 @@ def linear_logprobs(
 
     Args:
         hidden: (..., D) last hidden states; fp32, bf16, fp16 or fp64.
-        weight: (V, D) LM-head weight of the same dtype (under autocast any).
+        weight: (V, D) LM-head weight of the same dtype (under autocast any), or a :class:`Head`,
+            which has all that makes logits.
         target: (...) int64 ids in [0, V); -100 marks a row that costs nothing and gives 0.
         bias: (V,) or None.
         lora: an adapter of the head, or None. Its update is added to the logits in fp32; no (V, D)
@@ -100,7 +98,7 @@ def linear_logprobs(
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
             masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
             from a tile of logits, also where a backend otherwise forms none.
-        precision: ``"fp32"`` keeps the accumulators of the product unrounded; ``"input"`` rounds
+        precision: ``"fp32"`` keeps the accumulators of the GEMM unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
             a GPU's tf32 units. torch's own precision switches have no say in it.
         backend: a name of :func:`available_backends`, or ``"auto"``.
@@ -121,30 +119,30 @@ def linear_logprobs(
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
     """
     _check_outputs(outputs, sampling_mask, top_k)
-    check_workspace(max_workspace_bytes)
+    options = RunOptions(
+        precision=precision,
+        backend=backend,
+        max_workspace_bytes=max_workspace_bytes,
+        batch_invariant=batch_invariant,
+    )
     check_floating("hidden", hidden)
     _check_target(hidden, target)
     temperature = row_temperature(temperature, target.shape, hidden)
-    transform = Transform(logit_scale, softcap, temperature)
-    hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
+    head = head_of(weight, bias, lora, logit_scale, softcap, temperature)
+    hidden, head = checked_head(hidden, head, precision)
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, target)
-        check_mask_range(sampling_mask.max_id, weight.shape[0])
-        sampling_mask = sampling_mask if "masked_logprobs" in outputs else None
-    if top_k is not None and not 1 <= top_k <= weight.shape[0]:
-        raise ValueError(f"top_k: expected 1 to {weight.shape[0]} (ids of weight), got {top_k}")
-    ranking = Ranking("rank" in outputs, top_k or 0)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    scalar = 1.0 if isinstance(temperature, Tensor) else temperature
-    options = HeadOptions(
-        scalar, transform.logit_scale, softcap, precision, requested_backend(backend),
-        max_workspace_bytes, batch_invariant, all_valid=False,
-        lora_scaling=1.0 if lora is None else float(lora.scaling),
-    )  # fmt: skip
-    extras = any(name in EXTRAS for name in outputs)
-    stats = head_stats(
-        Tensors.of(rows, head, target.reshape(-1), sampling_mask), options, extras, ranking
+    columns = head.weight.shape[0]
+    if top_k is not None and not 1 <= top_k <= columns:
+        raise ValueError(f"top_k: expected 1 to {columns} (ids of weight), got {top_k}")
+    rows = Rows(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        head=head,
+        target=target.reshape(-1),
+        sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
     )
+    wanted = Wanted(any(name in EXTRAS for name in outputs), "rank" in outputs, top_k or 0)
+    stats = head_stats(rows, options, wanted)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     values = zip(OUTPUTS, stats, strict=True)
     return LinearLogprobs(
@@ -152,21 +150,86 @@ def linear_logprobs(
     )
 
 
-def head_stats(
-    tensors: Tensors, options: HeadOptions, extras: bool = False, ranking: Ranking = UNRANKED
-) -> RowStats:
-    """The statistics behind :func:`linear_logprobs`, of arguments that were checked."""
-    if options.backend != REFERENCE:
-        factors = {"lora.a": tensors.lora_a, "lora.b": tensors.lora_b}
-        check_plain(hidden=tensors.hidden, weight=tensors.weight, bias=tensors.bias, **factors)
-        return RowStats(*linear_logprobs_forward(*tensors, *options, extras, *ranking))
-    options.path(tensors, ranking)  # for its checks
-    check_row_temperature(tensors.row_temperature)
-    rows = options.rows(tensors)
-    stats = reference_logprobs(
-        rows.hidden, rows.head, rows.target, options.precision, rows.sampling_mask, ranking
-    )
-    return RowStats(*(rows.spread(x) if x is not None else None for x in stats))  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True)
+class LogprobsPlan:
+    """What ``linear_logprobs`` will run. Print it for what and why."""
+
+    route: Route
+    head: Head
+    sample: Tensor  # (0, D), of the dtype and device of the hidden states
+    tiled: bool  # something is asked for that is read from a tile of logits
+
+    @property
+    def backend(self) -> str:
+        return self.route.backend.name
+
+    @property
+    def forward(self) -> str:
+        """How statistics are formed: with a tile of logits, without one, from all logits."""
+        return self.route.forward
+
+    @property
+    def precision(self) -> str:
+        return self.route.precision
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A line to log with a run: where it differs, so may the bits."""
+        return fingerprint(self.route, self.sample, self.head)
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is so, a sentence each."""
+        device, dtype = self.sample.device, self.sample.dtype
+        reasons = why_backend(self.route.backend, self.route.options.backend, device, dtype)
+        if self.tiled:
+            reasons.append("a tile of logits: some of what is asked for is read from it")
+        return tuple(reasons)
+
+    def __str__(self) -> str:
+        lines = [
+            f"backend   {self.backend}",
+            f"forward   {self.forward}, precision={self.precision!r}",
+            f"numerics  {self.fingerprint}",
+        ]
+        return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
+
+    __repr__ = __str__
+
+
+def explain_logprobs(
+    hidden: Tensor,
+    weight: Tensor | Head,
+    *,
+    bias: Tensor | None = None,
+    lora: HeadLoRA | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sampling_mask: bool = False,
+    ranked: bool = False,
+    **options: Any,
+) -> LogprobsPlan:
+    """Return the plan that :func:`linear_logprobs` would follow for the same arguments; print it.
+
+    Its ``fingerprint`` names the kernels, their configuration, the precision and the libraries, and
+    ends with a hash of these. Two runs that agree in it and in ``batch_invariant`` give the same
+    row the same bits; a new driver, library or device shows in it.
+
+    Args:
+        sampling_mask: whether ``masked_logprobs`` are asked for.
+        ranked: whether ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
+        hidden, weight, ...: as for ``linear_logprobs``.
+        options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``.
+
+    Raises:
+        ValueError: as ``linear_logprobs`` would for these arguments.
+    """
+    chosen, tiled = RunOptions(**options), sampling_mask or ranked
+    head = head_of(weight, bias, lora, logit_scale, softcap, 1.0)
+    hidden, head = checked_head(hidden, head, chosen.precision)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    route = choose_route(rows, head, chosen, tiled)
+    return LogprobsPlan(route=route, head=head, sample=rows.detach()[:0], tiled=tiled)
 
 
 def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:

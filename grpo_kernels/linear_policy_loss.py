@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import grpo_kernels.batch.host as host
-from grpo_kernels.backends.base import Transform
-from grpo_kernels.backends.registry import REFERENCE
-from grpo_kernels.batch.token_batch import TokenBatch
-from grpo_kernels.engine.retry import SPOILED_SUM, first_that_fits
-from grpo_kernels.engine.sweep import Needs
-from grpo_kernels.head.checks import (
-    check_device,
-    check_mask_range,
-    check_target_range,
-    prepare_head,
-)
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.lora import HeadLoRA
-from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, Stat
-from grpo_kernels.losses.policy_loss import check_loss_inputs
-from grpo_kernels.schedule.active import ActiveRows, active_rows
-from grpo_kernels.schedule.compile_op import Inputs, Settings, compiled_policy_loss
-from grpo_kernels.schedule.fallback import Way, ways
-from grpo_kernels.schedule.main_grad import weight_grad_of
-from grpo_kernels.schedule.plan import HeadSettings, make_plan
-from grpo_kernels.schedule.schedules import Call, one_pass, two_pass
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.engine import RunOptions
+from grpo_kernels.head import Head, HeadLoRA, head_of
+from grpo_kernels.losses import LossConfig, PolicyLossOutput
+from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
 
 
 def linear_policy_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     batch: TokenBatch,
     config: LossConfig,
     *,
@@ -47,110 +29,111 @@ def linear_policy_loss(
     schedule: str = "auto",
     max_workspace_bytes: int | None = None,
     batch_invariant: bool = False,
-    metrics: str = "all",
-    weight_grad: Tensor | None = None,
+    metric_rows: str = "all",
+    main_grad: Tensor | None = None,
     gradient_scale: float | None = None,
 ) -> PolicyLossOutput:
-    """The policy loss of a linear head and its gradients, without the (tokens, vocabulary) logits.
+    """Compute the policy loss of a linear head, without the (tokens, vocabulary) logits.
 
     Args:
         hidden: (B, L, D) or (T, D) last hidden states, laid out as ``batch`` was built; row t is
             the state that predicts ``target[t]``.
-        weight: (V, D) LM-head weight; no work is spent on its gradient when it is frozen.
-        batch: the tokens that carry the loss. Other rows of ``hidden`` enter no product.
+        weight: (V, D) LM-head weight, or a :class:`Head`, which has all that makes logits; no work
+            is spent on the weight's gradient when it is frozen.
+        batch: the tokens that carry the loss. Other rows of ``hidden`` enter no GEMM.
         config: the loss; ``config.temperature`` divides the logits.
         bias: (V,) or None.
         lora: an adapter of the head, whose factors get gradients; no (V, D) tensor is made of it.
         logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`.
         precision: ``"fp32"`` (exact), ``"input"`` or ``"tf32"``, as in ``linear_logprobs``.
         backend: a name of ``available_backends()`` or ``"auto"``.
-        schedule: ``"one_pass"`` (gradients in the forward, three products), ``"two_pass"``
-            (recompute, four) or ``"auto"``: the one that a model of both, fitted to measurements,
-            predicts to be faster, unless it does not fit into the memory that is free.
+        schedule: ``"one_pass"`` (gradients in the forward, three GEMMs), ``"two_pass"``
+            (recompute, four) or ``"auto"``: one_pass where it can run, unless a 16-bit head would
+            add to an fp32 (V, D) sum after many small chunks.
         max_workspace_bytes: bound on the logits tile, of both schedules; None: the backend's
             default. Out of memory, a call is repeated with a smaller one, and warns.
         batch_invariant: a row's log-probability and entropy have the bits that ``linear_logprobs``
             gives them in this mode, whatever the batch: on-policy, the log-ratio is exactly 0. It
-            may cost the fourth product, which ``explain`` says.
-        metrics: what is measured on rows without gradient, those of zero advantage in a loss
+            may cost the fourth GEMM, which ``explain`` says.
+        metric_rows: what is measured of rows without gradient, those of zero advantage in a loss
             without KL penalty and entropy bonus. ``"all"``: they take the forward, and metrics are
             over all tokens of ``batch``. ``"active"``: they are not computed, and metrics are over
             the rows with a gradient, and over the sequences that have one. (A loss in which
             advantages act on whole sequences sets whole sequences aside.) The loss and its
             gradients are the same.
-        weight_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as ``main_grad`` or an
-            existing ``weight.grad``: each backward adds the weight's gradient to it, and autograd
-            gets none, so nothing that waits for it (a hook, DDP) hears of it. In two_pass no
-            further (V, D) tensor exists; in one_pass an fp32 one, from the forward to the backward.
-        gradient_scale: with ``weight_grad``, the number that the loss will be multiplied with
+        main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
+            ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
+            to it, and autograd gets none, so nothing that waits for it (a hook, DDP) hears of it.
+            In two_pass no further (V, D) tensor exists; in one_pass an fp32 one, from the forward
+            to the backward.
+        gradient_scale: with ``main_grad``, the number that the loss will be multiplied with
             before ``backward()``: 1.0, or a ``GradScaler``'s scale. In one_pass the forward then
-            adds to ``weight_grad`` itself, and no further (V, D) tensor exists. So a backward must
+            adds to ``main_grad`` itself, and no further (V, D) tensor exists. So a backward must
             follow each forward, with this factor (a ValueError, on a GPU a device assertion), and
             activation checkpointing, which repeats the forward, must not go around it.
 
     Returns:
         :class:`PolicyLossOutput`; the loss can be scaled and differentiated more than once, but not
-        twice in a row (no second derivatives).
+        twice in a row (no second derivatives). Metrics are computed when they are first read.
 
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
     """
-    into = weight_grad_of(weight_grad, gradient_scale, weight, hidden)
-    if torch.compiler.is_compiling():
-        factors = (None, None, 1.0) if lora is None else (lora.a, lora.b, lora.scaling)
-        options = Settings(
-            factors[2], logit_scale, softcap, precision, backend, schedule, max_workspace_bytes,
-            batch_invariant, metrics,
-        )  # fmt: skip
-        inputs = Inputs(hidden, weight, bias, *factors[:2])
-        return compiled_policy_loss(inputs, batch, config, options)
-    settings = HeadSettings(
+    options = RunOptions(
         precision=precision,
         backend=backend,
         schedule=schedule,
         max_workspace_bytes=max_workspace_bytes,
         batch_invariant=batch_invariant,
-        metrics=metrics,
+        metric_rows=metric_rows,
     )
-    check_loss_inputs(batch, config)
-    transform = Transform(logit_scale, softcap, config.temperature)
-    hidden, head = prepare_head(hidden, weight, bias, transform, precision, lora)
-    _check_layout(hidden, weight, batch)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if batch.rows is not None:
-        rows = rows.index_select(0, batch.rows)
-    needs = _needs(rows, head)
-    measured = settings.metrics == "all"
-    active = active_rows(batch, config) if needs.any or not measured else ActiveRows(batch)
-    waiting = active.waiting if measured else 0
-
-    def run(way: Way) -> tuple[Tensor, Metrics]:
-        if into is not None and way.plan.backend == REFERENCE:
-            raise ValueError("weight_grad: expected None with the eager reference, got a buffer")
-        call = Call(head, batch, config, way.plan, way.settings, active, into)
-        if way.plan.schedule == "one_pass" and needs.any:
-            return one_pass(rows, call, needs)
-        return two_pass(rows, call)
-
-    loss, found = first_that_fits(
-        run,
-        ways(settings, lambda x: make_plan(rows, head, active.batch, config, x, waiting)),
-        lambda way: way.advice,
-        lambda way: SPOILED_SUM if into is not None and into.filled_by(way.plan.schedule) else None,
-    )
-    if into is not None:
-        into.watch(loss)
-    return PolicyLossOutput(loss, _with_skipped(found, active.batch, batch))
+    temperature = config.temperature if isinstance(config, LossConfig) else 1.0
+    head = head_of(weight, bias, lora, logit_scale, softcap, temperature)
+    if torch.compiler.is_compiling():
+        return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
+    rows, plan = planned(hidden, head, batch, config, options, main_grad, gradient_scale)
+    return run_plan(rows, plan)
 
 
-_HEAD_OPTIONS = ("logit_scale", "softcap", *HeadSettings.__dataclass_fields__)
+def explain(
+    hidden: Tensor,
+    weight: Tensor | Head,
+    batch: TokenBatch,
+    config: LossConfig,
+    *,
+    bias: Tensor | None = None,
+    lora: HeadLoRA | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    **options: Any,
+) -> Plan:
+    """Return the plan that ``linear_policy_loss`` would follow for the same arguments; print it.
+
+    Its ``fingerprint`` is a line to log with a run: it names the kernels, their configuration, the
+    precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
+
+    Args:
+        hidden, weight, batch, config, bias, lora, logit_scale, softcap: as for
+            ``linear_policy_loss``.
+        options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
+            ``batch_invariant``, ``metric_rows``.
+
+    Raises:
+        ValueError: as ``linear_policy_loss`` would for these arguments.
+    """
+    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
+    return planned(hidden, head, batch, config, RunOptions(**options))[1]
+
+
+_HEAD_OPTIONS = ("logit_scale", "softcap", *RunOptions.__dataclass_fields__)
 
 
 class FusedLinearGRPOLoss(nn.Module):
     """Module form of :func:`linear_policy_loss`.
 
-    Keyword arguments are :class:`LossConfig`'s, and ``logit_scale``, ``softcap``, ``precision``,
-    ``backend``, ``schedule``, ``max_workspace_bytes``, ``batch_invariant`` and ``metrics``.
+    Keyword arguments are :class:`LossConfig`'s, those of its loss included, and ``logit_scale``,
+    ``softcap``, ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
+    ``batch_invariant`` and ``metric_rows``.
 
     Example:
         >>> loss_fn = FusedLinearGRPOLoss(loss_type="dapo", beta=0.04)
@@ -161,20 +144,14 @@ class FusedLinearGRPOLoss(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        loss_fields, head_fields = set(LossConfig.__dataclass_fields__), set(_HEAD_OPTIONS)
-        unknown = sorted(set(options) - loss_fields - head_fields)
-        if unknown:
-            known = ", ".join([*LossConfig.__dataclass_fields__, *_HEAD_OPTIONS])
-            raise ValueError(
-                f"{unknown[0]}: expected a field of LossConfig or of the head: {known}"
-            )
-        self.config = LossConfig(**{k: v for k, v in options.items() if k in loss_fields})
-        self._head = {k: v for k, v in options.items() if k in head_fields}
+        self._head = {name: options.pop(name) for name in _HEAD_OPTIONS if name in options}
+        RunOptions(**{k: v for k, v in self._head.items() if k in RunOptions.__dataclass_fields__})
+        self.config = LossConfig(**options)
 
     def forward(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | Head,
         target: Tensor,
         advantages: Tensor,
         mask: Tensor | None = None,
@@ -182,7 +159,7 @@ class FusedLinearGRPOLoss(nn.Module):
         cu_seqlens: Tensor | None = None,
         bias: Tensor | None = None,
         lora: HeadLoRA | None = None,
-        weight_grad: Tensor | None = None,
+        main_grad: Tensor | None = None,
         gradient_scale: float | None = None,
         **batch: object,
     ) -> PolicyLossOutput:
@@ -203,41 +180,10 @@ class FusedLinearGRPOLoss(nn.Module):
             self.config,
             bias=bias,
             lora=lora,
-            weight_grad=weight_grad,
+            main_grad=main_grad,
             gradient_scale=gradient_scale,
             **self._head,
         )
 
     def extra_repr(self) -> str:
         return f"{self.config}, " + ", ".join(f"{k}={v!r}" for k, v in self._head.items())
-
-
-def _check_layout(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> None:
-    if tuple(hidden.shape[:-1]) != batch.layout:
-        raise ValueError(
-            f"hidden: expected shape {(*batch.layout, weight.shape[1])} (the batch's layout and D)"
-            f", got {tuple(hidden.shape)}"
-        )
-    check_device("batch", batch.target, hidden)
-    if batch.max_target is not None:
-        check_target_range(0, batch.max_target, weight.shape[0])
-    else:
-        inside = (batch.target < weight.shape[0]).all()
-        host.require(inside, f"target: expected ids in [0, {weight.shape[0]})")
-    if batch.sampling_mask is not None:
-        check_mask_range(batch.sampling_mask.max_id, weight.shape[0])
-
-
-def _needs(rows: Tensor, head: Head) -> Needs:
-    tensors = (rows, head.weight, head.bias, *head.factors)
-    enabled = torch.is_grad_enabled()
-    hidden, weight, bias, a, b = (enabled and x is not None and x.requires_grad for x in tensors)
-    return Needs(hidden, weight, bias, a, b)
-
-
-def _with_skipped(metrics: Metrics, active: TokenBatch, batch: TokenBatch) -> Metrics:
-    """Adds the share of the caller's rows that got no backward."""
-    total, device = math.prod(batch.layout), batch.target.device
-    skipped = torch.full((), total - active.num_tokens, dtype=torch.float64, device=device)
-    count = torch.full((), total, dtype=torch.float64, device=device)
-    return Metrics({**metrics.stats, "frac_rows_skipped": Stat("mean", skipped, count)})

@@ -17,16 +17,12 @@ from benchmarks.gpu.log import Log
 from benchmarks.gpu.parts import Outcome
 
 TESTS = (
-    "tests/logprob",
-    "tests/test_autograd_places.py",
-    "tests/test_capture.py",
-    "tests/test_drift.py",
-    "tests/test_fused.py",
-    "tests/test_kept_loss.py",
-    "tests/test_lora_loss.py",
-    "tests/test_pointwise.py",
-    "tests/test_skipped_rows.py",
-    "tests/test_weight_grad.py",
+    "tests/backends",
+    "tests/engine",
+    "tests/head",
+    "tests/schedule",
+    "tests/test_linear_logprobs.py",
+    "tests/test_linear_policy_loss.py",
 )
 MARKER = "gpu"
 TALLY = "tests.json"

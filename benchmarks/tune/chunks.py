@@ -9,7 +9,7 @@ from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import with_gradients
 from benchmarks.tune.contest import Candidate
 from grpo_kernels import linear_policy_loss
-from grpo_kernels.backends.triton.configs import DEFAULT_CHUNK_ROWS
+from grpo_kernels.backends.configs.rows import DEFAULT_CHUNK_ROWS
 from grpo_kernels.head.head import logits_dtype
 
 _ROWS = (1024, 2048, 4096, 8192)

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.shapes import Model
 from benchmarks.tune.contest import Candidate
 from grpo_kernels.backends.base import RowStats, Transform
-from grpo_kernels.backends.triton.configs import bits, gpu_chunk_rows
-from grpo_kernels.backends.triton.linear_configs import LinearConfig, default_config
+from grpo_kernels.backends.configs.rows import bits, gpu_chunk_rows
+from grpo_kernels.backends.configs.linear import LinearConfig, default_config
 from grpo_kernels.backends.triton.linear_launch import linear_stats
 from grpo_kernels.backends.triton.rows import TRITON_ROWS
 from grpo_kernels.engine.sweep import Execution, forward, row_chunks

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.tune.contest import Candidate
 from grpo_kernels import LossConfig, TokenBatch
 from grpo_kernels.backends.base import RowStats, Transform
-from grpo_kernels.backends.triton.configs import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
+from grpo_kernels.backends.configs.rows import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
 from grpo_kernels.backends.triton.dlogits import dlogits_
 from grpo_kernels.backends.triton.row_loss import RowFunction, row_loss_
 from grpo_kernels.backends.triton.row_stats import row_stats

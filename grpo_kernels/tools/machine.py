@@ -13,7 +13,13 @@ import torch
 
 import grpo_kernels
 from grpo_kernels.backends.cpu import rows as cpu
-from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS, choose_backend, chunk_rows
+from grpo_kernels.backends.registry import (
+    BACKEND_VARIABLE,
+    BACKENDS,
+    choose_backend,
+    chunk_rows,
+    why_backend,
+)
 
 EXAMPLE_VOCABULARY = 151936  # of the Qwen models
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "vllm")
@@ -105,9 +111,9 @@ def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
         return {**answer, "backend": None, "chunk_rows": None, "reasons": [str(error)]}
     return {
         **answer,
-        "backend": choice.backend.name,
+        "backend": choice.name,
         "chunk_rows": chunk_rows(EXAMPLE_VOCABULARY, dtype, "fp32", where, None),
-        "reasons": list(choice.reasons),
+        "reasons": why_backend(choice, "auto", where, dtype),
     }
 
 

@@ -10,8 +10,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.configs.rows import device_class
 from grpo_kernels.backends.cpu import rows as cpu
-from grpo_kernels.backends.triton.configs import device_class
 from grpo_kernels.engine.route import Path
 from grpo_kernels.head.head import Head
 from grpo_kernels.tools.estimate import our_work

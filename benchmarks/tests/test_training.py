@@ -1,0 +1,150 @@
+"""The comparison of training steps: real trainers, equal work, and no time without a check."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+import torch
+
+from benchmarks.training import FULL, FULL_GPU, PROVIDERS, QUICK, choose, measure_training
+from benchmarks.training.batch import compare, failure, make_reference
+from benchmarks.training.isolation import own_globals
+from benchmarks.training.providers import OURS, TRL
+from benchmarks.training.task import make_model
+
+TINY = dataclasses.replace(
+    QUICK, hidden=32, intermediate=64, vocabulary=512, prompt_tokens=4, completion_tokens=6
+)
+
+
+def wrong_inputs(batch):
+    return OURS.inputs(dataclasses.replace(batch, advantages=1.2 * batch.advantages))
+
+
+def raising(job):
+    raise RuntimeError("broken on purpose")
+
+
+def raising_later(job):
+    trainer = OURS.build(job)
+    collect = trainer._collector.train
+
+    def failing(*arguments):
+        if trainer.state.global_step == 1:
+            raise RuntimeError("broken in the second step")
+        return collect(*arguments)
+
+    trainer._collector.train = failing
+    return trainer
+
+
+def dawdling(job):
+    """Its completions are shorter, so its steps have less work."""
+    return OURS.build(
+        dataclasses.replace(job, config=dataclasses.replace(job.config, completion_tokens=5))
+    )
+
+
+def incomplete(job):
+    """As when a peer is installed without what it imports."""
+    try:
+        importlib.import_module("no_such_module")
+    except ImportError as error:
+        raise RuntimeError("cannot import the trainer") from error
+
+
+BROKEN = {
+    "wrong": (dataclasses.replace(OURS, inputs=wrong_inputs), "error of loss 2.0e-01, gradient 2"),
+    "raising": (dataclasses.replace(OURS, build=raising), "RuntimeError: broken on purpose"),
+    "late": (dataclasses.replace(OURS, build=raising_later), "broken in the second step"),
+    "short": (dataclasses.replace(OURS, build=dawdling), "completions of [5.0] tokens; expected 6"),
+}
+ABSENT = {
+    "known": dataclasses.replace(OURS, requires=("no_such_module",)),
+    "found out": dataclasses.replace(OURS, build=incomplete),
+}
+
+
+@pytest.fixture(scope="module")
+def entry():
+    changed = {name: provider for name, (provider, _) in BROKEN.items()} | ABSENT
+    named = [dataclasses.replace(provider, name=name) for name, provider in changed.items()]
+    return measure_training(TINY, "cpu", rounds=1, providers=[*PROVIDERS, *named])
+
+
+def row_of(entry, name: str):
+    return next(row for row in entry["rows"] if row["provider"] == name)
+
+
+def test_the_entry_is_plain_data(entry):
+    assert json.loads(json.dumps(entry)) == entry
+    assert entry["tokens"] == 8 * 6 and entry["dtype"] == "fp32"
+
+
+@pytest.mark.parametrize("provider", (OURS, TRL), ids=lambda provider: provider.name)
+def test_rows_are_complete_and_losses_agree(entry, provider):
+    row = row_of(entry, provider.name)
+    if row["absent"]:
+        pytest.skip(row["absent"])
+    assert row["failure"] is None
+    assert row["errors"]["loss"] < 1e-5 and row["errors"]["gradient"] < 1e-5
+    (seconds,), phases = row["seconds"], row["phases"]
+    assert phases["generate"][0] > 0 and phases["train"][0] > 0
+    assert seconds == pytest.approx(phases["generate"][0] + phases["train"][0])
+    assert len(row["loss"]) == 1
+    # the same samples, rewards and update: the trainers do the same work
+    assert row["grad_norm"] == pytest.approx(row_of(entry, "ours")["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ("ours-liger", "trl-liger"))
+def test_a_gpu_provider_says_so_on_a_cpu(entry, name):
+    row = row_of(entry, name)
+    assert row["absent"].endswith(("needs a GPU", "not installed")) and row["seconds"] == []
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_failure_stands_in_place_of_a_time(entry, name):
+    row = row_of(entry, name)
+    assert row["seconds"] == [] and row["phases"] == {"generate": [], "train": []}
+    assert row["absent"] is None and BROKEN[name][1] in row["failure"]
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_not_installed_is_named(entry, name):
+    row = row_of(entry, name)
+    assert row["absent"] == "no_such_module not installed"
+    assert row["failure"] is None and row["seconds"] == []
+
+
+def test_a_nan_or_a_missing_gradient_fails():
+    exact = make_reference(TINY, "cpu")
+    model, loss = make_model(TINY), torch.tensor(exact.loss)
+    assert "gradient 1.0e+00" in failure(compare(model, loss, exact), "fp32")
+    assert "loss nan" in failure(compare(model, loss * float("nan"), exact), "fp32")
+
+
+def test_patches_stay_with_their_trainer():
+    from transformers.models.qwen2 import modeling_qwen2
+
+    own, mine = modeling_qwen2.apply_rotary_pos_emb, {}
+    with own_globals(mine):
+        modeling_qwen2.apply_rotary_pos_emb = len
+    assert modeling_qwen2.apply_rotary_pos_emb is own
+    with own_globals(mine):
+        assert modeling_qwen2.apply_rotary_pos_emb is len
+    assert modeling_qwen2.apply_rotary_pos_emb is own
+
+
+def test_no_round_begins_after_the_deadline():
+    entry = measure_training(TINY, "cpu", rounds=3, providers=[OURS], deadline=0.0)
+    assert len(row_of(entry, "ours")["seconds"]) == 1
+
+
+def test_shapes():
+    assert choose("cpu", full=False) == choose("cuda", full=False) == QUICK
+    assert choose("cpu", full=True) == FULL and choose("cuda", full=True) == FULL_GPU
+    with pytest.raises(ValueError, match="micro_batches: expected a divisor of the 8"):
+        dataclasses.replace(QUICK, micro_batches=3)
