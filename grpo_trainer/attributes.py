@@ -32,8 +32,7 @@ _SETTINGS = (
 )  # fmt: skip
 _PLACES = {name: f"args.{name}" for name in _SETTINGS} | {
     "beta": "loss_config.beta",
-    "epsilon_high": "loss_config.upper_epsilon",
-    "epsilon_low": "loss_config.epsilon",
+    "epsilon_low": "args.epsilon",
     "num_generations_eval": "args.eval_group_size",
     "router_aux_loss_coef": "_router_coef",
     "environments": "_interaction.environments",
@@ -84,6 +83,12 @@ class TrainerAttributes:
         """The one given, or that of the named loss."""
         config = self.loss_config
         return config.importance_sampling_level or config.loss.importance_sampling_level
+
+    @property
+    def epsilon_high(self) -> float:
+        """The upper clip distance, that of cispo the bound itself."""
+        args = self.args
+        return args.epsilon if args.epsilon_high is None else args.epsilon_high
 
     @property
     def entropy_coef(self) -> float:

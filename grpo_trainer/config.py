@@ -32,7 +32,7 @@ def _help(text: str) -> dict[str, str]:
 
 
 @dataclass
-class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArguments):  # type: ignore[valid-type, misc]
+class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArguments):
     """Arguments of :class:`~grpo_trainer.GRPOTrainer`.
 
     Beside the fields below it has those of ``transformers.TrainingArguments`` and those of
@@ -44,6 +44,7 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
+        "loss_kwargs",
         "model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",

@@ -1,15 +1,15 @@
-"""The fields of GRPOConfig that configure the loss: those of LossConfig."""
+"""The fields of GRPOConfig that configure the loss: those of LossConfig and of its surrogates."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import warnings
-from dataclasses import field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from grpo_kernels import LossConfig
-from grpo_kernels.losses.ratios import RATIO_LEVELS
+from grpo_kernels.losses import LOSSES, Surrogate
 from grpo_trainer.config_rollout import correction_options
 
 if TYPE_CHECKING:
@@ -17,18 +17,28 @@ if TYPE_CHECKING:
 
 # these have names of their own in GRPOConfig: see RolloutFields
 _CORRECTION = "rollout_correction_"
-_SUM_TOKENS = ("token_mean", "window_token_mean", "fixed_length")  # aggregations
 
 
-def _loss_fields() -> list[dataclasses.Field]:
+def _general() -> list[dataclasses.Field]:
+    """The fields of LossConfig, whatever the loss."""
     return [
-        item for item in dataclasses.fields(LossConfig) if not item.name.startswith(_CORRECTION)
+        item
+        for item in dataclasses.fields(LossConfig)
+        if item.init and item.name != "surrogate" and not item.name.startswith(_CORRECTION)
     ]
 
 
-def _loss_help() -> dict[str, str]:
-    """Field name to help, from the ``Args:`` section of LossConfig's docstring."""
-    section = (LossConfig.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
+def _surrogates() -> dict[type[Surrogate], list[str]]:
+    """The surrogates, with the losses that are made of each."""
+    found: dict[type[Surrogate], list[str]] = {}
+    for name, loss in LOSSES.items():
+        found.setdefault(loss.surrogate, []).append(name)
+    return found
+
+
+def _help(owner: type) -> dict[str, str]:
+    """Field name to help, from the ``Args:`` section of a docstring."""
+    section = (owner.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
     entries = re.split(r"\n {8}(?=\w)", section)
     texts = (entry.partition(":") for entry in entries)
     return {
@@ -38,37 +48,79 @@ def _loss_help() -> dict[str, str]:
     }
 
 
-def _mirrored_field(item: dataclasses.Field, text: str) -> tuple[str, type, Any]:
-    hint = get_type_hints(LossConfig)[item.name]
-    return item.name, hint, field(default=item.default, metadata={"help": text})
+def _mirrored() -> list[tuple[str, type, Any]]:
+    """Fields with the names, types and defaults of LossConfig and of the surrogates."""
+    made: dict[str, tuple[type, Any, list[str]]] = {}
+    owners: list[tuple[type, list[str]]] = [(LossConfig, []), *_surrogates().items()]
+    for owner, losses in owners:
+        texts, hints = _help(owner), get_type_hints(owner)
+        for item in _general() if owner is LossConfig else dataclasses.fields(owner):
+            prefix = f"{', '.join(losses)}: " if losses else ""
+            _, _, parts = made.setdefault(item.name, (hints[item.name], item.default, []))
+            parts.append(prefix + texts.get(item.name, ""))
+    return [
+        (name, hint, field(default=default, metadata={"help": " ".join(parts)}))
+        for name, (hint, default, parts) in made.items()
+    ]
 
 
-# Fields of LossConfig, with its names, types and defaults: the loss is configured in one place.
-LossFields = make_dataclass(
-    "LossFields",
-    [_mirrored_field(item, _loss_help().get(item.name, "")) for item in _loss_fields()],
-)
+_Mirrored = make_dataclass("_Mirrored", _mirrored())
+
+
+@dataclass
+class LossFields(_Mirrored):  # type: ignore[valid-type, misc]
+    """The loss, configured in one place; the settings of a loss of one's own are in loss_kwargs."""
+
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Settings of the loss that have no option here, as of a registered one."},
+    )
 
 
 def check_level(args: GRPOConfig, loss: LossConfig) -> None:
     """Warn of a level of the ratio that is not what the loss, or the level, was made for."""
-    given, own = args.importance_sampling_level, loss.loss.importance_sampling_level
-    if given in (None, own):
+    given, own = args.importance_sampling_level, loss.loss.ratio_level
+    if given is None or loss.ratio_level is own:
         return
-    if loss.ratio_level.per_sequence and loss.loss.aggregation in _SUM_TOKENS:
+    if loss.ratio_level.per_sequence and not loss.aggregation.by_sequence:
         warnings.warn(
             f"importance_sampling_level: with {given!r}, {loss.loss_type} sums over tokens, so "
             "that a sequence counts by its length; gspo weights sequences alike, as its paper does",
             stacklevel=4,
         )
-    if RATIO_LEVELS[own].per_sequence and not loss.ratio_level.per_sequence:
+    if own.per_sequence and not loss.ratio_level.per_sequence:
         warnings.warn(
-            f"importance_sampling_level: {loss.loss_type} is defined with {own!r}, got {given!r}",
+            f"importance_sampling_level: {loss.loss_type} is defined with "
+            f"{loss.loss.importance_sampling_level!r}, got {given!r}",
             stacklevel=4,
         )
 
 
 def loss_config(args: GRPOConfig) -> LossConfig:
-    """The loss that ``args`` describes."""
-    mirrored = {item.name: getattr(args, item.name) for item in _loss_fields()}
-    return LossConfig(**mirrored, **correction_options(args))
+    """Return the loss that ``args`` describes.
+
+    Raises:
+        ValueError: a value is out of range, or a setting is given that the loss does not have.
+    """
+    general = {item.name: getattr(args, item.name) for item in _general()}
+    return LossConfig(**general, **correction_options(args), **_settings(args))
+
+
+def _settings(args: GRPOConfig) -> dict[str, Any]:
+    """The settings of the loss's surrogate, and those that it does not know, for the error."""
+    own = LOSSES[args.loss_type].settings if args.loss_type in LOSSES else ()
+    general = {item.name for item in _general()}
+    given, changed = {}, set()
+    for item in dataclasses.fields(_Mirrored):
+        value = getattr(args, item.name)
+        if value != item.default:
+            changed.add(item.name)
+        if item.name not in general and (item.name in own or item.name in changed):
+            given[item.name] = value
+    more = args.loss_kwargs or {}
+    if not isinstance(more, dict):
+        raise ValueError(f"loss_kwargs: expected settings by name, got {more!r}")
+    for name in more:
+        if name in given and name in changed:
+            raise ValueError(f"loss_kwargs: expected no {name!r} beside the option, got both")
+    return given | more

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.hf.patch import HeadFn, LMHead
-from grpo_kernels.losses import Metrics
+from grpo_kernels import (
+    Head,
+    LossConfig,
+    Metrics,
+    TokenBatch,
+    linear_logprobs,
+    linear_policy_loss,
+)
+from grpo_kernels.hf import HeadFn
 from grpo_trainer.microbatch import MicroBatch
 
 
@@ -23,8 +29,8 @@ def policy_loss_of(
     """The policy loss of ``tokens``, those of ``batch``, its metrics, and the routers' loss."""
     metrics: list[Metrics] = []
 
-    def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
-        loss, found = linear_policy_loss(hidden, head.weight, tokens, config, **_head_options(head))
+    def head_fn(hidden: Tensor, head: Head) -> Tensor:
+        loss, found = linear_policy_loss(hidden, head, tokens, config)
         metrics.append(found)
         return loss
 
@@ -40,15 +46,14 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
     """
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
-    def head_fn(hidden: Tensor, head: LMHead) -> Tensor:
+    def head_fn(hidden: Tensor, head: Head) -> Tensor:
         found = linear_logprobs(
             hidden,
-            head.weight,
+            head,
             batch.target,
             temperature=temperature,
             outputs=(output,),
             sampling_mask=batch.sampling_mask,
-            **_head_options(head),
         )
         logprobs = getattr(found, output)
         assert logprobs is not None  # it was asked for
@@ -69,12 +74,3 @@ def _run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -
         head_fn=head_fn,
         **options,
     )
-
-
-def _head_options(head: LMHead) -> dict[str, Any]:
-    return {
-        "bias": head.bias,
-        "lora": head.lora,
-        "logit_scale": head.logit_scale,
-        "softcap": head.softcap,
-    }

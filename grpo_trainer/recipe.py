@@ -66,11 +66,12 @@ class Recipe:
 
 
 def changed_loss_fields(config: LossConfig) -> dict[str, Any]:
-    """Fields of the loss that are not at their defaults."""
+    """Return what of the loss, its surrogate's settings included, is not at its default."""
     return {
-        item.name: getattr(config, item.name)
-        for item in dataclasses.fields(config)
-        if getattr(config, item.name) != item.default
+        item.name: getattr(part, item.name)
+        for part in (config, config.surrogate)
+        for item in dataclasses.fields(part)
+        if item.compare and item.name != "surrogate" and getattr(part, item.name) != item.default
     }
 
 

@@ -17,8 +17,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
-from grpo_kernels.hf.patch import LMHead, add_fused_head
+from grpo_kernels import Head, LossConfig, TokenBatch, linear_policy_loss
+from grpo_kernels.hf import add_fused_head
 from grpo_trainer.advantages import compute_advantages
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.demo.task import digits_reversal_reward
@@ -61,7 +61,7 @@ def peak_bytes(backend: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def _keep(hidden: Tensor, head: LMHead) -> tuple[Tensor, Tensor]:
+def _keep(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     return hidden, head.weight
 
 
