@@ -27,7 +27,7 @@ from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.report.command import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from grpo_trainer.serve import serve_command
-from tests.test_modeling import FAMILIES
+from tests.hf.test_families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -8,7 +8,7 @@ set -eu
 venv=$1
 python=${2:-python3}
 root=$(cd "$(dirname "$0")/.." && pwd)
-wanted=$root/tests/logprob/old_triton.txt
+wanted=$root/tests/backends/old_triton.txt
 
 if ! cmp -s "$wanted" "$venv/installed.txt"; then
     "$python" -m venv --clear "$venv"
@@ -20,4 +20,4 @@ fi
 
 cd "$root"
 "$venv/bin/python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
-PYTHONPATH=$root exec "$venv/bin/python" -m pytest -n 2 tests/logprob/test_triton_*.py tests/test_pointwise.py
+PYTHONPATH=$root exec "$venv/bin/python" -m pytest -n 2 tests/backends/test_triton_*.py tests/backends/test_codegen.py

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from grpo_kernels.hf.check import check_fused_head
 from grpo_kernels.hf.lm_head import LMHead, keep_head_in_fp32, lm_head
 from grpo_kernels.hf.patch import add_fused_head
-from tests.test_modeling import (
+from tests.hf.test_families import (
     assert_head_equals_own_logits,
     logprobs_fn,
     own_logprobs,

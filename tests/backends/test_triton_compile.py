@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.logprob.compile_gate import command, fits
+from tests.backends.compile_gate import command, fits
 
 ROOT = Path(__file__).parents[2]
 

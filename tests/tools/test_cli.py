@@ -58,7 +58,7 @@ def test_module_is_runnable():
         [sys.executable, "-m", "grpo_kernels.tools.cli", "plan", "--tokens", "0"],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert run.returncode == 2
     assert run.stderr == (

@@ -13,7 +13,7 @@ from grpo_kernels.backends.base import RowStats, Transform
 from grpo_kernels.backends.cpu.linear import NativeLinear
 from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.head.head import Head
-from tests.logprob.linear_problems import (
+from tests.backends.linear_problems import (
     BF16,
     DTYPES,
     FP16,

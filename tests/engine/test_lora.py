@@ -17,7 +17,7 @@ from grpo_kernels import (
 from grpo_kernels.engine import recompute
 from grpo_kernels.head import mkl
 from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations, relative_error
-from tests.logprob.lora_problems import NAMES, LoRAProblem, lora_problem
+from tests.engine.lora_problems import NAMES, LoRAProblem, lora_problem
 from tests.targets import targets
 
 # the interpreter runs Triton's kernels slowly: a few small cases stand for all, see test_triton

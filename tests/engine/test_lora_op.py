@@ -21,8 +21,8 @@ from grpo_kernels.engine.ops import (
 from grpo_kernels.engine.topk import Ranking
 from grpo_kernels.head.head import Head
 from grpo_kernels.testing import relative_error
-from tests.logprob.linear_problems import DTYPES, ISAS, problem, same, statistics
-from tests.logprob.lora_problems import largest_allocation, lora_problem
+from tests.backends.linear_problems import DTYPES, ISAS, problem, same, statistics
+from tests.engine.lora_problems import largest_allocation, lora_problem
 
 BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}

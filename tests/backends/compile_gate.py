@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for real targets, without a GPU, and reads the resource usage.
 
-``python -m tests.logprob.compile_gate TARGET``, in a process without ``TRITON_INTERPRET``, prints
+``python -m tests.backends.compile_gate TARGET``, in a process without ``TRITON_INTERPRET``, prints
 the kernels of the package and then one JSON object per compiled variant; ``--table`` in place of
 the target, a table of all targets by kernel.
 """
@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import grpo_kernels
-from tests.logprob.gate_cases import Case, cases
+from tests.backends.gate_cases import Case, cases
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -103,7 +103,7 @@ def report(target: str) -> None:
 
 def command(argument: str) -> list[str]:
     """Runs this module in another process, from the root of the repository."""
-    return [sys.executable, "-m", "tests.logprob.compile_gate", argument]
+    return [sys.executable, "-m", "tests.backends.compile_gate", argument]
 
 
 def print_table() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_kernels.backends.base import RowStats, Transform
 from grpo_kernels.backends.cpu.linear import NativeHeadRows, NativeLinear
 from grpo_kernels.engine.sweep import Execution, Needs, StatsGradients, forward_backward
-from tests.logprob.linear_problems import (
+from tests.backends.linear_problems import (
     BF16,
     DTYPES,
     FP16,

@@ -9,7 +9,7 @@ from grpo_kernels import LossConfig, TokenBatch, available_backends, explain, li
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import Problem, make_problem
 from tests.conftest import DEVICES
-from tests.test_fused import assert_matches_eager, config_for
+from tests.test_linear_policy_loss import assert_matches_eager, config_for
 
 LONG = 65600  # past what a GPU's grid takes on its second axis
 HIDDEN, VOCABULARY = 4, 11

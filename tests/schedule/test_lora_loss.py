@@ -22,7 +22,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.engine import recompute
 from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations
-from tests.logprob.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
+from tests.engine.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
 from tests.targets import targets
 
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
