@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from torch import Tensor
 
 from grpo_kernels import LossConfig
-from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate, register_loss
-from grpo_kernels.losses.surrogates import SURROGATES, register_surrogate
+from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate, Terms, check_number, register_loss
+from grpo_kernels.losses.surrogates import Clip
 
 
 @pytest.mark.parametrize(
@@ -18,9 +19,9 @@ from grpo_kernels.losses.surrogates import SURROGATES, register_surrogate
         ("importance_sampling_level", "word", "expected one of sequence, sequence_token, token"),
         ("kl_estimator", "k9", "expected one of abs, k1, k2, k3"),
         ("rollout_correction_mode", "mask", "expected one of .*sequence_mask"),
-        ("epsilon", -0.1, "epsilon: expected a finite number >= 0, got -0.1"),
-        ("epsilon", 1.0, "epsilon: expected a number below 1"),
-        ("epsilon", "0.2", "epsilon: expected a finite number >= 0, got '0.2'"),
+        ("epsilon", -0.1, r"epsilon: expected a number in \[0, 1\), got -0.1"),
+        ("epsilon", 1.0, r"epsilon: expected a number in \[0, 1\), got 1.0"),
+        ("epsilon", "0.2", r"epsilon: expected a number in \[0, 1\), got '0.2'"),
         ("epsilon_high", float("nan"), "epsilon_high: expected"),
         ("temperature", 0.0, "temperature: expected a finite number > 0, got 0.0"),
         ("temperature", -1.0, "temperature: expected"),
@@ -52,7 +53,7 @@ def test_losses_that_form_their_own_sequence_weight(name: str) -> None:
 
 @pytest.mark.parametrize("field", ["delta", "dual_clip"])
 def test_bounds_of_clip_mean_nothing_elsewhere(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}: expected None for sapo"):
+    with pytest.raises(ValueError, match=f"{field}: expected a setting of sapo"):
         LossConfig(loss_type="sapo", **{field: 2.0})
     LossConfig(loss_type="gspo", **{field: 2.0})
 
@@ -89,23 +90,55 @@ def test_rollout_correction_widens_the_scope_only_with_rollouts() -> None:
 def test_registration_refuses_taken_and_unknown_names() -> None:
     with pytest.raises(ValueError, match="already registered"):
         register_loss("grpo", LOSSES["grpo"])
-    with pytest.raises(ValueError, match="surrogate: expected one of"):
-        register_loss("new", NamedLoss(surrogate="clop", aggregation="token_mean", source="x"))
+    with pytest.raises(ValueError, match="surrogate: expected a subclass of Surrogate, got 'clip'"):
+        register_loss("new", NamedLoss(surrogate="clip", aggregation="token_mean", source="x"))
     with pytest.raises(ValueError, match="aggregation: expected one of"):
-        register_loss("new", NamedLoss(surrogate="clip", aggregation="mean", source="x"))
-    with pytest.raises(ValueError, match="already registered"):
-        register_surrogate(SURROGATES["clip"])
+        register_loss("new", NamedLoss(surrogate=Clip, aggregation="mean", source="x"))
 
 
-def test_a_users_surrogate_is_picked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Squared(Surrogate):
-        name = "squared"
-        source = "here"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Power(Surrogate):
+    """A user's own, with a setting of its own."""
 
-        def __call__(self, terms, config):
-            return -(terms.ratio**2) * terms.advantages
+    power: float = 2.0
 
-    monkeypatch.setitem(SURROGATES, "squared", Squared())
-    loss = NamedLoss(surrogate="squared", aggregation="token_mean", source="here")
-    monkeypatch.setitem(LOSSES, "squared", loss)
-    assert LossConfig(loss_type="squared").surrogate.name == "squared"
+    def __post_init__(self) -> None:
+        check_number("power", self.power, "a number above 0", lambda x: x > 0)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return -(terms.ratio**self.power) * terms.advantages
+
+
+@pytest.fixture
+def power(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = NamedLoss(surrogate=Power, aggregation="token_mean", source="here")
+    monkeypatch.setitem(LOSSES, "power", loss)
+
+
+@pytest.mark.usefixtures("power")
+def test_a_loss_of_ones_own_has_its_settings() -> None:
+    assert LossConfig(loss_type="power").surrogate == Power(power=2.0)
+    config = LossConfig(loss_type="power", power=3.0, beta=0.1)
+    assert config.surrogate == Power(power=3.0)
+    assert LossConfig(loss_type="power", surrogate=Power(power=3.0), beta=0.1) == config
+    with pytest.raises(ValueError, match="power: expected a number above 0, got -1"):
+        LossConfig(loss_type="power", power=-1)
+
+
+@pytest.mark.usefixtures("power")
+def test_settings_and_surrogates_of_other_losses_are_refused() -> None:
+    message = r"power: expected a setting of dapo \(epsilon, .*\) or one of loss_type, beta"
+    with pytest.raises(ValueError, match=message):
+        LossConfig(power=3.0)
+    with pytest.raises(ValueError, match=r"epsilon: expected a setting of pg \(none\)"):
+        LossConfig(loss_type="pg", epsilon=0.2)
+    with pytest.raises(ValueError, match="surrogate: expected a Clip for dapo, got Power"):
+        LossConfig(surrogate=Power())
+
+
+def test_equal_configs_have_one_number() -> None:
+    config = LossConfig(beta=0.125, epsilon=0.125)
+    assert LossConfig(epsilon=0.125, beta=0.125).number is config.number
+    assert LossConfig.of_number(config.number) == config
+    assert LossConfig(beta=0.125).number != config.number
+    assert dataclasses.replace(LossConfig(beta=0.125), epsilon=0.125) == config

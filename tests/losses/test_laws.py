@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
-from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses import LOSSES, Weights, run_stage, static_weights, token_inputs
 from grpo_kernels.losses.ratios import RATIO_LEVELS
+from grpo_kernels.losses.surrogates import Cispo, Clip, Pg, Sapo, Topr
 
 # at ratio 1 the gradient is -w A: these surrogates start out as plain policy gradient
-UNIT_SLOPE = ("clip", "cispo", "pg", "sapo", "topr")
+UNIT_SLOPE = (Clip, Cispo, Pg, Sapo, Topr)
 
 
 def config_for(name: str, **overrides: object) -> LossConfig:
     fields: dict[str, object] = dict(
         loss_type=name, max_completion_length=9, rollout_correction_mode="token_truncate"
     )
-    if LOSSES[name].surrogate == "cispo":
+    if LOSSES[name].surrogate is Cispo:
         fields["epsilon_high"] = 5.0
     return LossConfig(**{**fields, **overrides})  # type: ignore[arg-type]
 
@@ -41,7 +42,7 @@ def variants() -> list[tuple[str, dict[str, object]]]:
         (name, option)
         for name in LOSSES
         for option in options
-        if "delta" not in option or LOSSES[name].surrogate == "clip"
+        if "delta" not in option or LOSSES[name].surrogate is Clip
     ]
 
 
@@ -112,8 +113,6 @@ def test_gradcheck(name: str, option: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if LOSSES[n].surrogate in UNIT_SLOPE])
 def test_gradient_at_ratio_one_is_minus_weighted_advantage(name: str) -> None:
-    from grpo_kernels.losses.weights import static_weights
-
     logprobs, _, batch = make_batch()
     on_policy = TokenBatch.from_packed(
         batch.target, batch.advantages, batch.cu_seqlens, num_items_in_batch=23.0
@@ -188,9 +187,6 @@ def test_order_of_sequences_changes_nothing(name: str, option: dict[str, object]
 
 @pytest.mark.parametrize("name,option", variants())
 def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) -> None:
-    from grpo_kernels.losses.stage import run_stage, segments_of, token_inputs
-    from grpo_kernels.losses.weights import Weights, static_weights
-
     logprobs, entropy, batch = make_batch()
     config = config_for(name, **option)
     scope = config.scope(has_rollout=True)
@@ -201,9 +197,9 @@ def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) ->
     got = []
     for start, stop in itertools.pairwise(cuts):
         part = batch.narrow(start, stop)
-        part_weights = Weights(*(weight[start:stop] for weight in weights))
+        part_weights = Weights(*(w if w is None else w[start:stop] for w in weights))
         x = token_inputs(logprobs[start:stop], entropy[start:stop], part, part_weights)
-        got.append(run_stage(x, segments_of(part), config).dlogp)
+        got.append(run_stage(x, part.segments, config).dlogp)
     torch.testing.assert_close(torch.cat(got), expected)
 
 
