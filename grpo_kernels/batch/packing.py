@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ def packed_fields(
         check_sampling_mask(sampling_mask, target)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
 
-    columns = {"advantages": _token_advantages(advantages, layout, per_token)}
+    columns = {"advantages": _token_advantages(advantages, target, layout, per_token)}
     columns |= {
         name: _token_values(name, value, target)
         for name in LOGPROB_FIELDS
@@ -61,14 +62,14 @@ def packed_fields(
     offsets = _offsets(layout, table[0])  # (2, B + 1)
     names, flags = _value_flags(layout, table, list(columns), scalars)
     if given is None or host.reading_is_free(target):
-        found = host.fetch(torch.cat([flags, offsets.diff().reshape(-1)]))
-        low, _, *bad = host.known(found[: len(flags)])
-        wrong = [name for name, flag in zip(names, bad, strict=True) if flag]
+        found = host.fetch(torch.cat([*flags, offsets.reshape(-1)]))
+        low, _, *rest = host.known(found)
+        wrong = [name for name, flag in zip(names, rest, strict=False) if flag]
         _raise_on_flags(low, wrong, target.numel())
-        counts, max_target = _agreed(found[len(flags) :].reshape(2, -1), given), found[1]
+        counts, max_target = _agreed(_counts(rest[len(names) :]), given), found[1]
     else:
         counts, max_target = given, None
-        _require(flags, offsets, given)
+        _require(torch.cat(flags), offsets, given)
 
     total, keep = sum(host.known(counts)[0]), None
     picked = layout.target
@@ -119,6 +120,12 @@ def _offsets(layout: _Layout, advantages: Tensor) -> Tensor:
     return pad(both.cumsum(1), (1, 0))[:, layout.starts]
 
 
+def _counts(offsets: list[int]) -> list[list[int]]:
+    """(2, B) lengths, from the offsets one after the other."""
+    half = len(offsets) // 2
+    return [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
+
+
 def _given_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None:
     """(2, B) int64 on the CPU from the caller's lists."""
     lengths, active = (_count_list(name, optional.get(name), sequences) for name in COUNT_FIELDS)
@@ -144,11 +151,11 @@ def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[
     return list(value)
 
 
-def _agreed(found: Tensor, given: Tensor | None) -> Tensor:
+def _agreed(found: list[list[int]], given: Tensor | None) -> Tensor:
     """The counts (2, B), after a comparison with what the caller says they are."""
     if given is None:
-        return found
-    for name, stated, true in zip(COUNT_FIELDS, host.known(given), host.known(found), strict=True):
+        return torch.tensor(found)
+    for name, stated, true in zip(COUNT_FIELDS, host.known(given), found, strict=True):
         if UNKNOWN not in stated and stated != true:
             raise ValueError(
                 f"{name}: expected {tuple(true)} for these tensors, got {tuple(stated)}"
@@ -215,10 +222,14 @@ def _check_advantages(advantages: Tensor, target: Tensor, layout: _Layout) -> bo
     return shape == per_token
 
 
-def _token_advantages(advantages: Tensor, layout: _Layout, per_token: bool) -> Tensor:  # (N,)
+def _token_advantages(
+    advantages: Tensor, target: Tensor, layout: _Layout, per_token: bool
+) -> Tensor:  # (N,)
     advantages = _wide(advantages)
     if per_token:
         return advantages.reshape(-1)
+    if target.dim() == 2:
+        return advantages.unsqueeze(1).expand(target.shape).reshape(-1)
     sizes = layout.starts.diff()
     return torch.repeat_interleave(advantages, sizes, output_size=layout.target.numel())
 
@@ -258,12 +269,12 @@ def _value_flags(
     table: Tensor,  # (k, N)
     columns: Sequence[str],  # its rows
     scalars: Mapping[str, Tensor | None],
-) -> tuple[list[str], Tensor]:
-    """Names, and int64: lowest and highest valid target, then 1 where a value is bad."""
+) -> tuple[list[str], list[Tensor]]:
+    """Names, and flags to be joined: lowest and highest valid target, then 1 for a bad value."""
     target, mask = layout.target, layout.mask
-    ids = torch.where(mask, target, 0)
+    ids = target * mask
     ends = ids.new_zeros(2) if not ids.numel() else torch.stack(ids.aminmax())
-    wrong = ~table.isfinite()
+    wrong = (table - table) != 0  # NaN for what is not finite, 0 for the rest
     if "rollout_logprobs" in columns:  # the last; NaN says that the engine does not know
         wrong[-1] = table[-1].isinf()
     others = {"cu_seqlens": layout.bad_starts, "mask": layout.bad_mask} | {
@@ -273,7 +284,7 @@ def _value_flags(
     }
     present = {name: flag for name, flag in others.items() if flag is not None}
     flags = [ends, (wrong & mask).any(1), *(flag.reshape(1) for flag in present.values())]
-    return [*columns, *present], torch.cat([flag.long() for flag in flags])
+    return [*columns, *present], flags
 
 
 def _raise_on_flags(low: int, bad: Sequence[str], total: int) -> None:
