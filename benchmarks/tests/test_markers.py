@@ -7,7 +7,17 @@ import pytest
 from benchmarks.context import Context
 from benchmarks.load import Device, load
 from benchmarks.markers import rewrite
-from benchmarks.tests.synthetic_results import NEWER, accuracy, device, row, rows, run, table, training, write
+from benchmarks.tests.synthetic_results import (
+    NEWER,
+    accuracy,
+    device,
+    row,
+    rows,
+    run,
+    table,
+    training,
+    write,
+)
 
 
 def fill(devices: dict[str, Device], call: str) -> str:

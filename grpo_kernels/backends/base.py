@@ -7,7 +7,8 @@ the tile, in place.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -152,31 +153,29 @@ class RowKernels(Protocol):
         ...
 
 
-@runtime_checkable
-class FusedStage(Protocol):
+class FusedStage(ABC):
     """What happens between statistics and gradient, where it runs inside the row kernel."""
 
+    @abstractmethod
     def gradient_(self, rows: slice, tile: Tile, out_dtype: torch.dtype) -> tuple[RowStats, Tensor]:
         """As ``stats`` and ``dlogits_`` of :class:`RowKernels`, for the range ``rows`` of all."""
-        ...
 
 
-@runtime_checkable
-class FormsLogits(Protocol):
+class FormsLogits(ABC):
     """Row kernels that also form the tile of logits, along with its statistics.
 
     A row's bits then depend on that row alone.
     """
 
+    @abstractmethod
     def forms(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
         """Return whether they form such logits of inputs of ``dtype``."""
-        ...
 
+    @abstractmethod
     def logits_stats(
         self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
     ) -> RowStats:
         """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``."""
-        ...
 
 
 class LinearStats(Protocol):

@@ -63,6 +63,8 @@ class Rows:
 
     def narrow(self, part: slice) -> Rows:
         """The rows of a range, as if they were all."""
+        if part == slice(0, self.count):
+            return replace(self, index=None, total=0)
         return replace(self._at(part), index=None, total=0)
 
     def at(self, order: Tensor) -> Rows:
@@ -100,7 +102,7 @@ class Rows:
 _LEAST_SHARE = 1 / 16
 
 
-def surviving_rows(wanted: Tensor | None) -> Tensor | None:
+def surviving_rows(wanted: Tensor | None) -> list[int] | None:
     """Return which row each place of a tile takes over, of (C,) bool; None: the tile stays.
 
     The n wanted rows take the first n places. Those that lie there stay, the others fill the gaps:
@@ -108,17 +110,17 @@ def surviving_rows(wanted: Tensor | None) -> Tensor | None:
     """
     if wanted is None or not host.reading_is_free(wanted):
         return None
-    count, total = int(wanted.sum()), wanted.numel()
+    flags = host.known(wanted)
+    count, total = sum(flags), len(flags)
     if total - count < max(1, total * _LEAST_SHARE):
         return None
-    order = torch.arange(count, device=wanted.device)
-    order[~wanted[:count]] = count + wanted[count:].nonzero().squeeze(-1)
-    return order
+    later = iter([row for row in range(count, total) if flags[row]])
+    return [place if flags[place] else next(later) for place in range(count)]
 
 
-def move_rows_(tile: Tensor, order: Tensor) -> Tensor:
+def move_rows_(tile: Tensor, order: list[int]) -> Tensor:
     """Move the rows ``order`` of a (C, V) tile to its beginning, and return them."""
-    for place, row in enumerate(order.tolist()):
+    for place, row in enumerate(order):
         if place != row:
             tile[place].copy_(tile[row])
-    return tile[: order.numel()]
+    return tile[: len(order)]

@@ -127,10 +127,11 @@ def _dlogits(
     route: Route,
 ) -> tuple[Rows, Tensor]:
     """The gradient of the raw logits of the rows that have one, and these rows."""
-    order = surviving_rows(outer.nonzero)
-    if order is not None:
+    moves = surviving_rows(outer.nonzero)
+    if moves is not None:
+        order = torch.tensor(moves)
         chunk, stats, outer = chunk.at(order), stats.rows(order), outer.rows(order)
-        tile = Tile(move_rows_(tile.logits, order), chunk.target, chunk.head.transform)
+        tile = Tile(move_rows_(tile.logits, moves), chunk.target, chunk.head.transform)
         masked = masked.at(order) if masked is not None else None
     dlogits = route.backend.kernels.dlogits_(tile, stats, outer, chunk.hidden.dtype)
     if masked is not None and outer.dmasked is not None:

@@ -45,6 +45,8 @@ class TokenInputs(NamedTuple):
 
     def rows(self, index: slice | Tensor) -> TokenInputs:
         """The same for a subset of the tokens."""
+        if index == slice(0, self.logprobs.shape[0]):
+            return self
         return TokenInputs(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
@@ -167,7 +169,7 @@ def run_stage(
             inputs.append(x.entropy.detach().requires_grad_())
             x = x._replace(entropy=inputs[1])
         each = contributions(x, evaluate(x, segments, config, entropy_gate), config)
-        gradients = torch.autograd.grad(each.sum(), inputs)
+        gradients = torch.autograd.grad(each, inputs, torch.ones_like(each))
     dentropy = gradients[1] if len(gradients) > 1 else None
     return StageOutput(each.detach(), gradients[0], dentropy)
 

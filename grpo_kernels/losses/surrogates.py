@@ -51,6 +51,11 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
     )
 
 
+def _smaller(a: Tensor, b: Tensor) -> Tensor:
+    """Return the minimum; ``a`` gets the gradient of equal values, in fewer steps than halves."""
+    return torch.where(a <= b, a, b)
+
+
 def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
     """Return metrics of which tokens are clipped from below and from above, each (T,) bool."""
     return {
@@ -93,10 +98,10 @@ class Clip(Surrogate):
     def __call__(self, terms: Terms) -> Tensor:
         advantages = terms.advantages
         clipped = terms.ratio.clamp(1 - self.epsilon, self.highest)
-        loss = -torch.minimum(self._capped(terms.ratio) * advantages, clipped * advantages)
+        loss = -_smaller(self._capped(terms.ratio) * advantages, clipped * advantages)
         if self.dual_clip is None:
             return loss
-        bounded = torch.minimum(loss, -self.dual_clip * advantages)
+        bounded = _smaller(loss, -self.dual_clip * advantages)
         return torch.where(advantages < 0, bounded, loss)
 
     def metrics(self, terms: Terms) -> Indicators:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from grpo_kernels.backends import Backend, RowStats, StatsGradients, Tile
+from grpo_kernels.backends import Backend, FusedStage, RowStats, StatsGradients, Tile
 from grpo_kernels.batch import Segments, TokenBatch
 from grpo_kernels.losses import (
     LossConfig,
@@ -69,7 +69,7 @@ class LossStage:
         return self._sum(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sum(self, each: Tensor) -> Tensor:
-        return each.double().sum().to(each.dtype)
+        return each.sum(dtype=torch.float64).to(each.dtype)
 
     def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
         return run_stage(x, self._segments(rows), self._config, self._entropy_gate)
@@ -153,7 +153,7 @@ class GeneratedStage(_OnTriton):
         return StageOutput(each, dlogp, rest[0] if rest else None)
 
 
-class RowKernelStage(_OnTriton):
+class RowKernelStage(_OnTriton, FusedStage):
     """The stage inside the Triton row kernel, between a row's statistics and its gradient."""
 
     words = "in the row kernel, generated from the loss"

@@ -32,6 +32,7 @@ class _OnePass(torch.autograd.Function):
         # the batch, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(hidden, *head, *plan.batch.tensors())
         ctx.mark_non_differentiable(found.logp, found.stats.entropy)
+        ctx.set_materialize_grads(False)  # their zeros would only be dropped
         return found.loss, found.logp, found.stats.entropy
 
     @staticmethod

@@ -228,7 +228,7 @@ def make_plan(
         chunks=tuple(chunks) if schedule == "one_pass" else (),
         stage=choose_stage(route.backend, active.batch, config, hidden.dtype),
         why_two_passes=why_two,
-        sample=hidden.detach()[:0],
+        sample=hidden.new_empty(0, hidden.shape[1]),
     )
 
 

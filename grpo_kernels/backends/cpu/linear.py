@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_kernels.backends.base import RowStats
+from grpo_kernels.backends.base import FormsLogits, RowStats
 from grpo_kernels.backends.cpu.rows import (
     DTYPES,
     Linear,
@@ -71,7 +71,7 @@ class NativeLinear:
         return stats
 
 
-class NativeHeadRows(NativeRows):
+class NativeHeadRows(NativeRows, FormsLogits):
     """``NativeRows`` that also form the fp32 logits of 16-bit inputs, with their statistics."""
 
     def __init__(self, isa_rank: int = 0) -> None:

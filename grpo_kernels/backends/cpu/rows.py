@@ -228,7 +228,7 @@ def empty_stats(rows: int, extras: bool) -> RowStats:
 def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     assert vector.shape == (rows,) and vector.dtype == dtype, (vector.shape, vector.dtype)
     assert vector.device.type == "cpu", vector.device
-    return vector.detach().contiguous()
+    return vector.contiguous()
 
 
 def tile_view(
