@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import Segments
+from grpo_kernels.losses.checks import check_name
 
 # name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]
@@ -19,6 +20,7 @@ Indicators = dict[str, tuple[str, Tensor]]
 class _Kind(NamedTuple):
     merge: Callable[[Tensor], Tensor]  # (n, ...) stacked totals -> (...)
     value: Callable[[Tensor, Tensor], Tensor]  # total, count -> ()
+    neutral: float = 0.0  # a total that changes none
 
 
 def _sum(stacked: Tensor) -> Tensor:
@@ -29,11 +31,15 @@ def _ratio(total: Tensor, count: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
+def _total(total: Tensor, count: Tensor) -> Tensor:
+    return total
+
+
 _KINDS: dict[str, _Kind] = {
     "mean": _Kind(_sum, _ratio),
-    "sum": _Kind(_sum, lambda total, count: total),
-    "min": _Kind(lambda stacked: stacked.amin(0), lambda total, count: total),
-    "max": _Kind(lambda stacked: stacked.amax(0), lambda total, count: total),
+    "sum": _Kind(_sum, _total),
+    "min": _Kind(lambda stacked: stacked.amin(0), _total, torch.inf),
+    "max": _Kind(lambda stacked: stacked.amax(0), _total, -torch.inf),
     # exp of the mean negative log-probability
     "perplexity": _Kind(_sum, lambda total, count: torch.exp(-_ratio(total, count))),
     # (sum r)^2 / (n sum r^2), the effective share of samples
@@ -118,18 +124,42 @@ def mean_stat(values: Tensor) -> Stat:
 
 
 def extreme_stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
-    """Take the minimum or maximum of ``values`` where ``valid``; fine on an empty tensor."""
-    neutral = torch.inf if kind == "min" else -torch.inf
+    """Take the ``"min"`` or ``"max"`` of ``values`` where ``valid``; fine on an empty tensor."""
+    extreme = _KINDS[kind]
     values = values.double()
     count = _count(values)
     if valid is not None:
-        values, count = torch.where(valid, values, neutral), valid.double().sum()
-    padded = torch.cat([values, values.new_full((1,), neutral)])
-    return Stat(kind, padded.amin() if kind == "min" else padded.amax(), count)
+        values, count = torch.where(valid, values, extreme.neutral), valid.double().sum()
+    padded = torch.cat([values, values.new_full((1,), extreme.neutral)])
+    return Stat(kind, extreme.merge(padded), count)
 
 
 def _count(values: Tensor) -> Tensor:
     return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
+
+
+class _Sequences(NamedTuple):
+    """What indicators are reduced over."""
+
+    segments: Segments
+    occupied: Tensor  # (B,) bool
+    alike: bool  # all tokens of a sequence have the same value
+
+
+def _mean(values: Tensor, over: _Sequences) -> Stat:
+    return mean_stat(over.segments.mean(values) if over.alike else values)
+
+
+def _extreme(kind: str) -> Callable[[Tensor, _Sequences], Stat]:
+    return lambda values, over: extreme_stat(kind, over.segments.mean(values), over.occupied)
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor, _Sequences], Stat]] = {
+    "mean": _mean,
+    "per_sequence": lambda values, over: mean_stat(values),
+    "sequence_min": _extreme("min"),
+    "sequence_max": _extreme("max"),
+}
 
 
 def indicator_stats(
@@ -139,17 +169,15 @@ def indicator_stats(
 
     Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
+
+    Raises:
+        ValueError: a kind is another.
     """
-    stats = {}
     lengths = segments.lengths
     occupied = torch.ones_like(lengths, dtype=torch.bool) if one_per_sequence else lengths > 0
+    over = _Sequences(segments, occupied, one_per_sequence)
+    stats = {}
     for name, (kind, values) in indicators.items():
-        values = values.double()
-        if kind == "per_sequence" or (kind == "mean" and not one_per_sequence):
-            stats[name] = mean_stat(values)
-        elif kind == "mean":
-            stats[name] = mean_stat(segments.mean(values))
-        else:
-            extreme = kind.removeprefix("sequence_")
-            stats[name] = extreme_stat(extreme, segments.mean(values), occupied)
+        check_name(name, kind, _REDUCTIONS)
+        stats[name] = _REDUCTIONS[kind](values.double(), over)
     return stats

@@ -116,7 +116,7 @@ def _errors(
         # eager itself, and so what it excuses, is held to a fixed bound
         bound = _EAGER_SLACK * floor
         allowed = min(max(2 * relative_error(eager[name], exact[name]), floor), bound)
-        yield relative_error(value, exact[name]), bound if backend == "reference" else allowed
+        yield relative_error(value, exact[name]), allowed
 
 
 @functools.cache
