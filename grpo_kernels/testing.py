@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels.batch.token_batch import TokenBatch
+from grpo_kernels.batch import TokenBatch
 
 _EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.registry import BACKENDS
+from grpo_kernels.backends import BACKENDS
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig
