@@ -10,10 +10,11 @@ from grpo_kernels.engine.ops import (
     rows_forward,
 )
 from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import row_chunks, sweep
+from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep
 
 __all__ = [
     "Gradients",
@@ -23,6 +24,7 @@ __all__ = [
     "Rows",
     "RunOptions",
     "choose_route",
+    "chunk_height",
     "fingerprint",
     "head_stats",
     "linear_logprobs_backward",
@@ -31,5 +33,6 @@ __all__ = [
     "rows_backward",
     "rows_forward",
     "sweep",
+    "tile_shape",
     "with_less_memory",
 ]

@@ -16,7 +16,7 @@ from grpo_kernels.backends import RowStats, StatsGradients, Tile
 from grpo_kernels.engine.gradients import Gradients, Needs, fp16_scale
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import ranges, row_chunks
+from grpo_kernels.engine.sweep import chunk_height, ranges
 from grpo_kernels.head import (
     Head,
     accumulate,
@@ -46,11 +46,16 @@ class Slices:
 
 
 def cut(rows: int, columns: int, elements: int) -> Slices:
-    """All rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
+    """Cut rows and vocabulary into tiles of :func:`tile_shape`."""
+    height, width = tile_shape(rows, columns, elements)
+    return Slices(rows=ranges(rows, height), columns=ranges(columns, width))
+
+
+def tile_shape(rows: int, columns: int, elements: int) -> tuple[int, int]:
+    """Take all rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
     width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
     width = min(width // _ALIGNMENT * _ALIGNMENT, columns)
-    height = max(1, min(rows, elements // max(width, 1)))
-    return Slices(rows=row_chunks(rows, height), columns=ranges(columns, width))
+    return chunk_height(rows, max(1, min(rows, elements // max(width, 1)))), width
 
 
 def recompute_backward(
