@@ -213,8 +213,9 @@ def make_plan(
     if schedule == "one_pass" and why_two is not None:
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
     if schedule == "auto":
-        two = why_two is not None or _costs_more(hidden, head, needs, chunks)
-        schedule = "two_pass" if two else "one_pass"
+        size = (active.batch.num_tokens, len(chunks))
+        costly = needs.weight and adding_costs_more(hidden.device.type, hidden.dtype, *size)
+        schedule = "two_pass" if why_two is not None or costly else "one_pass"
     return Plan(
         head=head,
         batch=batch,
@@ -232,12 +233,11 @@ def make_plan(
     )
 
 
-def _costs_more(hidden: Tensor, head: Head, needs: Needs, chunks: list[slice]) -> bool:
-    """Whether the fp32 sum of dweight over the chunks costs more than a fourth GEMM."""
-    if len(chunks) < 2 or hidden.dtype.itemsize > 2 or not needs.weight:
+def adding_costs_more(device: str, dtype: torch.dtype, tokens: int, num_chunks: int) -> bool:
+    """Return whether summing dweight over chunks in fp32 costs more than a fourth GEMM."""
+    if num_chunks < 2 or dtype.itemsize > 2:
         return False
-    rows = chunks[-1].stop / (len(chunks) - 1)
-    return rows < _FEWEST_CHUNK_ROWS.get(hidden.device.type, 0)
+    return tokens / (num_chunks - 1) < _FEWEST_CHUNK_ROWS.get(device, 0)
 
 
 def _chunks(

@@ -1,4 +1,4 @@
-"""``grpo-kernels``: facts about this installation, a check of it, predictions for a model."""
+"""``grpo-kernels``: facts about this installation, a check of it, estimates for a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 from grpo_kernels.tools import machine
 from grpo_kernels.tools.check import Outcome, outcomes
 from grpo_kernels.tools.estimate import command as plan_command
-from grpo_kernels.tools.estimate.report import in_units
-from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned
+from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned, in_units
 
 
 def main(argv: Sequence[str] | None = None) -> int:

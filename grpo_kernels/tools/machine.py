@@ -8,7 +8,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import grpo_kernels
@@ -87,6 +86,8 @@ def devices() -> list[dict[str, Any]]:
 def device_memory(device: str) -> int:
     """Bytes of memory in all, of the first device of this type."""
     if device == "cpu":
+        import psutil
+
         return psutil.virtual_memory().total
     return torch.cuda.get_device_properties(0).total_memory
 

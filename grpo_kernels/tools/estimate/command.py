@@ -1,270 +1,281 @@
-"""``grpo-kernels plan``: its arguments and its output."""
+"""``grpo-kernels plan``: its arguments, its rates and its output."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
-from dataclasses import replace
+from bisect import bisect_right
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from grpo_kernels.backends import cpu
 from grpo_kernels.tools import machine
-from grpo_kernels.tools.estimate.cost import fitted_speed
-from grpo_kernels.tools.estimate.model_config import ModelHead, read_model
-from grpo_kernels.tools.estimate.report import Line, Question, answer, as_dict, in_units
-from grpo_kernels.tools.estimate.shape import HeadShape
-from grpo_kernels.tools.estimate.speed import GPUS, Speed, datasheet, find_gpu, measured
-from grpo_kernels.tools.text import BadArgumentError, aligned, count, duration
+from grpo_kernels.tools.estimate.memory import (
+    DTYPES,
+    HeadShape,
+    MemoryEstimate,
+    default_schedule,
+    estimate_memory,
+)
+from grpo_kernels.tools.text import (
+    BadArgumentError,
+    aligned,
+    byte_size,
+    count,
+    duration,
+    in_units,
+    positive,
+)
 
-_UNITS = {
-    "b": 1,
-    **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
-}
-_LARGEST = 1 << 44
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
+# with fp32 sums, by the data sheets. The first pattern that is found decides.
+GPUS = (
+    ("H100 PCIe", r"h100.*pcie", 756, 51),
+    ("H100 NVL", r"h100.*nvl", 835, 60),
+    ("H100 SXM", r"h100", 989, 67),
+    ("H200", r"h200", 989, 67),
+    ("B200", r"b200", 2250, 75),
+    ("A100", r"a100", 312, 19.5),
+    ("L40S", r"l40s", 362, 91.6),
+    ("L4", r"\bl4\b", 121, 30.3),
+    ("A10", r"\ba10g?\b", 125, 31.2),
+    ("RTX 5090", r"5090", 209.5, 104.8),
+    ("RTX 4090", r"4090", 165.2, 82.6),
+    ("RTX 3090", r"3090", 71, 35.6),
+    ("MI300X", r"mi300x", 1307, 163.4),
+)
+_NAMES = ", ".join(name for name, *_ in GPUS)
+_REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
+# TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
+_MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
+_SOME_THREAD = (0.05, 0.05)  # a guess
 _SMALL_WORKSPACE = {"cpu": 32 << 20, "cuda": 256 << 20}
+# names in messages -> options
+_OPTIONS = {
+    "model": "--model",
+    "gpu": "--gpu",
+    "dtype": "--dtype",
+    "weight_dtype": "--weight-dtype",
+    "max_workspace_bytes": "--max-workspace",
+}
+# GEMMs over the head, forward and backward; one fewer where it is frozen
+_GEMMS = {"eager": 3, "trl": 4, "one_pass": 3, "two_pass": 4}
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
-    """Those of the subcommand, and what it runs."""
+    """Add those of the subcommand, and what it runs."""
     head = plan.add_argument_group("the head")
     head.add_argument("--model", help="folder with a config.json, or that file")
     head.add_argument("--hidden", type=count, help="hidden size, in place of --model")
     head.add_argument("--vocab", type=count, help="vocabulary size, in place of --model")
     head.add_argument(
-        "--dtype", choices=_DTYPES, help="of the hidden states [the config's, else bf16]"
+        "--dtype", choices=DTYPES, help="of the hidden states [the config's, else bf16]"
     )
     head.add_argument(
-        "--weight-dtype", choices=_DTYPES, help="of the weight, under autocast [--dtype]"
+        "--weight-dtype", choices=DTYPES, help="of the weight, under autocast [--dtype]"
     )
-    head.add_argument("--frozen-head", action="store_true", help="its weight needs no gradient")
+    head.add_argument("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
     plan.add_argument("--tokens", type=count, required=True, help="with a loss, of a micro-batch")
     device = plan.add_argument_group("the device")
     device.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
-    device.add_argument("--gpu-memory", type=_size, help="such as 24GiB [the present device's]")
-    device.add_argument("--reserved", type=_size, default=0, help="for the rest of the training")
+    device.add_argument("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
+    device.add_argument("--reserved", type=byte_size, default=0, help="for all else in training")
     device.add_argument(
-        "--max-workspace", type=_size, help="tile of the line with a small one [256MiB; cpu: 32MiB]"
+        "--max-workspace", type=byte_size, help="of the last line [256MiB; cpu: 32MiB]"
     )
-    names = ", ".join(gpu.name for gpu in GPUS)
-    device.add_argument("--gpu", help=f"for the time [the present device]: {names}")
-    device.add_argument("--tflops", type=_positive, help="for the time: reached by products")
-    device.add_argument("--bandwidth", type=_positive, help="for the time: GB/s that are reached")
+    device.add_argument("--gpu", help=f"for the time [the present device]: {_NAMES}")
+    device.add_argument("--tflops", type=positive, help="for the time: reached by GEMMs")
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table; returns the exit code.
+    """Print the table and return the exit code.
 
     Raises:
         BadArgumentError: one of the arguments is wrong.
     """
-    name, head = _head(arguments)
-    question = Question(
-        head=head,
-        tokens=arguments.tokens,
-        device=arguments.device,
-        speed=_speed(arguments, head),
-        memory=arguments.gpu_memory or _present_memory(arguments.device),
-        reserved=arguments.reserved,
-        small_workspace=arguments.max_workspace or _SMALL_WORKSPACE[arguments.device],
-    )
     try:
-        lines = answer(question)
+        facts = _facts(arguments)
     except ValueError as error:
-        # the only number that the types above cannot judge: less than a row of logits
-        message = str(error).replace("max_workspace_bytes", "argument --max-workspace")
-        raise BadArgumentError(message) from error
-    if arguments.json:
-        print(json.dumps({"model": name, **as_dict(question, lines)}, indent=1))
-    else:
-        print(_text(name, question, lines))
+        name, _, message = str(error).partition(": ")
+        if name not in _OPTIONS:
+            raise
+        raise BadArgumentError(f"argument {_OPTIONS[name]}: {message}") from error
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(_text(facts)))
     return 0
 
 
-def _head(arguments: argparse.Namespace) -> tuple[str | None, HeadShape]:
+def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The question and its answer as plain data."""
+    head, tokens, device = _head(arguments), arguments.tokens, arguments.device
+    tflops, source = _rate(arguments, head.dtype)
+    memory = arguments.gpu_memory
+    if memory is None and device in machine.device_types():
+        memory = machine.device_memory(device)
+
+    def line(title: str, name: str, workspace: int | None = None) -> dict[str, Any]:
+        def estimate(tokens: int) -> MemoryEstimate:
+            return estimate_memory(name, head, tokens, device=device, max_workspace_bytes=workspace)
+
+        gemms, largest = _GEMMS[name] - head.frozen, None
+        if memory is not None:
+            free = max(0, memory - arguments.reserved)  # and a token takes more than a byte
+            largest = bisect_right(range(1, free + 1), free, key=lambda n: estimate(n).total)
+        found, flop = estimate(tokens), gemms * 2.0 * tokens * head.size
+        return {
+            "title": title,
+            "implementation": name,
+            **{f"{key}_bytes": size for key, size in asdict(found).items()},
+            "total_bytes": found.total,
+            "gemms": gemms,
+            "seconds": flop / (tflops * 1e12) if tflops else None,
+            "largest_micro_batch_tokens": largest,
+        }
+
+    small = arguments.max_workspace or _SMALL_WORKSPACE[device]
+    ours = {name: f"ours, {name}" for name in ("one_pass", "two_pass")}
+    ours[default_schedule(head, tokens, device=device)] += " (the default)"
+    return {
+        "model": _name(arguments.model),
+        "head": {
+            key: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
+            for key, x in asdict(head).items()
+        },
+        "tokens": tokens,
+        "device": device,
+        "memory_bytes": memory,
+        "reserved_bytes": arguments.reserved,
+        "tflops": tflops,
+        "tflops_source": source,
+        "implementations": [
+            line("eager, full logits", "eager"),
+            line("TRL 1.16, chunked head", "trl"),
+            *(line(title, name) for name, title in ours.items()),
+            line(f"ours, one_pass, tile of {in_units(small)}", "one_pass", small),
+        ],
+    }
+
+
+def _text(facts: dict[str, Any]) -> list[str]:
+    head, memory, reserved = facts["head"], facts["memory_bytes"], facts["reserved_bytes"]
+    rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
+    for line in facts["implementations"]:
+        sizes = (line[f"{name}_bytes"] for name in ("inputs", "returned", "extra", "total"))
+        seconds, most = line["seconds"], line["largest_micro_batch_tokens"]
+        time = "-" if seconds is None else duration(seconds)
+        largest = "-" if most is None else f"{most:,} tokens" if most else "not one token"
+        rows.append([line["title"], *map(in_units, sizes), str(line["gemms"]), time, largest])
+    largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
+    if memory is not None:
+        taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
+        largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
+    rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
+    return [
+        f"{facts['model'] or 'A head'}: hidden size {head['hidden']:,}, vocabulary "
+        f"{head['vocabulary']:,}{', softcap' if head['softcap'] else ''}; hidden states "
+        f"{head['dtype']}, weight {head['weight_dtype']}{', frozen' if head['frozen'] else ''}",
+        f"{facts['tokens']:,} tokens on {facts['device']}",
+        "An estimate from formulas, of the loss's forward and backward at the head.",
+        "",
+        *aligned(rows),
+        "",
+        "inputs     hidden states and head weight",
+        f"gradients  of {'the hidden states: the head is frozen' if head['frozen'] else 'both'}",
+        "extra      what else is alive at the peak",
+        "peak       all of it, without the CUDA context and the libraries' workspaces",
+        f"time       of the GEMMs over the head alone; {rate}{facts['tflops_source']}",
+        f"largest    {largest}",
+    ]
+
+
+def _head(arguments: argparse.Namespace) -> HeadShape:
     sizes = (arguments.hidden, arguments.vocab)
     if arguments.model is not None and sizes != (None, None):
-        raise BadArgumentError("argument --model: not allowed with --hidden or --vocab")
+        raise ValueError("model: not allowed with --hidden or --vocab")
     if arguments.model is None and None in sizes:
-        raise BadArgumentError("argument --model: expected it, or both --hidden and --vocab")
-    model = ModelHead(None, *sizes, None, False)
+        raise ValueError("model: expected it, or both --hidden and --vocab")
+    dtype, softcap = torch.bfloat16, False
     if arguments.model is not None:
-        try:
-            model = read_model(arguments.model)
-        except ValueError as error:
-            raise BadArgumentError(f"argument --model: {error}") from error
-    dtype = _DTYPES[arguments.dtype] if arguments.dtype else model.dtype or torch.bfloat16
-    if dtype not in _DTYPES.values():
-        known = ", ".join(_DTYPES)
-        raise BadArgumentError(
-            f"argument --dtype: the config says {dtype}; expected one of {known}"
-        )
-    weight_dtype = _DTYPES[arguments.weight_dtype] if arguments.weight_dtype else None
-    if weight_dtype not in (None, torch.float32, dtype):
-        raise BadArgumentError(
-            f"argument --weight-dtype: expected fp32 or the dtype of the hidden states; "
-            f"got {arguments.weight_dtype}"
-        )
-    return model.name, HeadShape(
-        hidden=model.hidden,
-        vocabulary=model.vocabulary,
+        config = _read_config(arguments.model)
+        text = config.get_text_config()
+        sizes = (text.hidden_size, text.vocab_size)
+        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or dtype
+        softcap = getattr(text, "final_logit_softcapping", None) is not None
+    dtype = DTYPES.get(arguments.dtype, dtype)
+    return HeadShape(
+        hidden=sizes[0],
+        vocabulary=sizes[1],
         dtype=dtype,
-        weight_dtype=weight_dtype,
+        weight_dtype=DTYPES.get(arguments.weight_dtype, dtype),
         frozen=arguments.frozen_head,
-        softcap=model.softcap,
+        softcap=softcap,
     )
 
 
-def _speed(arguments: argparse.Namespace, head: HeadShape) -> Speed:
-    """From the arguments, else a data sheet, else a measurement."""
-    tflops, bandwidth = arguments.tflops, arguments.bandwidth
-    # on a CPU, 16-bit hidden states also need the rate of fp32 products
-    if tflops and bandwidth and (arguments.device == "cuda" or head.dtype == torch.float32):
-        if arguments.gpu is not None:
-            raise BadArgumentError("argument --gpu: not allowed with --tflops and --bandwidth")
-        return Speed(
-            matrix=tflops * 1e12,
-            wide_matrix=tflops * 1e12,
-            bandwidth=bandwidth * 1e9,
-            where="as given",
-            source="--tflops and --bandwidth",
+def _name(model: str | None) -> str | None:
+    """The folder's."""
+    if model is None:
+        return None
+    path = Path(model).expanduser().resolve()
+    return (path.parent if path.is_file() else path).name
+
+
+def _read_config(model: str) -> Any:
+    """Read the config of the model in a folder, or a config file."""
+    from transformers import AutoConfig
+
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"model: no folder or file {model!r}; models are read from local files only"
         )
-    known = _known_speed(arguments, head)
-    if tflops is not None:
-        rate = {"matrix": tflops * 1e12, "sums": None, "fused": None}
-        known = replace(known, **rate, source=f"--tflops; else {known.source}")
-    if bandwidth is not None:
-        rate = {"bandwidth": bandwidth * 1e9, "adding": None}
-        known = replace(known, **rate, source=f"--bandwidth; else {known.source}")
-    return known
-
-
-def _known_speed(arguments: argparse.Namespace, head: HeadShape) -> Speed:
-    if arguments.gpu is not None:
-        gpu = find_gpu(arguments.gpu)
-        if gpu is None or arguments.device == "cpu":
-            names = ", ".join(gpu.name for gpu in GPUS)
-            raise BadArgumentError(
-                f"argument --gpu: expected one of {names}, with --device cuda; "
-                f"got {arguments.gpu!r}"
-            )
-        return datasheet(gpu, head.dtype)
-    if arguments.device == "cuda" and torch.cuda.is_available():
-        gpu = find_gpu(torch.cuda.get_device_name())
-        if gpu is not None:
-            return datasheet(gpu, head.dtype)
-        return measured(torch.device("cuda"), head.dtype, head.hidden)
-    cpu = torch.device("cpu")
-    if arguments.device == "cpu" and (fitted := fitted_speed(cpu, head.dtype)) is not None:
-        return fitted
-    speed = measured(cpu, head.dtype, head.hidden)
-    if arguments.device == "cpu":
-        return speed
-    return replace(speed, source=f"{speed.source}; no GPU is here, and --gpu names none")
-
-
-def _present_memory(device: str) -> int | None:
-    return machine.device_memory(device) if device in machine.device_types() else None
-
-
-def _positive(text: str) -> float:
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model: no config.json in folder {model!r}")
     try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"expected a number > 0; got {text!r}")
-    return number
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, each about what stands in the file
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"model: transformers cannot read {model!r}: {reason}") from error
+    text = config.get_text_config()
+    absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
+    if absent:
+        raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
+    return config
 
 
-def _size(text: str) -> int:
-    """Bytes. The unit has to be there: 24 could be GB or GiB."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(
-            f"expected a size with a unit (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB), such as 24GiB; "
-            f"got {text!r}"
-        )
-    size = float(match[1]) * _UNITS[match[2]]
-    if size > _LARGEST:
-        raise argparse.ArgumentTypeError(f"expected at most {in_units(_LARGEST)}; got {text!r}")
-    return int(size)
+def _rate(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[float | None, str]:
+    """TFLOP/s that GEMMs reach, None where nothing is known, and where the number is from."""
+    row, column = None, 1 if dtype == torch.float32 else 0
+    if arguments.gpu is not None:
+        if arguments.tflops is not None:
+            raise ValueError("gpu: not allowed with --tflops")
+        row = find_gpu(arguments.gpu)
+        if row is None or arguments.device == "cpu":
+            raise ValueError(
+                f"gpu: expected one of {_NAMES}, with --device cuda; got {arguments.gpu!r}"
+            )
+    if arguments.tflops is not None:
+        return arguments.tflops, "--tflops"
+    if arguments.device == "cpu":
+        isa, threads = cpu.isa() if cpu.unavailable() is None else "", torch.get_num_threads()
+        rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
+        source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
+        return rate * threads, f"{source}, for {threads} threads"
+    if row is None and torch.cuda.is_available():
+        row = find_gpu(torch.cuda.get_device_name())
+    if row is None:
+        return None, "not known: --gpu or --tflops says it"
+    name, _, *rates = row
+    peak = f"{rates[column]:g} TFLOP/s in the data sheet of {name}"
+    return rates[column] * _REACHED, f"a guess, {_REACHED:.0%} of the {peak}"
 
 
-def _text(name: str | None, question: Question, lines: list[Line]) -> str:
-    return "\n".join(
-        [
-            *_title(name, question),
-            "A prediction from formulas, of the loss's forward and backward at the head.",
-            "",
-            *aligned(_table(question, lines)),
-            "",
-            *_sizes(question, lines),
-            *_limits(question),
-            f"time       matrix products, then passes over the logits. {_rates(question.speed)}",
-            "           A tile of few rows multiplies slower than that.",
-        ]
-    )
-
-
-def _title(name: str | None, question: Question) -> list[str]:
-    head = question.head
-    return [
-        f"{name or 'A head'}: hidden size {head.hidden:,}, vocabulary {head.vocabulary:,}"
-        f"{', softcap' if head.softcap else ''}; hidden states {_short(head.dtype)}, "
-        f"weight {_short(head.weight_dtype or head.dtype)}",
-        f"{question.tokens:,} tokens on {question.device}",
-    ]
-
-
-def _table(question: Question, lines: list[Line]) -> list[list[str]]:
-    rows = [["", "inputs", "gradients", "extra", "peak", f"time, {question.speed.where}"]]
-    if question.memory is not None:
-        rows[0].append("largest micro-batch")
-    for line in lines:
-        sizes = (line.memory.inputs, line.memory.returned, line.memory.extra, line.memory.total)
-        rows.append([line.title, *map(in_units, sizes), duration(line.seconds)])
-        if line.largest is not None:
-            rows[-1].append(f"{line.largest:,} tokens" if line.largest else "not one token")
-    return rows
-
-
-def _sizes(question: Question, lines: list[Line]) -> list[str]:
-    head = question.head
-    hidden = in_units(question.tokens * head.hidden * head.width)
-    weight = in_units(head.size * head.weight_width)
-    both = "of the hidden states alone: the head is frozen" if head.frozen else "of both, as large"
-    return [
-        f"inputs     hidden states {hidden}, head weight {weight}",
-        f"gradients  {both}",
-        "extra      what else is alive at the peak, which is at",
-        *(f"             {line.title}: {line.memory.peak}" for line in lines),
-    ]
-
-
-def _limits(question: Question) -> list[str]:
-    peak = "peak       all of it, without the CUDA context and the libraries' workspaces"
-    if question.memory is None:
-        return [peak, "           (--gpu-memory 24GiB: the largest micro-batch that fits)"]
-    reserved = in_units(question.reserved) if question.reserved else "nothing"
-    hint = "" if question.reserved else " (--reserved: model, optimizer, activations)"
-    return [
-        peak,
-        f"largest    peak and {reserved} reserved{hint} fit into {in_units(question.memory)}",
-    ]
-
-
-def _rates(speed: Speed) -> str:
-    return (
-        f"Rates: {speed.matrix / 1e12:.3g} TFLOP/s, {speed.bandwidth / 1e9:.0f} GB/s, "
-        f"from: {speed.source}."
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return next(name for name, known in _DTYPES.items() if known == dtype)
+def find_gpu(name: str) -> tuple[str, str, float, float] | None:
+    """Return the row of ``GPUS`` for a device's name; None when it is not in the table."""
+    plain = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    return next((row for row in GPUS if re.search(row[1], plain)), None)
