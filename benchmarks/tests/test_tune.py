@@ -20,13 +20,13 @@ from benchmarks.tune import chunks, command, sweep, table
 from benchmarks.tune.contest import Candidate, DeviceLostError, choose, gain, hold
 from benchmarks.tune.sweep import CHUNK, Entry, settings
 from benchmarks.work import WORKS
+from grpo_kernels.backends.configs.linear import LINEAR_KERNELS, default_config
 from grpo_kernels.backends.configs.rows import (
     DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
     ROW_KERNELS,
     vocabulary_class,
 )
-from grpo_kernels.backends.configs.linear import LINEAR_KERNELS, default_config
 
 ENVIRONMENT = {
     "device": "Test GPU",

@@ -10,7 +10,7 @@ from benchmarks.providers.base import with_gradients
 from benchmarks.tune.contest import Candidate
 from grpo_kernels import linear_policy_loss
 from grpo_kernels.backends.configs.rows import DEFAULT_CHUNK_ROWS
-from grpo_kernels.head.head import logits_dtype
+from grpo_kernels.head import logits_dtype
 
 _ROWS = (1024, 2048, 4096, 8192)
 _TOLERANCE = 1e-2  # of 16-bit gradients whose sums differ in order

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from benchmarks.shapes import Model
 from benchmarks.tune.contest import Candidate
-from grpo_kernels.backends.base import RowStats, Transform
-from grpo_kernels.backends.configs.rows import bits, gpu_chunk_rows
+from grpo_kernels.backends import BACKENDS, RowStats
 from grpo_kernels.backends.configs.linear import LinearConfig, default_config
+from grpo_kernels.backends.configs.rows import bits, gpu_chunk_rows
 from grpo_kernels.backends.triton.linear_launch import linear_stats
-from grpo_kernels.backends.triton.rows import TRITON_ROWS
-from grpo_kernels.engine.sweep import Execution, forward, row_chunks
-from grpo_kernels.head.head import Head
+from grpo_kernels.engine import Route, Rows, RunOptions, row_chunks, sweep
+from grpo_kernels.head import Head, Transform, logits_dtype
 
 # rows, columns, depth, warps, stages, parts; each compiles without spills where it is tried
 _ENGINE_SHAPES = (
@@ -115,10 +114,17 @@ def _candidate(
 
 
 def _by_tiles(hidden: Tensor, head: Head, target: Tensor, precision: str) -> RowStats:
-    logits = torch.float32 if precision == "fp32" else hidden.dtype
-    size = gpu_chunk_rows(logits, head.weight.shape[0], hidden.device)
-    execution = Execution(TRITON_ROWS, row_chunks(hidden.shape[0], size), precision)
-    return forward(hidden, head, target, execution)
+    logits, columns = logits_dtype(hidden.dtype, precision), head.weight.shape[0]
+    route = Route(
+        backend=BACKENDS["triton"],
+        options=RunOptions(precision=precision),
+        logits=logits,
+        columns=columns,
+        tile_rows=gpu_chunk_rows(logits, columns, hidden.device),
+        linear_stats=None,
+    )
+    rows = Rows(hidden=hidden, head=head, target=target)
+    return sweep(rows, route, row_chunks(rows.count, route.tile_rows))[0]
 
 
 def _difference(problem: Forward, got: RowStats) -> str | None:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from benchmarks.tune.contest import Candidate
 from grpo_kernels import LossConfig, TokenBatch
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends import RowStats, StatsGradients
+from grpo_kernels.backends import Tile as LogitsTile
 from grpo_kernels.backends.configs.rows import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
 from grpo_kernels.backends.triton.dlogits import dlogits_
 from grpo_kernels.backends.triton.row_loss import RowFunction, row_loss_
 from grpo_kernels.backends.triton.row_stats import row_stats
-from grpo_kernels.losses.weights import static_weights
+from grpo_kernels.head import Transform
+from grpo_kernels.losses import static_weights
 from grpo_kernels.schedule.loss_stage import RowKernelStage
 
 _WARPS, _DEPTHS = (2, 4, 8, 16), (1, 2, 4, 8)
@@ -41,11 +43,15 @@ class Tile:
     work: Tensor  # (C, V); the gradient is left in it
     target: Tensor  # (C,)
     stats: RowStats
-    dlogp: Tensor  # (C,) fp32
+    outer: StatsGradients  # (C,) fp32
     dlogits: Tensor  # (C, V), 16-bit
     loss: RowFunction  # of rows whose policy is where it was when they were sampled
     values: tuple[Tensor | None, ...]  # (C,) each, its further arguments
     dloss: Tensor  # (C, V), 16-bit; that of the loss
+
+    def of(self, logits: Tensor) -> LogitsTile:
+        """What the kernels get."""
+        return LogitsTile(logits, self.target, Transform())
 
 
 def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int) -> Tile:
@@ -54,24 +60,24 @@ def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int)
     source = torch.empty(rows, columns, dtype=dtype, device=device)
     source.normal_(std=2.0, generator=generator)
     target = torch.randint(columns, (rows,), generator=generator, device=device)
-    dlogp = torch.randn(rows, generator=generator, device=device) + 3.0
-    stats = row_stats(source, target, Transform(), False, DEFAULT_ROW_CONFIG)
+    outer = StatsGradients(torch.randn(rows, generator=generator, device=device) + 3.0)
+    stats = row_stats(LogitsTile(source, target, Transform()), False, DEFAULT_ROW_CONFIG)
     out = torch.bfloat16 if dtype == torch.float32 else dtype
     work = source.clone()
-    options = Transform(), stats, dlogp, None, out, DEFAULT_ROW_CONFIG
-    dlogits = dlogits_(work, target, *options).clone()
+    tile = LogitsTile(work, target, Transform())
+    dlogits = dlogits_(tile, stats, outer, out, DEFAULT_ROW_CONFIG).clone()
     loss, values = _loss_of(target, stats.logp)
-    arguments = target, Transform(), loss, values, out, DEFAULT_ROW_CONFIG
+    work.copy_(source)
     return Tile(
         source=source,
         work=work,
         target=target,
         stats=stats,
-        dlogp=dlogp,
+        outer=outer,
         dlogits=dlogits,
         loss=loss,
         values=values,
-        dloss=row_loss_(work.copy_(source), *arguments)[2].clone(),
+        dloss=row_loss_(tile, loss, values, out, DEFAULT_ROW_CONFIG)[2].clone(),
     )
 
 
@@ -81,9 +87,8 @@ def _loss_of(target: Tensor, logp: Tensor) -> tuple[RowFunction, tuple[Tensor | 
     batch = TokenBatch.from_packed(
         target, logp.new_ones(1), ends, old_logprobs=logp, ref_logprobs=logp
     )
-    return RowKernelStage(batch, static_weights(batch, config), config, "row kernel").function(
-        slice(0, target.numel())
-    )
+    stage = RowKernelStage(batch, static_weights(batch, config), config, torch.float32)
+    return stage.function(slice(0, target.numel()))
 
 
 def tile_rows(dtype: torch.dtype, columns: int, free: int) -> int:
@@ -100,7 +105,7 @@ def candidates(kernel: str, tile: Tile) -> list[Candidate]:
 
 def _stats(tile: Tile, config: RowConfig) -> Candidate:
     def run() -> RowStats:
-        return row_stats(tile.source, tile.target, Transform(), False, config)
+        return row_stats(tile.of(tile.source), False, config)
 
     def check() -> str | None:
         for name in ("logp", "entropy", "lse"):
@@ -114,10 +119,8 @@ def _stats(tile: Tile, config: RowConfig) -> Candidate:
 
 def _dlogits(tile: Tile, config: RowConfig) -> Candidate:
     def run() -> Tensor:
-        return dlogits_(
-            tile.work, tile.target, Transform(), tile.stats, tile.dlogp, None,
-            tile.dlogits.dtype, config,
-        )  # fmt: skip
+        logits, out_dtype = tile.of(tile.work), tile.dlogits.dtype
+        return dlogits_(logits, tile.stats, tile.outer, out_dtype, config)
 
     def check() -> str | None:
         return _wrong_gradient(run(), tile.dlogits)
@@ -127,9 +130,8 @@ def _dlogits(tile: Tile, config: RowConfig) -> Candidate:
 
 def _loss(tile: Tile, config: RowConfig) -> Candidate:
     def run() -> Tensor:
-        return row_loss_(
-            tile.work, tile.target, Transform(), tile.loss, tile.values, tile.dloss.dtype, config
-        )[2]
+        logits, out_dtype = tile.of(tile.work), tile.dloss.dtype
+        return row_loss_(logits, tile.loss, tile.values, out_dtype, config)[2]
 
     def check() -> str | None:
         return _wrong_gradient(run(), tile.dloss)

@@ -19,8 +19,8 @@ from benchmarks.tune import chunks
 from benchmarks.tune.contest import Candidate, Timer, Trial, choose, gain, hold
 from benchmarks.tune.table import Table
 from benchmarks.work import WORKS
-from grpo_kernels.backends.configs.rows import ROW_KERNELS, bits, device_class, vocabulary_class
 from grpo_kernels.backends.configs.linear import LINEAR_KERNELS, width_class
+from grpo_kernels.backends.configs.rows import ROW_KERNELS, bits, device_class, vocabulary_class
 
 CHUNK = "chunk"
 # The head of each vocabulary class that stands for it, the commonest first.

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_kernels.backends.triton import tuned as row_configs
+from grpo_kernels.backends.configs import tuned
 
-PATH = Path(row_configs.__file__)
+PATH = Path(tuned.__file__)
 
 _HEADER = '''\
 """Tuned tile sizes. Written by ``make gpu-tune``; a change by hand is lost at its next run.
 
-What is missing here runs with the defaults of ``tiles.py`` and ``linear_tiles.py``, which also say
-what the keys mean.
+What is missing here runs with the defaults of ``rows.py`` and ``linear.py``, which also say what
+the keys mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tuned tile sizes. Written by ``make gpu-tune``; a change by hand is lost at its next run.
 
-What is missing here runs with the defaults of ``tiles.py`` and ``linear_tiles.py``, which also say
-what the keys mean.
+What is missing here runs with the defaults of ``rows.py`` and ``linear.py``, which also say what
+the keys mean.
 """
 
 from __future__ import annotations
