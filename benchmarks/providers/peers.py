@@ -13,6 +13,7 @@ from benchmarks.providers.base import needs_gpu, with_gradients
 from benchmarks.providers.eager import finish
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
+from grpo_kernels.losses.surrogates import Clip
 from grpo_kernels.tools.machine import installed_version
 
 # their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
@@ -26,15 +27,16 @@ CrossEntropy = Callable[[Problem, str], Tensor]
 
 def loss_arguments(config: LossConfig) -> dict[str, Any]:
     """The arguments that TRL's and Liger's GRPO losses share."""
-    named = config.loss
+    named, clip = config.loss, config.surrogate
+    assert isinstance(clip, Clip)
     return dict(
         loss_type=_LOSS_TYPES[named.aggregation],
         importance_sampling_level=config.importance_sampling_level
         or named.importance_sampling_level,
         beta=config.beta,
-        epsilon_low=config.epsilon,
-        epsilon_high=config.upper_epsilon,
-        delta=config.delta,
+        epsilon_low=clip.epsilon,
+        epsilon_high=clip.epsilon if clip.epsilon_high is None else clip.epsilon_high,
+        delta=clip.delta,
         use_bias_correction_kl=config.use_bias_correction_kl,
         temperature=config.temperature,
     )
