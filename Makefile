@@ -58,10 +58,9 @@ results: $(VENV)/.dev
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
 
-# rewrites grpo_kernels/logprob/row_configs.py, then grpo_kernels/cost_rates.py
+# rewrites grpo_kernels/backends/configs/tuned.py
 gpu-tune:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.tune $(TUNE_OPTIONS)
-	PYTHONPATH=. $(PYTHON) -m benchmarks.tune --schedules $(TUNE_OPTIONS)
 
 # the peers for make gpu, where that machine has no network: carry the folder along. With
 # PEERS="benchmarks/peers.txt benchmarks/peers-hopper.txt" also those on the CuTe DSL, a large one.

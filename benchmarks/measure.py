@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.check import compare, reference, same_bits, same_rows
 from benchmarks.child import measured_alone, memory_alone
 from benchmarks.memory import measure_memory
-from benchmarks.predicted import predicted_memory
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
 from benchmarks.row import Row, describe, make_row
@@ -56,8 +55,6 @@ def measure(case: Case, providers: list[Provider], settings: Settings) -> list[R
         if row.runs and row.alone:
             left = settings.deadline - time.monotonic()
             vars(row).update(measured_alone(case, provider, settings.rounds, left))
-    for row in rows:
-        _add_prediction(row, case, settings.device)
     return rows
 
 
@@ -122,12 +119,6 @@ def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Set
 
 def _bound(run: Callable[[Problem], Result], problem: Problem) -> Callable[[], Result]:
     return lambda: run(problem)
-
-
-def _add_prediction(row: Row, case: Case, device: str) -> None:
-    prediction = predicted_memory(case, row.provider, device)
-    if row.memory is not None and prediction is not None:
-        row.memory = replace(row.memory, predicted=prediction.extra)
 
 
 def device_is_lost(device: str) -> bool:

@@ -112,8 +112,8 @@ _CASES = (
 
 _SCHEDULES = (
     "`one_pass` computes the gradients in the forward, `two_pass` forms the logits again. `ours` "
-    "takes what a model of both, fitted to measurements, predicts to be the faster. Runs from "
-    "before there was a choice show what the model says now."
+    "takes what a short rule says (`auto`). Runs from before there was a choice show what it says "
+    "now."
 )
 
 

@@ -1,4 +1,4 @@
-"""one_pass against two_pass in the cases that have both, and what the model chose."""
+"""one_pass against two_pass in the cases that have both, and which of them "auto" takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks import text
 from benchmarks.derive import Figures, case, figures
 from benchmarks.load import Table
 from benchmarks.overview import in_order
-from benchmarks.predicted import schedule_on, splits_sequences
+from benchmarks.providers.ours import auto_schedule, splits_sequences
 
 _TWO_PASS = "ours-two-pass"
 
@@ -21,17 +21,17 @@ class Match:
     table: Table
     one_pass: Figures
     two_pass: Figures
-    choice: str | None  # None: not known
+    choice: str  # of "auto"
 
     @property
-    def loss(self) -> float | None:
+    def loss(self) -> float:
         """Time of the choice over that of the faster."""
         medians = {
             name: x.times.median
             for name, x in (("one_pass", self.one_pass), ("two_pass", self.two_pass))
             if x.times
         }
-        return medians[self.choice] / min(medians.values()) if self.choice else None
+        return medians[self.choice] / min(medians.values())
 
 
 def matches(tables: Sequence[Table]) -> list[Match]:
@@ -54,14 +54,14 @@ def _one_pass(table: Table, rows: dict[str, Figures]) -> Figures | None:
     if ours is None or ours.row.schedule == "two_pass":
         return None
     old = ours.row.schedule is None
-    split = old and splits_sequences(case(table), "fp32", table.environment.kind)
+    split = old and splits_sequences(case(table), table.environment.kind)
     return None if split else ours
 
 
-def _choice(table: Table, rows: dict[str, Figures]) -> str | None:
-    """What ran; of older files what the model says now, of devices that it knows."""
+def _choice(table: Table, rows: dict[str, Figures]) -> str:
+    """What ran; of older files what "auto" takes now."""
     stored = rows["ours"].row.schedule if "ours" in rows else None
-    return stored or schedule_on(case(table), "ours", table.environment)
+    return stored or auto_schedule(case(table), table.environment.kind)
 
 
 def schedules_table(tables: Sequence[Table]) -> str:
@@ -69,7 +69,7 @@ def schedules_table(tables: Sequence[Table]) -> str:
     every = matches(tables)
     header = [
         "work", "model", "T", "dtype", "one_pass", "two_pass",
-        "extra MiB: one_pass", "two_pass", "the model's choice", "x the faster",
+        "extra MiB: one_pass", "two_pass", "auto", "x the faster",
     ]  # fmt: skip
     table = text.markdown_table(*text.without_empty(header, map(_line, every)))
     return f"{table}\n\n{_verdict(every)}"
@@ -86,18 +86,16 @@ def _line(match: Match) -> list[str]:
         table.dtype,
         *text.bold_least(medians, [text.duration(x) if x else "" for x in medians]),
         *text.bold_least(extras, [text.mib(x) for x in extras]),
-        match.choice or "",
+        match.choice,
         text.ratio(match.loss),
     ]
 
 
 def _verdict(every: Sequence[Match]) -> str:
-    losses = [match.loss for match in every if match.loss is not None]
-    if not losses:
-        return "No choice is known for these cases."
+    losses = [match.loss for match in every]
     right = sum(loss == 1 for loss in losses)
     worst = 100 * (max(losses) - 1)
     return (
-        f"The model takes the faster schedule in {right} of {len(losses)} cases, and loses "
+        f"It takes the faster schedule in {right} of {len(losses)} cases, and loses "
         f"{worst:.1f} % against it at most."
     )

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.predicted import default_schedule, splits_sequences
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig, explain, linear_logprobs, linear_policy_loss
-from grpo_kernels.backends.registry import choose_backend
+from grpo_kernels.backends import choose_backend, chunk_rows
+from grpo_kernels.tools.estimate import HeadShape, default_schedule
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 
@@ -85,20 +85,44 @@ def _losses(case: Case) -> str | None:
     return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
 
 
+def splits_sequences(case: Case, device: str, precision: str = "fp32") -> bool:
+    """Whether the loss needs whole sequences, and a tile of ours does not hold one."""
+    loss = case.work.loss
+    if loss is None or loss.scope() == "token":
+        return False
+    shape = (case.model.vocabulary, case.torch_dtype, precision)
+    return case.length > chunk_rows(*shape, torch.device(device), None)
+
+
+def auto_schedule(case: Case, device: str, precision: str = "fp32") -> str:
+    """What ``schedule="auto"`` takes for a loss of ``case``."""
+    if splits_sequences(case, device, precision):
+        return "two_pass"
+    model, work = case.model, case.work
+    head = HeadShape(
+        hidden=model.hidden,
+        vocabulary=model.vocabulary,
+        dtype=case.torch_dtype,
+        frozen=work.frozen,
+    )
+    active = case.tokens if work.rows == "all" else case.tokens // 2
+    return default_schedule(head, active, device=device, precision=precision)
+
+
 def _not_the_default(case: Case) -> str | None:
     """For one_pass, which "auto" mostly takes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if (reason := _losses(case)) is not None:
         return reason
-    if splits_sequences(case, "fp32", device):
+    if splits_sequences(case, device):
         return "a sequence does not fit into a tile"
-    chosen = default_schedule(case, "ours", device)
+    chosen = auto_schedule(case, device)
     return "the same as ours: it is what ours chooses" if chosen == "one_pass" else None
 
 
 def _unless_default(name: str) -> Callable[[str], str | None]:
     def missing(device: str) -> str | None:
-        default = choose_backend("auto", torch.device(device), torch.float32).backend.name
+        default = choose_backend("auto", torch.device(device), torch.float32).name
         return f"it is what ours runs on {device}" if name == default else None
 
     return missing

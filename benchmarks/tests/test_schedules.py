@@ -1,19 +1,15 @@
-"""The table of one_pass against two_pass with the model's choice."""
+"""The table of one_pass against two_pass with what "auto" takes."""
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks import predicted
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.providers.ours import OURS, OURS_ONE_PASS, OURS_TWO_PASS
+from benchmarks.providers.ours import OURS, OURS_ONE_PASS, OURS_TWO_PASS, auto_schedule
 from benchmarks.results import report
 from benchmarks.schedules import matches, schedules_table
 from benchmarks.shapes import MODELS, Case
+from benchmarks.tests.synthetic_results import device, memory, row, run, table
 from benchmarks.work import WORKS
-from grpo_kernels.tools.estimate import Speed
-from benchmarks.tests.synthetic_results import device, environment, memory, row, run, table
 
 
 def both(one: float, two: float, **ours) -> list:
@@ -49,21 +45,9 @@ def test_without_both_there_is_no_match(tmp_path) -> None:
     assert matches(tables(tmp_path, two_pass_only, no_two_pass)) == []
 
 
-def test_an_older_file_is_asked_of_the_model(tmp_path, monkeypatch) -> None:
-    measured_on = {"cpu test": {"device": "Test CPU", "threads": "1"}}
-    monkeypatch.setattr(predicted, "MEASURED_ON", measured_on)
-    free = Speed(matrix=1e12, fused=1e30, adding=1e6, wide_matrix=1e12, bandwidth=1e12,
-                 where="", source="")  # fmt: skip
-    asked = []
-    monkeypatch.setattr(predicted, "speed_of_class", lambda *about: asked.append(about) or free)
-    (match,) = matches(tables(tmp_path / "1", both(2.0, 3.0)))
-    assert match.choice in ("one_pass", "two_pass") and asked[0][0] == "cpu test"
-    assert asked[0][2] == match.table.environment.threads
-    monkeypatch.setattr(predicted, "speed_of_class", lambda *_: None)
-    facts = environment(device="Other CPU")
-    (match,) = matches(tables(tmp_path / "2", both(2.0, 3.0), environment=facts))
-    assert match.choice is match.loss is None
-    assert "No choice is known for these cases." in schedules_table([match.table])
+def test_an_older_file_shows_what_auto_takes_now(tmp_path) -> None:
+    (match,) = matches(tables(tmp_path, both(2.0, 3.0)))
+    assert match.choice == "one_pass" and match.loss == 1.0
 
 
 def test_the_report_has_it(tmp_path) -> None:
@@ -76,20 +60,11 @@ def test_the_report_has_it(tmp_path) -> None:
 def test_the_other_schedule_is_measured_where_ours_does_not_take_it(monkeypatch) -> None:
     case = Case(MODELS["tiny"], 64, "bf16", WORKS["dapo"])
     for chosen, able in (("one_pass", False), ("two_pass", True)):
-        monkeypatch.setattr("benchmarks.providers.ours.default_schedule", lambda *_, c=chosen: c)
+        monkeypatch.setattr("benchmarks.providers.ours.auto_schedule", lambda *_, c=chosen: c)
         assert (OURS_ONE_PASS.unable(case) is None) == able
     assert OURS_ONE_PASS.unable(Case(MODELS["tiny"], 64, "bf16", WORKS["logprobs"])) is not None
     problem = make_problem(case)
     assert OURS_ONE_PASS.planned(problem) == "one_pass"
     assert OURS_TWO_PASS.planned(problem) == "two_pass"
-    assert OURS.planned(problem) == predicted.default_schedule(case, "ours", "cpu")
+    assert OURS.planned(problem) == auto_schedule(case, "cpu")
     assert PROVIDERS["eager"].planned(problem) is None
-
-
-@pytest.mark.parametrize(
-    "rows,tokens,waiting", [("all", 64, 0), ("masked", 32, 0), ("zero", 32, 32)]
-)
-def test_rows_without_a_gradient_are_counted(rows: str, tokens: int, waiting: int) -> None:
-    work = WORKS["dapo" if rows == "all" else f"dapo-{rows}"]
-    setting = predicted._setting(Case(MODELS["tiny"], 64, "fp32", work), "cpu")
-    assert (setting.tokens, setting.forward_only) == (tokens, waiting)

@@ -1,1 +1,1 @@
-"""Tile sizes of the GPU path, and speeds of the schedules: ``python -m benchmarks.tune``."""
+"""Tile sizes of the GPU path: ``python -m benchmarks.tune``."""
