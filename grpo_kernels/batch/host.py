@@ -13,6 +13,11 @@ def reading_is_free(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def hold(values: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers that the host knows as a CPU tensor, on whose values no compiler guards."""
+    return torch.tensor(values, dtype=dtype)
+
+
 def known(x: Tensor) -> Any:
     """Return the numbers in a CPU tensor that holds what the host knows of a batch."""
     return x.tolist()

@@ -81,7 +81,7 @@ def packed_fields(
         **dict(zip(columns, table.unbind(0), strict=True)),
         "cu_seqlens": offsets[0],
         "counts": counts,
-        "layout": torch.tensor(target.shape),
+        "layout": host.hold(target.shape),
         "rows": keep,
         "max_target": max_target,
         "advantages_per_token": per_token,
@@ -137,7 +137,7 @@ def _given_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None:
         return None
     if active is not None and any(few > all_ for few, all_ in zip(active, lengths, strict=True)):
         raise ValueError(f"active_lengths: expected at most lengths {lengths}, got {active}")
-    return torch.tensor([lengths, active or [UNKNOWN] * sequences])
+    return host.hold([lengths, active or [UNKNOWN] * sequences])
 
 
 def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[int] | None:
@@ -252,7 +252,7 @@ def _wide(value: Tensor) -> Tensor:
 def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | None:
     """Return a () tensor: a number stays on the host, a tensor is on the device of the target."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = torch.tensor(value, dtype=torch.float64)
+        value = host.hold(value, torch.float64)
     if value is not None and (not isinstance(value, Tensor) or value.dim()):
         got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name}: expected a scalar, got {got}")

@@ -188,7 +188,9 @@ class TokenBatch:
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
         cu_seqlens = pad(kept.cumsum(0), (1, 0))[self.cu_seqlens]
-        return self._take(keep, cu_seqlens, cu_seqlens.diff().cpu() if lengths is None else lengths)
+        return self._take(
+            keep, cu_seqlens, host.fetch(cu_seqlens.diff()) if lengths is None else lengths
+        )
 
     def occupied(self) -> TokenBatch:
         """The same tokens without the sequences that have none."""
@@ -213,13 +215,21 @@ class TokenBatch:
             )
         for field in fields(self):
             mine, new = getattr(self, field.name), getattr(other, field.name)
-            if field.name != "max_target" and not _same_to_the_host(mine, new, field.name):
-                raise ValueError(f"{field.name}: expected {_known(mine)}, got {_known(new)}")
+            fixed = field.name in HOST_FIELDS or self._is_on_the_host(mine)
+            if field.name != "max_target" and not _same_to_the_host(mine, new, fixed):
+                name = "lengths" if field.name == "counts" else field.name
+                raise ValueError(
+                    f"{name}: expected {_known(mine, fixed)}, got {_known(new, fixed)}"
+                )
         for field in fields(self):
             mine = getattr(self, field.name)
             if isinstance(mine, Tensor) and field.name not in HOST_FIELDS:
                 mine.copy_(getattr(other, field.name))
         object.__setattr__(self, "max_target", None)  # from now on looked up on the device
+
+    def _is_on_the_host(self, value: object) -> bool:
+        """Whether a number was given as such beside tensors on a device: it is in its graph."""
+        return isinstance(value, Tensor) and value.device != self.target.device
 
     def _take(self, index: slice | Tensor, cu_seqlens: Tensor, lengths: Tensor) -> TokenBatch:
         fields = {name: getattr(self, name) for name in ("rows", *LOGPROB_FIELDS)}
@@ -240,12 +250,17 @@ TENSOR_FIELDS = tuple(item.name for item in fields(TokenBatch) if str(item.type)
 MASK_FIELDS = tuple(item.name for item in fields(SamplingMask))
 
 
-def _same_to_the_host(mine: object, new: object, name: str) -> bool:
+def _same_to_the_host(mine: object, new: object, fixed: bool) -> bool:
+    """Whether two values of a field may stand for each other; ``fixed``: if they are equal."""
     if not isinstance(mine, Tensor) or not isinstance(new, Tensor):
         return type(mine) is type(new) and mine == new
-    return torch.equal(mine, new) if name in HOST_FIELDS else mine.shape == new.shape
+    if mine.shape != new.shape or mine.device != new.device:
+        return False
+    return torch.equal(mine, new) if fixed else True
 
 
-def _known(value: object) -> str:
+def _known(value: object, fixed: bool) -> str:
     """What the host knows of a field."""
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return repr(host.known(value)) if fixed else f"a tensor {tuple(value.shape)}"

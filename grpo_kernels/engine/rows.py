@@ -41,7 +41,8 @@ class Rows:
         valid = self.target != IGNORE_INDEX
         inside = torch.where(valid, self.target, 0)
         matter = valid if wanted is None else valid & wanted
-        low, high, count = host.fetch(torch.stack([*inside.aminmax(), matter.sum()])).tolist()
+        found = host.fetch(torch.stack([*inside.aminmax(), matter.sum()]))
+        low, high, count = host.known(found)
         check_target_range(low, high, self.head.weight.shape[0])
         return self._where(matter, count)
 

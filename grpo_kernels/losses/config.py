@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from grpo_kernels.batch import host
 from grpo_kernels.losses.aggregation import AGGREGATIONS, Aggregation
 from grpo_kernels.losses.checks import (
     check_name,
@@ -77,7 +77,7 @@ class LossConfig:
             object.__setattr__(self, name, value)
         self._check_names()
         self._check_ranges()
-        _KNOWN.setdefault(self, torch.tensor(len(_KNOWN)))
+        _KNOWN.setdefault(self, host.hold(len(_KNOWN)))
         object.__setattr__(self, "number", _KNOWN[self])
 
     @staticmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
+from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.losses import LossConfig, Weights
 
 
@@ -57,5 +57,5 @@ def active_rows(batch: TokenBatch, config: LossConfig) -> ActiveRows:
     if by_sequence:
         active = batch.segments.expand(batch.segments.sum(active.double())) > 0
     order = torch.argsort(~active, stable=True)
-    chosen = batch.select(order[:count], torch.tensor(lengths))
+    chosen = batch.select(order[:count], host.hold(lengths))
     return ActiveRows(chosen, order[:count], order[count:])
