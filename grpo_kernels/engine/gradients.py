@@ -58,6 +58,7 @@ class Needs:
     lora_a: bool = False
     lora_b: bool = False
     main_grad: MainGrad | None = None  # where that of the weight is added; None: a new tensor
+    wide: bool = False  # in fp32 for fp16 inputs, to be scaled before they are rounded
 
     @property
     def any(self) -> bool:

@@ -126,7 +126,9 @@ def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
     wide = stats_dtype(hidden.dtype)
     return Gradients(
         make(hidden.shape, wide) if needs.hidden else None,
-        make(head.weight.shape, head.weight.dtype) if needs.new_weight else None,
+        make(head.weight.shape, wide if needs.wide else head.weight.dtype)
+        if needs.new_weight
+        else None,
         make(head.weight.shape[:1], wide) if needs.bias else None,
     )
 

@@ -122,7 +122,9 @@ def evaluate(
         sampling = old if x.rollout_logprobs is None else x.rollout_logprobs
         threshold = config.off_policy_mask_threshold
         loss = loss * off_policy_gate(x.logprobs, sampling, x.advantages, threshold, segments)
-    if config.top_entropy_quantile < 1:
+    if config.top_entropy_quantile == 1:
+        entropy_gate = None
+    else:
         assert x.entropy is not None  # checked at the API edge
         if entropy_gate is None:
             entropy_gate = top_entropy_gate(x.entropy, config.top_entropy_quantile)

@@ -80,14 +80,15 @@ def policy_loss_op(*arguments):
     inputs, (needs, tensors, per_token, steps, number, autocast, *rest) = _split(arguments)
     lora_scaling, logit_scale, softcap, *options = rest
     hidden, weight, bias, lora_a, lora_b = inputs
-    config, lora = LossConfig.of_number(number), None
+    config, lora, dtypes = LossConfig.of_number(number), None, _dtypes(inputs, autocast)
     if lora_a is not None and lora_b is not None:
         lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora_scaling)
     head = Head(weight, bias, Transform(logit_scale, softcap, config.temperature), lora)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
     chosen = RunOptions(**dict(zip(_OPTIONS, options, strict=True)))
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
-        rows, plan = planned(hidden, head, batch, config, chosen, needs=Needs(*needs))
+        wide = dtypes[0] == torch.float16
+        rows, plan = planned(hidden, head, batch, config, chosen, needs=Needs(*needs, wide=wide))
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
     parts, gradients = with_less_memory(lambda plan: _run(rows, plan), plan)
@@ -96,8 +97,10 @@ def policy_loss_op(*arguments):
         # outputs of an op may not share memory
         *(part.clone() for part in parts if part is not None),
         *(
-            hidden.new_empty(0) if gradient is None else gradient.to(x.dtype).contiguous()
-            for gradient, x in zip(gradients, inputs, strict=True)
+            hidden.new_empty(0)
+            if gradient is None
+            else gradient.to(_until_scaled(dtype)).contiguous()
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
         ),
     )
 
@@ -131,6 +134,18 @@ def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None
     return dhidden.reshape(hidden.shape)
 
 
+def _dtypes(inputs: tuple, autocast: torch.dtype | None) -> list[torch.dtype]:
+    """The dtypes that gradients are rounded to: that of the hidden states is as autocast's."""
+    cast = autocast is not None and inputs[0].dtype != torch.float64
+    own = [torch.float32 if x is None else x.dtype for x in inputs]
+    return [autocast if cast else own[0], *own[1:]]  # type: ignore[list-item]
+
+
+def _until_scaled(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a gradient before it is multiplied with the loss's own: fp16 would underflow."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def _split(arguments: tuple) -> tuple[tuple, tuple]:
     return arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
 
@@ -138,26 +153,31 @@ def _split(arguments: tuple) -> tuple[tuple, tuple]:
 @policy_loss_op.register_fake
 def _(*arguments):
     inputs, (needs, tensors, _, _, _, autocast, *_) = _split(arguments)
-    hidden, target = inputs[0], tensors[0]
-    cast = autocast is not None and hidden.dtype != torch.float64
-    dtype = stats_dtype(autocast if cast else hidden.dtype)
+    hidden, target, dtypes = inputs[0], tensors[0], _dtypes(inputs, autocast)
+    dtype = stats_dtype(dtypes[0])
     parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 1))
     gradients = (
-        hidden.new_empty(0) if x is None or not needed else x.new_empty(x.shape)
-        for x, needed in zip(inputs, needs, strict=True)
+        x.new_empty(x.shape, dtype=_until_scaled(own)) if needed else hidden.new_empty(0)
+        for x, own, needed in zip(inputs, dtypes, needs, strict=True)
     )
     return (hidden.new_empty((), dtype=dtype), *parts, *gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.needs, ctx.others = inputs[_NUM_INPUTS], len(inputs) - _NUM_INPUTS
+    tensors, (needs, _, _, _, _, autocast, *_) = _split(inputs)
+    ctx.needs, ctx.others = needs, len(inputs) - _NUM_INPUTS
+    ctx.dtypes = _dtypes(tensors, autocast)
+    ctx.own = [None if x is None else x.dtype for x in tensors]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[_NUM_PARTS:])
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple:
-    pairs = zip(ctx.saved_tensors, ctx.needs, strict=True)
-    scaled = [(gradient * dloss).to(gradient.dtype) if need else None for gradient, need in pairs]
+    of_all = zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, ctx.own, strict=True)
+    scaled = [
+        (gradient * dloss).to(dtype).to(own) if needed else None
+        for gradient, needed, dtype, own in of_all
+    ]
     return (*scaled, *[None] * ctx.others)
 
 
