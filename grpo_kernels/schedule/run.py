@@ -7,7 +7,13 @@ from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import Needs, RunOptions, with_less_memory
-from grpo_kernels.head import Head, check_device, check_target_range, checked_head
+from grpo_kernels.head import (
+    Head,
+    check_device,
+    check_mask_range,
+    check_target_range,
+    checked_head,
+)
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.active import ActiveRows, active_rows
 from grpo_kernels.schedule.main_grad import main_grad_of
@@ -83,6 +89,8 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
     else:
         inside = (batch.target < columns).all()
         host.require(inside, f"target: expected ids in [0, {columns})")
+    if batch.sampling_mask is not None:
+        check_mask_range(batch.sampling_mask.max_id, columns)
 
 
 def _needs(rows: Tensor, head: Head) -> Needs:

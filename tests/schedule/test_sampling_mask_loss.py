@@ -49,7 +49,7 @@ def run(problem: Problem, config: LossConfig, batch: TokenBatch, **kwargs: objec
 
 
 def by_hand(problem: Problem, config: LossConfig, batch: TokenBatch) -> dict:
-    """policy_loss on the kept log-probabilities of the eager reference."""
+    """policy_loss on the masked log-probabilities of the eager reference."""
     out = linear_logprobs(
         problem.hidden.reshape(-1, problem.hidden.shape[-1])[batch.rows], problem.weight,
         batch.target, bias=problem.bias, temperature=config.temperature,
@@ -89,7 +89,7 @@ def test_matches_fp64(
 
 
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
-def test_rows_without_gradient_have_their_sets_too(schedule: str) -> None:
+def test_rows_without_gradient_have_their_masks_too(schedule: str) -> None:
     problem = make_problem(5, 6).to("cpu", torch.float32)
     advantages = problem.advantages.clone()
     advantages[[0, 3]] = 0
@@ -128,7 +128,7 @@ def test_packed_equals_padded_and_module() -> None:
     torch.testing.assert_close(packed.loss.detach(), expected)
 
 
-def test_selected_tokens_keep_their_sets() -> None:
+def test_selected_tokens_keep_their_masks() -> None:
     problem = make_problem()
     batch = problem.batch(sampling_mask=sampling_mask_of(problem))
     keep = torch.arange(1, batch.num_tokens, 3)
@@ -159,7 +159,7 @@ def test_selected_tokens_keep_their_sets() -> None:
         ),
     ],
 )
-def test_sets_that_do_not_fit(make, message: str) -> None:
+def test_masks_that_do_not_fit(make, message: str) -> None:
     problem = make_problem()
     with pytest.raises(ValueError, match=message):
         run(problem, LossConfig(), problem.batch(sampling_mask=make(sampling_mask_of(problem))))
