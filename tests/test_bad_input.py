@@ -147,7 +147,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
         lambda: policy_loss(torch.zeros(5), batch(), LossConfig(), torch.zeros(4)),
         r"entropy: expected shape \(5,\), got \(4,\)",
     ),
-    (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom: expected a field of LossConfig"),
+    (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom: expected a setting of dapo"),
     (lambda: FusedLinearGRPOLoss(loss_type="ppo"), "loss_type: expected one of bnpo, cispo"),
 ]
 

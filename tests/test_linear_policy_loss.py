@@ -18,10 +18,15 @@ from grpo_kernels import (
     explain,
     linear_policy_loss,
 )
-from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate
-from grpo_kernels.losses.surrogates import SURROGATES
+from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate, Terms
+from grpo_kernels.losses.surrogates import Cispo
 from grpo_kernels.schedule import plan as plans
-from grpo_kernels.schedule.loss_stage import MiddleChoice
+from grpo_kernels.schedule.loss_stage import (
+    GeneratedStage,
+    LossStage,
+    RowKernelStage,
+    SegmentStage,
+)
 from grpo_kernels.schedule.plan import sequence_chunks
 from grpo_kernels.testing import (
     Problem,
@@ -43,7 +48,7 @@ def config_for(name: str, **overrides: object) -> LossConfig:
         temperature=0.8,
         rollout_correction_mode="token_truncate",
     )
-    if LOSSES[name].surrogate == "cispo":
+    if LOSSES[name].surrogate is Cispo:
         fields["epsilon_high"] = 5.0
     return LossConfig(**{**fields, **overrides})  # type: ignore[arg-type]
 
@@ -172,8 +177,8 @@ def test_zero_advantage_rows_are_skipped_and_still_measured(name: str, schedule:
     out = linear_policy_loss(
         problem.hidden, problem.weight, batch, config, bias=problem.bias, schedule=schedule
     )
-    sampling_mask = int(problem.mask[[1, 4]].sum())
-    assert out.metrics["frac_rows_skipped"].item() == pytest.approx(1 - sampling_mask / 30)
+    kept = int(problem.mask[[1, 4]].sum())
+    assert out.metrics["frac_rows_skipped"].item() == pytest.approx(1 - kept / 30)
     exact = run(problem.to("cpu", torch.float64), config, batch, backend="reference")
     got = run(problem, config, batch, schedule=schedule)
     for key in exact:
@@ -261,7 +266,7 @@ def test_fp16_gradients_survive_a_tiny_loss() -> None:
 
 
 @pytest.mark.parametrize("tile", (None, TILE))
-@pytest.mark.parametrize("head", ("plain", "sampling_mask", "lora", "sink"))
+@pytest.mark.parametrize("head", ("plain", "sampling_mask", "lora", "main_grad"))
 def test_fp16_gradients_survive_a_huge_ratio(tile: int | None, head: str) -> None:
     """One token's ratio is e^18, whose fp16 gradient of the logits would be infinite."""
     problem = make_problem()
@@ -288,9 +293,9 @@ def test_fp16_gradients_survive_a_huge_ratio(tile: int | None, head: str) -> Non
             a, b = (factor.to(dtype).requires_grad_() for factor in factors)
             leaves += [a, b]
             kwargs["lora"] = HeadLoRA(a=a, b=b, scaling=0.5)
-        buffer = torch.zeros(posed.weight.shape) if head == "sink" else None
+        buffer = torch.zeros(posed.weight.shape) if head == "main_grad" else None
         if dtype == torch.float16:
-            kwargs["weight_grad"] = buffer
+            kwargs["main_grad"] = buffer
         out = linear_policy_loss(posed.hidden, posed.weight, batch, config_for("dapo"), **kwargs)
         out.loss.backward()
         found = [leaf.grad if leaf.grad is not None else buffer for leaf in leaves]
@@ -457,29 +462,28 @@ def test_plans_say_what_runs() -> None:
 
 
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
-def test_plans_say_whether_the_middle_stage_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_say_how_the_loss_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(2, 3).to("cpu", torch.float32)
     batch = problem.batch(rollout_logprobs=None)
     args = (problem.hidden, problem.weight, batch)
     token = explain(*args, LossConfig(), backend="triton")
-    assert token.middle == "row kernel" and "printed from the loss" in str(token)
+    assert token.stage is RowKernelStage and "generated from the loss" in str(token)
     half = make_problem(2, 3).to("cpu", torch.float16)
     scaled = explain(half.hidden, half.weight, batch, LossConfig(), backend="triton")
-    assert scaled.middle == "printed"
+    assert scaled.stage is GeneratedStage
     sequence = explain(*args, LossConfig(loss_type="gspo"), backend="triton")
-    assert sequence.middle == "triton segments" and "sequence scope" in str(sequence)
+    assert sequence.stage is SegmentStage and "sums over sequences" in str(sequence)
 
     class Sorted(Surrogate):
-        name, source = "sorted", "a surrogate that cannot be traced"
+        """A surrogate that cannot be traced."""
 
-        def __call__(self, terms, config):
+        def __call__(self, terms: Terms) -> Tensor:
             return -terms.advantages * terms.logprobs.sort().values
 
-    monkeypatch.setitem(SURROGATES, "sorted", Sorted())
-    named = NamedLoss(surrogate="sorted", aggregation="token_mean", source="here")
+    named = NamedLoss(surrogate=Sorted, aggregation="token_mean", source="here")
     monkeypatch.setitem(LOSSES, "sorted", named)
     untraced = explain(*args, LossConfig(loss_type="sorted"), backend="triton")
-    assert untraced.middle == "torch" and "torch ops, because" in str(untraced)
+    assert untraced.stage is LossStage and "torch ops, because" in str(untraced)
 
 
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
@@ -492,8 +496,7 @@ def test_one_row_kernel_gives_the_bits_of_three(
     config = config_for(name, beta=0.1, entropy_coef=coefficient)
     problem = make_problem(2, 3).to(device, dtype)
     one = run(problem, config, backend="triton", max_workspace_bytes=TILE)
-    separate = MiddleChoice("printed", "as the test wants it")
-    monkeypatch.setattr(plans, "choose_middle", lambda *_: separate)
+    monkeypatch.setattr(plans, "choose_stage", lambda *_: GeneratedStage)
     three = run(problem, config, backend="triton", max_workspace_bytes=TILE)
     for key, value in one.items():
         assert torch.equal(value, three[key]), key

@@ -170,7 +170,7 @@ class Plan:
         elif host.reading_is_free(self.sample):
             found = "left out of the GEMMs of their gradients"
         else:
-            found = "multiplied as zeros; to leave them out the host would have to wait"
+            found = "zeros in the GEMMs: the host would have to wait for the device"
         return [known, f"rows that the loss clips or gates: {found}"]
 
     def __str__(self) -> str:

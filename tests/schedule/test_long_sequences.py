@@ -138,5 +138,5 @@ def test_padded_to_65536() -> None:
     assert batch.lengths == (65536, 40000)
     assert torch.equal(batch.target, torch.cat([target[0], target[1, :40000]]))
     assert batch.rows is not None and int(batch.rows[-1]) == 65536 + 39999
-    assert torch.equal(batch.segment_sum(torch.ones(105536)), torch.tensor([65536.0, 40000.0]))
+    assert torch.equal(batch.segments.sum(torch.ones(105536)), torch.tensor([65536.0, 40000.0]))
     assert batch.narrow(65530, 65540).lengths == (6, 4)

@@ -129,7 +129,7 @@ def test_rows_without_gradient(schedule: str, options: dict[str, float], metrics
     config, batch = LossConfig(loss_type="dapo"), {"advantages": advantages, "ref_logprobs": None}
     exact = run(posed, config, merged=True, backend="reference", batch=batch, **options)
     half = posed.to("cpu", torch.float32, torch.float32)
-    got = run(half, config, schedule=schedule, batch=batch, metrics=metrics, **options)
+    got = run(half, config, schedule=schedule, batch=batch, metric_rows=metrics, **options)
     for name in ("loss", *NAMES):
         assert_as_exact_as(got[name], exact[name], exact[name], 1e-5, name)
 
@@ -167,11 +167,11 @@ def test_no_weight_sized_tensor_with_a_frozen_base(schedule: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_weight_gradient_into_a_buffer(schedule: str) -> None:
+def test_main_gradient_into_a_buffer(schedule: str) -> None:
     posed = lora_problem().to("cpu", torch.bfloat16, torch.float32)
     expected = run(posed, LOSSES["dapo"], schedule=schedule)
     buffer = torch.ones(posed.problem.weight.shape)
-    out = loss_of(posed, LOSSES["dapo"], schedule=schedule, weight_grad=buffer)
+    out = loss_of(posed, LOSSES["dapo"], schedule=schedule, main_grad=buffer)
     out.loss.backward()
     torch.testing.assert_close(buffer - 1, expected["dweight"].float(), rtol=1e-2, atol=1e-4)
     assert torch.equal(posed.lora.a.grad, expected["da"])

@@ -58,7 +58,7 @@ def test_equals_autograd(
     buffer = buffer_for(problem)
     options["gradient_scale"] = scale if told else None
     with poisoned_allocations():
-        got = gradients(problem, scale, weight_grad=buffer, **options)
+        got = gradients(problem, scale, main_grad=buffer, **options)
     assert got["weight"] is None
     for name in ("hidden", "bias"):
         assert torch.equal(got[name], plain[name]), name
@@ -73,7 +73,7 @@ def test_accumulates_over_micro_batches_into_grad(schedule: str, told: bool) -> 
     place = ours.weight.grad
     for config in (CONFIG, LossConfig(loss_type="gspo")):
         scale = 1.0 if told else None
-        options = dict(schedule=schedule, weight_grad=ours.weight.grad, gradient_scale=scale)
+        options = dict(schedule=schedule, main_grad=ours.weight.grad, gradient_scale=scale)
         loss_of(ours, config, **options).backward()
         loss_of(theirs, config, schedule=schedule).backward()
     assert ours.weight.grad is place
@@ -87,7 +87,7 @@ def test_every_backward_adds(schedule: str, told: bool) -> None:
     once = gradients(make_problem().to("cpu", torch.float32), 1.0)["weight"]
     buffer = torch.zeros_like(problem.weight)
     scale = 1.0 if told else None
-    loss = loss_of(problem, schedule=schedule, weight_grad=buffer, gradient_scale=scale)
+    loss = loss_of(problem, schedule=schedule, main_grad=buffer, gradient_scale=scale)
     # told its scale, one_pass has added before the backward
     assert bool(buffer.any()) == (told and schedule == "one_pass")
     for times in (1, 2, 3):
@@ -103,7 +103,7 @@ def test_without_grad_nothing_is_written(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     buffer = buffer_for(problem)
     with torch.no_grad():
-        loss_of(problem, schedule=schedule, weight_grad=buffer, gradient_scale=1.0)
+        loss_of(problem, schedule=schedule, main_grad=buffer, gradient_scale=1.0)
     assert (buffer == 0.25).all()
 
 
@@ -116,7 +116,7 @@ def test_weight_alone_needs_a_gradient(schedule: str, told: bool) -> None:
         leaf.requires_grad_(False)
     buffer = torch.zeros_like(problem.weight)
     scale = 1.0 if told else None
-    loss_of(problem, schedule=schedule, weight_grad=buffer, gradient_scale=scale).backward()
+    loss_of(problem, schedule=schedule, main_grad=buffer, gradient_scale=scale).backward()
     assert relative_error(buffer, expected) < 1e-6
 
 
@@ -138,7 +138,7 @@ def test_tied_embedding(schedule: str, told: bool) -> None:
     tied.grad = torch.zeros_like(tied)
     for _ in range(2):
         step(plain)
-        step(tied, weight_grad=tied.grad, gradient_scale=1.0 if told else None)
+        step(tied, main_grad=tied.grad, gradient_scale=1.0 if told else None)
     assert relative_error(tied.grad, plain.grad) < 1e-6
 
 
@@ -154,7 +154,7 @@ def test_autocast_and_skipped_rows(schedule: str, told: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = linear_policy_loss(*arguments, schedule=schedule).loss
         ours = linear_policy_loss(
-            *arguments, schedule=schedule, weight_grad=buffer, gradient_scale=scale
+            *arguments, schedule=schedule, main_grad=buffer, gradient_scale=scale
         ).loss
     plain.backward()
     expected, problem.weight.grad = problem.weight.grad, None
@@ -166,7 +166,7 @@ def test_autocast_and_skipped_rows(schedule: str, told: bool) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_another_factor_than_told(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    options = dict(schedule=schedule, weight_grad=buffer_for(problem), gradient_scale=1024.0)
+    options = dict(schedule=schedule, main_grad=buffer_for(problem), gradient_scale=1024.0)
     with pytest.raises(ValueError, match=r"gradient_scale: the loss was .* factor than 1024.0"):
         (loss_of(problem, **options) * 8).backward()
     monkeypatch.setattr(host, "reading_is_free", lambda x: False)
@@ -180,26 +180,26 @@ def test_another_factor_than_told(monkeypatch: pytest.MonkeyPatch, schedule: str
 def test_module() -> None:
     problem = make_problem().to("cpu", torch.float32)
     buffer = torch.zeros_like(problem.weight)
-    module = FusedLinearGRPOLoss(loss_type="dapo", metrics="active")
+    module = FusedLinearGRPOLoss(loss_type="dapo", metric_rows="active")
     arguments = (problem.hidden, problem.weight, problem.target, problem.advantages, problem.mask)
     module(*arguments, **problem.logprobs).loss.backward()
-    module(*arguments, **problem.logprobs, weight_grad=buffer, gradient_scale=1.0).loss.backward()
+    module(*arguments, **problem.logprobs, main_grad=buffer, gradient_scale=1.0).loss.backward()
     assert relative_error(buffer, problem.weight.grad) < 1e-6
 
 
 WIDE = torch.zeros(53, 16)
 BAD: list[tuple[Callable[[Problem], dict], str]] = [
-    (lambda p: dict(weight_grad=1.0), "weight_grad: expected a tensor, got float"),
-    (lambda p: dict(weight_grad=WIDE.bfloat16()), "weight_grad: expected dtype torch.float32"),
-    (lambda p: dict(weight_grad=WIDE[:9]), r"weight_grad: expected a contiguous .* \(53, 16\)"),
-    (lambda p: dict(weight_grad=torch.zeros(16, 53).t()), "weight_grad: .* a non-contiguous one"),
-    (lambda p: dict(weight_grad=WIDE.to("meta")), "weight_grad: expected device cpu, got meta"),
-    (lambda p: dict(weight_grad=p.weight), "weight_grad: expected a tensor that needs no gradient"),
-    (lambda p: dict(weight_grad=p.weight.detach()), "weight_grad: expected a buffer of its own"),
-    (lambda p: dict(gradient_scale=1.0), "gradient_scale: expected None without weight_grad"),
-    (lambda p: dict(weight_grad=WIDE, gradient_scale=float("inf")), "gradient_scale: .* finite"),
-    (lambda p: dict(weight_grad=WIDE, gradient_scale=WIDE[0, 0]), "gradient_scale: .* finite"),
-    (lambda p: dict(weight_grad=WIDE, backend="reference"), "weight_grad: .* eager reference"),
+    (lambda p: dict(main_grad=1.0), "main_grad: expected a tensor, got float"),
+    (lambda p: dict(main_grad=WIDE.bfloat16()), "main_grad: expected dtype torch.float32"),
+    (lambda p: dict(main_grad=WIDE[:9]), r"main_grad: expected a contiguous .* \(53, 16\)"),
+    (lambda p: dict(main_grad=torch.zeros(16, 53).t()), "main_grad: .* a non-contiguous one"),
+    (lambda p: dict(main_grad=WIDE.to("meta")), "main_grad: expected device cpu, got meta"),
+    (lambda p: dict(main_grad=p.weight), "main_grad: expected a tensor that needs no gradient"),
+    (lambda p: dict(main_grad=p.weight.detach()), "main_grad: expected a buffer of its own"),
+    (lambda p: dict(gradient_scale=1.0), "gradient_scale: expected None without main_grad"),
+    (lambda p: dict(main_grad=WIDE, gradient_scale=float("inf")), "gradient_scale: .* finite"),
+    (lambda p: dict(main_grad=WIDE, gradient_scale=WIDE[0, 0]), "gradient_scale: .* finite"),
+    (lambda p: dict(main_grad=WIDE, backend="reference"), "main_grad: .* eager reference"),
 ]
 
 
@@ -216,17 +216,17 @@ def test_inside_one_compiled_graph() -> None:
 
     @torch.compile(backend="eager", fullgraph=True)
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_policy_loss(hidden, weight, batch, CONFIG, weight_grad=buffer).loss
+        return linear_policy_loss(hidden, weight, batch, CONFIG, main_grad=buffer).loss
 
-    with pytest.raises(Exception, match="weight_grad: expected None inside torch.compile"):
+    with pytest.raises(Exception, match="main_grad: expected None inside torch.compile"):
         loss(problem.hidden, problem.weight)
 
 
 def test_frozen_weight_takes_no_buffer() -> None:
     problem = make_problem().to("cpu", torch.float32)
     problem.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="weight_grad: expected None for a weight that needs no"):
-        loss_of(problem, weight_grad=WIDE)
+    with pytest.raises(ValueError, match="main_grad: expected None for a weight that needs no"):
+        loss_of(problem, main_grad=WIDE)
 
 
 # --- memory
@@ -257,17 +257,17 @@ class _Sizes(TorchDispatchMode):
 def test_no_second_tensor_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, schedule: str, told: bool, given: bool
 ) -> None:
-    from grpo_kernels.engine import recompute, weight_sink
-    from grpo_kernels.head import head
+    from grpo_kernels.engine import gradients, recompute
+    from grpo_kernels.head import matmul
 
     columns, depth = 4096, 32
-    for module in (head, weight_sink):  # slices of a product that are small beside the whole
+    for module in (matmul, gradients):  # slices of a GEMM that are small beside the whole
         monkeypatch.setattr(module, "SLICE_COLUMNS", 512)
     for name in ("_MIN_COLUMNS", "_MAX_COLUMNS"):
         monkeypatch.setattr(recompute, name, 512)
     problem = make_problem(2, 4, depth, columns).to("cpu", dtype)
     buffer = torch.zeros(columns, depth) if given else None
-    options = dict(schedule=schedule, weight_grad=buffer, max_workspace_bytes=columns * 4 * 3)
+    options = dict(schedule=schedule, main_grad=buffer, max_workspace_bytes=columns * 4 * 3)
     options["gradient_scale"] = 1.0 if told and given else None
     known = (problem.weight, buffer) if buffer is not None else (problem.weight,)
     with _Sizes(*known) as sizes:

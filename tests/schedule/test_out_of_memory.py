@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, SamplingMask, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.engine import recompute
-from grpo_kernels.engine import sweep as schedule
-from grpo_kernels.engine.retry import first_that_fits, is_out_of_memory
+from grpo_kernels.engine import recompute, with_less_memory
+from grpo_kernels.engine.retry import is_out_of_memory
 
 T, D, V = 48, 16, 300
 TILE = 16 * V * 4  # rows of fp32 logits
@@ -28,11 +29,11 @@ ERRORS = {
 
 
 class Shortage:
-    """Lets the n-th product of logits fail, and those after it up to the last."""
+    """Lets the n-th GEMM of logits fail, and those after it up to the last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.failing, self.error = 0, range(0), ERRORS["cuda"]
-        for module in (schedule, recompute):
+        for module in (importlib.import_module("grpo_kernels.engine.sweep"), recompute):
             monkeypatch.setattr(module, "project", self._wrapped(module.project))
 
     def at(self, first: int, last: int | None = None, error: str = "cuda") -> None:
@@ -165,7 +166,7 @@ def test_an_offered_buffer_is_never_added_to_twice(shortage: Shortage, schedule_
         buffer = torch.zeros_like(weight)
         linear_policy_loss(
             hidden, weight, batch, LossConfig(), backend="chunked", schedule=schedule_name,
-            max_workspace_bytes=TILE, weight_grad=buffer, gradient_scale=scale,
+            max_workspace_bytes=TILE, main_grad=buffer, gradient_scale=scale,
         ).loss.backward()  # fmt: skip
         return buffer
 
@@ -173,7 +174,7 @@ def test_an_offered_buffer_is_never_added_to_twice(shortage: Shortage, schedule_
     # in two_pass the forward's three tiles come first
     shortage.at(2 if schedule_name == "one_pass" else 5)
     scale = 1.0 if schedule_name == "one_pass" else None
-    with pytest.raises(torch.OutOfMemoryError, match="weight_grad now holds a part"):
+    with pytest.raises(torch.OutOfMemoryError, match="main_grad now holds a part"):
         run(scale)
     # before anything was added, there is a second try
     shortage.at(2)
@@ -209,21 +210,35 @@ def test_other_errors_are_not_met(shortage: Shortage) -> None:
     assert shortage.count == 1
 
 
+@dataclass(frozen=True)
+class Plan:
+    """As small as its size."""
+
+    size: int
+
+    @property
+    def advice(self) -> str:
+        return f"size {self.size}"
+
+    def smaller(self) -> Plan | None:
+        return Plan(self.size - 1) if self.size else None
+
+
 def test_a_failed_try_leaves_no_memory_behind() -> None:
     alive: list[weakref.ref] = []
 
-    def run(way: int) -> int:
+    def run(plan: Plan) -> int:
         if alive:
             gc.disable()  # without the collector's help
             assert alive[0]() is None
         large = torch.empty(10)
         alive.append(weakref.ref(large))
-        if way < 2:
+        if plan.size > 0:
             raise torch.OutOfMemoryError("no")
-        return large.numel() + way
+        return large.numel() + len(alive)
 
     try:
-        with pytest.warns(RuntimeWarning, match="third try.*way 2 avoids"):
-            assert first_that_fits(run, (0, 1, 2), lambda way: f"way {way}") == 12
+        with pytest.warns(RuntimeWarning, match="third try.*size 0 avoids"):
+            assert with_less_memory(run, Plan(2)) == 13
     finally:
         gc.enable()

@@ -16,9 +16,11 @@ from grpo_kernels import (
     linear_policy_loss,
     policy_loss,
 )
-from grpo_kernels.engine import compaction, recompute
-from grpo_kernels.engine import sweep as schedule
+from grpo_kernels.backends import StatsGradients
+from grpo_kernels.engine import recompute
+from grpo_kernels.engine.rows import move_rows_, surviving_rows
 from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses.surrogates import Cispo
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
@@ -38,7 +40,7 @@ CLIPPED = dict(epsilon=0.01, rollout_correction_mode="token_mask", rollout_corre
 
 def config_for(name: str, **overrides: object) -> LossConfig:
     fields = {"max_completion_length": 9, "rollout_correction_mode": "token_truncate"}
-    if LOSSES[name].surrogate == "cispo":
+    if LOSSES[name].surrogate is Cispo:
         fields["epsilon_high"] = 5.0
     return LossConfig(loss_type=name, **{**fields, **overrides})  # type: ignore[arg-type]
 
@@ -91,10 +93,10 @@ def test_a_step_reads_values_once_and_never_with_counts(
 ) -> None:
     problem = make_problem(5, 6).to("cpu", torch.float32)
     counts = true_counts(problem) if given else {}
-    options = dict(schedule=schedule, metrics=metrics, max_workspace_bytes=TILE)
+    options = dict(schedule=schedule, metric_rows=metrics, max_workspace_bytes=TILE)
     with counted_reads(monkeypatch) as reads:
         step(problem, config_for(name), counts, **options)
-    assert reads == ([] if given else ["tolist"])
+    assert reads == ([] if given else ["cpu"])
 
 
 def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted_reads(monkeypatch) as reads:  # inside the op, and inside its backward
         found = linear_logprobs(problem.hidden, problem.weight, problem.target)
         found.logprobs.sum().backward()
-    assert reads == ["tolist", "tolist"]
+    assert reads == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("name", ("dapo", "gspo"))
@@ -272,7 +274,7 @@ def test_batch_invariant_statistics_do_not_change() -> None:
 @pytest.mark.parametrize("wanted", ("1111", "0000", "1010", "0011", "1101", "0", "1"))
 def test_surviving_rows_fill_the_gaps(wanted: str) -> None:
     mask = torch.tensor([x == "1" for x in wanted])
-    order = compaction.surviving_rows(mask)
+    order = surviving_rows(mask)
     if mask.all():
         assert order is None
         return
@@ -281,21 +283,21 @@ def test_surviving_rows_fill_the_gaps(wanted: str) -> None:
     assert all(row >= mask.sum() for row in moved)
     tile = torch.arange(mask.numel() * 3).reshape(-1, 3)
     expected = tile[order]
-    assert torch.equal(compaction.move_rows_(tile, order), expected)
+    assert torch.equal(move_rows_(tile, order), expected)
 
 
 def test_few_zero_rows_stay() -> None:
     mask = torch.ones(64, dtype=torch.bool)
     mask[:3] = False
-    assert compaction.surviving_rows(mask) is None
+    assert surviving_rows(mask) is None
     mask[:4] = False
-    assert compaction.surviving_rows(mask) is not None
+    assert surviving_rows(mask) is not None
 
 
 def test_gradients_that_are_nan_are_not_dropped() -> None:
-    nothing = schedule.StatsGradients(torch.tensor([0.0, float("nan")]), None, torch.zeros(2))
+    nothing = StatsGradients(torch.tensor([0.0, float("nan")]), None, torch.zeros(2))
     assert nothing.nonzero.tolist() == [False, True]
-    assert schedule.StatsGradients(None).nonzero is None
+    assert StatsGradients(None).nonzero is None
 
 
 # --- which rows are measured
@@ -307,7 +309,7 @@ def restricted(problem: Problem, config: LossConfig, batch: TokenBatch, keep: Te
         problem.hidden.reshape(-1, 16)[batch.rows], problem.weight, batch.target,
         bias=problem.bias, outputs=("logprobs", "entropy"), backend="reference",
     )  # fmt: skip
-    sequences = batch.sequence_ids[keep]
+    sequences = batch.segments.ids[keep]
     lengths = torch.unique_consecutive(sequences, return_counts=True)[1]
     optional = {
         name: getattr(batch, name)[keep]
@@ -329,7 +331,7 @@ def test_metrics_of_the_active_rows(name: str, schedule: str) -> None:
     exact = restricted(problem, config, batch, (batch.advantages != 0).nonzero().squeeze(-1))
     single = problem.to("cpu", torch.float32)
     every = run(single, config, batch, schedule=schedule)
-    active = run(single, config, batch, schedule=schedule, metrics="active")
+    active = run(single, config, batch, schedule=schedule, metric_rows="active")
     for key in ("loss", "dhidden", "dweight", "dbias", "frac_rows_skipped"):
         assert relative_error(active[key], every[key]) < 1e-6, key
     measured = set(active) - {"loss", "dhidden", "dweight", "dbias", "frac_rows_skipped"}
@@ -347,7 +349,7 @@ def test_metrics_of_active_tokens_within_sequences(name: str) -> None:
     config = config_for(name)
     exact = restricted(problem, config, batch, (batch.advantages != 0).nonzero().squeeze(-1))
     single = problem.to("cpu", torch.float32)
-    active = run(single, config, batch, metrics="active")
+    active = run(single, config, batch, metric_rows="active")
     every = run(single, config, batch)
     for key in ("loss", "dhidden", "dweight"):
         assert relative_error(active[key], every[key]) < 1e-6
@@ -359,7 +361,7 @@ def test_metrics_of_active_tokens_within_sequences(name: str) -> None:
 def test_nothing_active(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     batch = problem.batch(advantages=torch.zeros(4))
-    got = run(problem, config_for("dapo"), batch, metrics="active", schedule=schedule)
+    got = run(problem, config_for("dapo"), batch, metric_rows="active", schedule=schedule)
     assert got["loss"] == 0 and not got["dweight"].any() and not got["dhidden"].any()
     assert got["entropy"].isnan() and got["frac_rows_skipped"] == 1
 
@@ -367,11 +369,11 @@ def test_nothing_active(schedule: str) -> None:
 def test_metrics_do_not_depend_on_grad_mode() -> None:
     problem = make_problem(5, 6).to("cpu", torch.float32)
     batch = problem.batch(advantages=half_zero(problem))
-    expected = run(problem, config_for("gspo"), batch, metrics="active")
+    expected = run(problem, config_for("gspo"), batch, metric_rows="active")
     with torch.no_grad():
         out = linear_policy_loss(
             problem.hidden, problem.weight, batch, config_for("gspo"), bias=problem.bias,
-            metrics="active",
+            metric_rows="active",
         )  # fmt: skip
     for key, value in out.metrics.items():
         assert relative_error(value, expected[key]) < 1e-6 or value.isnan(), key
@@ -379,11 +381,11 @@ def test_metrics_do_not_depend_on_grad_mode() -> None:
 
 def test_bad_metrics() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    with pytest.raises(ValueError, match="metrics: expected one of all, active; got 'none'"):
-        run(problem, LossConfig(), metrics="none")
+    with pytest.raises(ValueError, match="metric_rows: expected one of all, active; got 'none'"):
+        run(problem, LossConfig(), metric_rows="none")
     gated = LossConfig(top_entropy_quantile=0.5)
-    with pytest.raises(ValueError, match="metrics: expected 'all' for a loss whose gate"):
-        run(problem, gated, metrics="active")
+    with pytest.raises(ValueError, match="metric_rows: expected 'all' for a loss whose gate"):
+        run(problem, gated, metric_rows="active")
 
 
 def test_explain_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +395,7 @@ def test_explain_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (problem.hidden, problem.weight, batch, config_for("dapo"))
     text = str(explain(*arguments))
     assert f"rows of zero advantage: {waiting} take the forward only, for the metrics" in text
-    assert "rows that the loss clips or gates: left out of the products" in text
-    assert "rows of zero advantage: not computed" in str(explain(*arguments, metrics="active"))
+    assert "rows that the loss clips or gates: left out of the GEMMs of their gradients" in text
+    assert "rows of zero advantage: not computed" in str(explain(*arguments, metric_rows="active"))
     monkeypatch.setattr(host, "reading_is_free", lambda x: False)
     assert "the host would have to wait for the device" in str(explain(*arguments))
