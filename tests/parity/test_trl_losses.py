@@ -50,10 +50,10 @@ def test_loss_gradients_and_metrics(
         loss_type=loss_type,
         importance_sampling_level=level,
         beta=beta,
-        delta=delta,
         rollout_correction_mode=mode,
         rollout_correction_min=0.75,
         rollout_correction_max=1.3,
+        **({} if delta is None else {"delta": delta}),
     )
     generated, _ = trl.generate(loss)
     # the micro-batches differ in what they are masked for, so each precision takes one

@@ -33,8 +33,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "luspo": {"importance_sampling_level": "sequence"},
     "cispo": {"epsilon_high": 1.15},
-    "sapo": {},
-    "vespo": {},
+    "sapo": {"epsilon": 0.2},  # its default: these have none
+    "vespo": {"epsilon": 0.2},
 }
 WINDOW = {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ from transformers import Qwen2ForCausalLM
 from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels import LossConfig
+from grpo_kernels.losses.surrogates import Clip
 
 assert trl.__version__.startswith("1.16"), f"written for TRL 1.16, found {trl.__version__}"
 
@@ -225,12 +226,14 @@ class Trl:
         """Sets every field of ``config`` where TRL reads it: on the trainer or its arguments."""
         trainer, args = self.trainer, self.trainer.args
         fields = {name: getattr(config, name) for name in LossConfig.__dataclass_fields__}
-        for name, value in fields.items():
+        settings = vars(Clip()) | vars(config.surrogate)
+        for name, value in (fields | settings).items():
             name = _TRL_NAMES.get(name, name)
             for owner in (trainer, args):
                 if hasattr(owner, name):
                     setattr(owner, name, value)
-        trainer.epsilon_low, trainer.epsilon_high = config.epsilon, config.upper_epsilon
+        low, high = settings["epsilon"], settings["epsilon_high"]
+        trainer.epsilon_low, trainer.epsilon_high = low, low if high is None else high
         trainer._entropy_bonus_enabled = config.entropy_coef != 0
         corrected = config.rollout_correction_mode is not None
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = corrected
