@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels.losses import LOSSES
-from grpo_kernels.losses.surrogates import SURROGATES
 
 FOLDER = Path(__file__).parent.parent / "docs" / "examples"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
@@ -27,12 +26,10 @@ def _in_tmp_path(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _losses_as_before():
-    registries: tuple[dict, ...] = (LOSSES, SURROGATES)
-    before = [set(registry) for registry in registries]
+    before = set(LOSSES)
     yield
-    for registry, names in zip(registries, before, strict=True):
-        for name in set(registry) - names:
-            del registry[name]
+    for name in set(LOSSES) - before:
+        del LOSSES[name]
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != TWO_PROCESSES])

@@ -1,26 +1,32 @@
-"""A loss of one's own: a few lines of torch, registered under a name.
+"""A loss of one's own: a few lines of torch with their settings, registered under a name.
 
-No derivative is written: autograd derives it, and on a GPU the Triton kernel is printed from it.
+No derivative is written: autograd derives it, and on a GPU the Triton kernel is generated from it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from datasets import Dataset
 
-from grpo_kernels.losses import NamedLoss, Surrogate, register_loss, register_surrogate
+from grpo_kernels.losses import NamedLoss, Surrogate, register_loss
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
 class PenalisedRatio(Surrogate):
-    """The advantage times the ratio, less a penalty on the ratio's distance from 1."""
+    """The advantage times the ratio, less a penalty on the ratio's distance from 1.
 
-    name = "penalised_ratio"
-    source = "this example"
+    Args:
+        penalty: weight of the penalty.
+    """
 
-    def __call__(self, terms, config):
+    penalty: float = 2.5
+
+    def __call__(self, terms):
         away = (terms.ratio - 1).square()
-        return -terms.ratio * terms.advantages + 0.5 / config.epsilon * away
+        return -terms.ratio * terms.advantages + self.penalty * away
 
 
 def zeros(completions, **kwargs):
@@ -29,12 +35,9 @@ def zeros(completions, **kwargs):
 
 
 def main() -> None:
-    register_surrogate(PenalisedRatio())
     register_loss(
         "penalised",
-        NamedLoss(
-            surrogate="penalised_ratio", aggregation="window_token_mean", source="this example"
-        ),
+        NamedLoss(surrogate=PenalisedRatio, aggregation="window_token_mean", source="this example"),
     )
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"{n}="} for n in range(100, 132)]
@@ -44,6 +47,7 @@ def main() -> None:
         args=GRPOConfig(
             output_dir="out/custom_loss",
             loss_type="penalised",
+            loss_kwargs={"penalty": 2.0},
             num_iterations=2,  # so that the ratio is not always 1
             per_device_train_batch_size=64,
             num_generations=8,
