@@ -154,7 +154,7 @@ def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[
 def _agreed(found: list[list[int]], given: Tensor | None) -> Tensor:
     """The counts (2, B), after a comparison with what the caller says they are."""
     if given is None:
-        return torch.tensor(found)
+        return host.hold(found)
     for name, stated, true in zip(COUNT_FIELDS, host.known(given), found, strict=True):
         if UNKNOWN not in stated and stated != true:
             raise ValueError(

@@ -129,7 +129,7 @@ def _dlogits(
     """The gradient of the raw logits of the rows that have one, and these rows."""
     moves = surviving_rows(outer.nonzero)
     if moves is not None:
-        order = torch.tensor(moves)
+        order = torch.tensor(moves, dtype=torch.int64)  # there may be none
         chunk, stats, outer = chunk.at(order), stats.rows(order), outer.rows(order)
         tile = Tile(move_rows_(tile.logits, moves), chunk.target, chunk.head.transform)
         masked = masked.at(order) if masked is not None else None
