@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.linear_policy_loss import linear_policy_loss
+from grpo_kernels.losses import LOSSES, LossConfig
+from grpo_kernels.losses.surrogates import Cispo
 
 _EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 
@@ -29,13 +32,13 @@ class Problem:
     logprobs: dict[str, Tensor]  # old_, ref_ and rollout_logprobs, (B, L)
 
     def batch(self, **overrides: Any) -> TokenBatch:
-        """The padded batch; a keyword replaces or (None) removes a part."""
+        """Return the padded batch; a keyword replaces or (None) removes a part."""
         fields: dict[str, Any] = {"mask": self.mask, **self.logprobs, **overrides}
         advantages = fields.pop("advantages", self.advantages)
         return TokenBatch.from_padded(self.target, advantages, **fields)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
-        """The same values in another dtype, as fresh leaves."""
+        """Return the same values in another dtype, as fresh leaves."""
 
         def leaf(x: Tensor) -> Tensor:
             return x.detach().to(device, dtype).requires_grad_()
@@ -61,7 +64,7 @@ def make_problem(
     dtype: torch.dtype = torch.float64,
     values_in: torch.dtype = torch.bfloat16,
 ) -> Problem:
-    """A random problem whose head inputs are exact in ``values_in``.
+    """Make a random problem whose head inputs are exact in ``values_in``.
 
     So the same problem can be posed in every wider dtype, and fp64 gives its true answer. The
     third sequence, if there is one, is wholly masked. Old, reference and rollout log-probabilities
@@ -89,6 +92,65 @@ def make_problem(
     return problem.to("cpu", dtype)
 
 
+def make_config(loss_type: str, **settings: Any) -> LossConfig:
+    """Configure any named loss, with what it needs and a correction that each can take."""
+    needed: dict[str, Any] = dict(max_completion_length=9, rollout_correction_mode="token_truncate")
+    if LOSSES[loss_type].surrogate is Cispo:
+        needed["epsilon_high"] = 5.0
+    return LossConfig(loss_type=loss_type, **(needed | settings))
+
+
+@dataclass(frozen=True)
+class LossRun(Mapping[str, Tensor]):
+    """What a forward and a backward of a loss gave; as a mapping, all of it by name."""
+
+    loss: Tensor  # (), detached
+    gradients: dict[str, Tensor]  # of the leaves that got one: "dhidden", "dweight", ...
+    metrics: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return {"loss": self.loss, **self.gradients, **self.metrics}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("loss", *self.gradients, *self.metrics))
+
+    def __len__(self) -> int:
+        return 1 + len(self.gradients) + len(self.metrics)
+
+
+def run(
+    problem: Problem,
+    config: LossConfig,
+    batch: TokenBatch | None = None,
+    *,
+    scale: float = 1.0,
+    leaves: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> LossRun:
+    """Run ``linear_policy_loss`` forward and backward on a problem.
+
+    Args:
+        problem: the head and the hidden states.
+        config: the loss.
+        batch: None: the problem's own, in a window of two micro-batches.
+        scale: what the loss is multiplied with before the backward.
+        leaves: the tensors whose gradients are wanted, by name, if not those of the problem. Leaves
+            without ``requires_grad`` are left out; no ``.grad`` is written.
+        options: keyword arguments of ``linear_policy_loss``; ``weight`` replaces the problem's.
+    """
+    if batch is None:
+        batch = problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2)
+    weight = options.pop("weight", problem.weight)
+    out = linear_policy_loss(problem.hidden, weight, batch, config, bias=problem.bias, **options)
+    if leaves is None:
+        leaves = dict(hidden=problem.hidden, weight=problem.weight, bias=problem.bias)
+    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    found = torch.autograd.grad(out.loss * scale, list(wanted.values()), allow_unused=True)
+    pairs = zip(wanted, found, strict=True)
+    gradients = {name: gradient for name, gradient in pairs if gradient is not None}
+    return LossRun(out.loss.detach(), gradients, dict(out.metrics))
+
+
 def relative_error(value: Tensor, exact: Tensor) -> float:
     """``max |value - exact| / max |exact|``; NaN counts as infinite."""
     if exact.numel() == 0:
@@ -102,7 +164,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 def assert_as_exact_as(
     value: Tensor, eager: Tensor, exact: Tensor, floor: float, what: str
 ) -> None:
-    """Asserts that the error of ``value`` is at most twice that of ``eager``.
+    """Assert that the error of ``value`` is at most twice that of ``eager``.
 
     ``floor`` is the error under which both count as exact (rounding of the last digit).
     """
@@ -111,7 +173,7 @@ def assert_as_exact_as(
 
 
 class _Poison(TorchDispatchMode):
-    """Fills what an allocator returns with NaN (or the largest integer)."""
+    """Fill what an allocator returns with NaN (or the largest integer)."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

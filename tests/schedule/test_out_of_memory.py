@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig, SamplingMask, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.engine import recompute, with_less_memory
 from grpo_kernels.engine.retry import is_out_of_memory
+from grpo_kernels.testing import Problem, make_problem, run
 
 T, D, V = 48, 16, 300
 TILE = 16 * V * 4  # rows of fp32 logits
@@ -55,23 +56,20 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
     return Shortage(monkeypatch)
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TokenBatch]:
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(4, T // 4, D, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
-    target = torch.randint(V, (4, T // 4), generator=generator)
-    old = torch.randn(target.shape, generator=generator) - 6
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Problem, TokenBatch]:
+    """A problem whose tokens are all valid; those of one sequence have no advantage."""
+    problem = make_problem(4, T // 4, D, V, seed=3).to("cpu", dtype)
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.0])
-    return hidden, weight, TokenBatch.from_padded(target, advantages, old_logprobs=old)
+    changes = dict(advantages=advantages, mask=None, ref_logprobs=None, rollout_logprobs=None)
+    return problem, problem.batch(**changes)
 
 
 def loss_of(name: str = "dapo", dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
     """Loss, gradients and the mean entropy."""
-    hidden, weight, batch = inputs(dtype)
+    problem, batch = inputs(dtype)
     options = dict(backend="chunked", max_workspace_bytes=TILE) | options
-    out = linear_policy_loss(hidden, weight, batch, LossConfig(loss_type=name), **options)
-    gradients = torch.autograd.grad(out.loss, (hidden, weight))
-    return [out.loss.detach(), *gradients, out.metrics["entropy"]]
+    got = run(problem, LossConfig(loss_type=name), batch, **options)
+    return [got.loss, *got.gradients.values(), got["entropy"]]
 
 
 def assert_same(found: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> None:
@@ -126,11 +124,11 @@ def test_two_pass_in_forward_and_backward(shortage: Shortage, error: str, at: in
 
 
 def test_log_probabilities_with_a_sampling_mask(shortage: Shortage) -> None:
-    hidden, weight, batch = inputs()
-    target = batch.target
+    problem, batch = inputs()
+    hidden, weight, target = problem.hidden, problem.weight, batch.target
     sampling_mask = SamplingMask.from_padded(torch.stack([target, (target + 7) % V], -1))
 
-    def run() -> list[Tensor]:
+    def masked() -> list[Tensor]:
         out = linear_logprobs(
             hidden.flatten(0, 1), weight, target, outputs=("masked_logprobs", "entropy"),
             sampling_mask=sampling_mask, backend="chunked", max_workspace_bytes=TILE,
@@ -138,15 +136,16 @@ def test_log_probabilities_with_a_sampling_mask(shortage: Shortage) -> None:
         loss = out.masked_logprobs.sum() + out.entropy.sum()
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
-    want = run()
+    want = masked()
     for at in (2, 5):
         shortage.at(at)
         with pytest.warns(RuntimeWarning, match="out of memory"):
-            assert_same(run(), want, torch.float32)
+            assert_same(masked(), want, torch.float32)
 
 
 def test_a_second_backward_of_one_pass(shortage: Shortage) -> None:
-    hidden, weight, batch = inputs()
+    problem, batch = inputs()
+    hidden, weight = problem.hidden, problem.weight
     loss = linear_policy_loss(
         hidden, weight, batch, LossConfig(), backend="chunked", schedule="one_pass",
         max_workspace_bytes=TILE,
@@ -160,36 +159,36 @@ def test_a_second_backward_of_one_pass(shortage: Shortage) -> None:
 
 @pytest.mark.parametrize("schedule_name", ("one_pass", "two_pass"))
 def test_an_offered_buffer_is_never_added_to_twice(shortage: Shortage, schedule_name: str) -> None:
-    hidden, weight, batch = inputs()
+    problem, batch = inputs()
 
-    def run(scale: float | None) -> Tensor:
-        buffer = torch.zeros_like(weight)
-        linear_policy_loss(
-            hidden, weight, batch, LossConfig(), backend="chunked", schedule=schedule_name,
+    def summed(scale: float | None) -> Tensor:
+        buffer = torch.zeros_like(problem.weight)
+        run(
+            problem, LossConfig(), batch, backend="chunked", schedule=schedule_name,
             max_workspace_bytes=TILE, main_grad=buffer, gradient_scale=scale,
-        ).loss.backward()  # fmt: skip
+        )  # fmt: skip
         return buffer
 
-    want = run(None)
+    want = summed(None)
     # in two_pass the forward's three tiles come first
     shortage.at(2 if schedule_name == "one_pass" else 5)
     scale = 1.0 if schedule_name == "one_pass" else None
     with pytest.raises(torch.OutOfMemoryError, match="main_grad now holds a part"):
-        run(scale)
+        summed(scale)
     # before anything was added, there is a second try
     shortage.at(2)
     with pytest.warns(RuntimeWarning, match="out of memory"):
-        assert_same([run(None)], [want], torch.float32)
+        assert_same([summed(None)], [want], torch.float32)
 
 
 def test_a_fixed_tile_is_not_made_smaller(shortage: Shortage) -> None:
     """It decides the bits that were promised; two_pass has the same."""
     options = dict(batch_invariant=True, max_workspace_bytes=16 * V * 4)
-    hidden, weight, batch = inputs()
+    problem, batch = inputs()
 
     def logprobs() -> Tensor:
         return linear_logprobs(
-            hidden.flatten(0, 1), weight, batch.target, backend="chunked", **options
+            problem.hidden.flatten(0, 1), problem.weight, batch.target, backend="chunked", **options
         ).logprobs
 
     want = loss_of(**options)
@@ -227,7 +226,7 @@ class Plan:
 def test_a_failed_try_leaves_no_memory_behind() -> None:
     alive: list[weakref.ref] = []
 
-    def run(plan: Plan) -> int:
+    def fails_at_first(plan: Plan) -> int:
         if alive:
             gc.disable()  # without the collector's help
             assert alive[0]() is None
@@ -239,6 +238,6 @@ def test_a_failed_try_leaves_no_memory_behind() -> None:
 
     try:
         with pytest.warns(RuntimeWarning, match="third try.*size 0 avoids"):
-            assert with_less_memory(run, Plan(2)) == 13
+            assert with_less_memory(fails_at_first, Plan(2)) == 13
     finally:
         gc.enable()

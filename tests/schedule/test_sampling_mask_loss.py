@@ -12,7 +12,6 @@ from grpo_kernels import (
     SamplingMask,
     TokenBatch,
     linear_logprobs,
-    linear_policy_loss,
     policy_loss,
 )
 from grpo_kernels.testing import (
@@ -21,6 +20,7 @@ from grpo_kernels.testing import (
     make_problem,
     poisoned_allocations,
     relative_error,
+    run,
 )
 from tests.targets import targets
 
@@ -36,16 +36,6 @@ def sampling_mask_of(problem: Problem) -> SamplingMask:
     """The twelve likeliest ids of each token, as a top-k sampler keeps them."""
     logits = problem.hidden.detach().double() @ problem.weight.detach().double().t()
     return SamplingMask.from_padded(logits.topk(12).indices)
-
-
-def run(problem: Problem, config: LossConfig, batch: TokenBatch, **kwargs: object) -> dict:
-    out = linear_policy_loss(
-        problem.hidden, problem.weight, batch, config, bias=problem.bias, **kwargs
-    )
-    leaves = {"dhidden": problem.hidden, "dweight": problem.weight, "dbias": problem.bias}
-    gradients = torch.autograd.grad(out.loss, list(leaves.values()))
-    named = dict(zip(leaves, gradients, strict=True))
-    return {"loss": out.loss.detach(), **named, **out.metrics}
 
 
 def by_hand(problem: Problem, config: LossConfig, batch: TokenBatch) -> dict:

@@ -20,13 +20,14 @@ from grpo_kernels.backends import StatsGradients
 from grpo_kernels.engine import recompute
 from grpo_kernels.engine.rows import move_rows_, surviving_rows
 from grpo_kernels.losses import LOSSES
-from grpo_kernels.losses.surrogates import Cispo
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
+    make_config,
     make_problem,
     poisoned_allocations,
     relative_error,
+    run,
 )
 from tests.host_reads import counted_reads
 from tests.targets import targets
@@ -36,25 +37,6 @@ FLOOR = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 SCHEDULES = ("one_pass", "two_pass")
 # old log-probabilities lie 0.2 nats around the policy's: about half of the tokens are clipped
 CLIPPED = dict(epsilon=0.01, rollout_correction_mode="token_mask", rollout_correction_max=1.1)
-
-
-def config_for(name: str, **overrides: object) -> LossConfig:
-    fields = {"max_completion_length": 9, "rollout_correction_mode": "token_truncate"}
-    if LOSSES[name].surrogate is Cispo:
-        fields["epsilon_high"] = 5.0
-    return LossConfig(loss_type=name, **{**fields, **overrides})  # type: ignore[arg-type]
-
-
-def run(
-    problem: Problem, config: LossConfig, batch: TokenBatch | None = None, **options: object
-) -> dict[str, Tensor]:
-    batch = batch or problem.batch()
-    out = linear_policy_loss(
-        problem.hidden, problem.weight, batch, config, bias=problem.bias, **options
-    )  # type: ignore[arg-type]
-    leaves = (problem.hidden, problem.weight, problem.bias)
-    named = zip(("dhidden", "dweight", "dbias"), torch.autograd.grad(out.loss, leaves), strict=True)
-    return {"loss": out.loss.detach(), **dict(named), **out.metrics}
 
 
 def half_zero(problem: Problem) -> Tensor:
@@ -95,7 +77,7 @@ def test_a_step_reads_values_once_and_never_with_counts(
     counts = true_counts(problem) if given else {}
     options = dict(schedule=schedule, metric_rows=metrics, max_workspace_bytes=TILE)
     with counted_reads(monkeypatch) as reads:
-        step(problem, config_for(name), counts, **options)
+        step(problem, make_config(name), counts, **options)
     assert reads == ([] if given else ["cpu"])
 
 
@@ -119,12 +101,12 @@ def test_given_counts_change_nothing(name: str, schedule: str) -> None:
     fetched = problem.batch(advantages=half_zero(problem))
     told = problem.batch(advantages=half_zero(problem), **true_counts(problem))
     assert (told.lengths, told.active_lengths) == (fetched.lengths, fetched.active_lengths)
-    expected = run(problem, config_for(name), fetched, schedule=schedule)
-    got = run(problem, config_for(name), told, schedule=schedule)
+    expected = run(problem, make_config(name), fetched, schedule=schedule)
+    got = run(problem, make_config(name), told, schedule=schedule)
     for key, value in expected.items():
         assert torch.equal(got[key], value) or value.isnan().all(), key
     without = problem.batch(advantages=half_zero(problem), lengths=true_counts(problem)["lengths"])
-    assert run(problem, config_for(name), without)["frac_rows_skipped"] < got["frac_rows_skipped"]
+    assert run(problem, make_config(name), without)["frac_rows_skipped"] < got["frac_rows_skipped"]
 
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -198,7 +180,7 @@ def test_clipped_rows(
     dtype: torch.dtype, name: str, schedule: str, backend: str, device: torch.device, tile: int
 ) -> None:
     problem = make_problem(7, 6)
-    config = config_for(name, **CLIPPED)
+    config = make_config(name, **CLIPPED)
     exact = run(problem.to("cpu", torch.float64), config, backend="reference")
     eager = run(problem.to(device, dtype), config, backend="reference")
     options = dict(schedule=schedule, backend=backend, max_workspace_bytes=tile)
@@ -218,12 +200,12 @@ def test_products_see_the_rows_with_a_gradient(
 ) -> None:
     problem = make_problem(7, 6).to("cpu", torch.float32)
     seen = spied_rows(monkeypatch)
-    got = run(problem, config_for("dapo", **CLIPPED), schedule=schedule)
+    got = run(problem, make_config("dapo", **CLIPPED), schedule=schedule)
     alive = int(got["dhidden"].flatten(0, 1).any(1).sum())
     assert alive < problem.mask.sum() and set(seen) == {alive}
     seen.clear()
     monkeypatch.setattr(host, "reading_is_free", lambda x: False)
-    again = run(problem, config_for("dapo", **CLIPPED), schedule=schedule)
+    again = run(problem, make_config("dapo", **CLIPPED), schedule=schedule)
     assert set(seen) == {int(problem.mask.sum())}
     for key, value in got.items():
         assert relative_error(again[key], value) < 1e-6, key
@@ -250,7 +232,7 @@ def test_all_rows_clipped_and_one_left(schedule: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("tile", (None, TILE))
 def test_clipped_rows_of_a_sampling_mask(schedule: str, tile: int | None) -> None:
     problem = make_problem(6, 6)
-    config = config_for("dapo", **CLIPPED)
+    config = make_config("dapo", **CLIPPED)
     ids = (problem.hidden.detach() @ problem.weight.detach().t()).topk(12).indices
     batch = problem.batch(sampling_mask=SamplingMask.from_padded(ids))
     exact = run(problem.to("cpu", torch.float64), config, batch, backend="reference")
@@ -262,7 +244,7 @@ def test_clipped_rows_of_a_sampling_mask(schedule: str, tile: int | None) -> Non
 
 def test_batch_invariant_statistics_do_not_change() -> None:
     problem = make_problem(7, 6).to("cpu", torch.float32)
-    config = config_for("dapo", **CLIPPED)
+    config = make_config("dapo", **CLIPPED)
     options = dict(batch_invariant=True, backend="chunked", max_workspace_bytes=53 * 4 * 16)
     got = run(problem, config, schedule="one_pass", **options)
     expected = run(problem, config, schedule="two_pass", **options)
@@ -278,8 +260,8 @@ def test_surviving_rows_fill_the_gaps(wanted: str) -> None:
     if mask.all():
         assert order is None
         return
-    assert sorted(order.tolist()) == mask.nonzero().flatten().tolist()
-    moved = [row for place, row in enumerate(order.tolist()) if place != row]
+    assert sorted(order) == mask.nonzero().flatten().tolist()
+    moved = [row for place, row in enumerate(order) if place != row]
     assert all(row >= mask.sum() for row in moved)
     tile = torch.arange(mask.numel() * 3).reshape(-1, 3)
     expected = tile[order]
@@ -327,7 +309,7 @@ def restricted(problem: Problem, config: LossConfig, batch: TokenBatch, keep: Te
 def test_metrics_of_the_active_rows(name: str, schedule: str) -> None:
     problem = make_problem(6, 6).to("cpu", torch.float64)
     batch = problem.batch(advantages=half_zero(problem))
-    config = config_for(name)
+    config = make_config(name)
     exact = restricted(problem, config, batch, (batch.advantages != 0).nonzero().squeeze(-1))
     single = problem.to("cpu", torch.float32)
     every = run(single, config, batch, schedule=schedule)
@@ -346,7 +328,7 @@ def test_metrics_of_active_tokens_within_sequences(name: str) -> None:
     advantages = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
     advantages[advantages.abs() < 0.7] = 0
     batch = problem.batch(advantages=advantages)
-    config = config_for(name)
+    config = make_config(name)
     exact = restricted(problem, config, batch, (batch.advantages != 0).nonzero().squeeze(-1))
     single = problem.to("cpu", torch.float32)
     active = run(single, config, batch, metric_rows="active")
@@ -361,7 +343,7 @@ def test_metrics_of_active_tokens_within_sequences(name: str) -> None:
 def test_nothing_active(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     batch = problem.batch(advantages=torch.zeros(4))
-    got = run(problem, config_for("dapo"), batch, metric_rows="active", schedule=schedule)
+    got = run(problem, make_config("dapo"), batch, metric_rows="active", schedule=schedule)
     assert got["loss"] == 0 and not got["dweight"].any() and not got["dhidden"].any()
     assert got["entropy"].isnan() and got["frac_rows_skipped"] == 1
 
@@ -369,10 +351,10 @@ def test_nothing_active(schedule: str) -> None:
 def test_metrics_do_not_depend_on_grad_mode() -> None:
     problem = make_problem(5, 6).to("cpu", torch.float32)
     batch = problem.batch(advantages=half_zero(problem))
-    expected = run(problem, config_for("gspo"), batch, metric_rows="active")
+    expected = run(problem, make_config("gspo"), batch, metric_rows="active")
     with torch.no_grad():
         out = linear_policy_loss(
-            problem.hidden, problem.weight, batch, config_for("gspo"), bias=problem.bias,
+            problem.hidden, problem.weight, batch, make_config("gspo"), bias=problem.bias,
             metric_rows="active",
         )  # fmt: skip
     for key, value in out.metrics.items():
@@ -392,7 +374,7 @@ def test_explain_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(4, 6).to("cpu", torch.float32)
     batch = problem.batch(advantages=half_zero(problem))
     waiting = int(problem.mask[::2].sum())
-    arguments = (problem.hidden, problem.weight, batch, config_for("dapo"))
+    arguments = (problem.hidden, problem.weight, batch, make_config("dapo"))
     text = str(explain(*arguments))
     assert f"rows of zero advantage: {waiting} take the forward only, for the metrics" in text
     assert "rows that the loss clips or gates: left out of the GEMMs of their gradients" in text
