@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +22,6 @@ from grpo_kernels import (
     linear_policy_loss,
 )
 from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate, Terms
-from grpo_kernels.losses.surrogates import Cispo
 from grpo_kernels.schedule import plan as plans
 from grpo_kernels.schedule.loss_stage import (
     GeneratedStage,
@@ -31,9 +33,11 @@ from grpo_kernels.schedule.plan import sequence_chunks
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
+    make_config,
     make_problem,
     poisoned_allocations,
     relative_error,
+    run,
 )
 from tests.targets import targets
 
@@ -41,37 +45,7 @@ TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 
 
-def config_for(name: str, **overrides: object) -> LossConfig:
-    fields: dict[str, object] = dict(
-        loss_type=name,
-        max_completion_length=9,
-        temperature=0.8,
-        rollout_correction_mode="token_truncate",
-    )
-    if LOSSES[name].surrogate is Cispo:
-        fields["epsilon_high"] = 5.0
-    return LossConfig(**{**fields, **overrides})  # type: ignore[arg-type]
-
-
-def run(
-    problem: Problem, config: LossConfig, batch: TokenBatch | None = None, **kwargs: object
-) -> dict[str, Tensor]:
-    """Loss, gradients and metrics."""
-    batch = batch or problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2)
-    for leaf in (problem.hidden, problem.weight, problem.bias):
-        leaf.grad = None
-    out = linear_policy_loss(
-        problem.hidden, problem.weight, batch, config, bias=problem.bias, **kwargs
-    )  # type: ignore[arg-type]
-    out.loss.backward()
-    assert problem.hidden.grad is not None
-    return {
-        "loss": out.loss.detach(),
-        "dhidden": problem.hidden.grad,
-        "dweight": problem.weight.grad,
-        "dbias": problem.bias.grad,
-        **{name: value for name, value in out.metrics.items() if name != "frac_rows_skipped"},
-    }
+config_for = functools.partial(make_config, temperature=0.8)
 
 
 def assert_matches_eager(
@@ -149,7 +123,7 @@ def test_packed_equals_padded(name: str) -> None:
         **{key: value.reshape(-1) for key, value in problem.logprobs.items()},
     )
     flat = Problem(**{**vars(problem), "hidden": problem.hidden.detach().flatten(0, 1)})
-    got = run(flat.to("cpu", torch.float32), config, packed)
+    got = dict(run(flat.to("cpu", torch.float32), config, packed))
     got["dhidden"] = got["dhidden"].reshape(padded["dhidden"].shape)
     for key in padded:
         torch.testing.assert_close(got[key], padded[key], equal_nan=True)
@@ -174,16 +148,13 @@ def test_zero_advantage_rows_are_skipped_and_still_measured(name: str, schedule:
     advantages[[0, 3]] = 0
     batch = problem.batch(advantages=advantages)
     config = config_for(name)
-    out = linear_policy_loss(
-        problem.hidden, problem.weight, batch, config, bias=problem.bias, schedule=schedule
-    )
-    kept = int(problem.mask[[1, 4]].sum())
-    assert out.metrics["frac_rows_skipped"].item() == pytest.approx(1 - kept / 30)
     exact = run(problem.to("cpu", torch.float64), config, batch, backend="reference")
     got = run(problem, config, batch, schedule=schedule)
+    active = int(problem.mask[[1, 4]].sum())
+    assert got["frac_rows_skipped"].item() == pytest.approx(1 - active / 30)
     for key in exact:
         assert relative_error(got[key], exact[key]) < 1e-5, key
-    assert torch.equal(problem.hidden.grad[[0, 3]], torch.zeros(2, 6, 16))
+    assert torch.equal(got["dhidden"][[0, 3]], torch.zeros(2, 6, 16))
 
 
 def test_all_advantages_zero_does_no_backward_product() -> None:
@@ -230,8 +201,7 @@ def test_entropy_coefficient_that_comes_with_the_batch(schedule: str) -> None:
 def test_scaled_and_repeated_backward(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     config = config_for("dapo")
-    expected = run(problem, config, schedule=schedule)["dweight"].clone()
-    problem.weight.grad = problem.hidden.grad = None
+    expected = run(problem, config, schedule=schedule)["dweight"]
     out = linear_policy_loss(
         problem.hidden, problem.weight, problem.batch(
             num_items_in_batch=17.0, gradient_accumulation_steps=2), config,
@@ -252,17 +222,12 @@ def test_fp16_gradients_survive_a_tiny_loss() -> None:
     tiny = problem.batch(num_items_in_batch=1e6)
     scale = 2.0**20
 
-    def gradients(dtype: torch.dtype, **kwargs: object) -> tuple[Tensor, Tensor]:
-        posed = problem.to("cpu", dtype)
-        out = linear_policy_loss(posed.hidden, posed.weight, tiny, config, **kwargs)
-        (out.loss * scale).backward()
-        return posed.hidden.grad, posed.weight.grad
-
-    exact = gradients(torch.float64, backend="reference")
+    exact = run(problem, config, tiny, scale=scale, backend="reference").gradients
     for schedule in ("one_pass", "two_pass"):
-        got = gradients(torch.float16, schedule=schedule)
-        for value, expected in zip(got, exact, strict=True):
-            assert relative_error(value, expected) < 2e-3
+        half = problem.to("cpu", torch.float16)
+        got = run(half, config, tiny, scale=scale, schedule=schedule).gradients
+        for name, expected in exact.items():
+            assert relative_error(got[name], expected) < 2e-3, name
 
 
 @pytest.mark.parametrize("tile", (None, TILE))
@@ -288,18 +253,15 @@ def test_fp16_gradients_survive_a_huge_ratio(tile: int | None, head: str) -> Non
 
     def gradients(dtype: torch.dtype, **kwargs: object) -> list[Tensor]:
         posed = problem.to("cpu", dtype)
-        leaves = [posed.hidden, posed.weight]
+        leaves = {"hidden": posed.hidden, "weight": posed.weight}
         if head == "lora":
-            a, b = (factor.to(dtype).requires_grad_() for factor in factors)
-            leaves += [a, b]
-            kwargs["lora"] = HeadLoRA(a=a, b=b, scaling=0.5)
-        buffer = torch.zeros(posed.weight.shape) if head == "main_grad" else None
-        if dtype == torch.float16:
+            leaves["a"], leaves["b"] = (factor.to(dtype).requires_grad_() for factor in factors)
+            kwargs["lora"] = HeadLoRA(a=leaves["a"], b=leaves["b"], scaling=0.5)
+        buffer = torch.zeros(posed.weight.shape)
+        if head == "main_grad" and dtype == torch.float16:
             kwargs["main_grad"] = buffer
-        out = linear_policy_loss(posed.hidden, posed.weight, batch, config_for("dapo"), **kwargs)
-        out.loss.backward()
-        found = [leaf.grad if leaf.grad is not None else buffer for leaf in leaves]
-        return [value for value in found if value is not None]
+        found = run(posed, config_for("dapo"), batch, leaves=leaves, **kwargs).gradients
+        return [found.get(f"d{name}", buffer) for name in leaves]
 
     exact = gradients(torch.float64, backend="reference")
     assert max(value.abs().max() for value in exact) > 100
@@ -332,17 +294,11 @@ def test_a_batch_changed_before_a_recompute_is_refused(schedule: str, changed: s
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
 def test_frozen_head_gets_no_gradient_work(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    expected = run(problem, config_for("grpo"))["dhidden"].clone()
-    problem.hidden.grad = None
-    frozen = problem.weight.detach()
-    out = linear_policy_loss(
-        problem.hidden, frozen,
-        problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2),
-        config_for("grpo"), bias=problem.bias.detach(), schedule=schedule,
-    )  # fmt: skip
-    out.loss.backward()
-    assert frozen.grad is None
-    torch.testing.assert_close(problem.hidden.grad, expected)
+    expected = run(problem, config_for("grpo"))["dhidden"]
+    frozen = replace(problem, weight=problem.weight.detach(), bias=problem.bias.detach())
+    got = run(frozen, config_for("grpo"), schedule=schedule)
+    assert list(got.gradients) == ["dhidden"]
+    torch.testing.assert_close(got["dhidden"], expected)
 
 
 def test_no_grad_gives_the_same_loss() -> None:
@@ -376,7 +332,6 @@ def test_tied_weights_add_up() -> None:
 def test_inside_activation_checkpointing(use_reentrant: bool) -> None:
     problem = make_problem().to("cpu", torch.float32)
     expected = run(problem, config_for("dapo"), problem.batch())
-    problem.hidden.grad = problem.weight.grad = None
 
     def loss_of(hidden: Tensor) -> Tensor:
         return linear_policy_loss(

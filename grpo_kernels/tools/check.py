@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels import testing
 from grpo_kernels.backends import BACKENDS
 from grpo_kernels.linear_logprobs import linear_logprobs
-from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
 from grpo_kernels.tools.machine import device_types
@@ -144,17 +144,9 @@ def _logprobs(problem: Problem, backend: str, tile: int | None) -> Results:
 
 def _loss(config: LossConfig, schedule: str) -> Run:
     def run(problem: Problem, backend: str, tile: int | None) -> Results:
-        loss, _ = linear_policy_loss(
-            problem.hidden,
-            problem.weight,
-            problem.batch(num_items_in_batch=17.0),
-            config,
-            bias=problem.bias,
-            backend=backend,
-            schedule=schedule,
-            max_workspace_bytes=tile,
-        )
-        return {"loss": loss, **_gradients(loss, problem)}
+        options = dict(backend=backend, schedule=schedule, max_workspace_bytes=tile)
+        got = testing.run(problem, config, **options)
+        return {"loss": got.loss, **got.gradients}
 
     return run
 

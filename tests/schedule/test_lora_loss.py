@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo_kernels import (
     FusedLinearGRPOLoss,
@@ -19,9 +18,10 @@ from grpo_kernels import (
     explain,
     linear_logprobs,
     linear_policy_loss,
+    testing,
 )
 from grpo_kernels.engine import recompute
-from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations
+from grpo_kernels.testing import LossRun, assert_as_exact_as, poisoned_allocations
 from tests.engine.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
 from tests.targets import targets
 
@@ -42,26 +42,20 @@ def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "_ALIGNMENT", 16)
 
 
-def loss_of(
-    posed: LoRAProblem, config: LossConfig, merged: bool = False, **kwargs: object
-) -> PolicyLossOutput:
+def loss_of(posed: LoRAProblem, config: LossConfig, **kwargs: object) -> PolicyLossOutput:
     problem = posed.problem
-    batch = problem.batch(**kwargs.pop("batch", {}))  # type: ignore[arg-type]
     return linear_policy_loss(
-        problem.hidden, posed.merged if merged else problem.weight, batch, config,
-        bias=problem.bias, lora=None if merged else posed.lora, **kwargs,
+        problem.hidden, problem.weight, problem.batch(), config,
+        bias=problem.bias, lora=posed.lora, **kwargs,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def run(
-    posed: LoRAProblem, config: LossConfig, merged: bool = False, **kwargs: object
-) -> dict[str, Tensor]:
-    """Loss, gradients and metrics."""
-    out = loss_of(posed, config, merged, **kwargs)
-    wanted = {name: x for name, x in zip(NAMES, posed.leaves, strict=True) if x.requires_grad}
-    gradients = torch.autograd.grad(out.loss, list(wanted.values()))
-    metrics = {name: x for name, x in out.metrics.items() if name != "frac_rows_skipped"}
-    return {"loss": out.loss.detach(), **dict(zip(wanted, gradients, strict=True)), **metrics}
+def run(posed: LoRAProblem, config: LossConfig, merged: bool = False, **kwargs: object) -> LossRun:
+    """Loss, metrics, and the gradients of head and adapter."""
+    head = {"weight": posed.merged} if merged else {"lora": posed.lora}
+    leaves = {name.removeprefix("d"): leaf for name, leaf in zip(NAMES, posed.leaves, strict=True)}
+    batch = posed.problem.batch(**kwargs.pop("batch", {}))  # type: ignore[arg-type]
+    return testing.run(posed.problem, config, batch, leaves=leaves, **head, **kwargs)
 
 
 def assert_matches_fp64(
@@ -208,7 +202,7 @@ def test_on_policy_ratio_is_exactly_one_in_the_invariant_mode(dtype: torch.dtype
             batch_invariant=True,
         ).logprobs  # fmt: skip
     options = dict(batch_invariant=True, batch={"old_logprobs": old})
-    metrics = loss_of(posed, LossConfig(loss_type="dapo"), **options).metrics
+    metrics = run(posed, LossConfig(loss_type="dapo"), **options).metrics
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1
 
 

@@ -12,7 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 import grpo_kernels.batch.host as host
 from grpo_kernels import FusedLinearGRPOLoss, LossConfig, linear_policy_loss
-from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
+from grpo_kernels.testing import (
+    Problem,
+    make_problem,
+    poisoned_allocations,
+    relative_error,
+    run,
+)
 from tests.targets import targets
 
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
@@ -24,15 +30,9 @@ CONFIG = LossConfig(
 
 
 def loss_of(problem: Problem, config: LossConfig = CONFIG, **options: object) -> Tensor:
-    batch = problem.batch(num_items_in_batch=17.0)
+    batch = problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2)
     arguments = (problem.hidden, problem.weight, batch, config)
     return linear_policy_loss(*arguments, bias=problem.bias, **options).loss  # type: ignore[arg-type]
-
-
-def gradients(problem: Problem, scale: float, **options: object) -> dict[str, Tensor | None]:
-    (loss_of(problem, **options) * scale).backward()
-    leaves = {"hidden": problem.hidden, "weight": problem.weight, "bias": problem.bias}
-    return {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def buffer_for(problem: Problem) -> Tensor:
@@ -51,18 +51,18 @@ def test_equals_autograd(
     if dtype == torch.float64 and backend != "chunked":
         pytest.skip("no fp64 there")
     scale = 512.0
-    exact = gradients(make_problem(), scale, backend="reference")
+    exact = run(make_problem(), CONFIG, scale=scale, backend="reference")
     problem = make_problem().to(device, dtype)
     options = dict(schedule=schedule, backend=backend, max_workspace_bytes=tile)
-    plain = gradients(make_problem().to(device, dtype), scale, **options)
+    plain = run(make_problem().to(device, dtype), CONFIG, scale=scale, **options)
     buffer = buffer_for(problem)
     options["gradient_scale"] = scale if told else None
     with poisoned_allocations():
-        got = gradients(problem, scale, main_grad=buffer, **options)
-    assert got["weight"] is None
-    for name in ("hidden", "bias"):
+        got = run(problem, CONFIG, scale=scale, main_grad=buffer, **options)
+    assert "dweight" not in got
+    for name in ("dhidden", "dbias"):
         assert torch.equal(got[name], plain[name]), name
-    assert relative_error(buffer - 0.25, exact["weight"]) < ROUNDING[dtype]
+    assert relative_error(buffer - 0.25, exact["dweight"]) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -84,7 +84,7 @@ def test_accumulates_over_micro_batches_into_grad(schedule: str, told: bool) -> 
 @pytest.mark.parametrize("told", (False, True))
 def test_every_backward_adds(schedule: str, told: bool) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    once = gradients(make_problem().to("cpu", torch.float32), 1.0)["weight"]
+    once = run(make_problem().to("cpu", torch.float32), CONFIG)["dweight"]
     buffer = torch.zeros_like(problem.weight)
     scale = 1.0 if told else None
     loss = loss_of(problem, schedule=schedule, main_grad=buffer, gradient_scale=scale)
@@ -111,7 +111,7 @@ def test_without_grad_nothing_is_written(schedule: str) -> None:
 @pytest.mark.parametrize("told", (False, True))
 def test_weight_alone_needs_a_gradient(schedule: str, told: bool) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    expected = gradients(make_problem().to("cpu", torch.float32), 1.0)["weight"]
+    expected = run(make_problem().to("cpu", torch.float32), CONFIG)["dweight"]
     for leaf in (problem.hidden, problem.bias):
         leaf.requires_grad_(False)
     buffer = torch.zeros_like(problem.weight)
