@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import grpo_kernels
+import grpo_kernels.backends.triton as room
 from tests.backends.gate_cases import Case, cases
 
 TARGETS = {
@@ -45,11 +45,10 @@ SHARED_LIMITS = {
 def kernels() -> dict[str, JITFunction]:
     """Every ``triton.jit`` function of the package whose name ends in ``_kernel``."""
     found = {}
-    for info in pkgutil.walk_packages(grpo_kernels.__path__, "grpo_kernels."):
-        if "triton" in info.name.rsplit(".", 1)[-1]:
-            for name, value in vars(importlib.import_module(info.name)).items():
-                if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                    found[name] = value
+    for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                found[name] = value
     return found
 
 

@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.backends.triton import dlogits as triton_dlogits
-from grpo_kernels.backends.triton import linear_launch as triton_linear_stats
-from grpo_kernels.backends.triton import linear_stats as triton_linear_kernel
-from grpo_kernels.backends.triton import merge as triton_merge
-from grpo_kernels.backends.triton import row_loss as triton_row_loss
-from grpo_kernels.backends.triton import row_stats as triton_row_stats
-from grpo_kernels.backends.triton import segment_sum as triton_reduce
-from grpo_kernels.backends.triton.codegen import PointwiseKernel
-from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig, bits
 from grpo_kernels.backends.configs.linear import (
     UNALIGNED_CONFIG,
     LinearConfig,
     default_config,
 )
+from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig, bits
 from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS, ROW_CONFIGS
+from grpo_kernels.backends.triton import dlogits, linear_launch, merge, row_loss, row_stats
+from grpo_kernels.backends.triton.codegen import PointwiseKernel
+from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
+from grpo_kernels.backends.triton.segment_sum import (
+    _BLOCK,
+    _OPTIONS,
+    _segment_sum_kernel,
+    _weighted_partials_kernel,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -92,7 +93,7 @@ def _stats_cases(target: str) -> Iterator[Case]:
             thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG
             for flags in _variants(*names, thorough=thorough):
                 results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
-                case = _row_case(triton_row_stats._row_stats_kernel, config, results, flags)
+                case = _row_case(row_stats._row_stats_kernel, config, results, flags)
                 case.constants["LANES"] = config.lanes(dtype)
                 yield case
             yield dataclasses.replace(case, aligned=False)
@@ -113,15 +114,15 @@ def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) 
     names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
     for flags in _variants(*names, thorough=thorough):
         entropy = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"} if flags["HAS_DENTROPY"] else {}
-        case = _row_case(triton_dlogits._dlogits_kernel, config, {**types, **entropy}, flags)
+        case = _row_case(dlogits._dlogits_kernel, config, {**types, **entropy}, flags)
         yield case
     yield dataclasses.replace(case, aligned=False)
 
 
 def _row_loss_cases(target: str) -> Iterator[Case]:
     """Statistics, a loss with all of its inputs, and the gradient."""
-    values = {f"value{index}_ptr": "*fp32" for index in range(triton_row_loss.MAX_VALUES)}
-    kernel = triton_row_loss._row_loss_kernel
+    values = {f"value{index}_ptr": "*fp32" for index in range(row_loss.MAX_VALUES)}
+    kernel = row_loss._row_loss_kernel
     for dtype, out in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")):
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **_BASICS, **values)
         types |= {"each_ptr": "*fp32", "stride_out_row": "i64"}
@@ -148,7 +149,7 @@ def _loss(has_dentropy: bool) -> Any:
         (dlogp,) = torch.autograd.grad(loss.sum(), logp)
         return (loss, dlogp, *([other * entropy] if has_dentropy else []))
 
-    return PointwiseKernel.trace(fn, 2 + triton_row_loss.MAX_VALUES).device_function
+    return PointwiseKernel.trace(fn, 2 + row_loss.MAX_VALUES).device_function
 
 
 _SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
@@ -179,7 +180,7 @@ def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Ca
     optional = {"bias_ptr": f"*{dtype}", "temperature_ptr": "*fp32"} if some else {}
     optional |= _EXTRA_SUMS if flags["EXTRAS"] else {}
     logits = DTYPES[dtype] if flags["ROUND"] else torch.float32
-    launched = triton_linear_stats.constants(config, config.block_d + 8 * some, logits)
+    launched = linear_launch.constants(config, config.block_d + 8 * some, logits)
     constants = {k: v for k, v in launched.items() if k not in config.options} | {
         "HAS_SOFTCAP": flags["HAS_SOFTCAP"],
         "HAS_BIAS": some,
@@ -189,8 +190,8 @@ def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Ca
     }
     types = {**_SUMS, **_COUNTS, **optional, "target_ptr": "*i64"}
     types |= _linear_types(dtype, config)
-    kernel = triton_linear_kernel.linear_stats_kernel
-    return Case(kernel, types, _absent(kernel, types, constants), config.options)
+    absent = _absent(linear_stats_kernel, types, constants)
+    return Case(linear_stats_kernel, types, absent, config.options)
 
 
 def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
@@ -206,13 +207,13 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 
 def _merge_cases() -> Iterator[Case]:
-    kernel = triton_merge._merge_stretches_kernel
+    kernel = merge._merge_stretches_kernel
     for some in (False, True):
         types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
         if some:
             types |= {**_EXTRA_SUMS, **_EXTRAS, "temperature_ptr": "*fp32"}
-        flags = {"BLOCK": triton_merge._BLOCK, "EXTRAS": some, "ROW_TEMPERATURE": some}
-        yield Case(kernel, types, _absent(kernel, types, flags), triton_merge._OPTIONS)
+        flags = {"BLOCK": merge._BLOCK, "EXTRAS": some, "ROW_TEMPERATURE": some}
+        yield Case(kernel, types, _absent(kernel, types, flags), merge._OPTIONS)
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
@@ -222,14 +223,13 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 
 
 def _reduce_cases() -> Iterator[Case]:
-    constants = {"BLOCK": triton_reduce._BLOCK}
-    options = triton_reduce._OPTIONS
+    constants, options = {"BLOCK": _BLOCK}, _OPTIONS
     partial = {"values_ptr": "*fp32", "weights_ptr": "*fp32", "partials_ptr": "*fp64"}
     types = {**partial, "length": "i32"}
-    yield Case(triton_reduce._weighted_partials_kernel, types, constants, options)
+    yield Case(_weighted_partials_kernel, types, constants, options)
     for dtype in ("fp32", "fp64"):
         types = {"values_ptr": f"*{dtype}", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
-        yield Case(triton_reduce._segment_sum_kernel, types, constants, options)
+        yield Case(_segment_sum_kernel, types, constants, options)
 
 
 def _pointwise_case() -> Case:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.cpu import rows as cpu
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head, Transform
 
 ISAS = [] if cpu.unavailable() else cpu.isas()
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

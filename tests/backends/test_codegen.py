@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from grpo_kernels.backends.triton.codegen import PointwiseKernel, UntraceableError
-from grpo_kernels.losses import LOSSES, LossConfig
-from grpo_kernels.losses.stage import TokenInputs, run_stage
-from grpo_kernels.losses.terms import Segments
+from grpo_kernels.batch import Segments
+from grpo_kernels.losses import LOSSES, LossConfig, TokenInputs, run_stage
+from grpo_kernels.losses.surrogates import Clip
 
 ULP = torch.finfo(torch.float32).eps / 2
 TINY = torch.finfo(torch.float32).tiny
@@ -171,23 +171,29 @@ def _configs() -> dict[str, LossConfig]:
     extras = {"beta": 0.04, "entropy_coef": 0.01}
     correction = {"rollout_correction_mode": "token_mask", "rollout_correction_min": 0.5}
     configs = {}
-    for name in LOSSES:
-        common = {"loss_type": name, "max_completion_length": 9, "epsilon_high": 1.2}
+    for name, loss in LOSSES.items():
+        common = {"loss_type": name, "max_completion_length": 9}
+        if "epsilon_high" in loss.settings:
+            common["epsilon_high"] = 1.2
         configs[name] = LossConfig(**common)
+        bounds = {"delta": 1.5, "dual_clip": 3.0} if loss.surrogate is Clip else {}
         for estimator in ("k1", "k2", "k3", "abs"):
-            key = f"{name}-{estimator}"
-            bounds = {"delta": 1.5, "dual_clip": 3.0} if LOSSES[name].surrogate == "clip" else {}
             options = {**common, **extras, **bounds, **correction}
-            configs[key] = LossConfig(**options, kl_estimator=estimator)
+            configs[f"{name}-{estimator}"] = LossConfig(**options, kl_estimator=estimator)
     return {k: c for k, c in configs.items() if "token" in (c.scope(True), c.scope(False))}
 
 
-def _no_reduction(values: Tensor) -> Tensor:
-    raise AssertionError("a token-scope loss reduced over a sequence")
+class _NoSegments(Segments):
+    def __init__(self) -> None: ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise AssertionError("a token-scope loss reduced over a sequence")
+
+    mean = expand = sum
 
 
 def _stage(config: LossConfig) -> Callable[..., tuple[Tensor, ...]]:
-    segments = Segments(_no_reduction, _no_reduction, _no_reduction)
+    segments = _NoSegments()
 
     def stage(lp, entropy, advantage, weight, entropy_weight, old, ref, *rollout):
         x = TokenInputs(

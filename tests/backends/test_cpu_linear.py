@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.cpu.linear import NativeLinear
 from grpo_kernels.backends.registry import BACKENDS
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head, Transform
 from tests.backends.linear_problems import (
     BF16,
     DTYPES,

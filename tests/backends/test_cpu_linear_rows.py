@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends import Backend, RowStats, StatsGradients, Wanted
 from grpo_kernels.backends.cpu.linear import NativeHeadRows, NativeLinear
-from grpo_kernels.engine.sweep import Execution, Needs, StatsGradients, forward_backward
+from grpo_kernels.engine import Needs, Route, Rows, RunOptions, sweep
+from grpo_kernels.head import Transform
 from tests.backends.linear_problems import (
     BF16,
     DTYPES,
@@ -91,15 +92,12 @@ def test_same_bits_for_any_threads_and_batch(linear, dtype, precision):
         torch.set_num_threads(threads)
         return linear(hidden[rows], head.rows(rows), target[rows], precision, extras=True)
 
-    def part(rows: slice | Tensor) -> RowStats:
-        return RowStats(*(x[rows] if x is not None else None for x in whole))
-
     whole = run(slice(None), 1)
     for threads in (1, 2, 3):
         assert same(whole, run(slice(None), threads))
     order = torch.randperm(600)
     for rows in (order, order[:50], slice(599, 600), slice(3, 4), slice(100, 117), slice(1, 550)):
-        assert same(part(rows), run(rows, 2))
+        assert same(whole.rows(rows), run(rows, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,19 +113,42 @@ def test_logits_along_with_their_statistics(linear, dtype):
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("fixed_rows", [None, 16])
-def test_training_has_the_statistics_of_the_forward(linear, dtype, fixed_rows):
-    hidden, head, target = problem(21, 70, 1300, dtype)
-    rows = NativeHeadRows(linear._isa_rank)
-    chunks = [slice(0, 16), slice(16, 21)]
-    execution = Execution(rows, chunks, "fp32", extras=True, fixed_rows=fixed_rows)
+class _OneIsa(Backend):
+    """The native kernels in one instruction set."""
 
-    def middle(chunk: slice, stats: RowStats) -> StatsGradients:
+    has_tiles = True
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def kernels(self) -> NativeHeadRows:
+        return NativeHeadRows(self._rank)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_training_has_the_statistics_of_the_forward(linear, dtype, batch_invariant):
+    hidden, head, target = problem(21, 70, 1300, dtype)
+    route = Route(
+        backend=_OneIsa(linear._isa_rank),
+        options=RunOptions(batch_invariant=batch_invariant),
+        logits=torch.float32,
+        columns=1300,
+        tile_rows=16,
+        linear_stats=None,
+    )
+
+    def stage(part: slice, stats: RowStats) -> StatsGradients:
         return StatsGradients(dlogp=torch.ones_like(stats.logp))
 
-    stats, gradients = forward_backward(
-        hidden, head, target, execution, middle, Needs(True, True, True)
+    stats, gradients = sweep(
+        Rows(hidden=hidden, head=head, target=target),
+        route,
+        [slice(0, 16), slice(16, 21)],
+        Wanted(extras=True),
+        stage,
+        Needs(hidden=True, weight=True, bias=True),
     )
     assert same(stats, linear(hidden, head, target, "fp32", extras=True))
     inputs = [x.double().requires_grad_() for x in (hidden, head.weight, head.bias)]
@@ -140,10 +161,8 @@ def test_training_has_the_statistics_of_the_forward(linear, dtype, fixed_rows):
 
 _GUARDED = """
 import ctypes, mmap, sys, torch
-from grpo_kernels.logprob.cpu_linear import NativeLinear
-from grpo_kernels.logprob.head import Head
-from grpo_kernels.logprob.lora import HeadLoRA
-from grpo_kernels.logprob.rows import Transform
+from grpo_kernels.backends.cpu.linear import NativeLinear
+from grpo_kernels.head import Head, HeadLoRA, Transform
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -180,9 +199,8 @@ def test_touches_nothing_beyond_its_arguments(rank):
 
 _CRAMPED = """
 import mmap, resource, torch
-from grpo_kernels.logprob.cpu_linear import NATIVE_LINEAR
-from grpo_kernels.logprob.head import Head
-from grpo_kernels.logprob.rows import Transform
+from grpo_kernels.backends.cpu.linear import NATIVE_LINEAR
+from grpo_kernels.head import Head, Transform
 
 hidden, head = torch.randn(64, 64), Head(torch.randn(5000, 64), None, Transform())
 target = torch.arange(64)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends
-from grpo_kernels.backends.base import Transform
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head, Transform
 
 CSRC = Path(__file__).parents[2] / "csrc"
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Transform
+from grpo_kernels.backends import RowStats, StatsGradients, Tile
 from grpo_kernels.backends.cpu import rows as cpu
+from grpo_kernels.head import Transform
 
 ISAS = [] if cpu.unavailable() else cpu.isas()
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -94,9 +95,10 @@ def check(
     grads = torch.randn(2, logits.shape[0]).unbind()
     exact_stats, exact_dlogits = eager(logits, target, transform, grads, torch.float64)
     eager_stats, eager_dlogits = eager(logits, target, transform, grads, torch.float32)
-    tile, storage = poisoned(logits, padding)
-    stats = rows.stats(tile, target, transform, extras=True)
-    assert torch.equal(tile, logits)
+    view, storage = poisoned(logits, padding)
+    tile = Tile(view, target, transform)
+    stats = rows.stats(tile, extras=True)
+    assert torch.equal(view, logits)
     assert stats.lse.dtype == torch.float64
     public = stats._replace(lse=stats.lse.float())
     for name in ("logp", "entropy", "lse", "sum_sq_probs", "max_logit", "min_logit"):
@@ -104,7 +106,7 @@ def check(
         assert_within_twice_eager(*results, name)
     assert (stats.entropy >= 0).all()
     assert torch.equal(stats.is_top1, logits.float().argmax(-1) == target)
-    dlogits = rows.dlogits_(tile, target, transform, stats, *grads, out_dtype)
+    dlogits = rows.dlogits_(tile, stats, StatsGradients(*grads), out_dtype)
     assert dlogits.dtype == out_dtype and dlogits.shape == logits.shape
     assert dlogits.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()
     assert_within_twice_eager(dlogits, eager_dlogits.to(out_dtype), exact_dlogits, "dlogits")
@@ -161,7 +163,7 @@ def test_probability_near_one(rows, lead):
     logits[torch.arange(4), target] = logits.amax(-1) + lead
     check(rows, logits, target, Transform(), FP32)
     exact = logits.double().log_softmax(-1)[torch.arange(4), target]
-    logp = rows.stats(logits, target, Transform(), extras=False).logp
+    logp = rows.stats(Tile(logits, target, Transform()), extras=False).logp
     torch.testing.assert_close(logp.double(), exact, rtol=1e-6, atol=1e-15)
 
 
@@ -182,12 +184,12 @@ def test_top1_is_the_first_of_equal_maxima(rows):
     logits[:, [2100, 4100]] = 1.0
     target = torch.tensor([2100, 4100, 0])
     for transform in (Transform(), Transform(softcap=3.0)):
-        is_top1 = rows.stats(logits, target, transform, extras=True).is_top1
+        is_top1 = rows.stats(Tile(logits, target, transform), extras=True).is_top1
         assert is_top1.tolist() == [True, False, False]
 
 
 def test_extras_only_when_asked(rows):
-    stats = rows.stats(*tile(2, 9, FP32), Transform(), extras=False)
+    stats = rows.stats(Tile(*tile(2, 9, FP32), Transform()), extras=False)
     assert stats.is_top1 is None and stats.sum_sq_probs is None
     assert stats.max_logit is None and stats.min_logit is None
 
@@ -195,13 +197,16 @@ def test_extras_only_when_asked(rows):
 @pytest.mark.parametrize("out_dtype", [FP32, BF16, FP16])
 def test_rows_without_gradient_are_exactly_zero(rows, out_dtype):
     logits, target = tile(4, 1003, FP32)
-    stats = rows.stats(logits, target, Transform(), extras=False)
+    stats = rows.stats(Tile(logits, target, Transform()), extras=False)
     dlogp, dentropy = torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, -1.0, 0.0])
-    args = (target, Transform(), stats, dlogp)
-    dlogits = rows.dlogits_(logits.clone(), *args, dentropy, out_dtype)
-    assert (dlogits != 0).any(-1).tolist() == [False, True, True, False]
-    dlogits = rows.dlogits_(logits.clone(), *args, None, out_dtype)
-    assert (dlogits != 0).any(-1).tolist() == [False, True, False, False]
+    for outer, has_gradient in (
+        (StatsGradients(dlogp, dentropy), [False, True, True, False]),
+        (StatsGradients(dlogp), [False, True, False, False]),
+        (StatsGradients(None, dentropy), [False, False, True, False]),
+    ):
+        whole = Tile(logits.clone(), target, Transform())
+        dlogits = rows.dlogits_(whole, stats, outer, out_dtype)
+        assert (dlogits != 0).any(-1).tolist() == has_gradient
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
@@ -214,8 +219,9 @@ def test_nan_and_inf(rows, dtypes):
     logits[3, 0] = -math.inf
     logits[3, 1500:] = -math.inf
     one = torch.ones(5)
-    stats = rows.stats(logits, target, Transform(), extras=True)
-    dlogits = rows.dlogits_(logits.clone(), target, Transform(), stats, one, one, dtypes[1])
+    stats = rows.stats(Tile(logits, target, Transform()), extras=True)
+    copy = Tile(logits.clone(), target, Transform())
+    dlogits = rows.dlogits_(copy, stats, StatsGradients(one, one), dtypes[1])
     for row in (0, 1):
         assert stats.logp[row].isnan() and stats.entropy[row].isnan()
         assert dlogits[row].isnan().all()
@@ -235,8 +241,9 @@ def test_offsets_beyond_int32(rows):
     one = torch.ones(2)
     results = []
     for logits in (near, far):
-        stats = rows.stats(logits, target, Transform(), extras=False)
-        dlogits = rows.dlogits_(logits, target, Transform(), stats, one, None, BF16)
+        apart = Tile(logits, target, Transform())
+        stats = rows.stats(apart, extras=False)
+        dlogits = rows.dlogits_(apart, stats, StatsGradients(one), BF16)
         results.append((stats.logp, stats.entropy, dlogits))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -248,9 +255,9 @@ def test_same_bits_for_any_threads_and_batch(rows, dtypes):
 
     def run(part: slice, threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
-        x, y, transform = logits[part].clone(), target[part], Transform(temperature=0.8)
-        stats = rows.stats(x, y, transform, extras=True)
-        dlogits = rows.dlogits_(x, y, transform, stats, *grads[:, part].unbind(), dtypes[1])
+        some = Tile(logits[part].clone(), target[part], Transform(temperature=0.8))
+        stats = rows.stats(some, extras=True)
+        dlogits = rows.dlogits_(some, stats, StatsGradients(*grads[:, part]), dtypes[1])
         return [*(x for x in stats if x is not None), dlogits]
 
     whole = run(slice(None), 1)
@@ -265,12 +272,14 @@ def test_same_bits_for_any_threads_and_batch(rows, dtypes):
 @pytest.mark.parametrize("outside", [-1, -(2**40), 1003, 2**40])
 def test_target_outside_the_tile_takes_no_gradient(rows, outside, dtypes):
     logits, target = tile(4, 1003, dtypes[0])
-    one = torch.ones(4)
-    stats = rows.stats(logits, target, Transform(), extras=False)
-    args = (Transform(), stats, one, one, dtypes[1])
-    whole = rows.dlogits_(logits.clone(), target, *args)
-    away = torch.where(torch.arange(4) < 2, outside, target)
-    dlogits = rows.dlogits_(logits.clone(), away, *args)
+    stats = rows.stats(Tile(logits, target, Transform()), extras=False)
+
+    def dlogits_for(target: Tensor) -> Tensor:
+        outer = StatsGradients(torch.ones(4), torch.ones(4))
+        return rows.dlogits_(Tile(logits.clone(), target, Transform()), stats, outer, dtypes[1])
+
+    whole = dlogits_for(target)
+    dlogits = dlogits_for(torch.where(torch.arange(4) < 2, outside, target))
     assert torch.equal(dlogits[2:], whole[2:])
     off_target = torch.arange(1003) != target[:, None]
     assert torch.equal(dlogits[off_target], whole[off_target])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.backends.triton import linear_configs as linear_tiles
+from grpo_kernels.backends.configs import linear as linear_tiles
 from grpo_kernels.backends.configs.linear import (
     LINEAR_KERNELS,
     UNALIGNED_CONFIG,

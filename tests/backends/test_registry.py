@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.backends import registry as dispatch
-from grpo_kernels.backends.registry import BACKEND_VARIABLE, choose_backend, chunk_rows
+from grpo_kernels.backends import (
+    BACKEND_VARIABLE,
+    BACKENDS,
+    choose_backend,
+    chunk_rows,
+    why_backend,
+)
 
 CPU = torch.device("cpu")
 
@@ -17,19 +22,20 @@ def test_available_backends_end_with_the_ones_that_run_everywhere() -> None:
 
 
 def test_the_interpreter_is_never_chosen_by_itself() -> None:
-    assert choose_backend("auto", CPU, torch.float32).backend.name in ("cpu", "chunked")
+    assert choose_backend("auto", CPU, torch.float32).name in ("cpu", "chunked")
 
 
 def test_fp64_takes_the_torch_path_and_says_why() -> None:
-    choice = choose_backend("auto", CPU, torch.float64)
-    assert choice.backend.name == "chunked"
-    assert any("fp64" in reason for reason in choice.reasons)
+    chosen = choose_backend("auto", CPU, torch.float64)
+    assert chosen.name == "chunked"
+    reasons = why_backend(chosen, "auto", CPU, torch.float64)
+    assert any("fp64" in reason for reason in reasons)
 
 
 def test_argument_beats_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, "reference")
-    assert choose_backend("auto", CPU, torch.float32).backend.name == "reference"
-    assert choose_backend("chunked", CPU, torch.float32).backend.name == "chunked"
+    assert choose_backend("auto", CPU, torch.float32).name == "reference"
+    assert choose_backend("chunked", CPU, torch.float32).name == "chunked"
     monkeypatch.setenv(BACKEND_VARIABLE, "gpu")
     with pytest.raises(ValueError, match=f"{BACKEND_VARIABLE}: expected one of auto, triton"):
         choose_backend("auto", CPU, torch.float32)
@@ -49,11 +55,11 @@ def test_missing_native_library_is_announced_once(
 ) -> None:
     from grpo_kernels.backends.cpu import rows as cpu
 
-    monkeypatch.setattr(cpu, "unavailable", lambda: "the native library was not built")
+    monkeypatch.setattr(cpu, "_load", lambda: "the native library was not built")
     cpu.announce_absence.cache_clear()
     for _ in range(3):
-        choice = choose_backend("auto", CPU, torch.float32)
-    assert choice.backend.name == "chunked"
+        chosen = choose_backend("auto", CPU, torch.float32)
+    assert chosen.name == "chunked"
     messages = [str(w.message) for w in recwarn if "native" in str(w.message)]
     assert len(messages) == 1
     cpu.announce_absence.cache_clear()
@@ -68,6 +74,6 @@ def test_tile_fits_the_workspace() -> None:
 
 
 def test_backends_are_loaded_lazily() -> None:
-    assert set(dispatch.BACKENDS) == {"triton", "cpu", "chunked", "reference"}
+    assert set(BACKENDS) == {"triton", "cpu", "chunked", "reference"}
     logprobs = linear_logprobs(torch.randn(2, 3), torch.randn(4, 3), torch.tensor([0, 1])).logprobs
     assert logprobs.shape == (2,)

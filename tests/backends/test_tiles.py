@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.backends.registry import chunk_rows
-from grpo_kernels.backends.triton import configs as tiles
+from grpo_kernels.backends import chunk_rows
+from grpo_kernels.backends.configs import rows as tiles
 from grpo_kernels.backends.configs.rows import (
     DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,

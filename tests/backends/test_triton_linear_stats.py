@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from grpo_kernels import linear_logprobs
-from grpo_kernels.backends.base import RowStats, Transform
-from grpo_kernels.backends.triton import linear_launch as triton_linear_stats
-from grpo_kernels.backends.configs.linear import LinearCase, LinearConfig
-from grpo_kernels.head.head import Head
+from grpo_kernels.backends import RowStats, triton
+from grpo_kernels.backends.configs import LinearCase, LinearConfig
+from grpo_kernels.backends.configs import linear as linear_tiles
+from grpo_kernels.backends.triton import linear_launch
+from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import poisoned_allocations
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
@@ -28,7 +29,7 @@ SMALL = LinearConfig(16, 32, 16, 4, 2, parts=2, tiles=2, group=2, descriptors=0)
 
 def linear_stats(hidden: Tensor, head: Head, target: Tensor, extras: bool, **options) -> RowStats:
     options = {"precision": "fp32", "extras": extras, **options}
-    return triton_linear_stats.linear_stats(hidden, head, target, **options)
+    return linear_launch.linear_stats(hidden, head, target, **options)
 
 
 HEADS = {
@@ -48,7 +49,7 @@ def device(device: torch.device) -> torch.device:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearCase, "config", SMALL)
-    monkeypatch.setattr(triton_linear_stats, "UNALIGNED_CONFIG", SMALL)
+    monkeypatch.setattr(linear_tiles, "UNALIGNED_CONFIG", SMALL)
 
 
 def problem(
@@ -163,8 +164,8 @@ def test_long_batches_run_in_pieces(device, small_tiles, monkeypatch) -> None:
     hidden, weight, bias, target = problem(70, 300, 40, torch.bfloat16, device)
     head = Head(weight, bias, Transform(temperature=torch.linspace(0.5, 2.0, 70, device=device)))
     whole = linear_stats(hidden, head, target, extras=True)
-    monkeypatch.setattr(triton_linear_stats, "_PARTIAL_BYTES", 0)
-    monkeypatch.setattr(triton_linear_stats, "_PIECE_ROWS", 32)
+    monkeypatch.setattr(linear_launch, "_PARTIAL_BYTES", 0)
+    monkeypatch.setattr(linear_launch, "_PIECE_ROWS", 32)
     pieces = linear_stats(hidden, head, target, extras=True)
     assert all(torch.equal(a, b) for a, b in fields(pieces, whole))
 
@@ -261,11 +262,9 @@ def test_no_rows(device) -> None:
 
 def test_it_is_the_forward_of_the_op(device, monkeypatch) -> None:
     hidden, weight, _, target = problem(9, 90, 24, torch.bfloat16, device)
-    seen, original = [], triton_linear_stats.linear_stats
+    seen, original = [], triton.linear_stats
     monkeypatch.setattr(
-        triton_linear_stats,
-        "linear_stats",
-        lambda *arguments: seen.append(1) or original(*arguments),
+        triton, "linear_stats", lambda *arguments: seen.append(1) or original(*arguments)
     )
     linear_logprobs(hidden.float(), weight.float(), target, backend="triton")
     assert not seen

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from grpo_kernels.backends.base import RowStats, Transform
-from grpo_kernels.backends.triton.rows import TRITON_ROWS
+from grpo_kernels.backends import RowStats, StatsGradients, Tile
+from grpo_kernels.backends.triton import TRITON_ROWS
+from grpo_kernels.head import Transform
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -79,10 +80,10 @@ def check(
     """Statistics and gradient of one tile, values and gradients; returns the statistics."""
     out_dtype = out_dtype or logits.dtype
     x32, x64 = logits.float(), logits.double()
-    before = logits.clone()
-    stats = TRITON_ROWS.stats(logits, target, transform, extras=True)
+    before, whole = logits.clone(), Tile(logits, target, transform)
+    stats = TRITON_ROWS.stats(whole, extras=True)
     assert torch.equal(logits, before)
-    lean = TRITON_ROWS.stats(logits, target, transform, extras=False)
+    lean = TRITON_ROWS.stats(whole, extras=False)
     assert lean[3:] == (None,) * len(lean[3:])
     assert all(torch.equal(a, b) for a, b in zip(lean[:3], stats[:3], strict=True))
 
@@ -99,7 +100,7 @@ def check(
     rows = logits.shape[0]
     dlogp = torch.randn(rows, generator=generator).to(logits.device)
     dentropy = torch.randn(rows, generator=generator).to(logits.device) if with_entropy else None
-    got = TRITON_ROWS.dlogits_(logits, target, transform, stats, dlogp, dentropy, out_dtype)
+    got = TRITON_ROWS.dlogits_(whole, stats, StatsGradients(dlogp, dentropy), out_dtype)
     assert got.dtype == out_dtype and got.shape == logits.shape
     assert got.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
     exact = eager_dlogits(x64, target, transform, dlogp, dentropy)
@@ -165,7 +166,7 @@ def test_target_near_certainty(margin: float, device: torch.device) -> None:
 def test_improbable_target(offset: float, device: torch.device) -> None:
     logits, target = tile(3, 1007, device, scale=0.5)
     logits[torch.arange(3, device=device), target] -= 63.0  # p ~ 1e-30
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=False)
+    stats = TRITON_ROWS.stats(Tile(logits, target, Transform()), extras=False)
     assert (stats.logp < -68).all()
     check(logits + offset, target)
 
@@ -191,7 +192,8 @@ def test_row_temperature(softcap: float | None, device: torch.device) -> None:
     temperature = torch.tensor([0.5, 1.0, 1.7], device=device)
     check(logits, target, Transform(2.0, softcap, temperature))
     with pytest.raises(ValueError, match="temperature: expected"):
-        TRITON_ROWS.stats(logits, target, Transform(temperature=temperature[:2]), False)
+        few = Transform(temperature=temperature[:2])
+        TRITON_ROWS.stats(Tile(logits, target, few), False)
 
 
 @pytest.mark.parametrize("extra", (1, 13))
@@ -221,12 +223,13 @@ def test_minus_infinity_logits(device: torch.device) -> None:
 def test_target_of_probability_zero(device: torch.device) -> None:
     logits, target = tile(1, 7, device)
     logits[0, target] = float("-inf")
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=True)
+    stats = TRITON_ROWS.stats(Tile(logits, target, Transform()), extras=True)
     assert stats.logp.item() == float("-inf") and not stats.is_top1.item()
     one = torch.ones(1, device=device)
     want = -logits.softmax(-1)
     want[0, target] = 1.0
-    got = TRITON_ROWS.dlogits_(logits, target, Transform(), stats, one, None, torch.float32)
+    whole = Tile(logits, target, Transform())
+    got = TRITON_ROWS.dlogits_(whole, stats, StatsGradients(one), torch.float32)
     assert torch.allclose(got, want, atol=1e-6)
 
 
@@ -236,20 +239,18 @@ def test_gradient_of_a_slice_of_the_vocabulary(name: str, device: torch.device) 
     logits, target = tile(4, 1007, device)
     target[:2] = torch.tensor([3, 1006], device=device)
     transform, vectors = TRANSFORMS[name], torch.randn(2, 4, device=device)
-    stats = TRITON_ROWS.stats(logits, target, transform, extras=False)
+    stats = TRITON_ROWS.stats(Tile(logits, target, transform), extras=False)
     exact = eager_dlogits(logits.double(), target, transform, *vectors)
     for columns in (slice(0, 5), slice(5, 600), slice(600, 1007)):
-        part = logits[:, columns].clone()
-        got = TRITON_ROWS.dlogits_(
-            part, target - columns.start, transform, stats, *vectors, torch.float32
-        )
+        part = Tile(logits[:, columns].clone(), target - columns.start, transform)
+        got = TRITON_ROWS.dlogits_(part, stats, StatsGradients(*vectors), torch.float32)
         torch.testing.assert_close(got.double(), exact[:, columns], rtol=1e-4, atol=1e-6)
 
 
 def test_nan_spreads_through_its_own_row_only(device: torch.device) -> None:
     logits, target = tile(3, 1007, device)
     logits[1, 500] = float("nan")
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=True)
+    stats = TRITON_ROWS.stats(Tile(logits, target, Transform()), extras=True)
     for values in (*stats[:3], *stats[4:7]):
         assert values.isnan().tolist() == [False, True, False]
 
@@ -258,7 +259,7 @@ def test_top1_is_the_first_of_equal_maxima(device: torch.device) -> None:
     logits = torch.zeros(3, 5000, device=device)
     logits[:, [40, 4500]] = 3.0
     target = torch.tensor([40, 4500, 7], device=device)
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=True)
+    stats = TRITON_ROWS.stats(Tile(logits, target, Transform()), extras=True)
     assert stats.is_top1.tolist() == [True, False, False]
 
 
@@ -266,20 +267,22 @@ def test_top1_is_the_first_of_equal_maxima(device: torch.device) -> None:
 def test_rows_without_weight_give_exact_zeros(out_dtype: torch.dtype, device: torch.device) -> None:
     logits, target = tile(3, 1007, device)
     logits[1] = float("nan")
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=False)
+    stats = TRITON_ROWS.stats(Tile(logits, target, Transform()), extras=False)
     weight = torch.tensor([0.5, 0.0, 0.0], device=device)
     dentropy = torch.tensor([0.0, 0.0, 0.25], device=device)
-    got = TRITON_ROWS.dlogits_(logits, target, Transform(), stats, weight, dentropy, out_dtype)
+    whole = Tile(logits, target, Transform())
+    got = TRITON_ROWS.dlogits_(whole, stats, StatsGradients(weight, dentropy), out_dtype)
     assert got[0].any() and got[2].any()
     assert torch.equal(got[1], torch.zeros_like(got[1]))
 
 
 def test_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
     logits, target = tile(5, 1007, device)
-    together = TRITON_ROWS.stats(logits, target, Transform(), extras=True)
+    whole = Tile(logits, target, Transform())
+    together = TRITON_ROWS.stats(whole, extras=True)
     for row in range(5):
         part = slice(row, row + 1)
-        alone = TRITON_ROWS.stats(logits[part], target[part], Transform(), extras=True)
+        alone = TRITON_ROWS.stats(whole.rows(part), extras=True)
         assert all(torch.equal(a[part], b) for a, b in zip(together[:7], alone[:7], strict=True))
 
 
@@ -287,10 +290,10 @@ def test_narrowing_in_place_is_the_rounded_fp32_gradient(device: torch.device) -
     """Bit for bit: a store that overtook a load of the same row would show. Large on a GPU."""
     rows, columns = (3, 4096 + 77) if device.type == "cpu" else (2000, 50_001)
     logits, target = tile(rows, columns, device)
-    stats = TRITON_ROWS.stats(logits, target, Transform(), extras=False)
-    dlogp, dentropy = torch.randn(2, rows, device=device).unbind(0)
+    stats = TRITON_ROWS.stats(Tile(logits, target, Transform()), extras=False)
+    outer = StatsGradients(*torch.randn(2, rows, device=device))
     wide, narrow = (
-        TRITON_ROWS.dlogits_(logits.clone(), target, Transform(), stats, dlogp, dentropy, dtype)
+        TRITON_ROWS.dlogits_(Tile(logits.clone(), target, Transform()), stats, outer, dtype)
         for dtype in (torch.float32, torch.float16)
     )
     assert torch.equal(wide.to(torch.float16), narrow)
@@ -308,11 +311,12 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
 def test_unsuitable_arguments_are_named(device: torch.device) -> None:
     logits, target = tile(3, 8, device)
     with pytest.raises(ValueError, match="logits: expected one of"):
-        TRITON_ROWS.stats(logits.double(), target, Transform(), False)
+        TRITON_ROWS.stats(Tile(logits.double(), target, Transform()), False)
     with pytest.raises(ValueError, match="contiguous columns"):
-        TRITON_ROWS.stats(logits.t(), target, Transform(), False)
+        TRITON_ROWS.stats(Tile(logits.t(), target, Transform()), False)
     with pytest.raises(ValueError, match="target: expected"):
-        TRITON_ROWS.stats(logits, target[:2], Transform(), False)
-    stats = TRITON_ROWS.stats(logits, target, Transform(), False)
+        TRITON_ROWS.stats(Tile(logits, target[:2], Transform()), False)
+    whole = Tile(logits, target, Transform())
+    stats = TRITON_ROWS.stats(whole, False)
     with pytest.raises(ValueError, match="out_dtype: expected"):
-        TRITON_ROWS.dlogits_(logits, target, Transform(), stats, stats.logp, None, torch.float64)
+        TRITON_ROWS.dlogits_(whole, stats, StatsGradients(stats.logp), torch.float64)
