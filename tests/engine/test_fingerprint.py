@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 
 import pytest
@@ -14,7 +15,6 @@ from grpo_kernels import (
     explain_logprobs,
     linear_logprobs,
 )
-from grpo_kernels.engine import fingerprint
 from grpo_kernels.testing import make_problem
 
 HIDDEN, WEIGHT = torch.randn(6, 8), torch.randn(50, 8)
@@ -59,7 +59,8 @@ def test_a_new_library_or_config_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "99.0")
     assert of() != before
     monkeypatch.undo()
-    monkeypatch.setattr(fingerprint, "VERSION", "99.0")
+    module = importlib.import_module("grpo_kernels.engine.fingerprint")
+    monkeypatch.setattr(module, "VERSION", "99.0")
     assert of() != before
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.head.precision import products, tf32_unavailable
+from grpo_kernels.head import matmul_precision, tf32_unavailable
 from grpo_kernels.testing import Problem, make_problem, relative_error
 
 BACKENDS = list(available_backends())
@@ -81,7 +81,7 @@ def test_the_switches_do_something() -> None:
     _medium()
     if torch.equal(a @ b, exact):
         pytest.skip("this CPU multiplies fp32 matrices in fp32 only")
-    with products(CPU, "fp32"):
+    with matmul_precision(CPU, "fp32"):
         assert torch.equal(a @ b, exact)
 
 
@@ -101,7 +101,7 @@ def test_switches_are_restored(switch: str, device: torch.device) -> None:
         )
 
     before = state()
-    with products(device, "fp32"):
+    with matmul_precision(device, "fp32"):
         backend = MKLDNN if device == CPU else CUBLAS
         assert backend.fp32_precision == "ieee"
         if device == CUDA:
@@ -110,7 +110,7 @@ def test_switches_are_restored(switch: str, device: torch.device) -> None:
     assert state() == before
 
     def fail() -> None:
-        with products(device, "fp32"):
+        with matmul_precision(device, "fp32"):
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -124,14 +124,14 @@ def test_switches_are_restored(switch: str, device: torch.device) -> None:
 def test_an_inherited_switch_stays_inherited() -> None:
     _one_for_all()
     for device in (CPU, CUDA):
-        with products(device, "fp32"):
+        with matmul_precision(device, "fp32"):
             pass
     torch.backends.fp32_precision = "ieee"
     assert MKLDNN.fp32_precision == CUBLAS.fp32_precision == "ieee"
 
 
 def test_tf32_sets_the_gpu_switch() -> None:
-    with products(CUDA, "tf32"):
+    with matmul_precision(CUDA, "tf32"):
         assert CUBLAS.fp32_precision == "tf32"
     assert CUBLAS.fp32_precision in ("none", "ieee")
 

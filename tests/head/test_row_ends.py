@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.backends.base import clear_row_ends, output_view, with_clear_row_ends
+from grpo_kernels.backends.base import output_view
+from grpo_kernels.head import clear_row_ends
+from grpo_kernels.head.matmul import with_clear_row_ends
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 
@@ -29,9 +31,9 @@ def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
     tile = torch.full((32, columns), float("nan"))
     narrowed = output_view(tile, torch.bfloat16)
     narrowed.normal_()
-    sampling_mask = narrowed.clone()
+    before = narrowed.clone()
     clear_row_ends(narrowed)
-    assert torch.equal(narrowed, sampling_mask)
+    assert torch.equal(narrowed, before)
     weight = torch.randn(columns, 32).bfloat16()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the kernel that reads past the end
@@ -39,7 +41,7 @@ def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
         product = torch.mm(narrowed, weight)
     finally:
         torch.set_num_threads(threads)
-    torch.testing.assert_close(product, torch.mm(sampling_mask, weight))
+    torch.testing.assert_close(product, torch.mm(before, weight))
 
 
 def test_only_rows_that_a_product_reads_beyond_are_copied() -> None:

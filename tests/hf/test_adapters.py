@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_kernels.hf.check import check_fused_head
-from grpo_kernels.hf.lm_head import LMHead, keep_head_in_fp32, lm_head
-from grpo_kernels.hf.patch import add_fused_head
+from grpo_kernels.head import Head
+from grpo_kernels.hf import add_fused_head, check_fused_head, keep_head_in_fp32, lm_head
 from tests.hf.test_families import (
     assert_head_equals_own_logits,
     logprobs_fn,
@@ -84,10 +83,10 @@ def test_small_updates_of_a_bf16_head_are_not_rounded_away(
     if not autocast:
         base.model.bfloat16()
     ids, _ = tokens()
-    sampling_mask: list[Tensor] = []
+    seen: list[Tensor] = []
 
-    def logprobs(hidden: Tensor, head: LMHead) -> Tensor:
-        sampling_mask.append(hidden.bfloat16().double())
+    def logprobs(hidden: Tensor, head: Head) -> Tensor:
+        seen.append(hidden.bfloat16().double())
         assert head.weight is base.lm_head.base_layer.weight  # nothing is merged
         return logprobs_fn(ids)(hidden, head)
 
@@ -103,8 +102,8 @@ def test_small_updates_of_a_bf16_head_are_not_rounded_away(
     )
     merged = weight + 7 / 3 * b @ a
     assert (merged.bfloat16() == weight.bfloat16()).float().mean() > 0.9
-    change = got.double() - _logprobs(sampling_mask[0], weight, ids)
-    exact = _logprobs(sampling_mask[0], merged, ids) - _logprobs(sampling_mask[0], weight, ids)
+    change = got.double() - _logprobs(seen[0], weight, ids)
+    exact = _logprobs(seen[0], merged, ids) - _logprobs(seen[0], weight, ids)
     assert exact.abs().max() > 1e-5
     torch.testing.assert_close(change, exact, rtol=0.05, atol=1e-6)
 

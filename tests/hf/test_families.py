@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.hf import patch as modeling
-from grpo_kernels.hf.check import check_fused_head
-from grpo_kernels.hf.lm_head import LMHead, lm_head, logit_scale, softcap
-from grpo_kernels.hf.patch import HeadFn, add_fused_head
+from grpo_kernels.head import Head, Transform
+from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head, lm_head, patch
+from grpo_kernels.hf.lm_head import logit_scale, softcap
 
 SMALL = dict(
     vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -93,11 +93,8 @@ def tokens() -> tuple[Tensor, Tensor]:
 def logprobs_fn(ids: Tensor) -> HeadFn:
     """Log-probabilities of ``ids[:, 1:]``."""
 
-    def logprobs(hidden: Tensor, head: LMHead) -> Tensor:
-        out = linear_logprobs(
-            hidden[:, :-1], head.weight, ids[:, 1:], bias=head.bias, lora=head.lora,
-            logit_scale=head.logit_scale, softcap=head.softcap,
-        )  # fmt: skip
+    def logprobs(hidden: Tensor, head: Head) -> Tensor:
+        out = linear_logprobs(hidden[:, :-1], head, ids[:, 1:])
         assert out.logprobs is not None
         return out.logprobs
 
@@ -154,12 +151,12 @@ def test_check_sees_what_the_logits_do_not_do(family: str, field: str, value: ob
     said = copy.deepcopy(model.config)
     setattr(said, field, value)
 
-    def wrong_head(head_of_model: PreTrainedModel) -> LMHead:
+    def wrong_head(head_of_model: PreTrainedModel) -> Head:
         right = lm_head(head_of_model)
-        return right._replace(logit_scale=logit_scale(said), softcap=softcap(said))
+        return replace(right, transform=Transform(logit_scale(said), softcap(said)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling, "lm_head", wrong_head)
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(patch, "lm_head", wrong_head)
         with pytest.raises(ValueError, match="relative error"):
             check_fused_head(model)
 
@@ -200,8 +197,8 @@ def test_loss_inside_the_forward_trains_every_parameter_and_fires_hooks() -> Non
     ids, mask = tokens()
     batch = TokenBatch.from_padded(ids[:, 4:], torch.tensor([1.0, -1.0]))
 
-    def loss_of(hidden: Tensor, head: LMHead):
-        return linear_policy_loss(hidden[:, 3:-1], head.weight, batch, LossConfig())
+    def loss_of(hidden: Tensor, head: Head):
+        return linear_policy_loss(hidden[:, 3:-1], head, batch, LossConfig())
 
     loss, metrics = model(input_ids=ids, attention_mask=mask, head_fn=loss_of).head
     loss.backward()
