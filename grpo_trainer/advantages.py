@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_trainer.config_checks import AGGREGATIONS, SCALES
+
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
 
@@ -41,7 +43,7 @@ def compute_advantages(
     """
     grouped = rewards.reshape(-1, group_size, rewards.shape[1])
     total = _weighted_sum(rewards, weights)
-    centred, std = AGGREGATIONS[aggregation](grouped, weights, scale)
+    centred, std = _AGGREGATE[aggregation](grouped, weights, scale)
     zero_std = (std < NO_SPREAD).expand_as(centred)
     if scale != "none" or aggregation == "normalize_then_sum":
         centred = centred / (std + STD_OFFSET)
@@ -58,7 +60,7 @@ def groups_with_signal(
 ) -> Tensor:
     """(N / group_size,) bool: the group's completions get different advantages."""
     grouped = rewards.reshape(-1, group_size, rewards.shape[1])
-    centred, _ = AGGREGATIONS[aggregation](grouped, weights, "none")
+    centred, _ = _AGGREGATE[aggregation](grouped, weights, "none")
     # equal rewards stay equal when centred, while their standard deviation may be rounding
     highest = centred.masked_fill(centred.isnan(), -torch.inf).amax(1)
     lowest = centred.masked_fill(centred.isnan(), torch.inf).amin(1)
@@ -75,7 +77,7 @@ def nan_std(values: Tensor, dim: int) -> Tensor:
 def _sum_then_normalize(grouped: Tensor, weights: Tensor, scale: str) -> tuple[Tensor, Tensor]:
     total = _weighted_sum(grouped, weights)  # (groups, G)
     centred = total - total.nanmean(1, keepdim=True)
-    return centred, SCALES[scale](total)
+    return centred, _SCALE[scale](total)
 
 
 def _normalize_then_sum(grouped: Tensor, weights: Tensor, scale: str) -> tuple[Tensor, Tensor]:
@@ -97,9 +99,6 @@ def _batch_std(rewards: Tensor) -> Tensor:
     return nan_std(rewards.reshape(-1), 0)
 
 
-AGGREGATIONS = {
-    "sum_then_normalize": _sum_then_normalize,
-    "normalize_then_sum": _normalize_then_sum,
-}
+_AGGREGATE = dict(zip(AGGREGATIONS, (_sum_then_normalize, _normalize_then_sum), strict=True))
 # "none" reports the group's spread, for the log, without dividing by it
-SCALES = {"group": _group_std, "batch": _batch_std, "none": _group_std}
+_SCALE = dict(zip(SCALES, (_group_std, _batch_std, _group_std), strict=True))

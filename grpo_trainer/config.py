@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_trainer.advantages import AGGREGATIONS, SCALES
 from grpo_trainer.config_checks import (
+    AGGREGATIONS,
+    SCALES,
     check_booleans,
     check_config,
     check_eval_batch,

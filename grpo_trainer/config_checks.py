@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainingArguments
 
-from grpo_trainer.advantages import AGGREGATIONS, SCALES
 from grpo_trainer.masking import masked_text
 
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
+# the advantages have a function for each of them
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 # fields that are integers of at least so much, or None where that is the default
 _AT_LEAST = {
@@ -47,7 +47,7 @@ _SHARED_WITH_THE_LOSS = {
 }
 
 
-def check_booleans(args: GRPOConfig) -> None:
+def check_booleans(args: TrainingArguments) -> None:
     """Raise ValueError unless every field that is true or false is one of the two.
 
     Any text would pass for true. The command line has read its words by now.
@@ -59,7 +59,7 @@ def check_booleans(args: GRPOConfig) -> None:
             raise ValueError(f"{name}: expected {' or '.join(map(str, known))}, got {value!r}")
 
 
-def check_config(args: GRPOConfig) -> None:
+def check_config(args: TrainingArguments) -> None:
     """Raises ValueError unless every field is in range and all of them fit together."""
     _check_integers(args, _AT_LEAST)
     check_number("learning_rate", args.learning_rate, 0)
@@ -84,7 +84,7 @@ def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     )
 
 
-def parse_json_fields(args: GRPOConfig) -> None:
+def parse_json_fields(args: TrainingArguments) -> None:
     """Turns the dictionaries that the command line gives as JSON into dictionaries.
 
     Raises:
@@ -100,7 +100,7 @@ def parse_json_fields(args: GRPOConfig) -> None:
                 raise ValueError(f"{name}: expected JSON, got {shown}: {error}") from error
 
 
-def set_generation_batch(args: GRPOConfig) -> None:
+def set_generation_batch(args: TrainingArguments) -> None:
     """Fills in whichever of generation_batch_size and steps_per_generation is missing."""
     step = args.per_device_train_batch_size * args.world_size
     size, steps = args.generation_batch_size, args.steps_per_generation
@@ -127,7 +127,7 @@ def set_generation_batch(args: GRPOConfig) -> None:
     args.steps_per_generation = size // step
 
 
-def check_eval_batch(args: GRPOConfig) -> None:
+def check_eval_batch(args: TrainingArguments) -> None:
     """Raises ValueError unless an evaluation batch holds whole groups."""
     batch = args.per_device_eval_batch_size * args.world_size
     if batch % args.eval_group_size:
@@ -158,7 +158,7 @@ def check_number(
     raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
-def _check_integers(args: GRPOConfig, at_least: dict[str, int]) -> None:
+def _check_integers(args: TrainingArguments, at_least: dict[str, int]) -> None:
     for name, least in at_least.items():
         value, default = getattr(args, name), type(args).__dataclass_fields__[name].default
         if value is None and default is None:
@@ -167,12 +167,12 @@ def _check_integers(args: GRPOConfig, at_least: dict[str, int]) -> None:
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
 
 
-def _check_names(args: GRPOConfig) -> None:
+def _check_names(args: TrainingArguments) -> None:
     check_choice("scale_rewards", args.scale_rewards, SCALES)
     check_choice("multi_objective_aggregation", args.multi_objective_aggregation, AGGREGATIONS)
 
 
-def _check_reference(args: GRPOConfig) -> None:
+def _check_reference(args: TrainingArguments) -> None:
     check_number("ref_model_mixup_alpha", args.ref_model_mixup_alpha, 0, 1)
     if args.sync_ref_model and args.beta == 0:
         raise ValueError(
@@ -180,7 +180,7 @@ def _check_reference(args: GRPOConfig) -> None:
         )
 
 
-def _check_entropy(args: GRPOConfig) -> None:
+def _check_entropy(args: TrainingArguments) -> None:
     if args.router_aux_loss_coef is not None:
         check_number("router_aux_loss_coef", args.router_aux_loss_coef, 0)
     for name in ("entropy_coef_min", "entropy_coef_delta", "entropy_target"):
@@ -191,7 +191,7 @@ def _check_entropy(args: GRPOConfig) -> None:
         check_number("entropy_coef", args.entropy_coef, low, high)
 
 
-def _check_rewards(args: GRPOConfig) -> None:
+def _check_rewards(args: TrainingArguments) -> None:
     weights = args.reward_weights
     if weights is not None and not isinstance(weights, list | tuple):
         raise ValueError(f"reward_weights: expected a list of numbers, got {weights!r}")
@@ -204,7 +204,7 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_model(args: GRPOConfig) -> None:
+def _check_model(args: TrainingArguments) -> None:
     dtype = options("model_init_kwargs", args.model_init_kwargs).get("dtype", "auto")
     if dtype is None or dtype == "auto" or isinstance(dtype, dict):  # one for each part
         return
@@ -216,7 +216,7 @@ def _check_model(args: GRPOConfig) -> None:
         )
 
 
-def _check_generation(args: GRPOConfig) -> None:
+def _check_generation(args: TrainingArguments) -> None:
     check_number("top_p", args.top_p, 0, 1, above=True)
     check_number("repetition_penalty", args.repetition_penalty, 0, above=True)
     if args.min_p is not None:

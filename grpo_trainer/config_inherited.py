@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
@@ -14,18 +15,15 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_trainer.config_checks import check_choice
 
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
-
-def check_inherited(args: GRPOConfig) -> None:
+def check_inherited(args: TrainingArguments) -> None:
     """Raise ValueError if one is set that cannot work here, and warn of one without effect."""
     _check_trackers(args)
     _check_loading(args)
     _check_what_trainer_would_ignore(args)
 
 
-def check_accelerator(args: GRPOConfig) -> None:
+def check_accelerator(args: TrainingArguments) -> None:
     """Raise ValueError if accelerate has no such setting."""
     given = args.accelerator_config
     known = [item.name for item in fields(AcceleratorConfig)]
@@ -33,7 +31,7 @@ def check_accelerator(args: GRPOConfig) -> None:
         check_choice("accelerator_config", name, known)
 
 
-def leave_the_head_to_us(args: GRPOConfig) -> None:
+def leave_the_head_to_us(args: TrainingArguments) -> None:
     """Liger's patch of the head would replace the forward that computes our loss."""
     if not args.use_liger_kernel:
         return
@@ -47,7 +45,7 @@ def leave_the_head_to_us(args: GRPOConfig) -> None:
     args.liger_kernel_config = patches
 
 
-def _check_loading(args: GRPOConfig) -> None:
+def _check_loading(args: TrainingArguments) -> None:
     """Settings of loaders, which do not read the training prompts: each process does."""
     reasons = {
         "dispatch_batches": "the main process can send tensors alone, and prompts are none",
@@ -64,7 +62,7 @@ def _check_loading(args: GRPOConfig) -> None:
         )
 
 
-def _check_what_trainer_would_ignore(args: GRPOConfig) -> None:
+def _check_what_trainer_would_ignore(args: TrainingArguments) -> None:
     """Arguments of transformers' Trainer that have no meaning here."""
     reasons = {
         "auto_find_batch_size": (False, "a smaller batch would split groups"),
@@ -78,7 +76,7 @@ def _check_what_trainer_would_ignore(args: GRPOConfig) -> None:
             raise ValueError(f"{name}: expected {expected!r} ({reason}), got {value!r}")
 
 
-def _check_trackers(args: GRPOConfig) -> None:
+def _check_trackers(args: TrainingArguments) -> None:
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for tracker in trackers:
         check_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)

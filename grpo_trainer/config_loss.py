@@ -6,14 +6,13 @@ import dataclasses
 import re
 import warnings
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
+
+from transformers import TrainingArguments
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES, Surrogate
 from grpo_trainer.config_rollout import correction_options
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 # these have names of their own in GRPOConfig: see RolloutFields
 _CORRECTION = "rollout_correction_"
@@ -77,7 +76,7 @@ class LossFields(_Mirrored):  # type: ignore[valid-type, misc]
     )
 
 
-def check_level(args: GRPOConfig, loss: LossConfig) -> None:
+def check_level(args: TrainingArguments, loss: LossConfig) -> None:
     """Warn of a level of the ratio that is not what the loss, or the level, was made for."""
     given, own = args.importance_sampling_level, loss.loss.ratio_level
     if given is None or loss.ratio_level is own:
@@ -96,7 +95,7 @@ def check_level(args: GRPOConfig, loss: LossConfig) -> None:
         )
 
 
-def loss_config(args: GRPOConfig) -> LossConfig:
+def loss_config(args: TrainingArguments) -> LossConfig:
     """Return the loss that ``args`` describes.
 
     Raises:
@@ -106,7 +105,7 @@ def loss_config(args: GRPOConfig) -> LossConfig:
     return LossConfig(**general, **correction_options(args), **_settings(args))
 
 
-def _settings(args: GRPOConfig) -> dict[str, Any]:
+def _settings(args: TrainingArguments) -> dict[str, Any]:
     """The settings of the loss's surrogate, and those that it does not know, for the error."""
     own = LOSSES[args.loss_type].settings if args.loss_type in LOSSES else ()
     general = {item.name for item in _general()}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import TrainingArguments
 
 from grpo_trainer.config_checks import dtype_name
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 
 def _old(text: str, **metadata: Any) -> Any:
@@ -38,7 +37,7 @@ _NEW_NAMES = {
 }
 
 
-def adopt_old_names(args: GRPOConfig) -> None:
+def adopt_old_names(args: TrainingArguments) -> None:
     """Moves deprecated values to the fields that took their place.
 
     Raises:
@@ -65,7 +64,7 @@ def adopt_old_names(args: GRPOConfig) -> None:
         args.top_k = 0
 
 
-def _adopt_torch_dtype(args: GRPOConfig) -> None:
+def _adopt_torch_dtype(args: TrainingArguments) -> None:
     """transformers' old name, which ``from_pretrained`` would ignore beside ``dtype``."""
     given = args.model_init_kwargs
     if not isinstance(given, dict) or "torch_dtype" not in given:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
+
+from transformers import TrainingArguments
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_trainer.config_checks import check_choice, check_number, options
 from grpo_trainer.masking import masked_url
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 MODES = ("colocate", "server")
 _IMPLEMENTATIONS = ("auto", "vllm", "transformers")
@@ -184,7 +183,7 @@ def correction_options(args: RolloutFields) -> dict[str, Any]:
     }
 
 
-def check_rollout(args: GRPOConfig, loss: LossConfig) -> None:
+def check_rollout(args: TrainingArguments, loss: LossConfig) -> None:
     """Raises ValueError unless the engine's settings are in range and fit together and ``loss``."""
     check_choice("vllm_mode", args.vllm_mode, MODES)
     check_choice("vllm_model_impl", args.vllm_model_impl, _IMPLEMENTATIONS)
@@ -223,7 +222,7 @@ def check_rollout(args: GRPOConfig, loss: LossConfig) -> None:
             )
 
 
-def _check_overlap(args: GRPOConfig, loss: LossConfig) -> None:
+def _check_overlap(args: TrainingArguments, loss: LossConfig) -> None:
     if args.overlap_generation and loss.rollout_correction_mode is None:
         raise ValueError(
             "overlap_generation: expected vllm_importance_sampling_correction=True with it, which "
@@ -231,7 +230,7 @@ def _check_overlap(args: GRPOConfig, loss: LossConfig) -> None:
         )
 
 
-def _check_kept_sets(args: GRPOConfig) -> None:
+def _check_kept_sets(args: TrainingArguments) -> None:
     if not args.use_kept_sets:
         return
     top_k = options("generation_kwargs", args.generation_kwargs).get("top_k", args.top_k)
@@ -258,7 +257,7 @@ def check_url(name: str, url: str) -> None:
         raise ValueError(f"{name}: expected http://host:port, got {masked_url(url)!r}")
 
 
-def _check_one_engine(args: GRPOConfig) -> None:
+def _check_one_engine(args: TrainingArguments) -> None:
     chosen = ("use_vllm", "use_transformers_continuous_batching", "rollout_engine")
     given = [name for name in chosen if getattr(args, name)]
     if len(given) > 1:
@@ -272,7 +271,7 @@ def _check_one_engine(args: GRPOConfig) -> None:
         raise ValueError(f"transformers_continuous_batching_config: expected only with {chosen[1]}")
 
 
-def _check_unused(args: GRPOConfig) -> None:
+def _check_unused(args: TrainingArguments) -> None:
     """What would have no effect is an error inside vLLM's settings, else a warning."""
     defaults = {item.name: item.default for item in fields(RolloutFields)}
     changed = {name for name, default in defaults.items() if getattr(args, name) != default}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import TrainingArguments
 
 from grpo_trainer.config_checks import check_choice, check_number
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
 
@@ -53,7 +52,7 @@ class ToolFields:
     )
 
 
-def check_tools(args: GRPOConfig) -> None:
+def check_tools(args: TrainingArguments) -> None:
     """Raises ValueError unless they are in range, and possible with the rest."""
     if args.tool_timeout is not None:
         check_number("tool_timeout", args.tool_timeout, 0, above=True)
