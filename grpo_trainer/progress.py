@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import psutil
 import torch
 from rich.console import Console
 from transformers import (
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -192,21 +190,6 @@ def duration(seconds: float) -> str:
 
 def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
-
-
-def show_progress(trainer: Trainer, console: Console | None = None) -> None:
-    """Replaces the bar of transformers: a live view in a terminal, lines elsewhere.
-
-    A notebook keeps its own table, and nothing is shown with ``disable_tqdm``.
-    """
-    bars = [item for item in trainer.callback_handler.callbacks if type(item) is ProgressCallback]
-    if not bars:
-        return
-    from grpo_trainer.live import LiveView
-
-    console = console or Console(file=sys.stderr)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(LiveView(console) if console.is_terminal else PlainProgress(console))
 
 
 def close_progress(trainer: Trainer) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import platform
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers import Trainer
 
 from grpo_kernels import LossConfig
 from grpo_kernels.tools.machine import cpu_name, installed_version
-from grpo_trainer.rewards import RewardFunction
-
-if TYPE_CHECKING:
-    from grpo_trainer.trainer import GRPOTrainer
 
 _PACKAGES = (
     "grpo-kernels",
@@ -44,17 +41,16 @@ class Recipe:
     processes: int
 
     @classmethod
-    def of(cls, trainer: GRPOTrainer, rewards: list[RewardFunction], engine: str | None) -> Recipe:
-        """That of ``trainer``; ``engine`` names one that its arguments do not say."""
+    def of(cls, trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
+        """Describe ``trainer``; ``engine`` names one that its arguments do not say."""
         args, model = trainer.args, trainer.model
-        weights = args.reward_weights or [1.0] * len(rewards)
         data = trainer.train_dataset
         adapter = None
         if is_peft_model(model):
             adapter = str(next(iter(model.peft_config.values())).peft_type.value)
         return cls(
             model=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
-            rewards={item.name: w for item, w in zip(rewards, weights, strict=True)},
+            rewards=rewards,
             dataset=None,
             prompts=len(data) if hasattr(data, "__len__") else None,
             adapter=adapter,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import is_peft_model
+from transformers import Trainer
 
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.config_tools import import_path
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
-    from grpo_trainer.trainer import GRPOTrainer
 
 # Fields of GRPOConfig that do not change what is trained. All others are compared, so that one that
 # is added later is, too, unless it is named here.
@@ -85,7 +83,7 @@ _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_pl
 _ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "peft_version")
 
 
-def settings_of(trainer: GRPOTrainer) -> dict[str, Any]:
+def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Those of ``trainer``, by name, as JSON holds them."""
     args, recipe, data = trainer.args, trainer.recipe, trainer.train_dataset
     parts = {

@@ -149,7 +149,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         source = self._interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
         self._collector = Collector(*made_of, self.rollouts, rewards, context, source)
         self.interaction_settings = self._interaction.settings
-        self.recipe = watch(self, rewards, rollout_engine)
+        weights = args.reward_weights or [1.0] * len(rewards)
+        names = [reward.name for reward in rewards]
+        engine = None if rollout_engine is None else type(rollout_engine).__name__
+        self.recipe = watch(self, dict(zip(names, weights, strict=True)), engine)
         self.start()
 
     @property

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
 
-from grpo_trainer.progress import show_progress
+from rich.console import Console
+from transformers import ProgressCallback, Trainer
+
+from grpo_trainer.live import LiveView
+from grpo_trainer.progress import PlainProgress
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.report.callback import ReportWriter
-from grpo_trainer.rewards import RewardFunction
-from grpo_trainer.rollout import RolloutEngine
-
-if TYPE_CHECKING:
-    from grpo_trainer.trainer import GRPOTrainer
 
 
-def watch(
-    trainer: GRPOTrainer, rewards: list[RewardFunction], engine: RolloutEngine | None
-) -> Recipe:
-    """Adds the view and the report, and says what the run is made of.
+def watch(trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
+    """Add the view and the report, and say what the run is made of.
 
-    ``engine`` is a rollout engine that no argument names.
+    Args:
+        trainer: of the run.
+        rewards: weights by name.
+        engine: kind of a rollout engine that no argument names.
     """
     if trainer.args.write_report:
         trainer.add_callback(ReportWriter(trainer))
     show_progress(trainer)
-    return Recipe.of(trainer, rewards, type(engine).__name__ if engine is not None else None)
+    return Recipe.of(trainer, rewards, engine)
+
+
+def show_progress(trainer: Trainer, console: Console | None = None) -> None:
+    """Replace the bar of transformers: a live view in a terminal, lines elsewhere.
+
+    A notebook keeps its own table, and nothing is shown with ``disable_tqdm``.
+    """
+    bars = [item for item in trainer.callback_handler.callbacks if type(item) is ProgressCallback]
+    if not bars:
+        return
+    console = console or Console(file=sys.stderr)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(LiveView(console) if console.is_terminal else PlainProgress(console))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from grpo_trainer.recipe import environment
 from grpo_trainer.report.command import write_report
 from grpo_trainer.report.record import REPORT_NAME, RunRecord, jsonable
 from grpo_trainer.unfailing import unfailing
-
-if TYPE_CHECKING:
-    from grpo_trainer.trainer import GRPOTrainer
 
 
 class ReportWriter(TrainerCallback):
@@ -24,7 +27,7 @@ class ReportWriter(TrainerCallback):
     wrong ends the run.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def on_save(
@@ -46,7 +49,7 @@ class ReportWriter(TrainerCallback):
             write_report([record.folder], record.folder / REPORT_NAME)
 
 
-def record_of(trainer: GRPOTrainer) -> RunRecord:
+def record_of(trainer: Trainer) -> RunRecord:
     """The run of ``trainer`` as it is now."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     settings = jsonable(args.to_dict())  # without tokens and passwords

@@ -13,7 +13,8 @@ from transformers import PrinterCallback, ProgressCallback
 from grpo_trainer.completions import completion_table
 from grpo_trainer.live import LiveView, sparkline
 from grpo_trainer.printable import printable
-from grpo_trainer.progress import PlainProgress, Snapshot, duration, line, show_progress
+from grpo_trainer.progress import PlainProgress, Snapshot, duration, line
+from grpo_trainer.watch import show_progress
 
 
 def terminal(**options: Any) -> Console:
