@@ -8,12 +8,13 @@ workers and replace its weights answer anybody, web pages in a browser of the ma
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from grpo_trainer.hosts import is_loopback
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -90,11 +91,3 @@ def _hostname(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is this machine and cannot be reached from another one."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

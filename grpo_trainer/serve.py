@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from grpo_kernels.tools.text import OneLineParser
-from grpo_trainer.guard import Guard, is_loopback
+from grpo_trainer.guard import Guard
+from grpo_trainer.hosts import is_loopback
 from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS
 
 _DESCRIPTION = (
