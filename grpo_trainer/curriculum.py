@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+from grpo_trainer.completion import Rollout
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.config_tools import PROMPT_FORMS
 from grpo_trainer.imports import load_function
 from grpo_trainer.prompts import Prompt, shortened
 from grpo_trainer.sampling import PromptStream, Row
-from grpo_trainer.scored import Scored
 
 # (prompts, completions, rewards, metas) -> prompts of the next generation batch
 PromptsFunction: TypeAlias = Callable[
@@ -88,11 +88,11 @@ class Curriculum:
         drawn = iter(self._prompts.take(planned.count(None)))
         return [next(drawn) if row is None else row for row in planned]
 
-    def rewrite(self, scored: Scored, totals: Tensor, group_size: int) -> None:
-        """Asks the function, after a generation batch. Every process calls it.
+    def rewrite(self, rollouts: Sequence[Rollout], totals: Tensor, group_size: int) -> None:
+        """Ask the function, after a generation batch. Every process calls it.
 
         Args:
-            scored: the batch.
+            rollouts: this process's completions.
             totals: (N,) rewards of all processes' completions; NaN where none applied.
             group_size: completions per prompt.
 
@@ -100,7 +100,7 @@ class Curriculum:
             ValueError: the function returns something else than it should.
             RuntimeError: it raised.
         """
-        mine = [(rollout.row, rollout.completion) for rollout in scored.rollouts]
+        mine = [(rollout.row, rollout.completion) for rollout in rollouts]
         rows, completions = zip(*gather_object(mine), strict=True)
         outcome: list[Any] = [None, None]
         if self._accelerator.is_main_process:

@@ -14,8 +14,8 @@ from torch import Tensor
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.advantages import groups_with_signal
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.metrics import RolloutColumns, value_metric
-from grpo_trainer.scored import Scored, share
+from grpo_trainer.metrics import value_metric
+from grpo_trainer.scored import RolloutColumns, Scored, share
 
 
 @dataclass(frozen=True, kw_only=True)

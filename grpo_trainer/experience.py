@@ -13,20 +13,22 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from grpo_trainer.advantages import Advantages, compute_advantages
 from grpo_trainer.ahead import Ahead, Begun
+from grpo_trainer.completion import Rollout
 from grpo_trainer.completions import REWARD_PREFIX, CompletionLog
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.curriculum import Curriculum
 from grpo_trainer.data import check_text
 from grpo_trainer.dynamic import DynamicSampling
-from grpo_trainer.metrics import MetricLog, RolloutColumns, rollout_metrics
+from grpo_trainer.metrics import MetricLog
 from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
 from grpo_trainer.phases import phase
 from grpo_trainer.prompts import check_context, check_prompts, encode_prompts
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
 from grpo_trainer.rollout import Rollouts
+from grpo_trainer.rollout.source import Sampled, Source
 from grpo_trainer.rollout.transformers import pad_token_id
 from grpo_trainer.sampling import PromptStream, Row, own_copy, repeated
-from grpo_trainer.scored import Rollout, Sampled, Scored, Source, share
+from grpo_trainer.scored import RolloutColumns, Scored, rollout_metrics, share
 from grpo_trainer.tools.parse import TurnParser
 
 T = TypeVar("T")
@@ -128,7 +130,7 @@ class Collector:
                 ahead.begin(sinks.state)
         if isinstance(prompts, Curriculum):
             totals = self._advantages(scored.rewards, args.num_generations).rewards
-            prompts.rewrite(scored, totals, args.num_generations)
+            prompts.rewrite(scored.rollouts, totals, args.num_generations)
         assert args.steps_per_generation is not None  # set on construction
         batches = self._slices(scored, args.num_generations, args.steps_per_generation, sinks)
         return Experience(batches, tokens)

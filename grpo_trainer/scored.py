@@ -1,55 +1,23 @@
-"""Completions with their rewards: what generation hands to the comparison within groups."""
+"""Completions with their rewards, and what a generation batch of them says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from grpo_kernels.losses import Metrics
-from grpo_trainer.metrics import RolloutColumns
-from grpo_trainer.prompts import Prompt
-from grpo_trainer.rollout import Rollouts
-from grpo_trainer.sampling import Row
+from grpo_kernels.losses import Metrics, Stat
+from grpo_trainer.advantages import Advantages, nan_std
+from grpo_trainer.completion import Rollout
 
 
-class Rollout(NamedTuple):
-    """One completion."""
+class RolloutColumns(NamedTuple):
+    """One row per completion of the generation batch, all processes'. Each (N,)."""
 
-    prompt: Prompt
-    prompt_ids: list[int]
-    completion: Any  # text, or messages for a conversational prompt
-    completion_ids: list[int]
-    truncated: bool  # ended without an end-of-sequence token
-    logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
-    kept: list[list[int]] | None = None  # ids that its filters left to choose from, by token
-    env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
-    extra: dict[str, Any] | None = None  # what reward functions log beside it
-    row: Row | None = None  # of the dataset
-
-    @property
-    def by_policy(self) -> list[int]:
-        """1 for each token that the policy drew, 0 for those of tools and environments."""
-        return [1] * len(self.completion_ids) if self.env_mask is None else self.env_mask
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """n completions, and what came with them."""
-
-    rollouts: list[Rollout]
-    # more arguments of reward functions, one value per completion each
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=lambda: Metrics({}))
-
-
-class Source(Protocol):
-    """Where completions come from, if not from one call of the engine."""
-
-    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
-        """One completion per row. In a distributed run every process calls it."""
-        ...
+    prompt_lengths: Tensor
+    completion_lengths: Tensor
+    truncated: Tensor  # 1: ended without an end-of-sequence token
 
 
 class Scored(NamedTuple):
@@ -63,3 +31,43 @@ class Scored(NamedTuple):
 def share(count: int, process: int, processes: int) -> slice:
     """The rows of ``count`` that belong to a process."""
     return slice(process * count // processes, (process + 1) * count // processes)
+
+
+def rollout_metrics(
+    names: list[str],
+    rewards: Tensor,  # (N, F)
+    advantages: Advantages,
+    columns: RolloutColumns,
+) -> Metrics:
+    """What a generation batch says about rewards and completion lengths."""
+    stats = _reward_stats(names, rewards, advantages)
+    lengths, finished = columns.completion_lengths, columns.truncated == 0
+    stats["completions/clipped_ratio"] = _mean(columns.truncated)
+    for kind in ("mean", "min", "max"):
+        stats[f"completions/{kind}_length"] = _stat(kind, lengths)
+        stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, finished)
+    return Metrics(stats)
+
+
+def _reward_stats(names: list[str], rewards: Tensor, advantages: Advantages) -> dict[str, Stat]:
+    stats = {}
+    for name, values in zip(names, rewards.unbind(1), strict=True):
+        stats[f"rewards/{name}/mean"] = _mean(values)
+        stats[f"rewards/{name}/std"] = _mean(nan_std(values, 0))
+    stats["reward"] = _mean(advantages.rewards)
+    stats["reward_std"] = _mean(nan_std(advantages.rewards, 0))
+    stats["frac_reward_zero_std"] = _mean(advantages.zero_std)
+    return stats
+
+
+def _mean(values: Tensor) -> Stat:
+    return _stat("mean", values, ~values.isnan())
+
+
+def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
+    values = values.double()
+    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
+    neutral = {"mean": 0.0, "min": torch.inf, "max": -torch.inf}[kind]
+    kept = torch.where(valid, values, neutral)
+    total = {"mean": kept.sum(), "min": kept.amin(), "max": kept.amax()}[kind]
+    return Stat(kind, total, valid.double().sum())

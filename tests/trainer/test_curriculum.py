@@ -13,10 +13,9 @@ from datasets import Dataset
 from trainer_helpers import CannedEngine, logged, parameters
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.completion import Rollout
 from grpo_trainer.curriculum import Curriculum
-from grpo_trainer.metrics import RolloutColumns
 from grpo_trainer.sampling import PromptStream
-from grpo_trainer.scored import Rollout, Scored
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 GROUPS = {"dynamic_prompts_form": "groups"}
@@ -238,9 +237,7 @@ def ask(function, prompt="12=", form="groups", **columns):
     curriculum = Curriculum(PromptStream(Dataset.from_list([{"prompt": "1="}])), function,
                             Accelerator(cpu=True), form)  # fmt: skip
     rollouts = [Rollout(prompt, [3], "4", [4], False, row=row) for row in rows]
-    nothing = torch.zeros(2)
-    scored = Scored(rollouts, torch.zeros(2, 1), RolloutColumns(nothing, nothing, nothing))
-    curriculum.rewrite(scored, torch.tensor([torch.nan, 1.0]), 1)
+    curriculum.rewrite(rollouts, torch.tensor([torch.nan, 1.0]), 1)
     return curriculum
 
 
