@@ -1,0 +1,24 @@
+"""Small things that any room may use: texts that may be shown, values that any file can hold.
+
+This room imports no other, and nothing heavy: a server imports it beside the guard.
+"""
+
+from grpo_trainer.common.background import start
+from grpo_trainer.common.hosts import is_loopback
+from grpo_trainer.common.masking import masked, masked_text, masked_url, masked_urls
+from grpo_trainer.common.plain import encodable, plain
+from grpo_trainer.common.printable import printable
+from grpo_trainer.common.unfailing import unfailing
+
+__all__ = [
+    "encodable",
+    "is_loopback",
+    "masked",
+    "masked_text",
+    "masked_url",
+    "masked_urls",
+    "plain",
+    "printable",
+    "start",
+    "unfailing",
+]
