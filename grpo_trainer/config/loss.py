@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES, Surrogate
-from grpo_trainer.config_rollout import correction_options
+from grpo_trainer.config.rollout import correction_options
 
 # these have names of their own in GRPOConfig: see RolloutFields
 _CORRECTION = "rollout_correction_"

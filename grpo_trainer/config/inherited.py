@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_trainer.config_checks import check_choice
+from grpo_trainer.config.checks import check_choice
 
 
 def check_inherited(args: TrainingArguments) -> None:

@@ -8,24 +8,21 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_trainer.config_checks import (
+from grpo_trainer.common import masked
+from grpo_trainer.config.checks import (
     AGGREGATIONS,
     SCALES,
     check_booleans,
     check_config,
     check_eval_batch,
-    options,
     parse_json_fields,
     set_generation_batch,
 )
-from grpo_trainer.config_inherited import check_accelerator, check_inherited, leave_the_head_to_us
-from grpo_trainer.config_loss import LossFields, check_level, loss_config
-from grpo_trainer.config_names import OldNames, adopt_old_names
-from grpo_trainer.config_rollout import RolloutFields, check_rollout
-from grpo_trainer.config_tools import ToolFields, check_tools, import_path
-from grpo_trainer.masking import masked
-
-__all__ = ["GRPOConfig", "loss_config", "options"]
+from grpo_trainer.config.inherited import check_accelerator, check_inherited, leave_the_head_to_us
+from grpo_trainer.config.loss import LossFields, check_level, loss_config
+from grpo_trainer.config.old_names import OldNames, adopt_old_names
+from grpo_trainer.config.rollout import RolloutFields, check_rollout
+from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 
 
 def _help(text: str) -> dict[str, str]:

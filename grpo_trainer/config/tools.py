@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from grpo_trainer.config_checks import check_choice, check_number
+from grpo_trainer.config.checks import check_choice, check_number
 
 PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
 

@@ -8,7 +8,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig
-from grpo_trainer.cli import parse
+from grpo_trainer.cli.train import parse
 from grpo_trainer.config import loss_config
 
 

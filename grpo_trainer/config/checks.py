@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 from transformers import GenerationConfig, TrainingArguments
 
-from grpo_trainer.masking import masked_text
+from grpo_trainer.common import masked_text
 
 # the advantages have a function for each of them
 SCALES = ("group", "batch", "none")

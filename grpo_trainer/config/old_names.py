@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from grpo_trainer.config_checks import dtype_name
+from grpo_trainer.config.checks import dtype_name
 
 
 def _old(text: str, **metadata: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from grpo_trainer.config import GRPOConfig
+from grpo_trainer.config.grpo_config import GRPOConfig
 
 
 def check_arguments(args: Any, processing_class: Any) -> None:

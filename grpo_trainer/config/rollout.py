@@ -11,8 +11,8 @@ from transformers import TrainingArguments
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.gates import CORRECTION_MODES
-from grpo_trainer.config_checks import check_choice, check_number, options
-from grpo_trainer.masking import masked_url
+from grpo_trainer.common import masked_url
+from grpo_trainer.config.checks import check_choice, check_number, options
 
 MODES = ("colocate", "server")
 _IMPLEMENTATIONS = ("auto", "vllm", "transformers")
