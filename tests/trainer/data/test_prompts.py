@@ -4,8 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_trainer.microbatch import TokenCounts, collate, pad_rows
-from grpo_trainer.prompts import decode_completions, encode_prompts
+from grpo_trainer.data import TokenCounts, collate, decode_completions, encode_prompts, pad_rows
 from grpo_trainer.rollout import Sampling, TransformersEngine, cut_after_eos
 
 

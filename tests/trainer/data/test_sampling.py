@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.sampling import PromptStream, RepeatedStream, RepeatSampler
+from grpo_trainer.data import PromptStream, RepeatedStream, RepeatSampler
 
 
 def numbers(size: int) -> Dataset:

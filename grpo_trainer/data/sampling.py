@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompts
+from grpo_trainer.data.datasets import Prompts
 
 Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
 

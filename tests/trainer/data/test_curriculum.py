@@ -13,9 +13,7 @@ from datasets import Dataset
 from trainer_helpers import CannedEngine, logged, parameters
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.completion import Rollout
-from grpo_trainer.curriculum import Curriculum
-from grpo_trainer.sampling import PromptStream
+from grpo_trainer.data import Curriculum, PromptStream, Rollout
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 GROUPS = {"dynamic_prompts_form": "groups"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from grpo_trainer.prompts import Prompt
-from grpo_trainer.sampling import Row
+from grpo_trainer.data.prompts import Prompt
+from grpo_trainer.data.sampling import Row
 
 
 class Rollout(NamedTuple):

@@ -10,12 +10,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from grpo_trainer.completion import Rollout
-from grpo_trainer.config import GRPOConfig
-from grpo_trainer.config_tools import PROMPT_FORMS
-from grpo_trainer.imports import load_function
-from grpo_trainer.prompts import Prompt, shortened
-from grpo_trainer.sampling import PromptStream, Row
+from grpo_trainer.config import PROMPT_FORMS, GRPOConfig, load_function
+from grpo_trainer.data.completion import Rollout
+from grpo_trainer.data.prompts import Prompt, shortened
+from grpo_trainer.data.sampling import PromptStream, Row
 
 # (prompts, completions, rewards, metas) -> prompts of the next generation batch
 PromptsFunction: TypeAlias = Callable[

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_kernels import SamplingMask
-from grpo_trainer.microbatch import MicroBatch
+from grpo_trainer.data.microbatch import MicroBatch
 
 
 class RolloutBuffer:

@@ -1,0 +1,66 @@
+"""What is trained on: prompts and their order, completions, micro-batches.
+
+May know ``common`` and ``config``; nothing of who makes completions.
+"""
+
+from grpo_trainer.data.buffer import RolloutBuffer
+from grpo_trainer.data.completion import Rollout
+from grpo_trainer.data.curriculum import Curriculum, training_prompts
+from grpo_trainer.data.datasets import (
+    Prompts,
+    as_they_are,
+    check_datasets,
+    check_text,
+    load_prompts,
+    looks_local,
+)
+from grpo_trainer.data.microbatch import MicroBatch, TokenCounts, collate, pad_rows
+from grpo_trainer.data.prompts import (
+    Prompt,
+    check_context,
+    check_prompts,
+    decode_completions,
+    encode_prompts,
+    shortened,
+)
+from grpo_trainer.data.sampling import (
+    PromptStream,
+    RepeatedStream,
+    RepeatSampler,
+    Row,
+    completions_per_epoch,
+    optimizer_steps,
+    own_copy,
+    repeated,
+)
+
+__all__ = [
+    "Curriculum",
+    "MicroBatch",
+    "Prompt",
+    "PromptStream",
+    "Prompts",
+    "RepeatSampler",
+    "RepeatedStream",
+    "Rollout",
+    "RolloutBuffer",
+    "Row",
+    "TokenCounts",
+    "as_they_are",
+    "check_context",
+    "check_datasets",
+    "check_prompts",
+    "check_text",
+    "collate",
+    "completions_per_epoch",
+    "decode_completions",
+    "encode_prompts",
+    "load_prompts",
+    "looks_local",
+    "optimizer_steps",
+    "own_copy",
+    "pad_rows",
+    "repeated",
+    "shortened",
+    "training_prompts",
+]
