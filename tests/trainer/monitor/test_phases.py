@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_trainer import phases as module
-from grpo_trainer.phases import Phases, phase
+from grpo_trainer.monitor import phase
+from grpo_trainer.monitor.phases import Phases
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from grpo_trainer.recipe import environment
-from grpo_trainer.report.command import write_report
-from grpo_trainer.report.record import REPORT_NAME, RunRecord, jsonable
-from grpo_trainer.unfailing import unfailing
+from grpo_trainer.common import unfailing
+from grpo_trainer.monitor.recipe import environment
+from grpo_trainer.monitor.report.command import write_report
+from grpo_trainer.monitor.report.record import REPORT_NAME, RunRecord, jsonable
 
 
 class ReportWriter(TrainerCallback):

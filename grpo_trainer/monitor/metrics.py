@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.phases import Phases
+from grpo_trainer.monitor.phases import Phases
 
 # what the trainer logs itself, transformers' part included
 _OWN = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from grpo_trainer.report.record import History, RunRecord
+from grpo_trainer.monitor.report.record import History, RunRecord
 
 _NOT_METRICS = ("step", "epoch", "total_flos")
 _SUMMARY = "train_"  # what the row at the end of training has of its own begins so

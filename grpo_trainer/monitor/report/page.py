@@ -12,19 +12,19 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from grpo_trainer.report.charts import sections
-from grpo_trainer.report.figures import figure_of, histogram_figure
-from grpo_trainer.report.health import findings
-from grpo_trainer.report.parts import (
+from grpo_trainer.monitor.report.charts import sections
+from grpo_trainer.monitor.report.figures import figure_of, histogram_figure
+from grpo_trainer.monitor.report.health import findings
+from grpo_trainer.monitor.report.parts import (
     differences_table,
     facts_table,
     samples_block,
     tiles,
     warning_box,
 )
-from grpo_trainer.report.record import RunRecord, jsonable
-from grpo_trainer.report.series import Curves, curves_of
-from grpo_trainer.report.texts import prompt_samples, rewards_by_step
+from grpo_trainer.monitor.report.record import RunRecord, jsonable
+from grpo_trainer.monitor.report.series import Curves, curves_of
+from grpo_trainer.monitor.report.texts import prompt_samples, rewards_by_step
 
 _HERE = Path(__file__).parent
 _NO_FILES = "With <code>log_completions</code> a run keeps its completions, and they stand here."

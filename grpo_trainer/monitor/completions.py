@@ -15,11 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_trainer.completion import Rollout
+from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.plain import encodable
-from grpo_trainer.printable import printable
-from grpo_trainer.unfailing import unfailing
+from grpo_trainer.data import Rollout
 
 # reward functions may add others; those of the rewards are called rewards/NAME
 OWN_COLUMNS = ("step", "prompt", "completion", "tokens", "truncated", "reward", "advantage")

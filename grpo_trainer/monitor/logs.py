@@ -8,8 +8,8 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from grpo_trainer.completions import CompletionLog, completion_logs
-from grpo_trainer.metrics import MetricLog
+from grpo_trainer.monitor.completions import CompletionLog, completion_logs
+from grpo_trainer.monitor.metrics import MetricLog
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from grpo_trainer.report.record import History
-from grpo_trainer.report.series import Curves
+from grpo_trainer.monitor.report.record import History
+from grpo_trainer.monitor.report.series import Curves
 
 # what counts as unwell, over the last fifth of the run
 COLLAPSED_ENTROPY = 0.2  # of what it was in the first fifth

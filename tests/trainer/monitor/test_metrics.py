@@ -11,8 +11,8 @@ import pytest
 from pyarrow import parquet
 from trainer_helpers import CannedEngine
 
-from grpo_trainer.config_inherited import get_available_reporting_integrations
-from grpo_trainer.metrics import is_own_metric
+from grpo_trainer.config.inherited import get_available_reporting_integrations
+from grpo_trainer.monitor import is_own_metric
 from grpo_trainer.rollout import Completions
 
 ALWAYS = {

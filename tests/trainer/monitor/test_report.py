@@ -14,12 +14,12 @@ from browser import Page, open_page
 from pyarrow import parquet
 
 from grpo_trainer import cli
-from grpo_trainer.report import RunRecord, load_run, render
-from grpo_trainer.report.charts import metrics_of, sections
-from grpo_trainer.report.health import findings
-from grpo_trainer.report.record import jsonable
-from grpo_trainer.report.series import Curves
-from grpo_trainer.report.texts import rewards_by_step
+from grpo_trainer.monitor.report import RunRecord, load_run, render
+from grpo_trainer.monitor.report.charts import metrics_of, sections
+from grpo_trainer.monitor.report.health import findings
+from grpo_trainer.monitor.report.record import jsonable
+from grpo_trainer.monitor.report.series import Curves
+from grpo_trainer.monitor.report.texts import rewards_by_step
 
 pytest.importorskip("plotly")
 
@@ -235,7 +235,7 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     assert "Settings that are not" in (folder / "report.html").read_text()
 
     (folder / "report.html").unlink()
-    monkeypatch.setattr("grpo_trainer.report.page._plotly", _missing)
+    monkeypatch.setattr("grpo_trainer.monitor.report.page._plotly", _missing)
     trainer.train()
     assert caplog.text.count("pip install 'grpo-kernels[report]'") == 1
     assert not (folder / "report.html").exists()
@@ -264,7 +264,7 @@ def _missing() -> str:
 
 
 def test_without_plotly_the_message_says_how_to_get_it(monkeypatch):
-    from grpo_trainer.report import page
+    from grpo_trainer.monitor.report import page
 
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)

@@ -16,10 +16,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from grpo_trainer.completions import REWARD_PREFIX
-from grpo_trainer.phases import PHASES
-from grpo_trainer.report.series import token_rate
-from grpo_trainer.unfailing import unfailing
+from grpo_trainer.common import unfailing
+from grpo_trainer.monitor.completions import REWARD_PREFIX
+from grpo_trainer.monitor.phases import PHASES
+from grpo_trainer.monitor.report.series import token_rate
 
 # metric -> how it is called here; the first that a run logs stand in this order
 SHOWN = {

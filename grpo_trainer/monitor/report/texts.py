@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow
 from pyarrow import parquet
 
-from grpo_trainer.completions import EVAL_PREFIX
+from grpo_trainer.monitor.completions import EVAL_PREFIX
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset
 from pyarrow import parquet
 
-from grpo_trainer.completions import OWN_COLUMNS, as_text
+from grpo_trainer.monitor import OWN_COLUMNS
+from grpo_trainer.monitor.completions import as_text
 
 
 @pytest.mark.parametrize("unique", [False, True])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_trainer.phases import PHASES
-from grpo_trainer.report.series import Curves
+from grpo_trainer.monitor.phases import PHASES
+from grpo_trainer.monitor.report.series import Curves
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_kernels.tools.text import OneLineParser
-from grpo_trainer.report.page import render
-from grpo_trainer.report.record import REPORT_NAME, load_run
+from grpo_trainer.monitor.report.page import render
+from grpo_trainer.monitor.report.record import REPORT_NAME, load_run
 
 _COMPARISON_NAME = "comparison.html"
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_trainer.report.charts import Chart
-from grpo_trainer.report.series import Curve, Curves
+from grpo_trainer.monitor.report.charts import Chart
+from grpo_trainer.monitor.report.series import Curve, Curves
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure, Scatter

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_trainer.progress import Progress, Snapshot, duration, gibibytes
+from grpo_trainer.monitor.progress import Progress, Snapshot, duration, gibibytes
 
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40  # latest rewards

@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import Trainer
 
-from grpo_trainer.recipe import Recipe, changed_loss_fields, environment
-from grpo_trainer.unfailing import unfailing
+from grpo_trainer.common import unfailing
+from grpo_trainer.monitor.recipe import Recipe, changed_loss_fields, environment
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig

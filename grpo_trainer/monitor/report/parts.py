@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_trainer.report.health import Finding
-from grpo_trainer.report.record import RunRecord
-from grpo_trainer.report.series import Curves
-from grpo_trainer.report.texts import PromptSamples, Sample, Step
+from grpo_trainer.monitor.report.health import Finding
+from grpo_trainer.monitor.report.record import RunRecord
+from grpo_trainer.monitor.report.series import Curves
+from grpo_trainer.monitor.report.texts import PromptSamples, Sample, Step
 
 # metric -> its name on a tile
 _TILES = {

@@ -7,10 +7,10 @@ import sys
 from rich.console import Console
 from transformers import ProgressCallback, Trainer
 
-from grpo_trainer.live import LiveView
-from grpo_trainer.progress import PlainProgress
-from grpo_trainer.recipe import Recipe
-from grpo_trainer.report.callback import ReportWriter
+from grpo_trainer.monitor.live import LiveView
+from grpo_trainer.monitor.progress import PlainProgress
+from grpo_trainer.monitor.recipe import Recipe
+from grpo_trainer.monitor.report.callback import ReportWriter
 
 
 def watch(trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
