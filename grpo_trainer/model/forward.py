@@ -16,7 +16,7 @@ from grpo_kernels import (
     linear_policy_loss,
 )
 from grpo_kernels.hf import HeadFn
-from grpo_trainer.microbatch import MicroBatch
+from grpo_trainer.data import MicroBatch
 
 
 def policy_loss_of(

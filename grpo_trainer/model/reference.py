@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_kernels.hf.patch import add_fused_head
-from grpo_trainer.adapters import (
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.model.adapters import (
     REFERENCE,
     keep_reference_adapter,
     running_adapter,
     starts_as_base,
 )
-from grpo_trainer.config import GRPOConfig
 
 
 class Reference:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels.hf.patch import add_fused_head
-from grpo_trainer.policy import load_policy
+from grpo_trainer.model import load_policy
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 

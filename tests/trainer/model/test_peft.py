@@ -12,9 +12,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.adapter_arguments import AdapterArguments
-from grpo_trainer.adapters import prepare_adapter, running_adapter
-from grpo_trainer.policy import load_policy
+from grpo_trainer.cli.peft_arguments import AdapterArguments
+from grpo_trainer.model import load_policy
+from grpo_trainer.model.adapters import prepare_adapter, running_adapter
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, on tied weights and switched adapters
@@ -235,7 +235,7 @@ def test_what_cannot_be_trained_is_refused(make, make_args, policy, monkeypatch)
     integrated.add_adapter(peft.LoraConfig(**LORA))
     with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
         make(integrated)
-    monkeypatch.setattr("grpo_trainer.adapters.is_peft_available", lambda: False)
+    monkeypatch.setattr("grpo_trainer.model.adapters.is_peft_available", lambda: False)
     with pytest.raises(ValueError, match="expected the package peft to be installed"):
         make()
 
@@ -247,7 +247,7 @@ def test_command_line_arguments(make_args, monkeypatch):
     assert config.target_modules == "all-linear"
     assert arguments.quantization_config(make_args()) is None
     assert AdapterArguments().peft_config() is None
-    available = "grpo_trainer.adapter_arguments.is_bitsandbytes_available"
+    available = "grpo_trainer.cli.peft_arguments.is_bitsandbytes_available"
     monkeypatch.setattr(available, lambda: False)
     with pytest.raises(ValueError, match="expected the package bitsandbytes"):
         AdapterArguments(use_peft=True, load_in_4bit=True)

@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from grpo_kernels.hf.lm_head import keep_head_in_fp32
-from grpo_trainer.adapters import prepare_adapter, with_adapter
+from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.masking import masked_text
+from grpo_trainer.model.adapters import prepare_adapter, with_adapter
 
 
 def load_policy(
