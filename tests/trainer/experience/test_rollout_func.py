@@ -10,7 +10,7 @@ import torch
 from trainer_helpers import parameters
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.rollout_function import FunctionSource
+from grpo_trainer.experience.rollout_func import FunctionSource
 
 
 def rollout(prompts, trainer):

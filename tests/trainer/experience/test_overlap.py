@@ -16,8 +16,8 @@ from vllm_stub import StubServer, choices
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import WeightsLostError
-from grpo_trainer.rollout.http import JsonServer, ServerError
+from grpo_trainer.rollout import ServerError, WeightsLostError
+from grpo_trainer.rollout.http import JsonServer
 
 STALENESS = "sampling/staleness"
 DIFFERENCE = "sampling/sampling_logp_difference/max"

@@ -11,25 +11,30 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from grpo_trainer.advantages import Advantages, compute_advantages
-from grpo_trainer.ahead import Ahead, Begun
-from grpo_trainer.completion import Rollout
-from grpo_trainer.completions import REWARD_PREFIX, CompletionLog
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.curriculum import Curriculum
-from grpo_trainer.data import check_text
-from grpo_trainer.dynamic import DynamicSampling
-from grpo_trainer.metrics import MetricLog
-from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
-from grpo_trainer.phases import phase
-from grpo_trainer.prompts import check_context, check_prompts, encode_prompts
+from grpo_trainer.data import (
+    Curriculum,
+    MicroBatch,
+    PromptStream,
+    Rollout,
+    Row,
+    TokenCounts,
+    check_context,
+    check_prompts,
+    check_text,
+    collate,
+    encode_prompts,
+    own_copy,
+    repeated,
+)
+from grpo_trainer.experience.advantages import Advantages, compute_advantages
+from grpo_trainer.experience.dynamic_sampling import DynamicSampling
+from grpo_trainer.experience.overlap import Ahead, Begun
+from grpo_trainer.experience.scored import RolloutColumns, Scored, rollout_metrics, share
+from grpo_trainer.monitor import REWARD_PREFIX, CompletionLog, MetricLog, phase
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
-from grpo_trainer.rollout import Rollouts
-from grpo_trainer.rollout.source import Sampled, Source
-from grpo_trainer.rollout.transformers import pad_token_id
-from grpo_trainer.sampling import PromptStream, Row, own_copy, repeated
-from grpo_trainer.scored import RolloutColumns, Scored, rollout_metrics, share
-from grpo_trainer.tools.parse import TurnParser
+from grpo_trainer.rollout import Rollouts, Sampled, Source, pad_token_id
+from grpo_trainer.tools import TurnParser
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_trainer.advantages import compute_advantages
+from grpo_trainer.experience import compute_advantages
 
 NAN = float("nan")
 ONE = torch.ones(1)

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from trainer_helpers import CannedEngine, parameters
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.entropy import AdaptiveEntropy
+from grpo_trainer.experience import AdaptiveEntropy
 
 
 def noted(entropy: float, tokens: float) -> Metrics:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerState
 
-from grpo_trainer.metrics import MetricLog, value_metric
-from grpo_trainer.phases import phase
+from grpo_trainer.data import PromptStream, Row
+from grpo_trainer.monitor import MetricLog, phase, value_metric
 from grpo_trainer.rollout import Completions, Rollouts, Started
-from grpo_trainer.sampling import PromptStream, Row
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_trainer.config_checks import AGGREGATIONS, SCALES
+from grpo_trainer.config import AGGREGATIONS, SCALES
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trainer_helpers import CannedEngine
 
-from grpo_trainer.advantages import groups_with_signal
+from grpo_trainer.experience.advantages import groups_with_signal
 
 
 def test_groups_with_signal():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.metrics import value_metric
+from grpo_trainer.monitor import value_metric
 
 
 class AdaptiveEntropy:

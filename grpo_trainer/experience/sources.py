@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.experience.rollout_func import FunctionSource, RolloutFunction, check_rollout_func
 from grpo_trainer.rewards import RewardFunction, RewardSource, Tokenizers, resolve_rewards
-from grpo_trainer.rollout.source import Source
-from grpo_trainer.rollout_function import FunctionSource, RolloutFunction, check_rollout_func
+from grpo_trainer.rollout import Source
 from grpo_trainer.tools import Agents, EnvironmentFactory, Environments, make_toolbox
 
 

@@ -10,13 +10,10 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.completion import Rollout
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.phases import phase
-from grpo_trainer.prompts import Prompt, decode_completions
-from grpo_trainer.rollout import Rollouts
-from grpo_trainer.rollout.source import Sampled
-from grpo_trainer.sampling import Row
+from grpo_trainer.data import Prompt, Rollout, Row, decode_completions
+from grpo_trainer.monitor import phase
+from grpo_trainer.rollout import Rollouts, Sampled
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
 RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]

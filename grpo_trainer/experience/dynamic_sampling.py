@@ -12,10 +12,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.advantages import groups_with_signal
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.metrics import value_metric
-from grpo_trainer.scored import RolloutColumns, Scored, share
+from grpo_trainer.experience.advantages import groups_with_signal
+from grpo_trainer.experience.scored import RolloutColumns, Scored, share
+from grpo_trainer.monitor import value_metric
 
 
 @dataclass(frozen=True, kw_only=True)

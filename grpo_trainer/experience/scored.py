@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.advantages import Advantages, nan_std
-from grpo_trainer.completion import Rollout
+from grpo_trainer.data import Rollout
+from grpo_trainer.experience.advantages import Advantages, nan_std
 
 
 class RolloutColumns(NamedTuple):
