@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_trainer.checkpointing import INCOMPLETE, SETTINGS_FILE, checkpoints
-from grpo_trainer.manifest import Manifest
-from grpo_trainer.run_settings import differences, may_end_elsewhere
+from grpo_trainer.checkpoint.files import INCOMPLETE, SETTINGS_FILE, checkpoints
+from grpo_trainer.checkpoint.manifest import Manifest
+from grpo_trainer.checkpoint.run_settings import differences, may_end_elsewhere
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig

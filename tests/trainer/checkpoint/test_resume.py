@@ -13,9 +13,8 @@ from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_trainer import GRPOConfig, GRPOTrainer, run_settings
-from grpo_trainer.checkpointing import CheckpointError
-from grpo_trainer.resuming import check_checkpoint
-from grpo_trainer.run_settings import settings_of
+from grpo_trainer.checkpoint import CheckpointError, settings_of
+from grpo_trainer.checkpoint.resuming import check_checkpoint
 
 SAVING = {"save_strategy": "steps", "lr_scheduler_type": "constant"}
 

@@ -10,7 +10,8 @@ import torch
 from trainer_helpers import parameters
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.checkpointing import CheckpointError, model_aside
+from grpo_trainer.checkpoint import CheckpointError
+from grpo_trainer.checkpoint.files import model_aside
 
 
 def files(folder: Path) -> dict[str, str]:

@@ -8,8 +8,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import Trainer
 
-from grpo_trainer.config import GRPOConfig
-from grpo_trainer.config_tools import import_path
+from grpo_trainer.config import GRPOConfig, import_path
 
 # Fields of GRPOConfig that do not change what is trained. All others are compared, so that one that
 # is added later is, too, unless it is named here.

@@ -7,9 +7,14 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
-from grpo_trainer.data import Prompts, as_they_are
-from grpo_trainer.resumable import ResumableTrainer
-from grpo_trainer.sampling import RepeatedStream, RepeatSampler, completions_per_epoch
+from grpo_trainer.checkpoint.trainer import ResumableTrainer
+from grpo_trainer.data import (
+    Prompts,
+    RepeatedStream,
+    RepeatSampler,
+    as_they_are,
+    completions_per_epoch,
+)
 
 
 class GroupTrainer(ResumableTrainer):

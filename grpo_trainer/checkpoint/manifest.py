@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_trainer.card import CARD_NAME
+from grpo_trainer.monitor import CARD_NAME
 
 MANIFEST_NAME = "checksums.json"
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_trainer.card import CARD_NAME
-from grpo_trainer.manifest import write_manifest
+from grpo_trainer.checkpoint.manifest import write_manifest
+from grpo_trainer.monitor import CARD_NAME
 
 SETTINGS_FILE = "grpo_settings.json"
 INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
-from grpo_trainer.together import StartError, raise_together
+from grpo_trainer.checkpoint.together import StartError, raise_together
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,16 @@
+"""Checkpoints that are whole, and runs that are resumed to the bit.
+
+May know ``common``, ``config``, ``data`` and ``monitor``.
+"""
+
+from grpo_trainer.checkpoint.files import CheckpointError
+from grpo_trainer.checkpoint.loaders import GroupTrainer
+from grpo_trainer.checkpoint.run_settings import settings_of
+from grpo_trainer.checkpoint.together import StartError
+
+__all__ = [
+    "CheckpointError",
+    "GroupTrainer",
+    "StartError",
+    "settings_of",
+]
