@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from grpo_trainer.hosts import is_loopback
+from grpo_trainer.common import is_loopback
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]

@@ -13,8 +13,8 @@ import yaml
 from transformers import TrainingArguments
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.cli import parse
-from grpo_trainer.config_names import OldNames
+from grpo_trainer.cli.train import parse
+from grpo_trainer.config.old_names import OldNames
 
 RUN = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["think_format_reward"]}
 # what makes the values below possible together

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from grpo_kernels.tools.text import OneLineParser
-from grpo_trainer.guard import Guard
-from grpo_trainer.hosts import is_loopback
-from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS
+from grpo_trainer.cli.guard import Guard
+from grpo_trainer.common import is_loopback
+from grpo_trainer.rollout import MAX_LOGPROBS
 
 _DESCRIPTION = (
     "Starts `vllm serve` for training with use_vllm and vllm_mode=server. Arguments that are not "

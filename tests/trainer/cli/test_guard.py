@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_trainer.guard import Guard
+from grpo_trainer.cli.guard import Guard
 
 JSON = {"content-type": "application/json"}
 KEY = {"authorization": "Bearer secret"}
@@ -131,6 +131,6 @@ def test_websockets_are_guarded_and_starting_is_not():
 
 def test_a_server_imports_little_for_it():
     heavy = ("torch", "transformers", "datasets", "accelerate", "requests", "vllm")
-    code = f"import sys, grpo_trainer.guard; print([m for m in {heavy!r} if m in sys.modules])"
+    code = f"import sys, grpo_trainer.cli.guard; print([m for m in {heavy!r} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

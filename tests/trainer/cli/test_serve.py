@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_trainer import cli, serve
+from grpo_trainer import cli
+from grpo_trainer.cli import serve
 
 
 def test_the_command():
@@ -15,7 +16,7 @@ def test_the_command():
     assert options[-6:-2] == ["--host", "127.0.0.1", "--port", "9000"]
     assert options[options.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert options[-10:-6] == handed_on
-    assert options[-2:] == ["--middleware", "grpo_trainer.guard.Guard"]
+    assert options[-2:] == ["--middleware", "grpo_trainer.cli.guard.Guard"]
     assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     assert command.warning is None
 

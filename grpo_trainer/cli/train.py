@@ -13,17 +13,15 @@ from typing import Any, NoReturn, get_type_hints
 from transformers import HfArgumentParser
 
 from grpo_kernels.tools.text import closest
-from grpo_trainer.adapter_arguments import AdapterArguments
-from grpo_trainer.checkpointing import CheckpointError
-from grpo_trainer.config import GRPOConfig
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.checkpoint import CheckpointError, StartError
+from grpo_trainer.cli.peft_arguments import AdapterArguments
+from grpo_trainer.cli.run_file import RunFile, read_run_file
+from grpo_trainer.common import printable
+from grpo_trainer.config import GRPOConfig, load_function, load_module
 from grpo_trainer.data import load_prompts, looks_local
-from grpo_trainer.imports import load_function, load_module
-from grpo_trainer.printable import printable
-from grpo_trainer.report.command import main as report
-from grpo_trainer.rollout.http import ServerError
-from grpo_trainer.run_file import RunFile, read_run_file
-from grpo_trainer.together import StartError
-from grpo_trainer.trainer import GRPOTrainer
+from grpo_trainer.monitor.report import main as report
+from grpo_trainer.rollout import ServerError
 
 
 def _help(text: str) -> dict[str, str]:
@@ -112,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "serve":
-        from grpo_trainer.serve import main as serve
+        from grpo_trainer.cli.serve import main as serve
 
         return serve(argv[1:])
     try:
@@ -155,7 +153,7 @@ def _raised_by_a_check(error: ValueError) -> bool:
     bug of somebody's and needs its traceback.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     return Path(frame.filename).is_relative_to(here) and (frame.line or "").startswith("raise ")
 
 
