@@ -14,9 +14,8 @@ from grpo_trainer.rewards import RewardModel
 if TYPE_CHECKING:
     from grpo_kernels import LossConfig
     from grpo_trainer.config import GRPOConfig
-    from grpo_trainer.entropy import AdaptiveEntropy
-    from grpo_trainer.experience import Collector
-    from grpo_trainer.reference import Reference
+    from grpo_trainer.experience import AdaptiveEntropy, Collector
+    from grpo_trainer.model import Reference
     from grpo_trainer.rollout import Rollouts
 
 _SETTINGS = (

@@ -15,36 +15,52 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from grpo_kernels import linear_policy_loss
 from grpo_kernels.hf.check import check_fused_head
 from grpo_kernels.hf.patch import add_fused_head
-from grpo_trainer.adapters import base_policy, load_adapters
-from grpo_trainer.ahead import Ahead
-from grpo_trainer.argument_checks import check_arguments
 from grpo_trainer.attributes import TrainerAttributes
-from grpo_trainer.buffer import RolloutBuffer
-from grpo_trainer.card import WritesCard
-from grpo_trainer.config import GRPOConfig, loss_config
-from grpo_trainer.curriculum import Curriculum, training_prompts
-from grpo_trainer.data import Prompts, as_they_are, check_datasets
-from grpo_trainer.entropy import AdaptiveEntropy
-from grpo_trainer.experience import Collector, Sinks
-from grpo_trainer.forward import policy_loss_of, target_logprobs
-from grpo_trainer.interaction import Interaction
-from grpo_trainer.loaders import GroupTrainer
-from grpo_trainer.logs import LogsRun
-from grpo_trainer.metrics import step_metric, value_metric
-from grpo_trainer.microbatch import MicroBatch
-from grpo_trainer.phases import phase
-from grpo_trainer.placement import check_placement
-from grpo_trainer.policy import load_policy, load_tokenizer
-from grpo_trainer.progress import close_progress
-from grpo_trainer.reference import SyncReference, make_reference
+from grpo_trainer.checkpoint import GroupTrainer, settings_of
+from grpo_trainer.config import GRPOConfig, check_arguments, loss_config
+from grpo_trainer.data import (
+    Curriculum,
+    MicroBatch,
+    Prompts,
+    PromptStream,
+    RolloutBuffer,
+    Row,
+    as_they_are,
+    check_datasets,
+    training_prompts,
+)
+from grpo_trainer.experience import (
+    AdaptiveEntropy,
+    Ahead,
+    Collector,
+    Interaction,
+    RolloutFunction,
+    Sinks,
+)
+from grpo_trainer.model import (
+    SyncReference,
+    base_policy,
+    check_placement,
+    load_adapters,
+    load_policy,
+    load_tokenizer,
+    make_reference,
+    policy_loss_of,
+    router_coef,
+    target_logprobs,
+)
+from grpo_trainer.monitor import (
+    LogsRun,
+    WritesCard,
+    close_progress,
+    phase,
+    step_metric,
+    value_metric,
+    watch,
+)
 from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
-from grpo_trainer.rollout_function import RolloutFunction
-from grpo_trainer.router import router_coef
-from grpo_trainer.run_settings import settings_of
-from grpo_trainer.sampling import PromptStream, Row
 from grpo_trainer.tools import EnvironmentFactory, prompts_by_reset
-from grpo_trainer.watch import watch
 
 
 class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):

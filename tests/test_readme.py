@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_trainer.monitor.report.command import report_arguments
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
@@ -20,13 +21,12 @@ from grpo_kernels.linear_logprobs import OUTPUTS
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.cli import parse
-from grpo_trainer.config_names import OldNames
+from grpo_trainer.cli.serve import serve_command
+from grpo_trainer.cli.train import parse
+from grpo_trainer.config.old_names import OldNames
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
-from grpo_trainer.report.command import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
-from grpo_trainer.serve import serve_command
 from tests.hf.test_families import FAMILIES
 
 ROOT = Path(__file__).parent.parent

@@ -45,7 +45,7 @@ def _train(
     from transformers import PrinterCallback
 
     from grpo_trainer import GRPOConfig, GRPOTrainer
-    from grpo_trainer.rollout.weights import policy_weights
+    from grpo_trainer.rollout import policy_weights
 
     args = GRPOConfig(**_settings(config, device, steps, folder), **settings)
     trainer = GRPOTrainer(

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.rollouts.engines import longest, memory_share, vllm_arguments
 from benchmarks.training.task import TrainingConfig, make_model, make_tokenizer
 
-_COMMAND = "from grpo_trainer.cli import main; main()"
+_COMMAND = "from grpo_trainer.cli.train import main; main()"
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def _build_trl(job: Job, **changes: Any) -> Trainer:
 
 
 def _our_inputs(batch: SharedBatch) -> Any:
-    from grpo_trainer.microbatch import TokenCounts, collate
+    from grpo_trainer.data import TokenCounts, collate
 
     tokens = batch.num_items / batch.micro_batches
     count = torch.tensor(tokens, device=batch.advantages.device)

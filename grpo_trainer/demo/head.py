@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_kernels import Head, LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.hf import add_fused_head
-from grpo_trainer.advantages import compute_advantages
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import MicroBatch, TokenCounts, collate, decode_completions, encode_prompts
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.microbatch import MicroBatch, TokenCounts, collate
-from grpo_trainer.prompts import decode_completions, encode_prompts
+from grpo_trainer.experience import compute_advantages
 from grpo_trainer.rollout import Sampling, TransformersEngine
 
 # a head of real size: T tokens, width D, V vocabulary entries

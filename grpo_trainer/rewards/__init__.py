@@ -1,4 +1,7 @@
-"""Reward functions: how they are found, called and checked."""
+"""Reward functions: how they are found, called and checked.
+
+May know ``common``, ``config`` and ``monitor``.
+"""
 
 from grpo_trainer.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward
 from grpo_trainer.rewards.builtin import (

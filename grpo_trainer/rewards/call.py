@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.rewards.background import start
+from grpo_trainer.common import start
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.completions import OWN_COLUMNS, REWARD_PREFIX
-from grpo_trainer.metrics import is_own_metric
-from grpo_trainer.plain import plain
+from grpo_trainer.common import plain
+from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric
 
 
 class RewardLog:

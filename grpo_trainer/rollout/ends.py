@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.adapters import base_policy
+from grpo_trainer.model import base_policy
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import requests
 
-from grpo_trainer.masking import masked_urls
+from grpo_trainer.common import masked_urls
 from grpo_trainer.rollout.connections import CuttableAdapter
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ EngineFactory = Callable[[EngineContext], RolloutEngine]
 
 
 def _vllm_colocate(context: EngineContext) -> RolloutEngine:
-    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM  # imports vllm
+    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM
 
     return ColocatedVLLM(context)
 
 
 def _vllm_server(context: EngineContext) -> RolloutEngine:
-    from grpo_trainer.rollout.vllm_server import VLLMServer  # imports requests
+    from grpo_trainer.rollout.vllm_server import VLLMServer
 
     return VLLMServer(context)
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.completion import Rollout
+from grpo_trainer.data import Rollout, Row
 from grpo_trainer.rollout.sync import Rollouts
-from grpo_trainer.sampling import Row
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from grpo_trainer.phases import phase
+from grpo_trainer.monitor import phase
 from grpo_trainer.rollout.base import (
     BackgroundEngine,
     Completions,

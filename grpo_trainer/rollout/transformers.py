@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo_trainer.microbatch import pad_rows
+from grpo_trainer.data import pad_rows
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,

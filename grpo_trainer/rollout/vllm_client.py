@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_trainer.config_rollout import check_url
-from grpo_trainer.prompts import shortened
+from grpo_trainer.config import check_url
+from grpo_trainer.data import shortened
 from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
 from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.rollout.vllm_answer import Asked, completions_of

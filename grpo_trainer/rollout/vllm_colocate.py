@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_trainer.adapters import base_policy
 from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.model import base_policy
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,

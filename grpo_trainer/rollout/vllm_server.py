@@ -177,7 +177,7 @@ def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> W
         kind = "nccl" if prepared else "file"
         logger.info("weights reach %s by %s", client.server.url, kind)
     if kind == "nccl":
-        from grpo_trainer.rollout.weight_nccl import NCCLTransfer  # imports vllm
+        from grpo_trainer.rollout.weight_nccl import NCCLTransfer
 
         return NCCLTransfer(client.world_size(), client.group_port, args.vllm_request_timeout)
     folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.utils.network_utils import get_ip
 
-from grpo_trainer.hosts import is_loopback
+from grpo_trainer.common import is_loopback
 from grpo_trainer.rollout.base import WeightSource
 from grpo_trainer.rollout.http import JsonServer, ServerError
 

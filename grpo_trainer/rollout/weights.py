@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from grpo_trainer.adapters import base_policy
+from grpo_trainer.model import base_policy
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 

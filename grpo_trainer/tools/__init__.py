@@ -1,7 +1,11 @@
-"""Completions in several turns: tools, environments, and the loop between them and the policy."""
+"""Completions in several turns: tools, environments, and the loop between them and the policy.
+
+May know ``common``, ``config``, ``data``, ``monitor``, ``rewards`` and ``rollout``.
+"""
 
 from grpo_trainer.tools.environment import EnvironmentFactory, Environments, prompts_by_reset
 from grpo_trainer.tools.loop import Agents
+from grpo_trainer.tools.parse import TurnParser
 from grpo_trainer.tools.schema import Tool, Toolbox, make_toolbox
 
 __all__ = [
@@ -10,6 +14,7 @@ __all__ = [
     "Environments",
     "Tool",
     "Toolbox",
+    "TurnParser",
     "make_toolbox",
     "prompts_by_reset",
 ]

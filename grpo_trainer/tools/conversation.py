@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from grpo_trainer.completion import Rollout
+from grpo_trainer.data import Rollout
 from grpo_trainer.tools.parse import Message
 from grpo_trainer.tools.run import Call
 from grpo_trainer.tools.schema import Toolbox

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 from datasets import Dataset, IterableDataset
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.prompts import Prompt, shortened
+from grpo_trainer.data import Prompt, Row, shortened
 from grpo_trainer.rewards import RewardFunction
-from grpo_trainer.sampling import Row
 from grpo_trainer.tools.schema import Toolbox, make_toolbox
 
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]

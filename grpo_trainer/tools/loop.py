@@ -10,11 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.phases import phase
-from grpo_trainer.prompts import check_context, encode_prompts, shortened
-from grpo_trainer.rollout import Rollouts
-from grpo_trainer.rollout.source import Sampled
-from grpo_trainer.sampling import Row
+from grpo_trainer.data import Row, check_context, encode_prompts, shortened
+from grpo_trainer.monitor import phase
+from grpo_trainer.rollout import Rollouts, Sampled
 from grpo_trainer.tools.conversation import Conversation
 from grpo_trainer.tools.environment import Environments
 from grpo_trainer.tools.parse import TurnParser

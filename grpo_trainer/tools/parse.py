@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.prompts import Prompt, decode_completions
+from grpo_trainer.data import Prompt, decode_completions
 
 Message = dict[str, Any]
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from grpo_trainer.rewards.background import start
+from grpo_trainer.common import start
 from grpo_trainer.tools.schema import Tool
 
 

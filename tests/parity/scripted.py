@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Trainer
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.rollout.base import Completions, Sampling, WeightSource
+from grpo_trainer.rollout import Completions, Sampling, WeightSource
 
 STEPS = 10
 GROUP, LONGEST = 4, 6

@@ -17,9 +17,9 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.live import LiveView
-from grpo_trainer.report.command import write_report
-from grpo_trainer.report.record import load_run
+from grpo_trainer.monitor.live import LiveView
+from grpo_trainer.monitor.report.command import write_report
+from grpo_trainer.monitor.report.record import load_run
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SIZES = {"report.png": (1400, 1400), "comparison.png": (1400, 1150)}

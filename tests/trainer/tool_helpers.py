@@ -15,8 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.rollout import Completions, Rollouts, Sampling, cut_after_eos
-from grpo_trainer.rollout.source import Sampled
+from grpo_trainer.rollout import Completions, Rollouts, Sampled, Sampling, cut_after_eos
 from grpo_trainer.tools import Agents, Environments, make_toolbox
 
 SPECIAL = ["<pad>", "<|start|>", "<|end|>"]

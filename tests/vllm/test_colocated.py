@@ -16,8 +16,7 @@ from vllm_helpers import (
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import EngineContext, Rollouts, Sampling
-from grpo_trainer.rollout.weights import policy_weights
+from grpo_trainer.rollout import EngineContext, Rollouts, Sampling, policy_weights
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout import ServerError
 
 
 class _Server:

@@ -22,11 +22,9 @@ from vllm_helpers import (
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import Completions
-from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout import Completions, ServerError, policy_weights
 from grpo_trainer.rollout.vllm_client import VLLMClient
 from grpo_trainer.rollout.weight_files import FileTransfer
-from grpo_trainer.rollout.weights import policy_weights
 
 START = 180.0  # seconds that a server may take
 

@@ -19,7 +19,7 @@ from tool_helpers import (
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 
-TEXT = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
 TINY = 'output_dir="out", max_steps=1, use_cpu=True, report_to="none", logging_steps=1, '
 TINY += "save_strategy='no', max_completion_length=300"
 

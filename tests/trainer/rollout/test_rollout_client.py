@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from vllm_stub import StubServer, choices, slowly
 
-from grpo_trainer.rollout import http
-from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout import ServerError, http
 from grpo_trainer.rollout.vllm_client import VLLMClient
 from grpo_trainer.rollout.weight_files import FileTransfer
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grpo_trainer.rollout import weight_files
+from grpo_trainer.rollout import policy_weights, weight_files
 from grpo_trainer.rollout.weight_files import FileTransfer
-from grpo_trainer.rollout.weights import parameter_versions, policy_weights
+from grpo_trainer.rollout.weights import parameter_versions
 
 SIZES = dict(
     vocab_size=32,
