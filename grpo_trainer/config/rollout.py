@@ -47,7 +47,7 @@ class RolloutFields:
             "its own, such as a vLLM server."
         ),
     )
-    use_kept_sets: bool = field(
+    use_sampling_mask: bool = field(
         default=False,
         metadata=_help(
             "With top_k: let the engine report which ids top_k, top_p and min_p left for each "
@@ -201,16 +201,16 @@ def check_rollout(args: TrainingArguments, loss: LossConfig) -> None:
     _check_one_engine(args)
     _check_unused(args)
     _check_overlap(args, loss)
-    _check_kept_sets(args)
+    _check_sampling_mask(args)
     mode = loss.rollout_correction_mode
     reports = args.use_vllm or args.use_transformers_continuous_batching  # log-probabilities
     filters = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
-    if reports and mode is not None and any(filters.values()) and not args.use_kept_sets:
+    if reports and mode is not None and any(filters.values()) and not args.use_sampling_mask:
         used = ", ".join(name for name, on in filters.items() if on)
         warnings.warn(
             f"{used}: the engine reports log-probabilities after this filter, the policy's are of "
             "the whole vocabulary; vllm_importance_sampling_correction corrects for that, too, "
-            "and use_kept_sets makes them alike",
+            "and use_sampling_mask makes them alike",
             stacklevel=4,
         )
     if reports and mode is not None and loss.surrogate.uses_rollout_weight:
@@ -230,19 +230,19 @@ def _check_overlap(args: TrainingArguments, loss: LossConfig) -> None:
         )
 
 
-def _check_kept_sets(args: TrainingArguments) -> None:
-    if not args.use_kept_sets:
+def _check_sampling_mask(args: TrainingArguments) -> None:
+    if not args.use_sampling_mask:
         return
     top_k = options("generation_kwargs", args.generation_kwargs).get("top_k", args.top_k)
     if top_k < 1:
         raise ValueError(
-            "use_kept_sets: expected top_k >= 1 with it, which bounds how many ids a token keeps, "
-            f"got {top_k}"
+            "use_sampling_mask: expected top_k >= 1 with it, which bounds how many ids are left "
+            f"for a token, got {top_k}"
         )
     if args.use_transformers_continuous_batching:
         raise ValueError(
-            "use_kept_sets: expected False with use_transformers_continuous_batching, which does "
-            "not report what its filters left"
+            "use_sampling_mask: expected False with use_transformers_continuous_batching, which "
+            "does not report what its filters left"
         )
 
 

@@ -17,7 +17,7 @@ class Rollout(NamedTuple):
     completion_ids: list[int]
     truncated: bool  # ended without an end-of-sequence token
     logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
-    kept: list[list[int]] | None = None  # ids that its filters left to choose from, by token
+    sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
     extra: dict[str, Any] | None = None  # what reward functions log beside it
     row: Row | None = None  # of the dataset

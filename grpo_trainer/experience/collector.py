@@ -207,12 +207,12 @@ class Collector:
         prompts, prompt_ids = [row["prompt"] for row in rows], self._encode(rows)
         with phase("generate"):
             found = self._rollouts.generate(prompt_ids) if begun is None else begun.completions
-        completion_ids, logprobs, kept = found
+        completion_ids, logprobs, mask = found
         completions = self._parser.completions(prompts, prompt_ids, completion_ids)
         truncated = [ids[-1] not in self._rollouts.eos_token_ids for ids in completion_ids]
         nothing = [None] * len(prompts)
         columns = (prompts, prompt_ids, completions, completion_ids, truncated)
-        optional: tuple[Sequence[Any], ...] = (logprobs or nothing, kept or nothing)
+        optional: tuple[Sequence[Any], ...] = (logprobs or nothing, mask or nothing)
         return Sampled([Rollout(*values) for values in zip(*columns, *optional, strict=True)])
 
     def _score(
@@ -264,9 +264,9 @@ class Collector:
         ]
         order = torch.randperm(len(rollouts)) if slices > 1 else torch.arange(len(rollouts))
         parts = [part.tolist() for part in order.chunk(slices)]
-        kept = [sum(sum(in_loss[i]) for i in part) for part in parts]
+        counts = [sum(sum(in_loss[i]) for i in part) for part in parts]
         # what the batches divide by is averaged over the processes, as their gradients are
-        local = torch.tensor(kept, dtype=torch.float64, device=accelerator.device)
+        local = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
         tokens = accelerator.reduce(local, "mean")
         return [
             collate(
@@ -278,7 +278,7 @@ class Collector:
                 self._padding,
                 args.pad_to_multiple_of,
                 _reported(rollouts[i].logprobs for i in part),
-                _reported(rollouts[i].kept for i in part),
+                _reported(rollouts[i].sampling_mask for i in part),
             )
             for part, count in zip(parts, tokens, strict=True)
         ]

@@ -32,7 +32,8 @@ class Sampling:
         max_tokens: longest completion.
         temperature, top_p, top_k, min_p, repetition_penalty: as in GRPOConfig.
         structured_outputs_regex: what the text of a completion must match; None: anything.
-        kept_ids: report what the filters left of so many of each token's likeliest ids; 0: do not.
+        sampling_mask_size: report what the filters left of so many of each token's likeliest ids;
+            0: do not.
         engine_options: the rest of generation_kwargs, in the engine's own names.
     """
 
@@ -44,7 +45,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     structured_outputs_regex: str | None = None
-    kept_ids: int = 0
+    sampling_mask_size: int = 0
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -68,8 +69,8 @@ class Sampling:
         }
         extra = dict(options("generation_kwargs", args.generation_kwargs))
         settings |= {name: extra.pop(name) for name in tuple(settings) if name in extra}
-        if args.use_kept_sets:
-            settings["kept_ids"] = min(settings["top_k"] + _TIES, len(tokenizer))
+        if args.use_sampling_mask:
+            settings["sampling_mask_size"] = min(settings["top_k"] + _TIES, len(tokenizer))
         return cls(
             eos_token_ids=end_token_ids(extra, tokenizer, model),
             max_tokens=args.max_completion_length,
@@ -86,7 +87,7 @@ class Completions(NamedTuple):
     # of each token, under the distribution it was drawn from; None: the engine does not say
     logprobs: list[list[float]] | None = None
     # of each token, the ids that the sampling filters left to choose from; None: not asked for
-    kept: list[list[TokenIds]] | None = None
+    sampling_mask: list[list[TokenIds]] | None = None
 
 
 class RolloutEngine(Protocol):

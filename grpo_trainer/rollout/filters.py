@@ -22,7 +22,7 @@ NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
 _LATER = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 
 
-class KeptFilters(LogitsProcessor):
+class RecordingFilters(LogitsProcessor):
     """Does what transformers does for temperature, top_k, top_p and min_p, in its order.
 
     Raises:
@@ -33,7 +33,7 @@ class KeptFilters(LogitsProcessor):
         later = [name for name in _LATER if sampling.engine_options.get(name) is not None]
         if later:
             raise ValueError(
-                f"generation_kwargs: expected no {', '.join(later)} with use_kept_sets, which "
+                f"generation_kwargs: expected no {', '.join(later)} with use_sampling_mask, which "
                 "knows top_k, top_p and min_p"
             )
         self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
@@ -49,8 +49,8 @@ class KeptFilters(LogitsProcessor):
         self._steps.append((scores > -math.inf).nonzero())
         return scores
 
-    def kept(self, lengths: list[int]) -> list[list[TokenIds]]:
-        """The ids of each row's first so many tokens."""
+    def sampling_mask(self, lengths: list[int]) -> list[list[TokenIds]]:
+        """Return the ids that were left for each row's first so many tokens."""
         rows: list[list[TokenIds]] = [[] for _ in lengths]
         for step, found in enumerate(self._steps):
             counts = torch.bincount(found[:, 0], minlength=len(lengths)).tolist()

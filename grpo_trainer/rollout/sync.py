@@ -126,10 +126,10 @@ class Rollouts:
 
     def check(self, completions: Completions, count: int) -> None:
         """Raises ValueError unless ``completions`` are those of ``count`` prompts."""
-        if self._sampling.kept_ids and completions.kept is None:
+        if self._sampling.sampling_mask_size and completions.sampling_mask is None:
             raise ValueError(
-                "use_kept_sets: expected an engine that reports which ids its filters left, got "
-                f"none from {type(self._engine).__name__}"
+                "use_sampling_mask: expected an engine that reports which ids its filters left, "
+                f"got none from {type(self._engine).__name__}"
             )
         _check(completions, count)
 
@@ -193,14 +193,14 @@ class Started:
 
 
 def _check(completions: Completions, count: int) -> None:
-    ids, logprobs, kept = completions
+    ids, logprobs, mask = completions
     if len(ids) != count or not all(ids):
         raise ValueError(
             f"rollout engine: expected {count} completions of one token or more, got {len(ids)} "
             f"with {sum(not row for row in ids)} empty ones"
         )
     lengths = [len(row) for row in ids]
-    for name, column in (("log-probability", logprobs), ("kept set", kept)):
+    for name, column in (("log-probability", logprobs), ("sampling mask", mask)):
         if column is not None and [len(row) for row in column] != lengths:
             raise ValueError(
                 f"rollout engine: expected one {name} per token, got {sum(map(len, column))} for "

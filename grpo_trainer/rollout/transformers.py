@@ -21,7 +21,7 @@ from grpo_trainer.rollout.base import (
     WeightSource,
     cut_after_eos,
 )
-from grpo_trainer.rollout.filters import NO_FILTERS, KeptFilters
+from grpo_trainer.rollout.filters import NO_FILTERS, RecordingFilters
 
 
 class TransformersEngine:
@@ -56,7 +56,7 @@ class TransformersEngine:
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
         mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
-        filters = KeptFilters(sampling) if sampling.kept_ids else None
+        filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
         processors = None if filters is None else LogitsProcessorList([filters])
         was_training = model.training
         model.eval()  # no dropout, and gradient checkpointing would disable the cache
@@ -70,8 +70,8 @@ class TransformersEngine:
         model.train(was_training)
         found = output[:, ids.shape[1] :].tolist()
         completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
-        kept = None if filters is None else filters.kept([len(row) for row in completions])
-        return Completions(completions, kept=kept)
+        mask = None if filters is None else filters.sampling_mask([len(row) for row in completions])
+        return Completions(completions, sampling_mask=mask)
 
     def update_weights(self, weights: WeightSource) -> None: ...
 
@@ -100,8 +100,8 @@ def generation_config(
         "eos_token_id": sorted(sampling.eos_token_ids) or None,
         "pad_token_id": pad_token_id(tokenizer),
     }
-    if sampling.kept_ids:
-        settings |= NO_FILTERS  # KeptFilters has them
+    if sampling.sampling_mask_size:
+        settings |= NO_FILTERS  # RecordingFilters has them
     return GenerationConfig(**(settings | dict(sampling.engine_options)))
 
 

@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completions]:
     """Return the prompts' ids, and ``n`` completions per prompt in order with log-probabilities.
 
-    With ``logprobs`` above 0 it has those of the likeliest ids, too, and so what was kept of them.
+    With ``logprobs`` above 0 it has those of the likeliest ids, too, and so the sampling mask.
 
     Raises:
         ValueError, KeyError, TypeError: the answer is no such thing.
@@ -35,7 +35,7 @@ def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completio
     if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
         raise ValueError(f"{len(choices)} choices")
     prompt_ids = [_prompt_ids(choices[i * n], prompt, asked) for i, prompt in enumerate(prompts)]
-    token_ids, values, kept = [], [], []
+    token_ids, values, mask = [], [], []
     for choice in choices:
         ids = _checked_ids(choice["token_ids"], asked.vocab_size)
         if not 0 < len(ids) <= asked.max_tokens:
@@ -48,10 +48,10 @@ def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completio
             values.append(_numbers(choice["logprobs"]["token_logprobs"], len(ids)))
         if logprobs:
             likeliest = choice["logprobs"]["top_logprobs"]
-            kept.append([_checked_ids(_kept(each), asked.vocab_size) for each in likeliest])
-            if len(kept[-1]) != len(ids):
-                raise ValueError(f"{len(kept[-1])} sets of ids for {len(ids)} tokens")
-    columns = (None if logprobs is None else values, kept if logprobs else None)
+            mask.append([_checked_ids(_left(each), asked.vocab_size) for each in likeliest])
+            if len(mask[-1]) != len(ids):
+                raise ValueError(f"{len(mask[-1])} sets of ids for {len(ids)} tokens")
+    columns = (None if logprobs is None else values, mask if logprobs else None)
     return prompt_ids, Completions(token_ids, *columns)
 
 
@@ -70,7 +70,7 @@ def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:
     return ids
 
 
-def _kept(likely: dict[str, float]) -> TokenIds:
+def _left(likely: dict[str, float]) -> TokenIds:
     """Ids come as ``token_id:7``."""
     return [int(name.partition(":")[2]) for name, value in likely.items() if value > _NEVER]
 

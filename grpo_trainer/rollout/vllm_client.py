@@ -123,7 +123,7 @@ class VLLMClient:
         Returns:
             ``prompt_ids`` (one list per prompt), ``completion_ids`` (``n`` lists per prompt) and
             ``logprobs`` (one number per token of these, or None); with ``logprobs`` above 0 also
-            ``kept_ids`` (a list of ids per token).
+            ``sampling_mask`` (a list of ids per token).
 
         Raises:
             ServerError: the server fails, refuses, or answers something else.
@@ -155,14 +155,14 @@ class VLLMClient:
         answer = self.server.retrying(lambda: self._complete(body, in_background))
         asked = Asked(prompts, n, max_tokens, logprobs, self._vocab_size)
         try:
-            prompt_ids, (ids, values, kept) = completions_of(answer, asked)
+            prompt_ids, (ids, values, mask) = completions_of(answer, asked)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.server.url}/v1/completions: expected {n} completions of each of "
                 f"{len(prompts)} prompts: {error!r}; got {str(answer)[:500]}"
             ) from error
         found = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": values}
-        return found if kept is None else found | {"kept_ids": kept}
+        return found if mask is None else found | {"sampling_mask": mask}
 
     def update_weights(self, weights: WeightSource) -> None:
         """Replaces the server's weights. One that restarts later gets them before it generates.

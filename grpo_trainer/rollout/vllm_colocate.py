@@ -88,13 +88,13 @@ class ColocatedVLLM:
             [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
             for sample, ids in zip(mine, token_ids, strict=True)
         ]
-        if not sampling.kept_ids:
+        if not sampling.sampling_mask_size:
             return Completions(token_ids, logprobs)
-        kept = [
+        mask = [
             [[i for i, found in at.items() if found.logprob > -math.inf] for at in sample.logprobs]
             for sample in mine
         ]
-        return Completions(token_ids, logprobs, kept)
+        return Completions(token_ids, logprobs, mask)
 
     def update_weights(self, weights: WeightSource) -> None:
         """In place, tensor by tensor; keys and values cached by the old weights are dropped."""

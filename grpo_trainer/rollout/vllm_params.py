@@ -22,7 +22,7 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "max_tokens": sampling.max_tokens,
-        "logprobs": sampling.kept_ids,  # 0: of the sampled token alone
+        "logprobs": sampling.sampling_mask_size,  # 0: of the sampled token alone
         # what ends a completion is said here; a model folder may name other tokens
         "stop_token_ids": sorted(sampling.eos_token_ids),
         "ignore_eos": True,

@@ -110,7 +110,7 @@ class VLLMServer:
         params = vllm_params(sampling)
         own = {name: params.pop(name) for name in _ARGUMENTS}
         regex = structured_outputs(sampling)
-        token_ids, logprobs, kept = [], [], []
+        token_ids, logprobs, mask = [], [], []
         # almost always one request: every prompt has as many completions
         for n, part in groupby(runs(prompts), key=lambda run: run[1]):
             answer = self._client.generate(
@@ -123,8 +123,8 @@ class VLLMServer:
             )
             token_ids += answer["completion_ids"]
             logprobs += answer["logprobs"]
-            kept += answer.get("kept_ids", ())
-        return Completions(token_ids, logprobs, kept if sampling.kept_ids else None)
+            mask += answer.get("sampling_mask", ())
+        return Completions(token_ids, logprobs, mask if sampling.sampling_mask_size else None)
 
     def _on_main(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns or raises on the first process, on all of them."""

@@ -36,7 +36,7 @@ class Conversation:
     env_mask: list[int] = field(default_factory=list)  # 1: the policy's token
     # of each token, what the engine reports; None: nothing
     logprobs: list[float] | None = field(default_factory=list)
-    kept: list[list[int]] | None = field(default_factory=list)
+    sampling_mask: list[list[int]] | None = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)  # of the last turn, not answered yet
     rounds: int = 0  # of calls that were answered
     over: bool = False
@@ -62,14 +62,14 @@ class Conversation:
         return self.prompt_ids + self.completion_ids[: self._turn]
 
     def add_tokens(
-        self, ids: list[int], logprobs: list[float] | None, kept: list[list[int]] | None
+        self, ids: list[int], logprobs: list[float] | None, mask: list[list[int]] | None
     ) -> None:
         """Tokens of the policy, as many as there is room for."""
         count = min(len(ids), self.room)
         self.completion_ids += ids[:count]
         self.env_mask += [1] * count
         self.logprobs = _longer(self.logprobs, logprobs and logprobs[:count])
-        self.kept = _longer(self.kept, kept and kept[:count])
+        self.sampling_mask = _longer(self.sampling_mask, mask and mask[:count])
 
     def end_turn(self, message: Message, complete: bool) -> None:
         """The policy stopped: what it said. A turn that is not ``complete`` calls nothing."""
@@ -93,7 +93,7 @@ class Conversation:
         self.completion_ids += ids
         self.env_mask += [0] * len(ids)
         self.logprobs = _longer(self.logprobs, [math.nan] * len(ids))
-        self.kept = _longer(self.kept, [[]] * len(ids))
+        self.sampling_mask = _longer(self.sampling_mask, [[]] * len(ids))
         self._turn = len(self.completion_ids)
 
     def rollout(self) -> Rollout:
@@ -104,7 +104,7 @@ class Conversation:
             self.completion_ids,
             self.truncated,
             self.logprobs,
-            self.kept,
+            self.sampling_mask,
             env_mask=self.env_mask,
         )
 

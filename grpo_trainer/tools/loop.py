@@ -136,7 +136,8 @@ class Agents:
         for index, talk in enumerate(waiting):
             ids = drawn.token_ids[index]
             logprobs = None if drawn.logprobs is None else drawn.logprobs[index]
-            talk.add_tokens(ids, logprobs, None if drawn.kept is None else drawn.kept[index])
+            mask = None if drawn.sampling_mask is None else drawn.sampling_mask[index]
+            talk.add_tokens(ids, logprobs, mask)
             ended = talk.completion_ids[-1] in self._eos
             # an engine that stops by itself, as at a stop string, has ended the turn too
             if ended or talk.room == 0 or len(ids) < step:

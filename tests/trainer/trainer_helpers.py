@@ -63,13 +63,13 @@ class BackgroundEngine:
         tokenizer: for its special tokens.
         model: the copy, which gives log-probabilities; None: none are reported.
         process: as in CannedEngine.
-        kept: whether it reports kept sets.
+        masks: whether it reports sampling masks.
     """
 
-    def __init__(self, tokenizer, model=None, process: int = 0, kept: bool = False) -> None:
+    def __init__(self, tokenizer, model=None, process: int = 0, masks: bool = False) -> None:
         self._canned = CannedEngine(tokenizer, process)
         self._model = model
-        self._kept = kept
+        self._masks = masks
         self.calls: list[str] = []
         self.may_end = threading.Event()  # of what was started
         self.may_end.set()
@@ -92,9 +92,9 @@ class BackgroundEngine:
         ids = self._canned.generate(prompt_ids).token_ids
         if self._model is None:
             return Completions(ids)
-        kept = [[[t, t + 1] for t in row] for row in ids] if self._kept else None
+        mask = [[[t, t + 1] for t in row] for row in ids] if self._masks else None
         pairs = zip(prompt_ids, ids, strict=True)
-        return Completions(ids, [self._logprobs(*pair, sampling) for pair in pairs], kept)
+        return Completions(ids, [self._logprobs(*pair, sampling) for pair in pairs], mask)
 
     def _logprobs(self, prompt, completion, sampling) -> list[float]:
         with torch.no_grad():

@@ -104,12 +104,12 @@ def test_what_is_sampled(make_engine, policy, tokenizer):
 
 
 @pytest.mark.parametrize("tied", [False], indirect=True)
-def test_kept_sets(make_engine, policy, tokenizer):
+def test_sampling_mask(make_engine, policy, tokenizer):
     engine = make_engine()
     engine.update_weights(lambda: policy_weights(policy))
     prompts = [prompt for prompt in PROMPTS for _ in range(8)]
     for filters in ({"top_k": 4}, {"top_k": 1}, {"top_k": 6, "top_p": 0.7}):
-        found = engine.generate(prompts, sampling(tokenizer, kept_ids=8, **filters))
+        found = engine.generate(prompts, sampling(tokenizer, sampling_mask_size=8, **filters))
         assert differences_over_kept(policy, prompts, found, **filters) < CLOSE
 
 
@@ -145,7 +145,7 @@ def test_sleep_needs_a_gpu(make_engine):
         make_engine(vllm_enable_sleep_mode=True)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "use_kept_sets": True}])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "use_sampling_mask": True}])
 def test_training(make_args, policy, tokenizer, dataset, filters):
     args = make_args(
         temperature=0.7,

@@ -146,12 +146,12 @@ def test_what_is_sampled(client, tokenizer):
         client.generate(PROMPTS, generation_kwargs={"sead": 5})
 
 
-def test_kept_sets(client, policy):
+def test_sampling_mask(client, policy):
     client.update_weights(lambda: policy_weights(policy))
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     for filters in ({"top_k": 4}, {"top_k": 6, "top_p": 0.7}):
         answer = client.generate(PROMPTS, n=4, max_tokens=8, logprobs=8, **filters)
-        found = Completions(answer["completion_ids"], answer["logprobs"], answer["kept_ids"])
+        found = Completions(answer["completion_ids"], answer["logprobs"], answer["sampling_mask"])
         assert differences_over_kept(policy, prompts, found, **filters) < CLOSE
 
 
@@ -166,7 +166,7 @@ def test_overlap(server, make_args, policy, tokenizer, dataset):
         vllm_server_port=server.port,
         vllm_server_timeout=START,
         overlap_generation=True,
-        use_kept_sets=True,
+        use_sampling_mask=True,
         top_k=8,
         eval_strategy="steps",
         eval_steps=2,

@@ -105,7 +105,7 @@ CHANGED = [
     {"epsilon": 0.1}, {"epsilon_high": 0.3}, {"entropy_coef": 0.1}, {"learning_rate": 1e-3},
     {"lr_scheduler_type": "cosine"}, {"warmup_steps": 1}, {"weight_decay": 0.1},
     {"adam_beta1": 0.8}, {"adam_beta2": 0.9}, {"max_grad_norm": 0.5}, {"optim": "sgd"},
-    {"vllm_importance_sampling_mode": "token_mask"}, {"use_kept_sets": True, "top_k": 3},
+    {"vllm_importance_sampling_mode": "token_mask"}, {"use_sampling_mask": True, "top_k": 3},
     {"mask_truncated_completions": True}, {"use_adaptive_entropy": True}, {"fp16": True},
     {"cast_lm_head_to_fp32": True}, {"dynamic_sampling": True}, {"shuffle_dataset": False},
 ]  # fmt: skip

@@ -13,8 +13,10 @@ from datasets import Dataset
 from transformers import Qwen3ForSequenceClassification
 
 from grpo_kernels.losses import LOSSES
+from grpo_trainer import GRPOConfig
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.cli import train as cli
+from grpo_trainer.config import loss_config
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.rewards import accuracy
 from grpo_trainer.rollout import ServerError
@@ -112,39 +114,66 @@ def test_installed_modules_come_before_those_beside_the_data(tmp_path, monkeypat
 
 
 LOSS_MODULE = """
-from grpo_kernels.losses import NamedLoss, Surrogate, register_loss, register_surrogate
+from dataclasses import dataclass
+
+from grpo_kernels.losses import NamedLoss, Surrogate, register_loss
 
 
-class Squared(Surrogate):
-    name = "squared_ratio"
-    source = "a test"
+@dataclass(frozen=True, kw_only=True)
+class Powered(Surrogate):
+    power: float = 1.0
 
-    def __call__(self, terms, config):
-        return -0.5 * terms.ratio.square() * terms.advantages
+    def __post_init__(self):
+        if self.power <= 0:
+            raise ValueError(f"power: expected a number > 0, got {self.power!r}")
+
+    def __call__(self, terms):
+        return -terms.ratio**self.power * terms.advantages
 
 
-register_surrogate(Squared())
-register_loss(
-    "squared", NamedLoss(surrogate="squared_ratio", aggregation="token_mean", source="a test")
-)
+register_loss("powered", NamedLoss(surrogate=Powered, aggregation="token_mean", source="a test"))
 """
 
 
-def test_own_loss_by_name(model, dataset, tmp_path):
+@pytest.fixture
+def own_loss(tmp_path):
     (tmp_path / "my_losses.py").write_text(LOSS_MODULE)
+    yield {"import_modules": "my_losses", "loss_type": "powered"}
+    LOSSES.pop("powered", None)
+    sys.modules.pop("my_losses", None)
+
+
+def first_step(folder: str) -> dict[str, float]:
+    history = json.loads(Path(folder, "trainer_state.json").read_text())["log_history"]
+    return {name: history[0][name] for name in ("loss", "grad_norm")}
+
+
+def test_own_loss_with_a_setting_of_its_own(model, dataset, own_loss):
     rows = write(dataset, "rows.jsonl")
-    with_it = arguments(model, rows, import_modules="my_losses", loss_type="squared")
-    try:
-        cli.main([*with_it, "--learning_rate", "1e-2"])
-        (tmp_path / "run.yaml").write_text("import_modules: [my_losses]\nloss_type: squared\n")
-        again = cli.build_trainer(["--config", "run.yaml", *arguments(model, rows)])
-        assert type(again.loss_config.surrogate).__name__ == "Squared"
-    finally:
-        LOSSES.pop("squared", None)
-        sys.modules.pop("my_losses", None)
-    assert again.loss_config.loss_type == "squared"
-    history = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
-    assert "loss" in history[0] and history[0]["grad_norm"] > 0
+    cli.main(arguments(model, rows, output_dir="1", **own_loss))
+    cli.main(arguments(model, rows, output_dir="2", loss_kwargs='{"power": 2}', **own_loss))
+    Path("run.yaml").write_text(
+        "import_modules: [my_losses]\nloss_type: powered\nloss_kwargs: {power: 2}\n"
+    )
+    cli.main(["--config", "run.yaml", *arguments(model, rows, output_dir="3")])
+    args = GRPOConfig(output_dir="4", use_cpu=True, loss_type="powered", loss_kwargs={"power": 2})
+    assert loss_config(args).surrogate.power == 2
+
+    once, twice = first_step("1"), first_step("2")
+    assert first_step("3") == twice
+    assert once["grad_norm"] > 0
+    # the ratio is 1: its square has twice the gradient
+    assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-4)
+
+
+def test_settings_that_a_loss_does_not_have(model, dataset, own_loss, capsys):
+    rows = write(dataset, "rows.jsonl")
+    for kwargs, message in {
+        '{"powre": 2}': "powre",
+        '{"power": 0}': "power: expected a number > 0, got 0",
+        "[2]": "loss_kwargs",
+    }.items():
+        assert message in fails(capsys, arguments(model, rows, loss_kwargs=kwargs, **own_loss))
 
 
 def test_own_loss_that_is_not_there(model, dataset, capsys):

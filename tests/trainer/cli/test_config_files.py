@@ -93,7 +93,7 @@ VALUES: dict[str, Any] = {
     "ref_model_sync_steps": 64,
     "rollout_engine": "transformers",
     "overlap_generation": True,
-    "use_kept_sets": True,
+    "use_sampling_mask": True,
     "use_vllm": True,
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 64},
@@ -122,7 +122,7 @@ NEEDS = {
     "dynamic_prompts_form": {"dynamic_prompts_fn": "package.module.function"},
     "sync_ref_model": {"beta": 0.1},
     "use_adaptive_entropy": {"entropy_coef": 0.1},
-    "use_kept_sets": {"top_k": 20},
+    "use_sampling_mask": {"top_k": 20},
     "transformers_continuous_batching_config": {"use_transformers_continuous_batching": True},
 }
 

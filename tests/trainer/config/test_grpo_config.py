@@ -35,12 +35,13 @@ def test_defaults(tmp_path):
 
 
 def test_every_loss_field_reaches_the_loss(make_args):
-    own = {"max_completion_length"}
-    for field in dataclasses.fields(LossConfig):
+    args, own = make_args(), {"max_completion_length", "surrogate", "number"}
+    surrogates = {loss.surrogate for loss in LOSSES.values()}
+    for field in [item for one in (LossConfig, *surrogates) for item in dataclasses.fields(one)]:
         if field.name.startswith("rollout_correction_"):
-            assert not hasattr(make_args(), field.name)
+            assert not hasattr(args, field.name)
         elif field.name not in own:
-            assert getattr(make_args(), field.name) == field.default
+            assert getattr(args, field.name) == field.default
     changed = loss_config(make_args(loss_type="grpo", beta=0.1, epsilon_high=0.3, delta=4.0))
     assert (changed.loss_type, changed.beta, changed.epsilon_high, changed.delta) == (
         "grpo", 0.1, 0.3, 4.0,

@@ -132,13 +132,13 @@ def test_evaluation_is_by_the_weights_as_they_are(make, engine):
         {"num_iterations": 2, "logging_steps": 3},
         {"dynamic_sampling": True, "max_resampling_rounds": 2},
         {"eval_strategy": "steps", "eval_steps": 2},
-        {"use_kept_sets": True, "top_k": 5, "steps_per_generation": 2, "num_generations": 2},
+        {"use_sampling_mask": True, "top_k": 5, "steps_per_generation": 2, "num_generations": 2},
     ],
 )
 def test_resumed_run_is_the_straight_run(make, policy, tokenizer, tmp_path, changes):
     def run(resume: str | None = None):
-        kept = "use_kept_sets" in changes
-        engine = BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval(), kept=kept)
+        masks = "use_sampling_mask" in changes
+        engine = BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval(), masks=masks)
         settings = {"max_steps": 7, "save_steps": 4, "save_strategy": "steps"}
         trainer = make(engine, **(settings | {"lr_scheduler_type": "constant"} | changes))
         trainer.train(resume_from_checkpoint=resume)

@@ -1,4 +1,4 @@
-"""use_kept_sets: what the sampling filters left, from the engine to the loss."""
+"""use_sampling_mask: what the sampling filters left, from the engine to the loss."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
     prompts = [[3, 4, 5, 13], [7, 13], [7, 13]]
     found = []
     for use in (False, True):
-        sampling = Sampling.from_config(make_args(use_kept_sets=use, **filters), tokenizer)
+        sampling = Sampling.from_config(make_args(use_sampling_mask=use, **filters), tokenizer)
         torch.manual_seed(3)
         found.append(engine.generate(prompts, sampling))
-    plain, (ids, _, kept) = found
-    assert plain.kept is None and plain.token_ids == ids  # the same tokens at the same seed
-    for prompt, row, sets in zip(prompts, ids, kept, strict=True):
+    plain, (ids, _, mask) = found
+    assert plain.sampling_mask is None
+    assert plain.token_ids == ids  # the same tokens at the same seed
+    for prompt, row, sets in zip(prompts, ids, mask, strict=True):
         with torch.no_grad():
             logits = sharp(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
         assert len(row) == len(sets)
@@ -62,7 +63,7 @@ def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
 
 
 def test_the_loss_takes_probabilities_over_the_kept_ids(sharp, make_args, tokenizer, dataset):
-    changes = {"use_kept_sets": True, "top_k": 5, "top_p": 0.9, "temperature": 0.8, "beta": 0.1}
+    changes = {"use_sampling_mask": True, "top_k": 5, "top_p": 0.9, "temperature": 0.8, "beta": 0.1}
     args = make_args(num_iterations=2, report_to="none", max_steps=1, save_steps=1, **changes)
     args.save_strategy, args.lr_scheduler_type = "steps", "constant"
     trainer = GRPOTrainer(
@@ -72,7 +73,7 @@ def test_the_loss_takes_probabilities_over_the_kept_ids(sharp, make_args, tokeni
     [batch] = trainer._buffer
     with torch.no_grad():
         logits = sharp(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits / 0.8
-    rows, expected = batch.kept, torch.zeros(batch.target.numel())
+    rows, expected = batch.sampling_mask, torch.zeros(batch.target.numel())
     pairs = zip(logits.flatten(0, 1), batch.target.flatten(), strict=True)
     for index, (row, token) in enumerate(pairs):
         ids = rows.indices[rows.bounds[index] : rows.bounds[index + 1]]
@@ -90,7 +91,7 @@ def test_the_loss_takes_probabilities_over_the_kept_ids(sharp, make_args, tokeni
     )
     resumed.args.max_steps = 2
     resumed.train(resume_from_checkpoint=True)
-    again = resumed._buffer[0].kept
+    again = resumed._buffer[0].sampling_mask
     assert again.indices.equal(rows.indices) and again.bounds.equal(rows.bounds)
 
 
@@ -104,7 +105,7 @@ class FilteringEngine(CannedEngine):
 
     def generate(self, prompt_ids, sampling) -> Completions:
         ids = super().generate(prompt_ids).token_ids
-        kept, logprobs = [], []
+        mask, logprobs = [], []
         for prompt, row in zip(prompt_ids, ids, strict=True):
             with torch.no_grad():
                 logits = self._model(input_ids=torch.tensor([prompt + row])).logits[0].double()
@@ -112,8 +113,8 @@ class FilteringEngine(CannedEngine):
             at = logits[len(prompt) - 1 : -1] / sampling.temperature
             pairs = zip(at, sets, strict=True)
             logprobs.append([float(x[left].log_softmax(-1)[0]) for x, left in pairs])
-            kept.append(sets)
-        return Completions(ids, logprobs, kept if self._reports else None)
+            mask.append(sets)
+        return Completions(ids, logprobs, mask if self._reports else None)
 
     def update_weights(self, weights) -> None:
         self._model.load_state_dict({name: value.clone() for name, value in weights()})
@@ -143,25 +144,25 @@ def train(make_args, policy, tokenizer, dataset, reports: bool, **changes) -> GR
 @pytest.mark.parametrize("use", [True, False])
 def test_the_policy_and_the_engine_mean_the_same(make_args, policy, tokenizer, dataset, use):
     name = "sampling/sampling_logp_difference/max"
-    trainer = train(make_args, policy, tokenizer, dataset, reports=use, use_kept_sets=use)
+    trainer = train(make_args, policy, tokenizer, dataset, reports=use, use_sampling_mask=use)
     differences = [row[name] for row in trainer.state.log_history if "loss" in row]
     assert max(differences) < 1e-5 if use else min(differences) > 0.1
 
 
 def test_an_engine_that_does_not_report_them(make_args, policy, tokenizer, dataset):
-    with pytest.raises(ValueError, match="use_kept_sets: .*none from FilteringEngine"):
-        train(make_args, policy, tokenizer, dataset, reports=False, use_kept_sets=True)
+    with pytest.raises(ValueError, match="use_sampling_mask: .*none from FilteringEngine"):
+        train(make_args, policy, tokenizer, dataset, reports=False, use_sampling_mask=True)
 
 
 def test_wrong_settings(make_args, tokenizer, policy):
     def sampling(**changes) -> Sampling:
-        return Sampling.from_config(make_args(use_kept_sets=True, **changes), tokenizer)
+        return Sampling.from_config(make_args(use_sampling_mask=True, **changes), tokenizer)
 
-    with pytest.raises(ValueError, match="use_kept_sets: expected top_k >= 1 .*got 0"):
+    with pytest.raises(ValueError, match="use_sampling_mask: expected top_k >= 1 .*got 0"):
         sampling()
-    with pytest.raises(ValueError, match="use_kept_sets: expected top_k >= 1 .*got 0"):
+    with pytest.raises(ValueError, match="use_sampling_mask: expected top_k >= 1 .*got 0"):
         sampling(top_k=5, generation_kwargs={"top_k": 0})
-    with pytest.raises(ValueError, match="use_kept_sets: .*continuous_batching"):
+    with pytest.raises(ValueError, match="use_sampling_mask: .*continuous_batching"):
         sampling(top_k=5, use_transformers_continuous_batching=True)
     wrong = sampling(top_k=5, generation_kwargs={"typical_p": 0.5})
     with pytest.raises(ValueError, match="generation_kwargs: expected no typical_p"):
@@ -169,14 +170,14 @@ def test_wrong_settings(make_args, tokenizer, policy):
 
 
 def test_the_warning_names_the_way_out(make_args):
-    with pytest.warns(UserWarning, match="top_k: .*use_kept_sets makes them alike"):
+    with pytest.warns(UserWarning, match="top_k: .*use_sampling_mask makes them alike"):
         make_args(use_vllm=True, top_k=5)
 
 
 def test_in_vllms_words(make_args, tokenizer):
-    args = make_args(use_vllm=True, top_k=3, use_kept_sets=True)
+    args = make_args(use_vllm=True, top_k=3, use_sampling_mask=True)
     assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == 11  # room for ties
-    args = make_args(use_vllm=True, top_k=100, use_kept_sets=True)
+    args = make_args(use_vllm=True, top_k=100, use_sampling_mask=True)
     assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == len(tokenizer)
 
 
@@ -189,6 +190,6 @@ def test_what_a_server_answers(make_client, stub):  # noqa: F811
     sets = [{"token_id:7": -0.5, "token_id:3": -9999.0, "token_id:2": -2.0}, {"token_id:0": 0.0}]
     stub.script[COMPLETE] = [answer(sets), answer(sets[:1])]
     client = make_client()
-    assert client.generate([[1]], logprobs=2)["kept_ids"] == [[[7, 2], [0]]]
+    assert client.generate([[1]], logprobs=2)["sampling_mask"] == [[[7, 2], [0]]]
     with pytest.raises(ServerError, match="1 sets of ids for 2 tokens"):
         client.generate([[1]], logprobs=2)
