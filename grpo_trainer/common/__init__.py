@@ -3,7 +3,7 @@
 This room imports no other, and nothing heavy: a server imports it beside the guard.
 """
 
-from grpo_trainer.common.background import start
+from grpo_trainer.common.background import in_thread, start
 from grpo_trainer.common.hosts import is_loopback
 from grpo_trainer.common.masking import masked, masked_text, masked_url, masked_urls
 from grpo_trainer.common.plain import encodable, plain
@@ -12,6 +12,7 @@ from grpo_trainer.common.unfailing import unfailing
 
 __all__ = [
     "encodable",
+    "in_thread",
     "is_loopback",
     "masked",
     "masked_text",

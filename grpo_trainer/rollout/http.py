@@ -6,13 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import requests
+import httpx
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    wait_exponential,
+)
 
-from grpo_trainer.common import masked_urls
-from grpo_trainer.rollout.connections import CuttableAdapter
+from grpo_trainer.common import masked_urls, start
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +44,7 @@ class _LostError(RetryableError):
 
 
 class JsonServer:
-    """One server that speaks JSON.
+    """One server that speaks JSON. Several threads may ask it at once.
 
     Args:
         url: of its root. User and password in it are sent as basic authentication.
@@ -49,30 +56,37 @@ class JsonServer:
     def __init__(
         self, url: str, patience: float, api_key: str | None = None, advice: str = ""
     ) -> None:
-        self._root = url.rstrip("/")
-        self.url = masked_urls(self._root)  # for messages
+        root = url.rstrip("/")
+        self.url = masked_urls(root)  # for messages
         self.patience = patience
         self._advice = advice
-        self._session = requests.Session()
-        self._session.trust_env = False  # neither proxies nor passwords of the user's shell
+        if api_key and self.url != root:
+            raise ValueError(
+                f"api_key: expected none with a user and a password in the URL, {self.url}: a "
+                "request carries one of the two"
+            )
+        try:
+            parts = httpx.URL(root)
+        except httpx.InvalidURL as error:
+            raise ValueError(
+                f"url: expected http://host:port, got {self.url!r}: {error}"
+            ) from error
+        self._root = str(parts.copy_with(userinfo=b"")).rstrip("/")  # httpx logs it
+        self._client = httpx.AsyncClient(
+            auth=(parts.username, parts.password) if parts.userinfo else None,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,  # neither proxies nor passwords of the user's shell
+        )
+        self._waiting: set[Future[Any]] = set()  # requests, of all threads
         self._interrupted = threading.Event()
-        self._adapter = CuttableAdapter(self._interrupted)
-        for scheme in ("http://", "https://"):
-            self._session.mount(scheme, self._adapter)
-        if api_key:
-            if self.url != self._root:
-                raise ValueError(
-                    f"api_key: expected none with a user and a password in the URL, {self.url}: a "
-                    "request carries one of the two"
-                )
-            self._session.headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str, timeout: float = 60.0) -> Any:
-        """The answer, of one try."""
+        """Return the answer, of one try."""
         return self._once("GET", path, None, timeout)
 
     def field(self, answer: Any, name: str) -> Any:
-        """What an answer says about ``name``.
+        """Return what an answer says about ``name``.
 
         Raises:
             ServerError: nothing.
@@ -83,90 +97,119 @@ class JsonServer:
         return answer[name]
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
-        """The answer, of one try. Without ``body`` an empty object is sent: the server asks for a
-        content type that no page in a browser may send elsewhere."""
+        """Return the answer, of one try. Without ``body`` an empty object is sent: the server asks
+        for a content type that no page in a browser may send elsewhere."""
         return self._once("POST", path, body or {}, timeout)
 
     def retrying(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; it is repeated from its start when the server fails meanwhile.
+        """Return what ``work`` does; it is repeated from its start when the server fails meanwhile.
 
         Raises:
             ServerError: it still fails after ``patience`` seconds without a connection, or a few
                 answers that say it is the server's fault.
         """
-        delay, faults, lost_at = _FIRST_DELAY, 0, None
-        while True:
-            try:
-                return work()
-            except _LostError as error:
-                now = time.monotonic()
-                lost_at = now if lost_at is None else lost_at
-                if now - lost_at >= self.patience:
-                    raise ServerError(f"{error}, for {self.patience:g} seconds") from error
-                fault: RetryableError = error
-            except RetryableError as error:
-                faults, lost_at = faults + 1, None
-                if faults >= _FAULTS:
-                    raise ServerError(f"{error}, {faults} times") from error
-                fault = error
-            logger.warning("%s; next try in %.1f s", fault, delay)
-            self._interrupted.wait(delay)
-            delay = min(2 * delay, _LONGEST_DELAY)
+        end = _End(self.patience)
+        retry = Retrying(
+            retry=retry_if_exception_type(RetryableError),
+            wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
+            stop=end,
+            sleep=sleep_using_event(self._interrupted),
+            before_sleep=_warn,
+            retry_error_callback=end.give_up,
+        )
+        return retry(work)
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Meanwhile every request fails with ServerError, those that other threads wait for too."""
+        """Make every request fail with ServerError, those that other threads wait for too."""
         self._interrupted.set()
-        self._adapter.cut()
+        for request in list(self._waiting):
+            request.cancel()
         try:
             yield
         finally:
             self._interrupted.clear()
 
     def close(self) -> None:
-        self._session.close()
-
-    def _check_interrupted(self, asked: str) -> None:
-        if self._interrupted.is_set():
-            raise ServerError(f"{asked}: interrupted")
+        start([self._client.aclose()]).result()
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
         asked = f"{method} {self.url}{path}"
-        self._check_interrupted(asked)
         try:
-            response = self._session.request(
-                method,
-                self._root + path,
-                json=body,
-                timeout=(_CONNECT_TIMEOUT, timeout),
-                allow_redirects=False,
-            )
-        except requests.RequestException as error:
-            self._check_interrupted(asked)
+            response = self._response(method, path, body, timeout)
+        except CancelledError:
+            raise ServerError(f"{asked}: interrupted") from None
+        except httpx.HTTPError as error:
             raise _fault(asked, timeout, error) from error
-        if response.status_code != requests.codes.ok:
+        if response.status_code != httpx.codes.OK:
             kind = _kind(response.status_code)
-            advice = self._advice if response.status_code == requests.codes.not_found else ""
+            advice = self._advice if response.status_code == httpx.codes.NOT_FOUND else ""
             shown = response.text[:_SHOWN]
             raise kind(f"{asked}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
         if not response.content:
             return None
         try:
             return response.json()
-        except requests.exceptions.JSONDecodeError as error:
+        except ValueError as error:
             raise ServerError(
                 f"{asked}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
             ) from error
 
+    def _response(self, method: str, path: str, body: Any, timeout: float) -> httpx.Response:
+        limits = httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)
+        request = start(
+            [self._client.request(method, self._root + path, json=body, timeout=limits)]
+        )
+        self._waiting.add(request)
+        try:
+            if self._interrupted.is_set():  # it may have been set before the request was known
+                request.cancel()
+            [response] = request.result()
+            return response
+        finally:
+            self._waiting.discard(request)
+            request.cancel()  # where the wait itself was interrupted
 
-def _fault(asked: str, timeout: float, error: requests.RequestException) -> ServerError:
-    """What it is to have no whole answer."""
-    if isinstance(error, requests.exceptions.ReadTimeout):
+
+class _End:
+    """Says when to give up: after ``patience`` seconds without a connection, or a few faults."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._faults = 0
+        self._lost_at: float | None = None
+
+    def __call__(self, state: RetryCallState) -> bool:
+        if not isinstance(_error(state), _LostError):
+            self._faults, self._lost_at = self._faults + 1, None
+            return self._faults >= _FAULTS
+        now = time.monotonic()
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        return now - self._lost_at >= self._patience
+
+    def give_up(self, state: RetryCallState) -> NoReturn:
+        error = _error(state)
+        lost = self._lost_at is not None
+        how_long = f"for {self._patience:g} seconds" if lost else f"{self._faults} times"
+        raise ServerError(f"{error}, {how_long}") from error
+
+
+def _error(state: RetryCallState) -> BaseException | None:
+    return None if state.outcome is None else state.outcome.exception()
+
+
+def _warn(state: RetryCallState) -> None:
+    logger.warning("%s; next try in %.1f s", _error(state), state.upcoming_sleep)
+
+
+def _fault(asked: str, timeout: float, error: httpx.HTTPError) -> ServerError:
+    """Return what it is to have no whole answer."""
+    if isinstance(error, httpx.ReadTimeout):
         return RetryableError(f"{asked}: no answer within {timeout:g} seconds")
-    if isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return _LostError(f"{asked}: the connection broke in the answer ({_first_cause(error)})")
-    if isinstance(error, requests.ConnectionError | requests.Timeout):
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return _LostError(f"{asked}: no connection ({_first_cause(error)})")
+    if isinstance(error, httpx.TransportError):
+        return _LostError(f"{asked}: the connection broke ({_first_cause(error)})")
     return ServerError(f"{asked}: {error}")
 
 
@@ -176,7 +219,9 @@ def _kind(status: int) -> type[ServerError]:
     return RetryableError if status >= 500 else ServerError
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    """What happened, without the layers that passed it on."""
+def _first_cause(error: Exception) -> str:
+    """Say what happened, without the layers that passed it on."""
     cause = error.__cause__ or error.__context__
-    return error if cause is None else _first_cause(cause)
+    if isinstance(cause, Exception):
+        return _first_cause(cause)
+    return str(error) or type(error).__name__

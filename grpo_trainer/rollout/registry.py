@@ -9,27 +9,22 @@ from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEn
 from grpo_trainer.rollout.continuous import ContinuousBatchingEngine
 from grpo_trainer.rollout.sync import Rollouts
 from grpo_trainer.rollout.transformers import TransformersEngine
+from grpo_trainer.rollout.vllm_server import VLLMServer
 
 EngineFactory = Callable[[EngineContext], RolloutEngine]
 
 
 def _vllm_colocate(context: EngineContext) -> RolloutEngine:
-    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM
+    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM  # imports vllm
 
     return ColocatedVLLM(context)
-
-
-def _vllm_server(context: EngineContext) -> RolloutEngine:
-    from grpo_trainer.rollout.vllm_server import VLLMServer
-
-    return VLLMServer(context)
 
 
 ENGINES: dict[str, EngineFactory] = {
     "transformers": TransformersEngine.from_context,
     "transformers_continuous": ContinuousBatchingEngine.from_context,
     "vllm_colocate": _vllm_colocate,
-    "vllm_server": _vllm_server,
+    "vllm_server": VLLMServer,
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from grpo_trainer.common import in_thread
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.base import (
     Completions,
@@ -23,7 +26,6 @@ from grpo_trainer.rollout.base import (
     runs,
 )
 from grpo_trainer.rollout.http import ServerError
-from grpo_trainer.rollout.task import Task
 from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
 from grpo_trainer.rollout.vllm_params import structured_outputs, vllm_params
 from grpo_trainer.rollout.weight_files import FileTransfer
@@ -41,7 +43,7 @@ class VLLMServer:
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
         self._client: VLLMClient | None = None
-        self._task: Task[Completions] | None = None  # of the first process
+        self._task: Future[Completions] | None = None  # of the first process
         self._on_main(lambda: self._connect(context))
         atexit.register(self.close)
 
@@ -54,7 +56,8 @@ class VLLMServer:
         """The same on a thread of the first process; only ``result`` talks to the others."""
         prompts = gather_object(prompt_ids)
         if self._accelerator.is_main_process:
-            self._task = Task(lambda: self._generate(prompts, sampling, in_background=True))
+            work = partial(self._generate, prompts, sampling, in_background=True)
+            self._task = in_thread(work, "rollouts")
         return _Requested(self, len(prompt_ids))
 
     def finish(self, count: int) -> Completions:
@@ -80,7 +83,7 @@ class VLLMServer:
         """Ends what ``start`` has started."""
         if self._task is not None and self._client is not None:
             with self._client.server.interrupted():
-                self._task.wait()
+                wait([self._task])
         self._task = None
 
     def _mine(self, work: Callable[[], Completions], count: int) -> Completions:
@@ -177,7 +180,7 @@ def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> W
         kind = "nccl" if prepared else "file"
         logger.info("weights reach %s by %s", client.server.url, kind)
     if kind == "nccl":
-        from grpo_trainer.rollout.weight_nccl import NCCLTransfer
+        from grpo_trainer.rollout.weight_nccl import NCCLTransfer  # imports vllm
 
         return NCCLTransfer(client.world_size(), client.group_port, args.vllm_request_timeout)
     folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.common import in_thread
 from grpo_trainer.rollout import Completions
-from grpo_trainer.rollout.task import Task
 
 CLOCK = ("_time", "_runtime", "_per_second")
 
@@ -118,15 +119,15 @@ class BackgroundEngine:
 class _Pending:
     def __init__(self, engine: BackgroundEngine, work) -> None:
         self._engine = engine
-        self._task = Task(work)
+        self._work = in_thread(work, "a test")
 
     def result(self) -> Completions:
         try:
-            return self._task.result()
+            return self._work.result()
         finally:
             self._engine.calls.append("end")
 
     def cancel(self) -> None:
         self._engine.calls.append("cancel")
         self._engine.may_end.set()
-        self._task.wait()
+        wait([self._work])

@@ -12,7 +12,7 @@ torch=$(sed -n 's/^torch==//p' "$root/constraints.txt")
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
 
 install_gpu() {
-    pip vllm pytest pytest-xdist peft datasets accelerate requests matplotlib \
+    pip vllm pytest pytest-xdist peft datasets accelerate httpx tenacity matplotlib \
         plotly rich
 }
 install_cpu() {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 
+import httpx
 import pytest
-import requests
 from safetensors.torch import load_file
 from vllm_helpers import (
     CLOSE,
@@ -92,18 +92,16 @@ def test_what_a_web_page_sends_is_refused(client, server):
     body = json.dumps({"method": "get_supported_tasks"})
     as_json = key | {"Content-Type": "application/json"}
     answers = {
-        "ours": requests.post(f"{url}/collective_rpc", body, headers=as_json),
-        "without a key": requests.post(f"{url}/collective_rpc", body),
-        "as text": requests.post(f"{url}/pause", headers=key | {"Content-Type": "text/plain"}),
-        "without a type": requests.post(f"{url}/pause", headers=key),
-        "of another page": requests.post(
+        "ours": httpx.post(f"{url}/collective_rpc", content=body, headers=as_json),
+        "without a key": httpx.post(f"{url}/collective_rpc", content=body),
+        "as text": httpx.post(f"{url}/pause", headers=key | {"Content-Type": "text/plain"}),
+        "without a type": httpx.post(f"{url}/pause", headers=key),
+        "of another page": httpx.post(
             f"{url}/pause", headers=as_json | {"Origin": "http://example.com"}
         ),
-        "by another name": requests.get(
-            f"{url}/server_info", headers=key | {"Host": "example.com"}
-        ),
-        "up": requests.get(f"{url}/health"),
-        "documentation": requests.get(f"{url}/openapi.json"),
+        "by another name": httpx.get(f"{url}/server_info", headers=key | {"Host": "example.com"}),
+        "up": httpx.get(f"{url}/health"),
+        "documentation": httpx.get(f"{url}/openapi.json"),
     }
     assert {name: answer.status_code for name, answer in answers.items()} == {
         "ours": 200,

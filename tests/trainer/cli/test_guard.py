@@ -130,7 +130,7 @@ def test_websockets_are_guarded_and_starting_is_not():
 
 
 def test_a_server_imports_little_for_it():
-    heavy = ("torch", "transformers", "datasets", "accelerate", "requests", "vllm")
+    heavy = ("torch", "transformers", "datasets", "accelerate", "httpx", "vllm")
     code = f"import sys, grpo_trainer.cli.guard; print([m for m in {heavy!r} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

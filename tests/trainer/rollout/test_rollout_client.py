@@ -338,6 +338,8 @@ def test_a_password_in_the_url(stub, caplog):
         VLLMClient(url, api_key="secret")
     with pytest.raises(ValueError, match="base_url: expected http://host:port, got '127.0.0.1:1'"):
         VLLMClient("127.0.0.1:1")
+    with pytest.raises(ValueError, match="url: expected http://host:port, got .*::g"):
+        VLLMClient(host="::g")
 
 
 def test_addresses():
