@@ -70,8 +70,8 @@ class TransformersEngine:
         model.train(was_training)
         found = output[:, ids.shape[1] :].tolist()
         completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
-        mask = None if filters is None else filters.sampling_mask([len(row) for row in completions])
-        return Completions(completions, sampling_mask=mask)
+        left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
+        return Completions(completions, sampling_mask=left)
 
     def update_weights(self, weights: WeightSource) -> None: ...
 
