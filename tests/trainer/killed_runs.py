@@ -15,7 +15,8 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from grpo_trainer import GRPOConfig, GRPOTrainer, checkpointing
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.checkpoint import files
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
 # of 8 steps, with checkpoints at 3 and 6: when the run dies, and what it resumes from then
@@ -68,7 +69,7 @@ def run(death: str, folder: Path) -> None:
     elif death == "save":
         dying.add_callback(_Later(5, lambda: setattr(torch, "save", _half_a_file)))
     elif death == "before rename":
-        dying.add_callback(_Later(5, lambda: setattr(checkpointing, "_publish", die)))
+        dying.add_callback(_Later(5, lambda: setattr(files, "_publish", die)))
     elif death == "deletion":
         dying.add_callback(_Later(5, lambda: setattr(shutil, "rmtree", _half_a_folder)))
     dying.train()

@@ -12,8 +12,8 @@ import torch
 from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
 
-from grpo_trainer import GRPOConfig, GRPOTrainer, run_settings
-from grpo_trainer.checkpoint import CheckpointError, settings_of
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.checkpoint import CheckpointError, run_settings, settings_of
 from grpo_trainer.checkpoint.resuming import check_checkpoint
 
 SAVING = {"save_strategy": "steps", "lr_scheduler_type": "constant"}

@@ -63,6 +63,7 @@ VALUES: dict[str, Any] = {
     "num_completions_to_print": 0,
     "log_unique_prompts": True,
     "loss_type": "grpo",
+    "loss_kwargs": {"epsilon": 0.3},
     "beta": 0.04,
     "epsilon": 1e-1,
     "epsilon_high": 0.28,
@@ -118,7 +119,9 @@ VALUES: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.5,
 }
+_SURROGATES = ("sapo_", "vespo_", "gmpo_")
 NEEDS = {
+    **{name: {"loss_type": name.split("_")[0]} for name in VALUES if name.startswith(_SURROGATES)},
     "dynamic_prompts_form": {"dynamic_prompts_fn": "package.module.function"},
     "sync_ref_model": {"beta": 0.1},
     "use_adaptive_entropy": {"entropy_coef": 0.1},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_trainer import phases as module
 from grpo_trainer.monitor import phase
+from grpo_trainer.monitor import phases as module
 from grpo_trainer.monitor.phases import Phases
 
 
