@@ -19,6 +19,9 @@ _STATS = ("logp", "entropy", "lse")
 _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
 PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *EXTRAS)]
 
+# exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
+_LOG2_UNDERFLOW = tl.constexpr(-150.0)
+
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,6 +59,35 @@ def rebased(peak, total, moment, squares, base, f2):
     drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)
     shrink = tl.exp2(drop)
     return shrink * total, shrink * (moment + drop * total), shrink * shrink * squares
+
+
+# The online-softmax update (Milakov and Gimelshein, arXiv:1805.02867) of every kernel: ``raised``
+# makes room for what comes, ``folded`` adds a tile of scores, and partial sums are ``rebased``.
+
+
+@triton.jit
+def raised(peak, total, moment, squares, other_peak, f2):
+    """Take sums to the larger of two peaks, of any shape.
+
+    Returns that peak, the finite value that scores are now relative to, and the sums.
+    """
+    new_peak = tl.maximum(peak, other_peak)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
+    total, moment, squares = rebased(peak, total, moment, squares, base, f2)
+    return new_peak, base, total, moment, squares
+
+
+@triton.jit
+def folded(y, base, total, moment, squares, f2, AXIS: tl.constexpr, EXTRAS: tl.constexpr):
+    """Add a tile of scores to sums relative to ``base``, along ``AXIS``; ``squares`` with
+    ``EXTRAS`` only."""
+    t = (y - tl.expand_dims(base, AXIS)) * tl.expand_dims(f2, AXIS)
+    e = tl.exp2(t)
+    moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=AXIS)
+    total += tl.sum(e, axis=AXIS)
+    if EXTRAS:
+        squares += tl.sum(e * e, axis=AXIS)
+    return total, moment, squares
 
 
 @triton.jit

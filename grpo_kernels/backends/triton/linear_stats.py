@@ -19,13 +19,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton.common import PER_ROW, bounded, rebased, row_factor
+from grpo_kernels.backends.triton.common import PER_ROW, bounded, folded, raised, row_factor
 from grpo_kernels.backends.triton.math import LOG2_E
 from grpo_kernels.backends.triton.merge import COUNTS
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-# exp2 of less is 0 in fp32; bounds e * t where a logit of -inf makes that 0 * -inf
-_LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
 
 @triton.jit
@@ -89,19 +87,12 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
     """
     peak, total, moment, squares, least, best = sums
     its_peak = tl.max(y, axis=1)
-    new_peak = tl.maximum(peak, its_peak)
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-    total, moment, squares = rebased(peak, total, moment, squares, base, f2)
+    new_peak, base, total, moment, squares = raised(peak, total, moment, squares, its_peak, f2)
     if EXTRAS:
         least = tl.minimum(least, tl.min(tl.where(mask_v[None, :], y, float("inf")), axis=1))
         at_peak = tl.where(y == its_peak[:, None], columns[None, :], _NO_COLUMN)
         best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
-    t = (y - base[:, None]) * f2[:, None]
-    e = tl.exp2(t)
-    moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=1)
-    total += tl.sum(e, axis=1)
-    if EXTRAS:
-        squares += tl.sum(e * e, axis=1)
+    total, moment, squares = folded(y, base, total, moment, squares, f2, 1, EXTRAS)
     return new_peak, total, moment, squares, least, best
 
 

@@ -10,6 +10,7 @@ from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     pointers,
+    raised,
     rebased,
     row_factor,
     softmax_results,
@@ -65,10 +66,9 @@ def _merge_stretches_kernel(
         its_squares = its_total
         if EXTRAS:
             its_squares = tl.load(squares_ptr + at, mask=mask, other=0.0)
-        new_peak = tl.maximum(peak, its_peak)
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-        total, moment, squares = rebased(peak, total, moment, squares, base, factor * LOG2_E)
-        more = rebased(its_peak, its_total, its_moment, its_squares, base, factor * LOG2_E)
+        f2 = factor * LOG2_E
+        new_peak, base, total, moment, squares = raised(peak, total, moment, squares, its_peak, f2)
+        more = rebased(its_peak, its_total, its_moment, its_squares, base, f2)
         total, moment, squares = total + more[0], moment + more[1], squares + more[2]
         if EXTRAS:
             least = tl.minimum(least, tl.load(least_ptr + at, mask=mask, other=0.0))

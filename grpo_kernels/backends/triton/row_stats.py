@@ -11,8 +11,10 @@ from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
     empty_stats,
+    folded,
     on_device,
     pointers,
+    raised,
     rebased,
     row_factor,
     scores,
@@ -21,27 +23,6 @@ from grpo_kernels.backends.triton.common import (
     transform_arguments,
 )
 from grpo_kernels.backends.triton.math import LOG2_E
-
-# exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
-_LOG2_UNDERFLOW = tl.constexpr(-150.0)
-
-
-@triton.jit
-def _fold(z, peak, total, moment, squares, EXTRAS: tl.constexpr):
-    """Add a tile of scores (depth, lanes) to each lane's sums, all relative to the lane's peak.
-
-    A thread holds whole columns of the tile, so nothing crosses threads until the row's end.
-    """
-    new_peak = tl.maximum(peak, tl.max(z, axis=0))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-    total, moment, squares = rebased(peak, total, moment, squares, base, LOG2_E)
-    t = (z - base[None, :]) * LOG2_E
-    e = tl.exp2(t)
-    moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=0)
-    total += tl.sum(e, axis=0)
-    if EXTRAS:
-        squares += tl.sum(e * e, axis=0)
-    return new_peak, total, moment, squares
 
 
 @triton.jit
@@ -58,13 +39,18 @@ def row_sums(
     LANES: tl.constexpr,
 ):
     """The row's peak, its sums relative to it, whether an earlier column equals the target's score
-    and the least score; the last three only with ``EXTRAS``."""
+    and the least score; the last three only with ``EXTRAS``.
+
+    A thread holds whole columns of a tile (depth, lanes), and each lane has sums of its own: so
+    nothing crosses threads until the row's end.
+    """
     depth = tl.arange(0, BLOCK_V // LANES)
     offs_v = depth[:, None] * LANES + tl.arange(0, LANES)[None, :]
     peak = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     moment = tl.zeros((LANES,), tl.float32)
     squares = tl.zeros((LANES,), tl.float32)
+    f2 = tl.full((LANES,), LOG2_E, tl.float32)
     least = tl.full((LANES,), float("inf"), tl.float32)
     rivals = tl.zeros((LANES,), tl.int32)
     for start in range(0, num_columns, BLOCK_V):
@@ -73,7 +59,10 @@ def row_sums(
         x = tl.load(logits_ptr + columns, mask=mask_v, other=0.0)
         # masked after the transform: a softcap would turn -inf into a finite score
         z = tl.where(mask_v, scores(x, inner, factor, HAS_SOFTCAP), float("-inf"))
-        peak, total, moment, squares = _fold(z, peak, total, moment, squares, EXTRAS)
+        peak, base, total, moment, squares = raised(
+            peak, total, moment, squares, tl.max(z, axis=0), f2
+        )
+        total, moment, squares = folded(z, base, total, moment, squares, f2, 0, EXTRAS)
         if EXTRAS:
             least = tl.minimum(least, tl.min(tl.where(mask_v, z, float("inf")), axis=0))
             equal = (z == z_target) & (columns < target)
