@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels import linear_logprobs as op
-from grpo_kernels.engine.ops import (
-    HeadOptions,
-    Tensors,
-    linear_logprobs_backward,
-    linear_logprobs_forward,
-)
-from grpo_kernels.engine.topk import Ranking
+from grpo_kernels.backends import Wanted
+from grpo_kernels.engine import Rows, RunOptions
+from grpo_kernels.head import Head, Transform
+from grpo_kernels.linear_logprobs import OUTPUTS as ALL_OUTPUTS
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
@@ -26,10 +21,11 @@ from grpo_kernels.testing import (
     poisoned_allocations,
     relative_error,
 )
+from tests.engine.op_checks import check_backward, check_forward
 from tests.targets import targets
 
-# for the others see test_sampling_mask.py and test_extra_statistics.py
-OUTPUTS = op.OUTPUTS[: op.OUTPUTS.index("masked_logprobs")]
+# for the others see tests/engine/test_sampling_mask.py and tests/backends/test_topk.py
+OUTPUTS = ALL_OUTPUTS[: ALL_OUTPUTS.index("masked_logprobs")]
 BACKENDS = [name for name in available_backends() if name != "reference"]
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
 
@@ -105,13 +101,11 @@ def test_entropy_gradient_beside_a_logit_of_minus_infinity(
     gradients = torch.autograd.grad((out.entropy * size).sum(), (problem.hidden, problem.weight))
     finite = torch.tensor([token != 3 for token in range(53)])
     exact = make_problem()
-    sampling_mask = linear_logprobs(
+    without = linear_logprobs(
         exact.hidden, exact.weight[finite], torch.zeros_like(target).cpu(),
         bias=exact.bias.detach()[finite], outputs=("entropy",), backend="reference",
     )  # fmt: skip
-    expected = torch.autograd.grad(
-        (sampling_mask.entropy * size).sum(), (exact.hidden, exact.weight)
-    )
+    expected = torch.autograd.grad((without.entropy * size).sum(), (exact.hidden, exact.weight))
     for value, wanted in zip(gradients, expected, strict=True):
         assert relative_error(value, wanted) < 4 * FLOOR[dtype]
 
@@ -211,15 +205,11 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("extras", (False, True))
 def test_opcheck(backend: str, extras: bool) -> None:
     problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
-    hidden, weight, target = problem.hidden[0], problem.weight, problem.target[0]
-    tensors = Tensors(hidden, weight, problem.bias, target, None, None, None, None)
-    options = HeadOptions(1.5, 1.0, None, "fp32", backend, 2 * 53 * 4, False)
-    opcheck(linear_logprobs_forward, (*tensors, *options, extras, *Ranking()))
-    plain = tuple(x.detach() if x is not None else None for x in tensors)
-    outer = (torch.randn(5), None, None)
-    found = linear_logprobs_forward(*plain, *options, extras, *Ranking())[:3]
-    needs = [True, True, *[False] * 3]
-    opcheck(linear_logprobs_backward, (*plain, *options, *found, *outer, needs))
+    head = Head(problem.weight, problem.bias, Transform(temperature=1.5))
+    rows = Rows(hidden=problem.hidden[0], head=head, target=problem.target[0])
+    options = RunOptions(backend=backend, max_workspace_bytes=2 * 53 * 4)
+    check_forward(rows, options, Wanted(extras))
+    check_backward(rows, options, (torch.randn(5), None, None), (True, True, False, False, False))
 
 
 def test_masked_rows_cost_nothing_and_give_zero() -> None:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from grpo_kernels import available_backends, explain_logprobs, linear_logprobs
-from grpo_kernels.backends.base import Transform, stats_dtype
-from grpo_kernels.engine import topk as ranking
-from grpo_kernels.engine.ops import HeadOptions, Tensors, linear_logprobs_forward
-from grpo_kernels.head.head import Head
+from grpo_kernels.backends import Wanted, topk
+from grpo_kernels.engine import Rows, RunOptions
+from grpo_kernels.head import Head, Transform, stats_dtype
 from grpo_kernels.testing import make_problem, poisoned_allocations
+from tests.engine.op_checks import check_forward
 from tests.targets import targets
 
 OUTPUTS = ("rank", "topk_logprobs", "topk_indices", "is_top1", "logprobs")
@@ -132,7 +131,7 @@ def test_each_alone(backend: str, outputs: tuple[str, ...]) -> None:
 def test_blocks_and_tiles_change_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.of(7, 5, 31, torch.float32, torch.device("cpu"))
     whole = case.run(4, backend=backend)
-    monkeypatch.setattr(ranking, "_CPU_ELEMENTS", 2 * 31)
+    monkeypatch.setattr(topk, "_CPU_ELEMENTS", 2 * 31)
     split = case.run(4, backend=backend, max_workspace_bytes=31 * 4 * 3)
     assert_sorted_as(split, case.scores(), case.target, 4)
     assert torch.equal(split.rank, whole.rank)
@@ -236,16 +235,13 @@ def test_batch_invariant(backend: str, device: torch.device, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("backend", [name for name in ALL if name != "reference"])
-@pytest.mark.parametrize("order", ((True, 0), (False, 3), (True, 3)))
-def test_opcheck(backend: str, order: tuple[bool, int]) -> None:
+@pytest.mark.parametrize("rank,top_k", ((True, 0), (False, 3), (True, 3)))
+def test_opcheck(backend: str, rank: bool, top_k: int) -> None:
     problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
-    hidden, target = problem.hidden[0], problem.target[0]
-    tensors = Tensors.of(hidden, Head(problem.weight, problem.bias, Transform()), target, None)
-    options = HeadOptions(
-        temperature=1.5, logit_scale=1.0, softcap=None, precision="fp32", backend=backend,
-        max_workspace_bytes=2 * 53 * 4, batch_invariant=False, all_valid=False,
-    )  # fmt: skip
-    opcheck(linear_logprobs_forward, (*tensors, *options, True, *order))
+    head = Head(problem.weight, problem.bias, Transform(temperature=1.5))
+    rows = Rows(hidden=problem.hidden[0], head=head, target=problem.target[0])
+    options = RunOptions(backend=backend, max_workspace_bytes=2 * 53 * 4)
+    check_forward(rows, options, Wanted(True, rank, top_k))
 
 
 def test_explain_says_that_there_is_a_tile() -> None:

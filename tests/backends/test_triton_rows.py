@@ -191,9 +191,9 @@ def test_row_temperature(softcap: float | None, device: torch.device) -> None:
     logits, target = tile(3, 1007, device)
     temperature = torch.tensor([0.5, 1.0, 1.7], device=device)
     check(logits, target, Transform(2.0, softcap, temperature))
+    few = Tile(logits, target, Transform(temperature=temperature[:2]))
     with pytest.raises(ValueError, match="temperature: expected"):
-        few = Transform(temperature=temperature[:2])
-        TRITON_ROWS.stats(Tile(logits, target, few), False)
+        TRITON_ROWS.stats(few, False)
 
 
 @pytest.mark.parametrize("extra", (1, 13))

@@ -18,8 +18,7 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
-from grpo_kernels.backends import chunked
-from grpo_kernels.backends.registry import BACKENDS
+from grpo_kernels.backends import BACKENDS, chunked
 from grpo_kernels.testing import Problem, make_problem
 from tests.targets import targets
 

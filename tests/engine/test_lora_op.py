@@ -7,22 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from grpo_kernels import HeadLoRA, available_backends, explain_logprobs, linear_logprobs
-from grpo_kernels.backends.base import Transform
 from grpo_kernels.backends.cpu.linear import NativeLinear
-from grpo_kernels.engine.ops import (
-    HeadOptions,
-    Tensors,
-    linear_logprobs_backward,
-    linear_logprobs_forward,
-)
-from grpo_kernels.engine.topk import Ranking
-from grpo_kernels.head.head import Head
+from grpo_kernels.engine import Rows, RunOptions
+from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import relative_error
 from tests.backends.linear_problems import DTYPES, ISAS, problem, same, statistics
 from tests.engine.lora_problems import largest_allocation, lora_problem
+from tests.engine.op_checks import check_backward, check_forward
 
 BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -70,17 +63,11 @@ def test_joined_adapters_are_their_sum(scaling: float) -> None:
 def test_opcheck(backend: str) -> None:
     posed = lora_problem(sequences=1, length=5).to("cpu", torch.float32, torch.float32)
     problem = posed.problem
-    head = Head(problem.weight, problem.bias, Transform(), posed.lora)
-    tensors = Tensors.of(problem.hidden[0], head, problem.target[0], None)
-    options = HeadOptions(
-        1.5, 1.0, None, "fp32", backend, 2 * 53 * 4, False, lora_scaling=posed.lora.scaling
-    )
-    opcheck(linear_logprobs_forward, (*tensors, *options, False, *Ranking()))
-    plain = tuple(x.detach() if x is not None else None for x in tensors)
-    outer = (torch.randn(5), None, None)
-    found = linear_logprobs_forward(*plain, *options, False, *Ranking())[:3]
-    needs = [True, False, False, True, True]
-    opcheck(linear_logprobs_backward, (*plain, *options, *found, *outer, needs))
+    head = Head(problem.weight, problem.bias, Transform(temperature=1.5), posed.lora)
+    rows = Rows(hidden=problem.hidden[0], head=head, target=problem.target[0])
+    options = RunOptions(backend=backend, max_workspace_bytes=2 * 53 * 4)
+    check_forward(rows, options)
+    check_backward(rows, options, (torch.randn(5), None, None), (True, False, False, True, True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from grpo_kernels import SamplingMask, available_backends, linear_logprobs
-from grpo_kernels.engine.ops import (
-    HeadOptions,
-    Tensors,
-    linear_logprobs_backward,
-    linear_logprobs_forward,
-)
-from grpo_kernels.engine.topk import Ranking
+from grpo_kernels.backends import Wanted
+from grpo_kernels.engine import Rows, RunOptions
+from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import (
     Problem,
     assert_as_exact_as,
     make_problem,
     poisoned_allocations,
 )
+from tests.engine.op_checks import check_backward, check_forward
 from tests.targets import targets
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
@@ -42,7 +38,7 @@ def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> 
 
 
 def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
-    """Kept log-probabilities, and the gradients of a combination of all that have one."""
+    """Masked log-probabilities, and the gradients of a combination of all that have one."""
     target = torch.where(problem.mask, problem.target, -100)
     options = dict(HEADS[head])
     g = torch.Generator().manual_seed(7)
@@ -59,7 +55,7 @@ def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
     loss = sum((x.double() * dx).sum() for x, dx in zip(values, outer, strict=True))
     masked_only = (out.masked_logprobs.double() * outer[0]).sum()
     inputs = {"dhidden": problem.hidden, "dweight": problem.weight, "dbias": problem.bias}
-    results = {"sampling_mask": out.masked_logprobs}
+    results = {"masked_logprobs": out.masked_logprobs}
     for label, root in (("of all", loss), ("of the mask", masked_only)):
         gradients = torch.autograd.grad(root, list(inputs.values()), retain_graph=True)
         results |= {f"{name} {label}": x for name, x in zip(inputs, gradients, strict=True)}
@@ -131,13 +127,9 @@ def test_exact_near_all_and_near_none_of_the_mass(backend: str, gap: float) -> N
     hidden, target = torch.ones(2, 1), torch.tensor([3, 5])
     sampling_mask = SamplingMask.from_lists([[3, 5], [6]])
     out = linear_logprobs(
-        hidden,
-        weight,
-        target,
-        sampling_mask=sampling_mask,
-        outputs=("masked_logprobs",),
+        hidden, weight, target, sampling_mask=sampling_mask, outputs=("masked_logprobs",),
         backend=backend,
-    )
+    )  # fmt: skip
     expected = -torch.log1p(torch.tensor([-gap, 0.0], dtype=torch.float64).exp())
     torch.testing.assert_close(out.masked_logprobs.double(), expected, rtol=1e-6, atol=0)
 
@@ -147,9 +139,7 @@ def test_small_tiles_and_masked_rows(backend: str) -> None:
     problem = make_problem(vocab_size=37).to("cpu", torch.float32)
     whole = run(problem, "capped", backend=backend)
     split = run(problem, "capped", backend=backend, max_workspace_bytes=37 * 4 * 3)
-    assert torch.equal(
-        whole["sampling_mask"][~problem.mask], torch.zeros(int((~problem.mask).sum()))
-    )
+    assert whole["masked_logprobs"][~problem.mask].eq(0).all()
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=5e-6, atol=5e-6)
 
@@ -168,18 +158,15 @@ def test_nothing_to_do(backend: str) -> None:
 
 def test_opcheck() -> None:
     problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
-    sampling_mask = random_sets(5, problem.weight.shape[0])
-    tensors = Tensors(
-        problem.hidden[0], problem.weight, problem.bias, problem.target[0], None,
-        sampling_mask.indices, sampling_mask.offsets, sampling_mask.bounds,
-    )  # fmt: skip
-    options = HeadOptions(1.5, 1.0, None, "fp32", "chunked", 2 * 53 * 4, False)
-    opcheck(linear_logprobs_forward, (*tensors, *options, True, *Ranking()))
-    plain = [x.detach() if x is not None else None for x in tensors]
-    outer = (None, None, torch.randn(5))
-    found = linear_logprobs_forward(*plain, *options, True, *Ranking())[:3]
-    needs = [True, True, *[False] * 3]
-    opcheck(linear_logprobs_backward, (*plain, *options, *found, *outer, needs))
+    rows = Rows(
+        hidden=problem.hidden[0],
+        head=Head(problem.weight, problem.bias, Transform(temperature=1.5)),
+        target=problem.target[0],
+        sampling_mask=random_sets(5, problem.weight.shape[0]),
+    )
+    options = RunOptions(backend="chunked", max_workspace_bytes=2 * 53 * 4)
+    check_forward(rows, options, Wanted(extras=True))
+    check_backward(rows, options, (None, None, torch.randn(5)), (True, True, False, False, False))
 
 
 def test_ways_to_build_one() -> None:
