@@ -9,8 +9,10 @@ import torch
 
 from grpo_kernels import (
     FusedLinearGRPOLoss,
+    Head,
     LossConfig,
     TokenBatch,
+    Transform,
     linear_logprobs,
     linear_policy_loss,
     policy_loss,
@@ -19,6 +21,7 @@ from grpo_kernels import (
 HIDDEN, WEIGHT = torch.randn(2, 3, 4), torch.randn(9, 4)
 TARGET = torch.tensor([[1, 2, 3], [4, 5, -100]])
 ADVANTAGES = torch.tensor([1.0, -1.0])
+HOT = Head(WEIGHT, transform=Transform(temperature=2.0))
 META = torch.device("meta")
 
 
@@ -132,6 +135,11 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: loss(max_workspace_bytes=1.5), "max_workspace_bytes: expected an int or None"),
     (lambda: loss(hidden=None), "hidden: expected a tensor, got NoneType"),
     (lambda: loss(weight=None), "weight: expected a tensor, got NoneType"),
+    (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias: expected None beside a Head"),
+    (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap: expected None beside a Head"),
+    (lambda: loss(weight=Head(WEIGHT), logit_scale=2.0), "logit_scale: expected 1.0 beside a Head"),
+    (lambda: loss(weight=HOT), "weight: expected a Head of temperature 1, .* got 2.0"),
+    (lambda: logprobs(weight=HOT), "weight: expected a Head of temperature 1, .* got 2.0"),
     (lambda: loss(schedule="three_pass"), "schedule: expected one of auto, one_pass, two_pass"),
     (lambda: loss(precision="bf16"), "precision: expected one of fp32, input"),
     (

@@ -37,7 +37,7 @@ def head_of(
     """Join what a caller says of the head; a :class:`Head` has all of it but the temperature.
 
     Raises:
-        ValueError: something comes beside a Head.
+        ValueError: something comes beside a Head, or it has a temperature.
     """
     if not isinstance(weight, Head):
         return Head(weight, bias, Transform(logit_scale, softcap, temperature), lora)
@@ -46,6 +46,11 @@ def head_of(
             raise ValueError(f"{name}: expected None beside a Head, which has its own")
     if logit_scale != 1.0:
         raise ValueError(f"logit_scale: expected 1.0 beside a Head, got {logit_scale!r}")
+    own = weight.transform.temperature
+    if isinstance(own, Tensor) or own != 1.0:
+        raise ValueError(
+            f"weight: expected a Head of temperature 1, which is the call's, got {own}"
+        )
     return replace(weight, transform=replace(weight.transform, temperature=temperature))
 
 
