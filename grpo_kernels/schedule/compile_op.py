@@ -87,8 +87,8 @@ def policy_loss_op(*arguments):
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
     chosen = RunOptions(**dict(zip(_OPTIONS, options, strict=True)))
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
-        wide = dtypes[0] == torch.float16
-        rows, plan = planned(hidden, head, batch, config, chosen, needs=Needs(*needs, wide=wide))
+        wanted = replace(Needs(*needs), wide=dtypes[0] == torch.float16)
+        rows, plan = planned(hidden, head, batch, config, chosen, needs=wanted)
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
     parts, gradients = with_less_memory(lambda plan: _run(rows, plan), plan)
