@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.linear_policy_loss import linear_policy_loss
-from grpo_kernels.losses import LossConfig
+from grpo_kernels.losses import LossConfig, PolicyLossOutput
 
 _NEEDED = {"cispo": {"epsilon_high": 5.0}}  # it warns of a bound below 1
 _EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
@@ -123,6 +123,7 @@ def run(
     *,
     scale: float = 1.0,
     leaves: Mapping[str, Tensor] | None = None,
+    function: Callable[..., PolicyLossOutput] = linear_policy_loss,
     **options: Any,
 ) -> LossRun:
     """Run ``linear_policy_loss`` forward and backward on a problem.
@@ -134,12 +135,13 @@ def run(
         scale: what the loss is multiplied with before the backward.
         leaves: the tensors whose gradients are wanted, by name, if not those of the problem. Leaves
             without ``requires_grad`` are left out; no ``.grad`` is written.
+        function: is called like ``linear_policy_loss``, in its place: it may be compiled.
         options: keyword arguments of ``linear_policy_loss``; ``weight`` replaces the problem's.
     """
     if batch is None:
         batch = problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2)
     weight = options.pop("weight", problem.weight)
-    out = linear_policy_loss(problem.hidden, weight, batch, config, bias=problem.bias, **options)
+    out = function(problem.hidden, weight, batch, config, bias=problem.bias, **options)
     if leaves is None:
         leaves = dict(hidden=problem.hidden, weight=problem.weight, bias=problem.bias)
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}

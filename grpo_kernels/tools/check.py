@@ -144,8 +144,9 @@ def _logprobs(problem: Problem, backend: str, tile: int | None) -> Results:
 
 def _loss(config: LossConfig, schedule: str) -> Run:
     def run(problem: Problem, backend: str, tile: int | None) -> Results:
-        options = dict(backend=backend, schedule=schedule, max_workspace_bytes=tile)
-        got = testing.run(problem, config, **options)
+        got = testing.run(
+            problem, config, backend=backend, schedule=schedule, max_workspace_bytes=tile
+        )
         return {"loss": got.loss, **got.gradients}
 
     return run

@@ -14,18 +14,10 @@ from grpo_kernels import LossConfig, TokenBatch, policy_loss
 from grpo_kernels.losses import LOSSES, Weights, run_stage, static_weights, token_inputs
 from grpo_kernels.losses.ratios import RATIO_LEVELS
 from grpo_kernels.losses.surrogates import Cispo, Clip, Pg, Sapo, Topr
+from grpo_kernels.testing import make_config
 
 # at ratio 1 the gradient is -w A: these surrogates start out as plain policy gradient
 UNIT_SLOPE = (Clip, Cispo, Pg, Sapo, Topr)
-
-
-def config_for(name: str, **overrides: object) -> LossConfig:
-    fields: dict[str, object] = dict(
-        loss_type=name, max_completion_length=9, rollout_correction_mode="token_truncate"
-    )
-    if LOSSES[name].surrogate is Cispo:
-        fields["epsilon_high"] = 5.0
-    return LossConfig(**{**fields, **overrides})  # type: ignore[arg-type]
 
 
 def variants() -> list[tuple[str, dict[str, object]]]:
@@ -105,7 +97,7 @@ class FrozenDetach:
 @pytest.mark.parametrize("name,option", variants())
 def test_gradcheck(name: str, option: dict[str, object]) -> None:
     logprobs, entropy, batch = make_batch()
-    config = config_for(name, **option)
+    config = make_config(name, **option)
     loss = FrozenDetach(lambda lp, h: policy_loss(lp, batch, config, h).loss)
     loss(logprobs, entropy)
     assert torch.autograd.gradcheck(loss, (logprobs, entropy), eps=1e-7)
@@ -117,7 +109,7 @@ def test_gradient_at_ratio_one_is_minus_weighted_advantage(name: str) -> None:
     on_policy = TokenBatch.from_packed(
         batch.target, batch.advantages, batch.cu_seqlens, num_items_in_batch=23.0
     )
-    config = config_for(name)
+    config = make_config(name)
     (gradient,) = torch.autograd.grad(policy_loss(logprobs, on_policy, config).loss, logprobs)
     expected = -static_weights(on_policy, config).policy * batch.advantages
     torch.testing.assert_close(gradient, expected)
@@ -141,7 +133,7 @@ def test_finite_at_huge_log_ratios(
         rollout_logprobs=logprobs.detach() - drift,
     )
     try:
-        config = config_for(name, beta=0.1, importance_sampling_level=level)
+        config = make_config(name, beta=0.1, importance_sampling_level=level)
     except ValueError as error:
         assert "importance_sampling_level" in str(error)  # noqa: PT017
         return
@@ -174,7 +166,7 @@ def permuted(
 @pytest.mark.parametrize("name,option", variants())
 def test_order_of_sequences_changes_nothing(name: str, option: dict[str, object]) -> None:
     logprobs, entropy, batch = make_batch()
-    config = config_for(name, **option)
+    config = make_config(name, **option)
     loss = policy_loss(logprobs, batch, config, entropy).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     other, (lp, h), index = permuted(batch, [2, 3, 1, 0], logprobs, entropy)
@@ -188,7 +180,7 @@ def test_order_of_sequences_changes_nothing(name: str, option: dict[str, object]
 @pytest.mark.parametrize("name,option", variants())
 def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) -> None:
     logprobs, entropy, batch = make_batch()
-    config = config_for(name, **option)
+    config = make_config(name, **option)
     scope = config.scope(has_rollout=True)
     loss = policy_loss(logprobs, batch, config, entropy).loss
     (expected,) = torch.autograd.grad(loss, logprobs)
@@ -205,7 +197,7 @@ def test_chunks_at_sequence_ends_add_up(name: str, option: dict[str, object]) ->
 
 @pytest.mark.parametrize("name,option", variants())
 def test_masked_tokens_do_not_matter(name: str, option: dict[str, object]) -> None:
-    config = config_for(name, **option)
+    config = make_config(name, **option)
     g = torch.Generator().manual_seed(3)
     shape = (3, 6)
     mask = torch.rand(shape, generator=g) > 0.4
@@ -236,7 +228,7 @@ def test_all_masked_batch_is_zero_with_a_live_graph(name: str, option: dict[str,
         torch.zeros(2, 4, dtype=torch.int64), torch.ones(2), torch.zeros(2, 4),
         old_logprobs=empty, ref_logprobs=empty, rollout_logprobs=empty,
     )  # fmt: skip
-    out = policy_loss(logprobs, batch, config_for(name, **option), logprobs.detach())
+    out = policy_loss(logprobs, batch, make_config(name, **option), logprobs.detach())
     assert out.loss.item() == 0
     out.loss.backward()
     assert logprobs.grad is not None
@@ -248,7 +240,7 @@ def test_all_masked_batch_is_zero_with_a_live_graph(name: str, option: dict[str,
 def test_gradient_accumulation_adds_up_to_one_batch(name: str) -> None:
     # two micro-batches of one sequence each are the batch of both
     logprobs, entropy, batch = make_batch(lengths=(4, 4))
-    config = config_for(name, entropy_coef=0.01)
+    config = make_config(name, entropy_coef=0.01)
     whole = policy_loss(logprobs, batch, config, entropy).loss
     parts = []
     for start, stop in ((0, 4), (4, 8)):

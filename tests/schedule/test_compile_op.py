@@ -19,7 +19,7 @@ from grpo_kernels import (
     linear_policy_loss,
 )
 from grpo_kernels.losses import Metrics
-from grpo_kernels.testing import Problem, make_problem, relative_error
+from grpo_kernels.testing import LossRun, Problem, make_problem, relative_error, run
 
 SCHEDULES = ("one_pass", "two_pass")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -42,30 +42,24 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def loss_of(
-    hidden: Tensor, problem: Problem, batch: TokenBatch, config: LossConfig, **options: object
-) -> PolicyLossOutput:
+def loss_of(hidden: Tensor, *args: object, **options: object) -> PolicyLossOutput:
     """A model, as far as a compiler cares, and the loss."""
-    return linear_policy_loss(
-        torch.tanh(hidden), problem.weight, batch, config, bias=problem.bias, **options
-    )  # type: ignore[arg-type]
+    return linear_policy_loss(torch.tanh(hidden), *args, **options)  # type: ignore[arg-type]
 
 
-def results(function: Callable, problem: Problem, *args: object, **kwargs: object) -> list[Tensor]:
-    """Loss, gradients and metrics; the factor is a power of two, which rounds nothing."""
-    leaves = (problem.hidden, problem.weight, problem.bias)
-    for leaf in leaves:
-        leaf.grad = None
-    out = function(problem.hidden, problem, *args, **kwargs)
-    (out.loss * 2).backward()
-    return [out.loss.detach(), *(leaf.grad for leaf in leaves), *out.metrics.values()]
-
-
-def assert_same_bits(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    for value, other in zip(got, expected, strict=True):
-        assert value.dtype == other.dtype
-        assert torch.equal(value.nan_to_num(), other.nan_to_num())
+def assert_same_bits(
+    compiled: Callable, eager: Callable, problem: Problem, *args: object, **options: object
+) -> LossRun:
+    """In loss, gradients and metrics; the factor is a power of two, which rounds nothing."""
+    got, expected = (
+        run(problem, *args, scale=2.0, function=function, **options)  # type: ignore[arg-type]
+        for function in (compiled, eager)
+    )
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        assert torch.equal(got[name].nan_to_num(), value.nan_to_num()), name
+    return got
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,18 +72,18 @@ def test_logprobs_compiled_are_eager_ones(dtype: torch.dtype) -> None:
         )  # fmt: skip
         return out.logprobs, out.entropy, out.max_logit
 
-    def run(function: Callable, problem: Problem) -> list[Tensor]:
-        problem.hidden.grad = problem.weight.grad = problem.bias.grad = None
+    def results(function: Callable, problem: Problem) -> list[Tensor]:
         temperature = problem.advantages[:, None].exp().expand(problem.target.shape)
         logp, entropy, peak = function(problem.hidden, problem, problem.target, temperature)
-        (logp.sum() + entropy.square().sum()).backward()
-        gradients = (problem.hidden.grad, problem.weight.grad, problem.bias.grad)
-        return [logp.detach(), entropy.detach(), peak, *gradients]
+        total = logp.sum() + entropy.square().sum()
+        leaves = (problem.hidden, problem.weight, problem.bias)
+        return [logp.detach(), entropy.detach(), peak, *torch.autograd.grad(total, leaves)]
 
     function_compiled = whole(function)
     for length in (7, 9, 4):
         problem = make_problem(length=length).to("cpu", dtype)
-        assert_same_bits(run(function_compiled, problem), run(function, problem))
+        pairs = zip(results(function_compiled, problem), results(function, problem), strict=True)
+        assert all(torch.equal(got, expected) for got, expected in pairs)
     assert graphs() <= 2  # one for the first length, one for all others
 
 
@@ -122,9 +116,8 @@ def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> No
     for length, name in ((7, "dapo"), (9, "gspo"), (5, "sapo"), (7, "vespo")):
         problem = make_problem(length=length).to("cpu", dtype)
         config = LossConfig(loss_type=name, beta=0.01 * length, rollout_correction_mode=None)
-        args = (problem, problem.batch(num_items_in_batch=17.0 + length), config)
-        got = results(function, *args, schedule=schedule)
-        assert_same_bits(got, results(loss_of, *args, schedule=schedule))
+        args = (problem, config, problem.batch(num_items_in_batch=17.0 + length))
+        assert_same_bits(function, loss_of, *args, schedule=schedule)
     assert graphs() <= 2
 
 
@@ -137,8 +130,7 @@ def test_skipped_rows_batch_scope_and_a_workspace_compiled() -> None:
         (problem.batch(), LossConfig(top_entropy_quantile=0.5, entropy_coef=0.1), {}),
         (problem.batch(), LossConfig(), {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
     ):
-        args = (problem, batch, config)
-        assert_same_bits(results(function, *args, **options), results(loss_of, *args, **options))
+        assert_same_bits(function, loss_of, problem, config, batch, **options)
 
 
 def test_adapter_on_the_head_compiled() -> None:
@@ -193,10 +185,8 @@ def test_autocast_compiled(schedule: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return loss_of(*args, **kwargs)  # type: ignore[arg-type]
 
-    args = (problem, problem.batch(), LossConfig())
-    got = results(whole(function), *args, schedule=schedule)
-    assert_same_bits(got, results(function, *args, schedule=schedule))
-    assert problem.weight.grad is not None and problem.weight.grad.dtype == torch.float32
+    got = assert_same_bits(whole(function), function, problem, LossConfig(), schedule=schedule)
+    assert got["dweight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -205,39 +195,37 @@ def test_fp16_gradients_wait_for_the_loss_scale(schedule: str, autocast: bool) -
     problem = make_problem()
     posed = problem.to("cpu", torch.float32 if autocast else torch.float16)
 
-    def gradients(function: Callable, problem: Problem, **options: object) -> tuple[Tensor, ...]:
-        tiny = problem.batch(num_items_in_batch=1e6)
-        with torch.autocast("cpu", torch.float16, enabled=autocast and problem is posed):
-            out = function(problem.hidden, problem, tiny, LossConfig(), **options)
-        leaves = (problem.hidden, problem.weight, problem.bias)
-        return torch.autograd.grad(out.loss * 2.0**20, leaves)
+    config, tiny = LossConfig(), problem.batch(num_items_in_batch=1e6)
 
-    exact = gradients(loss_of, problem, backend="reference")
-    for value, expected in zip(
-        gradients(whole(loss_of), posed, schedule=schedule), exact, strict=True
-    ):
-        assert relative_error(value, expected) < 2e-3
+    def function(*args: object, **kwargs: object) -> PolicyLossOutput:
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            return loss_of(*args, **kwargs)  # type: ignore[arg-type]
+
+    options = dict(scale=2.0**20, function=whole(function), schedule=schedule)
+    got = run(posed, config, tiny, **options).gradients
+    exact = run(problem, config, tiny, scale=2.0**20, function=loss_of, backend="reference")
+    for name, value in exact.gradients.items():
+        assert relative_error(got[name], value) < 2e-3, name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_repeated_backward_of_a_compiled_loss(schedule: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    args = (problem, problem.batch(), LossConfig())
-    expected = [3 * x for x in results(loss_of, *args, schedule=schedule)[1:4]]
-    problem.hidden.grad = problem.weight.grad = problem.bias.grad = None
+    args = (problem.weight, problem.batch(), LossConfig())
+    options = dict(bias=problem.bias, schedule=schedule)
+    expected = run(problem, args[2], args[1], scale=6.0, function=loss_of, schedule=schedule)
     # torch's own condition for a second backward of what it compiled
     with torch._functorch.config.patch(donated_buffer=False):
-        out = whole(loss_of)(problem.hidden, *args, schedule=schedule)
+        out = whole(loss_of)(problem.hidden, *args, **options)
     out.loss.backward(retain_graph=True)
     (out.loss * 5).backward()
-    leaves = (problem.hidden, problem.weight, problem.bias)
-    for leaf, other in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(leaf.grad, other)
+    for name, value in expected.gradients.items():
+        torch.testing.assert_close(getattr(problem, name.removeprefix("d")).grad, value)
 
 
 def test_compiled_without_grad() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
     function = whole(loss_of)
     expected = function(*args)  # and no backward
     with torch.no_grad():
@@ -248,7 +236,7 @@ def test_compiled_without_grad() -> None:
 
 def test_metrics_of_compiled_losses_merge() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
     got, expected = whole(loss_of)(*args).metrics, loss_of(*args).metrics
     merged, other = Metrics.merge([got, got]), Metrics.merge([expected, expected])
     assert list(merged) == list(other) and repr(got) == repr(expected)
@@ -258,7 +246,7 @@ def test_metrics_of_compiled_losses_merge() -> None:
 
 def test_dynamo_explains_one_graph() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
     explained = torch._dynamo.explain(loss_of)(*args)
     assert explained.graph_count == 1 and explained.graph_break_count == 0
 
@@ -266,15 +254,15 @@ def test_dynamo_explains_one_graph() -> None:
 def test_errors_come_through_the_compiler() -> None:
     problem = make_problem().to("cpu", torch.float32)
     with pytest.raises(ValueError, match="hidden: expected shape"):
-        whole(loss_of)(problem.hidden[:, 1:], problem, problem.batch(), LossConfig())
+        whole(loss_of)(problem.hidden[:, 1:], problem.weight, problem.batch(), LossConfig())
     without = problem.batch(ref_logprobs=None)
     with pytest.raises(ValueError, match="ref_logprobs: expected"):
-        whole(loss_of)(problem.hidden, problem, without, LossConfig(beta=0.1))
+        whole(loss_of)(problem.hidden, problem.weight, without, LossConfig(beta=0.1))
 
 
 def test_saved_tensors_may_be_moved() -> None:
     problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem, problem.batch(), LossConfig())
+    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
     expected = torch.autograd.grad(loss_of(*args).loss, problem.weight)[0]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         loss = whole(loss_of)(*args).loss
