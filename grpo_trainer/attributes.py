@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_kernels import LossConfig
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.experience import AdaptiveEntropy, Collector
+from grpo_trainer.model import Reference
 from grpo_trainer.rewards import RewardModel
-
-if TYPE_CHECKING:
-    from grpo_kernels import LossConfig
-    from grpo_trainer.config import GRPOConfig
-    from grpo_trainer.experience import AdaptiveEntropy, Collector
-    from grpo_trainer.model import Reference
-    from grpo_trainer.rollout import Rollouts
+from grpo_trainer.rollout import Rollouts
 
 _SETTINGS = (
     "chat_template_kwargs", "log_completions", "log_unique_prompts", "loss_type",

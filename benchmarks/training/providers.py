@@ -141,19 +141,14 @@ def _build_trl(job: Job, **changes: Any) -> Trainer:
 
 
 def _our_inputs(batch: SharedBatch) -> Any:
-    from grpo_trainer.data import TokenCounts, collate
+    from grpo_trainer.data import Rollout, collate
 
     tokens = batch.num_items / batch.micro_batches
     count = torch.tensor(tokens, device=batch.advantages.device)
-    sequences, completion_tokens = batch.completion_ids.shape
-    inputs = collate(
-        batch.prompt_ids.tolist(),
-        batch.completion_ids.tolist(),
-        [True] * sequences,
-        batch.advantages,
-        TokenCounts(count, count),
-        pad_token_id=PAD,
-    )
+    completion_tokens = batch.completion_ids.shape[1]
+    pairs = zip(batch.prompt_ids.tolist(), batch.completion_ids.tolist(), strict=True)
+    rollouts = [Rollout("", prompt, "", completion) for prompt, completion in pairs]
+    inputs = collate(rollouts, batch.advantages, count, count, pad_token_id=PAD)
     first = batch.prompt_ids.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
     inputs.old_logprobs[:, first : first + completion_tokens] = batch.old_logprobs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -16,9 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from grpo_trainer.checkpoint.files import INCOMPLETE, SETTINGS_FILE, checkpoints
 from grpo_trainer.checkpoint.manifest import Manifest
 from grpo_trainer.checkpoint.run_settings import differences, may_end_elsewhere
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
+from grpo_trainer.config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from grpo_trainer.data.datasets import (
     load_prompts,
     looks_local,
 )
-from grpo_trainer.data.microbatch import MicroBatch, TokenCounts, collate, pad_rows
+from grpo_trainer.data.microbatch import MicroBatch, collate, pad_rows
 from grpo_trainer.data.prompts import (
     Prompt,
     check_context,
@@ -45,7 +45,6 @@ __all__ = [
     "Rollout",
     "RolloutBuffer",
     "Row",
-    "TokenCounts",
     "as_they_are",
     "check_context",
     "check_datasets",

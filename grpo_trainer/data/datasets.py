@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
+from grpo_trainer.config import GRPOConfig
 
 Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import SamplingMask, TokenBatch
 from grpo_kernels.batch.packing import IGNORE_INDEX
-
-
-class TokenCounts(NamedTuple):
-    """Tokens in the loss, averaged over the processes. Each ()."""
-
-    per_micro_batch: Tensor  # of the generation batch's micro-batches
-    here: Tensor  # of this one
+from grpo_trainer.data.completion import Rollout
 
 
 @dataclass
@@ -37,9 +30,7 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
-    sampling_mask: SamplingMask | None = (
-        None  # of B * L rows, the ids that its filters left to choose from
-    )
+    sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
@@ -60,23 +51,21 @@ class MicroBatch:
 
 
 def collate(
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    in_loss: Sequence[Sequence[int]],  # 1 for each token of a completion that counts
+    rollouts: Sequence[Rollout],
     advantages: Tensor,  # (B,)
-    tokens: TokenCounts,
+    num_items: Tensor,  # ()
+    num_tokens: Tensor,  # ()
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
-    logprobs: Sequence[list[float]] | None = None,
-    sampling_mask: Sequence[list[list[int]]] | None = None,
 ) -> MicroBatch:
-    """Joins and pads; the result is on the device of ``advantages``."""
+    """Join and pad B completions; the result is on the device of ``advantages``."""
     rows, targets = [], []
-    for prompt, completion, counts in zip(prompt_ids, completion_ids, in_loss, strict=True):
-        row = torch.tensor(prompt + completion)
+    for rollout in rollouts:
+        row = torch.tensor(rollout.prompt_ids + rollout.completion_ids)
+        start = len(rollout.prompt_ids)
+        in_loss = torch.tensor(rollout.in_loss, dtype=torch.bool)
         target = torch.full_like(row, IGNORE_INDEX)
-        counted = torch.tensor(counts, dtype=torch.bool)
-        target[len(prompt) - 1 : -1] = row[len(prompt) :].where(counted, IGNORE_INDEX)
+        target[start - 1 : -1] = row[start:].where(in_loss, IGNORE_INDEX)
         rows.append(row)
         targets.append(target)
     masks = [torch.ones_like(row) for row in rows]
@@ -90,39 +79,37 @@ def collate(
         attention_mask,
         target,
         advantages,
-        num_items=tokens.per_micro_batch,
-        num_tokens=tokens.here,
-        rollout_logprobs=_at_targets(logprobs, prompt_ids, input_ids),
-        sampling_mask=_mask_at_targets(sampling_mask, prompt_ids, input_ids),
+        num_items=num_items,
+        num_tokens=num_tokens,
+        rollout_logprobs=_logprobs(rollouts, input_ids),
+        sampling_mask=_sampling_mask(rollouts, input_ids),
     )
 
 
-def _at_targets(
-    logprobs: Sequence[list[float]] | None,
-    prompt_ids: Sequence[list[int]],
+def _logprobs(
+    rollouts: Sequence[Rollout],
     input_ids: Tensor,  # (B, L)
 ) -> Tensor | None:  # (B, L)
-    """Where ``target`` has the tokens that they belong to, 0 elsewhere."""
-    if logprobs is None:
-        return None
+    """Put the engine's where ``target`` has the tokens that they belong to, 0 elsewhere."""
     placed = torch.zeros(input_ids.shape)
-    for row, values, prompt in zip(placed, logprobs, prompt_ids, strict=True):
-        start = len(prompt) - 1
-        row[start : start + len(values)] = torch.tensor(values)
+    for row, rollout in zip(placed, rollouts, strict=True):
+        if rollout.logprobs is None:
+            return None
+        start = len(rollout.prompt_ids) - 1
+        row[start : start + len(rollout.logprobs)] = torch.tensor(rollout.logprobs)
     return placed.to(input_ids.device)
 
 
-def _mask_at_targets(
-    sampling_mask: Sequence[list[list[int]]] | None,
-    prompt_ids: Sequence[list[int]],
+def _sampling_mask(
+    rollouts: Sequence[Rollout],
     input_ids: Tensor,  # (B, L)
 ) -> SamplingMask | None:
-    """A row for each element of ``target``: of a token that was drawn its ids, elsewhere none."""
-    if sampling_mask is None:
-        return None
+    """Make a row for each element of ``target``: of a token that was drawn its ids, else none."""
     rows: list[list[int]] = []
-    for number, (ids, prompt) in enumerate(zip(sampling_mask, prompt_ids, strict=True), 1):
-        rows += [[]] * (len(prompt) - 1) + ids
+    for number, rollout in enumerate(rollouts, 1):
+        if rollout.sampling_mask is None:
+            return None
+        rows += [[]] * (len(rollout.prompt_ids) - 1) + rollout.sampling_mask
         rows += [[]] * (number * input_ids.shape[1] - len(rows))
     return SamplingMask.from_lists(rows, input_ids.device)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from grpo_kernels import Head, LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import MicroBatch, TokenCounts, collate, decode_completions, encode_prompts
+from grpo_trainer.data import MicroBatch, Rollout, collate, decode_completions, encode_prompts
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.experience import compute_advantages
 from grpo_trainer.rollout import Sampling, TransformersEngine
@@ -83,11 +83,9 @@ def _rollout(
     rewards = digits_reversal_reward(completions, [row["answer"] for row in rows])
     advantages = compute_advantages(torch.tensor(rewards)[:, None], torch.ones(1), group).advantages
     tokens = torch.tensor(float(sum(map(len, completion_ids))))
-    in_loss = [[1] * len(ids) for ids in completion_ids]
-    counts = TokenCounts(tokens, tokens)
-    return collate(
-        prompt_ids, completion_ids, in_loss, advantages, counts, tokenizer.pad_token_id or 0
-    )
+    made = zip(prompts, prompt_ids, completions, completion_ids, strict=True)
+    rollouts = [Rollout(*fields) for fields in made]
+    return collate(rollouts, advantages, tokens, tokens, tokenizer.pad_token_id or 0)
 
 
 def _difference(

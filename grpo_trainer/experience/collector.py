@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +17,6 @@ from grpo_trainer.data import (
     PromptStream,
     Rollout,
     Row,
-    TokenCounts,
     check_context,
     check_prompts,
     check_text,
@@ -29,24 +27,15 @@ from grpo_trainer.data import (
 )
 from grpo_trainer.experience.advantages import Advantages, compute_advantages
 from grpo_trainer.experience.dynamic_sampling import DynamicSampling
-from grpo_trainer.experience.overlap import Ahead, Begun
-from grpo_trainer.experience.scored import RolloutColumns, Scored, rollout_metrics, share
+from grpo_trainer.experience.overlap import Ahead
+from grpo_trainer.experience.scored import Scored, rollout_metrics, share
 from grpo_trainer.monitor import REWARD_PREFIX, CompletionLog, MetricLog, phase
 from grpo_trainer.rewards import RewardFunction, RewardLog, score
-from grpo_trainer.rollout import Rollouts, Sampled, Source, pad_token_id
+from grpo_trainer.rollout import Completions, Rollouts, Sampled, Source, pad_token_id
 from grpo_trainer.tools import TurnParser
-
-T = TypeVar("T")
 
 # passed to reward functions under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-
-
-class Experience(NamedTuple):
-    """A scored generation batch, ready for the loss."""
-
-    batches: list[MicroBatch]
-    num_tokens: int  # prompts and completions generated, all processes
 
 
 class Sinks(NamedTuple):
@@ -109,36 +98,39 @@ class Collector:
 
     def train(
         self, prompts: PromptStream | Curriculum, sinks: Sinks, ahead: Ahead | None = None
-    ) -> Experience:
-        """The next generation batch, dealt to ``steps_per_generation`` micro-batches.
+    ) -> tuple[list[MicroBatch], int]:
+        """Return the next generation batch, dealt to ``steps_per_generation`` micro-batches, and
+        how many tokens all processes have prompted and generated for it.
 
-        With more than one of them the completions are shuffled first. ``ahead`` may have begun on
-        the batch already; it then begins on the one after it.
+        With more than one micro-batch the completions are shuffled first. ``ahead`` may have begun
+        on the batch already; it then begins on the one after it.
         """
         args = self._args
-        tokens = 0
-
-        def sample(count: int, begun: Begun | None = None) -> Scored:
-            nonlocal tokens
-            rows = self._draw(prompts, count) if begun is None else begun.rows
-            scored = self._sample(rows, args.num_generations, sinks, begun)
-            tokens += _num_tokens(scored.columns)
-            return scored
-
-        begun = None if ahead is None else ahead.take(sinks.state, sinks.metrics)
-        scored = sample(args.prompts_per_generation, begun)
+        rows, completions = (
+            (self._draw(prompts, args.prompts_per_generation), None)
+            if ahead is None
+            else ahead.take(sinks.state, sinks.metrics)
+        )
+        scored = self._sample(rows, args.num_generations, sinks, completions)
+        tokens = scored.num_tokens
         if args.dynamic_sampling:
-            dynamic = DynamicSampling.from_config(args, self.weights, self._accelerator)
-            scored, metrics = dynamic.fill(scored, sample)
+
+            def more(count: int) -> Scored:
+                nonlocal tokens
+                further = self._sample(self._draw(prompts, count), args.num_generations, sinks)
+                tokens += further.num_tokens
+                return further
+
+            compare = partial(self._compared, group_size=args.num_generations)
+            dynamic = DynamicSampling.from_config(args, self.weights, self._accelerator, compare)
+            scored, metrics = dynamic.fill(scored, more)
             sinks.metrics.add(metrics)
             if ahead is not None:  # the engine was needed until now
                 ahead.begin(sinks.state)
         if isinstance(prompts, Curriculum):
-            totals = self._advantages(scored.rewards, args.num_generations).rewards
-            prompts.rewrite(scored.rollouts, totals, args.num_generations)
+            prompts.rewrite(scored.rollouts, scored.compared.rewards, args.num_generations)
         assert args.steps_per_generation is not None  # set on construction
-        batches = self._slices(scored, args.num_generations, args.steps_per_generation, sinks)
-        return Experience(batches, tokens)
+        return self._slices(scored, args.steps_per_generation, sinks), tokens
 
     def ahead(self, prompts: PromptStream | Curriculum) -> Ahead:
         """Samples generation batches of ``prompts`` while the policy trains."""
@@ -151,9 +143,8 @@ class Collector:
         """One micro-batch of ``rows``, this process's. A prompt's group is consecutive, over the
         processes in order."""
         check_prompts(rows)
-        size = self._args.eval_group_size
-        scored = self._sample(rows, size, sinks)
-        return self._slices(scored, size, 1, sinks)[0]
+        scored = self._sample(rows, self._args.eval_group_size, sinks)
+        return self._slices(scored, 1, sinks)[0]
 
     def _draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
         """This process's rows of the next ``count`` prompts, a group for each."""
@@ -164,29 +155,28 @@ class Collector:
         return rows[share(len(rows), accelerator.process_index, accelerator.num_processes)]
 
     def _sample(
-        self, rows: list[Row], group_size: int, sinks: Sinks, begun: Begun | None = None
+        self,
+        rows: list[Row],
+        group_size: int,
+        sinks: Sinks,
+        completions: Completions | None = None,
     ) -> Scored:
-        """One scored completion per row."""
+        """Return one scored completion per row; ``completions`` may be there already."""
         check_text("prompt", rows)
         own = [own_copy(row) for row in rows]  # functions may keep and edit what they are given
-        sampled = self._generate(own, begun)
-        rollouts = sampled.rollouts
+        sampled = self._generate(own, completions)
         rewards, log = self._score(own, sampled, sinks.state)  # (n, F)
-        rollouts = [
-            rollout._replace(
-                extra={name: values[i] for name, values in log.columns.items()}, row=rows[i]
-            )
-            for i, rollout in enumerate(rollouts)
-        ]
-        everyone, columns = self._gather(rewards, rollouts)
-        names = [reward.name for reward in self.rewards]
-        advantages = self._advantages(everyone, group_size)
-        sinks.metrics.add(rollout_metrics(names, everyone, advantages, columns))
+        for index, rollout in enumerate(sampled.rollouts):
+            rollout.row = rows[index]
+            rollout.extra = {name: values[index] for name, values in log.columns.items()}
+            rollout.left_out = self._args.mask_truncated_completions and rollout.truncated
+        scored = self._gather(rewards, sampled.rollouts, group_size)
+        sinks.metrics.add(rollout_metrics([reward.name for reward in self.rewards], scored))
         sinks.metrics.add(log.metrics(self._accelerator))
         sinks.metrics.add(sampled.metrics)
-        return Scored(rollouts, everyone, columns)
+        return scored
 
-    def _advantages(self, rewards: Tensor, group_size: int) -> Advantages:
+    def _compared(self, rewards: Tensor, group_size: int) -> Advantages:
         args = self._args
         return compute_advantages(
             rewards, self.weights, group_size, args.scale_rewards, args.multi_objective_aggregation
@@ -200,20 +190,24 @@ class Collector:
         check_context(prompts, prompt_ids, args.max_completion_length, self._context)
         return prompt_ids
 
-    def _generate(self, rows: list[Row], begun: Begun | None) -> Sampled:
+    def _generate(self, rows: list[Row], found: Completions | None) -> Sampled:
         if self._source is not None:
             with phase("generate"):
                 return self._source.sample(rows, self._rollouts)
         prompts, prompt_ids = [row["prompt"] for row in rows], self._encode(rows)
-        with phase("generate"):
-            found = self._rollouts.generate(prompt_ids) if begun is None else begun.completions
-        completion_ids, logprobs, mask = found
-        completions = self._parser.completions(prompts, prompt_ids, completion_ids)
-        truncated = [ids[-1] not in self._rollouts.eos_token_ids for ids in completion_ids]
-        nothing = [None] * len(prompts)
-        columns = (prompts, prompt_ids, completions, completion_ids, truncated)
-        optional: tuple[Sequence[Any], ...] = (logprobs or nothing, mask or nothing)
-        return Sampled([Rollout(*values) for values in zip(*columns, *optional, strict=True)])
+        if found is None:
+            with phase("generate"):
+                found = self._rollouts.generate(prompt_ids)
+        ids = found.token_ids
+        texts = self._parser.completions(prompts, prompt_ids, ids)
+        rollouts = [Rollout(*made) for made in zip(prompts, prompt_ids, texts, ids, strict=True)]
+        for index, rollout in enumerate(rollouts):
+            rollout.truncated = ids[index][-1] not in self._rollouts.eos_token_ids
+            if found.logprobs is not None:
+                rollout.logprobs = found.logprobs[index]
+            if found.sampling_mask is not None:
+                rollout.sampling_mask = found.sampling_mask[index]
+        return Sampled(rollouts)
 
     def _score(
         self, rows: list[Row], sampled: Sampled, state: TrainerState
@@ -231,8 +225,8 @@ class Collector:
         }
         return score(self.rewards, len(rows), arguments), log
 
-    def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> tuple[Tensor, RolloutColumns]:
-        """All processes' rewards and lengths, by one gather."""
+    def _gather(self, rewards: Tensor, rollouts: list[Rollout], group_size: int) -> Scored:
+        """Join all processes' rewards and lengths, by one gather."""
         measures = [
             [len(rollout.prompt_ids) for rollout in rollouts],
             [sum(rollout.by_policy) for rollout in rollouts],
@@ -240,55 +234,42 @@ class Collector:
         ]
         table = torch.cat([rewards, torch.tensor(measures, dtype=torch.float32).T], dim=1)
         everyone = self._accelerator.gather(table.to(self._accelerator.device))
-        return everyone[:, :-3], RolloutColumns(*everyone[:, -3:].unbind(1))
+        rewards, (prompts, completions, truncated) = everyone[:, :-3], everyone[:, -3:].unbind(1)
+        return Scored(
+            rollouts=rollouts,
+            rewards=rewards,
+            prompt_lengths=prompts,
+            completion_lengths=completions,
+            truncated=truncated,
+            compared=self._compared(rewards, group_size),
+        )
 
-    def _slices(
-        self, scored: Scored, group_size: int, slices: int, sinks: Sinks
-    ) -> list[MicroBatch]:
-        args, accelerator = self._args, self._accelerator
-        rollouts = scored.rollouts
-        advantages = self._advantages(scored.rewards, group_size)
-        total = len(scored.columns.truncated)
+    def _slices(self, scored: Scored, slices: int, sinks: Sinks) -> list[MicroBatch]:
+        accelerator, rollouts, compared = self._accelerator, scored.rollouts, scored.compared
+        total = len(scored.truncated)
         mine = share(total, accelerator.process_index, accelerator.num_processes)
-        values = advantages.advantages[mine]
+        advantages = compared.advantages[mine]
         if sinks.completions is not None:
             names = [f"{REWARD_PREFIX}{reward.name}" for reward in self.rewards]
             columns = dict(zip(names, scored.rewards[mine].T.tolist(), strict=True))
-            totals = advantages.rewards[mine].tolist()
-            columns |= {"reward": totals, "advantage": values.tolist()}
+            totals = compared.rewards[mine].tolist()
+            columns |= {"reward": totals, "advantage": advantages.tolist()}
             sinks.completions.add(rollouts, columns)
-        masked = args.mask_truncated_completions
-        in_loss = [
-            [0] * len(rollout.completion_ids) if masked and rollout.truncated else rollout.by_policy
-            for rollout in rollouts
-        ]
         order = torch.randperm(len(rollouts)) if slices > 1 else torch.arange(len(rollouts))
-        parts = [part.tolist() for part in order.chunk(slices)]
-        counts = [sum(sum(in_loss[i]) for i in part) for part in parts]
+        parts = order.to(advantages.device).chunk(slices)
+        dealt = [[rollouts[i] for i in part.tolist()] for part in parts]
+        counts = [sum(sum(rollout.in_loss) for rollout in part) for part in dealt]
         # what the batches divide by is averaged over the processes, as their gradients are
         local = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
         tokens = accelerator.reduce(local, "mean")
         return [
             collate(
-                [rollouts[i].prompt_ids for i in part],
-                [rollouts[i].completion_ids for i in part],
-                [in_loss[i] for i in part],
-                values[torch.tensor(part, device=values.device)],
-                TokenCounts(tokens.mean(), count),
+                part,
+                advantages[index],
+                tokens.mean(),
+                count,
                 self._padding,
-                args.pad_to_multiple_of,
-                _reported(rollouts[i].logprobs for i in part),
-                _reported(rollouts[i].sampling_mask for i in part),
+                self._args.pad_to_multiple_of,
             )
-            for part, count in zip(parts, tokens, strict=True)
+            for part, index, count in zip(dealt, parts, tokens, strict=True)
         ]
-
-
-def _reported(column: Iterable[T | None]) -> list[T] | None:
-    """What the engine says of each completion, if it does."""
-    found = list(column)
-    return None if any(row is None for row in found) else found  # type: ignore[return-value]
-
-
-def _num_tokens(columns: RolloutColumns) -> int:
-    return int(columns.prompt_lengths.sum() + columns.completion_lengths.sum())

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.experience.advantages import groups_with_signal
-from grpo_trainer.experience.scored import RolloutColumns, Scored, share
+from grpo_trainer.experience.advantages import Advantages, groups_with_signal
+from grpo_trainer.experience.scored import Scored, share
 from grpo_trainer.monitor import value_metric
 
 
@@ -31,13 +31,18 @@ class DynamicSampling:
     max_rounds: int
     group_size: int
     has_signal: Callable[[Tensor], Tensor]  # (N, F) rewards -> (N / group_size,) bool
+    compare: Callable[[Tensor], Advantages]  # (N, F) rewards -> their advantages
     accelerator: Accelerator
 
     @classmethod
     def from_config(
-        cls, args: GRPOConfig, weights: Tensor, accelerator: Accelerator
+        cls,
+        args: GRPOConfig,
+        weights: Tensor,
+        accelerator: Accelerator,
+        compare: Callable[[Tensor], Advantages],
     ) -> DynamicSampling:
-        """What ``args`` asks for; ``weights`` (F,) are those of the reward functions."""
+        """Return what ``args`` asks for; ``weights`` (F,) are those of the reward functions."""
 
         def has_signal(rewards: Tensor) -> Tensor:
             aggregation = args.multi_objective_aggregation
@@ -47,6 +52,7 @@ class DynamicSampling:
             max_rounds=args.max_resampling_rounds,
             group_size=args.num_generations,
             has_signal=has_signal,
+            compare=compare,
             accelerator=accelerator,
         )
 
@@ -80,11 +86,18 @@ class DynamicSampling:
         accelerator = self.accelerator
         mine = rows[share(len(rows), accelerator.process_index, accelerator.num_processes)]
         index = torch.tensor(rows, device=rounds[0].rewards.device)
-        columns = zip(*(part.columns for part in rounds), strict=True)
+
+        def chosen_of(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in rounds])[index]
+
+        rewards = chosen_of("rewards")
         return Scored(
-            [everyone[row] for row in mine],
-            torch.cat([part.rewards for part in rounds])[index],
-            RolloutColumns(*(torch.cat(column)[index] for column in columns)),
+            rollouts=[everyone[row] for row in mine],
+            rewards=rewards,
+            prompt_lengths=chosen_of("prompt_lengths"),
+            completion_lengths=chosen_of("completion_lengths"),
+            truncated=chosen_of("truncated"),
+            compared=self.compare(rewards),
         )
 
     def _metrics(self, rounds: int, useful: int, drawn: int, wanted: int) -> Metrics:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from transformers import TrainerState
 
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptStream, Row
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 from grpo_trainer.rollout import Completions, Rollouts, Started
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
-
-
-class Begun(NamedTuple):
-    """A generation batch whose completions are there. Of this process."""
-
-    rows: list[Row]
-    completions: Completions
 
 
 class Ahead:
@@ -55,9 +46,12 @@ class Ahead:
         self._started: Started | None = None
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
 
-    def take(self, state: TrainerState, metrics: MetricLog) -> Begun:
-        """The batch that was begun last, or else the next one. With dynamic sampling the engine
-        may be asked for more; otherwise it begins on the batch after that."""
+    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], Completions]:
+        """Return this process's part of the batch that was begun last, or else of the next one.
+
+        With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
+        after that.
+        """
         if self._started is None:
             self._begin()
         rows, started, self._started = self._rows, self._started, None
@@ -73,7 +67,7 @@ class Ahead:
         metrics.add(value_metric("sampling/staleness", age, self._args.device))
         if not self._args.dynamic_sampling:
             self.begin(state)
-        return Begun(rows, completions)
+        return rows, completions
 
     def begin(self, state: TrainerState) -> None:
         """Sends the weights and starts on the next rows, if training goes on for so long."""

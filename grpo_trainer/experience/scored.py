@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,20 +12,21 @@ from grpo_trainer.data import Rollout
 from grpo_trainer.experience.advantages import Advantages, nan_std
 
 
-class RolloutColumns(NamedTuple):
-    """One row per completion of the generation batch, all processes'. Each (N,)."""
-
-    prompt_lengths: Tensor
-    completion_lengths: Tensor
-    truncated: Tensor  # 1: ended without an end-of-sequence token
-
-
-class Scored(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Scored:
     """n completions of this process, and what all N completions of all processes were worth."""
 
     rollouts: list[Rollout]  # n
     rewards: Tensor  # (N, F) NaN: the reward does not apply
-    columns: RolloutColumns  # each (N,)
+    prompt_lengths: Tensor  # (N,)
+    completion_lengths: Tensor  # (N,) tokens of the policy
+    truncated: Tensor  # (N,) 1: ended without an end-of-sequence token
+    compared: Advantages  # each (N,)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompts and completions, all processes'."""
+        return int(self.prompt_lengths.sum() + self.completion_lengths.sum())
 
 
 def share(count: int, process: int, processes: int) -> slice:
@@ -33,30 +34,25 @@ def share(count: int, process: int, processes: int) -> slice:
     return slice(process * count // processes, (process + 1) * count // processes)
 
 
-def rollout_metrics(
-    names: list[str],
-    rewards: Tensor,  # (N, F)
-    advantages: Advantages,
-    columns: RolloutColumns,
-) -> Metrics:
-    """What a generation batch says about rewards and completion lengths."""
-    stats = _reward_stats(names, rewards, advantages)
-    lengths, finished = columns.completion_lengths, columns.truncated == 0
-    stats["completions/clipped_ratio"] = _mean(columns.truncated)
+def rollout_metrics(names: list[str], scored: Scored) -> Metrics:
+    """Say what a generation batch tells of rewards and completion lengths."""
+    stats = _reward_stats(names, scored.rewards, scored.compared)
+    lengths, finished = scored.completion_lengths, scored.truncated == 0
+    stats["completions/clipped_ratio"] = _mean(scored.truncated)
     for kind in ("mean", "min", "max"):
         stats[f"completions/{kind}_length"] = _stat(kind, lengths)
         stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, finished)
     return Metrics(stats)
 
 
-def _reward_stats(names: list[str], rewards: Tensor, advantages: Advantages) -> dict[str, Stat]:
+def _reward_stats(names: list[str], rewards: Tensor, compared: Advantages) -> dict[str, Stat]:
     stats = {}
     for name, values in zip(names, rewards.unbind(1), strict=True):
         stats[f"rewards/{name}/mean"] = _mean(values)
         stats[f"rewards/{name}/std"] = _mean(nan_std(values, 0))
-    stats["reward"] = _mean(advantages.rewards)
-    stats["reward_std"] = _mean(nan_std(advantages.rewards, 0))
-    stats["frac_reward_zero_std"] = _mean(advantages.zero_std)
+    stats["reward"] = _mean(compared.rewards)
+    stats["reward_std"] = _mean(nan_std(compared.rewards, 0))
+    stats["frac_reward_zero_std"] = _mean(compared.zero_std)
     return stats
 
 

@@ -57,7 +57,7 @@ class CompletionLog:
                     "truncated": bool(rollout.truncated),
                 }
                 row |= {name: values[index] for name, values in columns.items()}
-                self._rows.append(row | (rollout.extra or {}))
+                self._rows.append(row | rollout.extra)
 
     def state(self) -> list[dict[str, Any]]:
         """The rows that are not written yet."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.monitor.completions import CompletionLog, completion_logs
 from grpo_trainer.monitor.metrics import MetricLog
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 
 class LogsRun(Trainer):

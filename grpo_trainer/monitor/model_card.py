@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -16,10 +16,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import Trainer
 
 from grpo_trainer.common import unfailing
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.monitor.recipe import Recipe, changed_loss_fields, environment
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 

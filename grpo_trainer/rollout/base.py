@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import options
+from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.rollout.ends import end_token_ids
-
-if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
 
 TokenIds = list[int]
 _TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent

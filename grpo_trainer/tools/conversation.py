@@ -19,62 +19,66 @@ class Conversation:
     """One prompt and what the policy and its tools have added so far.
 
     Args:
-        prompt: messages.
-        prompt_ids: the same as tokens, up to where the policy's turn begins.
+        rollout: the completion, which has nothing yet.
         toolbox: what the policy can call.
         budget: tokens for the whole completion, results of tools included.
         environment: what its tools act upon, if there is one.
     """
 
-    prompt: list[Message]
-    prompt_ids: list[int]
+    rollout: Rollout
     toolbox: Toolbox
     budget: int
     environment: Any = None
-    messages: list[Message] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
-    env_mask: list[int] = field(default_factory=list)  # 1: the policy's token
-    # of each token, what the engine reports; None: nothing
-    logprobs: list[float] | None = field(default_factory=list)
-    sampling_mask: list[list[int]] | None = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)  # of the last turn, not answered yet
     rounds: int = 0  # of calls that were answered
     over: bool = False
-    truncated: bool = False
     _turn: int = 0  # where the current turn begins
+
+    @classmethod
+    def begin(
+        cls,
+        prompt: list[Message],
+        prompt_ids: list[int],
+        toolbox: Toolbox,
+        budget: int,
+        environment: Any = None,
+    ) -> Conversation:
+        """Return one whose policy writes next; ``prompt_ids`` end where its turn begins."""
+        nothing = Rollout(prompt, prompt_ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
+        return cls(nothing, toolbox, budget, environment)
 
     @property
     def ids(self) -> list[int]:
         """What the policy reads next."""
-        return self.prompt_ids + self.completion_ids
+        return self.rollout.prompt_ids + self.rollout.completion_ids
 
     @property
     def room(self) -> int:
         """Tokens left."""
-        return self.budget - len(self.completion_ids)
+        return self.budget - len(self.rollout.completion_ids)
 
     @property
     def turn_ids(self) -> list[int]:
-        return self.completion_ids[self._turn :]
+        return self.rollout.completion_ids[self._turn :]
 
     @property
     def turn_prefix(self) -> list[int]:
-        return self.prompt_ids + self.completion_ids[: self._turn]
+        return self.rollout.prompt_ids + self.rollout.completion_ids[: self._turn]
 
     def add_tokens(
         self, ids: list[int], logprobs: list[float] | None, mask: list[list[int]] | None
     ) -> None:
         """Tokens of the policy, as many as there is room for."""
         count = min(len(ids), self.room)
-        self.completion_ids += ids[:count]
-        self.env_mask += [1] * count
-        self.logprobs = _longer(self.logprobs, logprobs and logprobs[:count])
-        self.sampling_mask = _longer(self.sampling_mask, mask and mask[:count])
+        self.rollout.completion_ids += ids[:count]
+        self.rollout.env_mask = _longer(self.rollout.env_mask, [1] * count)
+        self.rollout.logprobs = _longer(self.rollout.logprobs, logprobs and logprobs[:count])
+        self.rollout.sampling_mask = _longer(self.rollout.sampling_mask, mask and mask[:count])
 
     def end_turn(self, message: Message, complete: bool) -> None:
         """The policy stopped: what it said. A turn that is not ``complete`` calls nothing."""
-        self.messages.append(message)
-        self.truncated = not complete
+        self.rollout.completion.append(message)
+        self.rollout.truncated = not complete
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         self.calls = [
             Call(each["name"], each["arguments"], self.toolbox.get(each["name"]))
@@ -86,27 +90,15 @@ class Conversation:
         """What the tools answered. Where it leaves no room for another turn, it is left out."""
         self.calls = []
         if len(ids) >= self.room:
-            self.over = self.truncated = True
+            self.over = self.rollout.truncated = True
             return
         self.rounds += 1
-        self.messages += messages
-        self.completion_ids += ids
-        self.env_mask += [0] * len(ids)
-        self.logprobs = _longer(self.logprobs, [math.nan] * len(ids))
-        self.sampling_mask = _longer(self.sampling_mask, [[]] * len(ids))
-        self._turn = len(self.completion_ids)
-
-    def rollout(self) -> Rollout:
-        return Rollout(
-            self.prompt,
-            self.prompt_ids,
-            self.messages,
-            self.completion_ids,
-            self.truncated,
-            self.logprobs,
-            self.sampling_mask,
-            env_mask=self.env_mask,
-        )
+        self.rollout.completion += messages
+        self.rollout.completion_ids += ids
+        self.rollout.env_mask = _longer(self.rollout.env_mask, [0] * len(ids))
+        self.rollout.logprobs = _longer(self.rollout.logprobs, [math.nan] * len(ids))
+        self.rollout.sampling_mask = _longer(self.rollout.sampling_mask, [[]] * len(ids))
+        self._turn = len(self.rollout.completion_ids)
 
 
 def _longer(column: list[T] | None, values: list[T] | None) -> list[T] | None:

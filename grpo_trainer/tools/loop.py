@@ -85,7 +85,7 @@ class Agents:
         if self._environments is not None:
             columns["environments"] = [talk.environment for talk in talks]
         metrics = self._metrics(len(talks), *counts)
-        return Sampled([talk.rollout() for talk in talks], columns, metrics)
+        return Sampled([talk.rollout for talk in talks], columns, metrics)
 
     def _begin(self, rows: list[Row]) -> list[Conversation]:
         args = self._args
@@ -110,7 +110,7 @@ class Agents:
         budget = args.max_completion_length
         check_context(prompts, prompt_ids, budget, self._context)
         return [
-            Conversation(prompt, ids, toolbox, budget, environment)
+            Conversation.begin(prompt, ids, toolbox, budget, environment)
             for prompt, ids, (environment, toolbox) in zip(prompts, prompt_ids, pairs, strict=True)
         ]
 
@@ -138,7 +138,7 @@ class Agents:
             logprobs = None if drawn.logprobs is None else drawn.logprobs[index]
             mask = None if drawn.sampling_mask is None else drawn.sampling_mask[index]
             talk.add_tokens(ids, logprobs, mask)
-            ended = talk.completion_ids[-1] in self._eos
+            ended = talk.ids[-1] in self._eos
             # an engine that stops by itself, as at a stop string, has ended the turn too
             if ended or talk.room == 0 or len(ids) < step:
                 tools = schemas(talk.toolbox)
@@ -157,7 +157,7 @@ class Agents:
             counts[1] += sum(outcome.failed for _, outcome in answered)
             self._free_of_strays(talk, [outcome for _, outcome in answered])
             messages = [result_message(call.name, outcome.text) for call, outcome in answered]
-            end, tools = talk.completion_ids[-1], schemas(talk.toolbox)
+            end, tools = talk.ids[-1], schemas(talk.toolbox)
             talk.add_results(messages, self._template.results(messages, tools, end))
 
     def _free_of_strays(self, talk: Conversation, outcomes: list[Outcome]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_trainer.data import TokenCounts, collate, decode_completions, encode_prompts, pad_rows
+from grpo_trainer.data import Rollout, collate, decode_completions, encode_prompts, pad_rows
 from grpo_trainer.rollout import Sampling, TransformersEngine, cut_after_eos
 
 
@@ -69,9 +69,8 @@ def test_padding():
 
 def test_collate_predicts_completions_only():
     one = torch.tensor(1.0)
-    batch = collate(
-        [[5, 6], [7]], [[8, 1], [9]], [[1, 1], [0]], torch.ones(2), TokenCounts(one, one), 0
-    )
+    rollouts = [Rollout("", [5, 6], "", [8, 1]), Rollout("", [7], "", [9], left_out=True)]
+    batch = collate(rollouts, torch.ones(2), one, one, 0)
     assert batch.input_ids.tolist() == [[5, 6, 8, 1], [7, 9, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch.target.tolist() == [[-100, 8, 1, -100], [-100] * 4]
