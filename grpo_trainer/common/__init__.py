@@ -4,11 +4,10 @@ This room imports no other, and nothing heavy: a server imports it beside the gu
 """
 
 from grpo_trainer.common.background import in_thread, start
+from grpo_trainer.common.failures import unfailing
 from grpo_trainer.common.hosts import is_loopback
 from grpo_trainer.common.masking import masked, masked_text, masked_url, masked_urls
-from grpo_trainer.common.plain import encodable, plain
-from grpo_trainer.common.printable import printable
-from grpo_trainer.common.unfailing import unfailing
+from grpo_trainer.common.text import encodable, plain, printable
 
 __all__ = [
     "encodable",

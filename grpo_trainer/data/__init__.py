@@ -3,7 +3,6 @@
 May know ``common`` and ``config``; nothing of who makes completions.
 """
 
-from grpo_trainer.data.buffer import RolloutBuffer
 from grpo_trainer.data.completion import Rollout
 from grpo_trainer.data.curriculum import Curriculum, training_prompts
 from grpo_trainer.data.datasets import (
@@ -14,7 +13,7 @@ from grpo_trainer.data.datasets import (
     load_prompts,
     looks_local,
 )
-from grpo_trainer.data.microbatch import MicroBatch, collate, pad_rows
+from grpo_trainer.data.microbatch import MicroBatch, RolloutBuffer, collate, pad_rows
 from grpo_trainer.data.prompts import (
     Prompt,
     check_context,

@@ -1,4 +1,4 @@
-"""The policy and its tokenizer, loaded by name or taken as given."""
+"""The policy and its tokenizer, loaded by name or taken as given, and where they may run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
 )
 
 from grpo_kernels.hf.lm_head import keep_head_in_fp32
+from grpo_kernels.hf.router import has_router_loss
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.model.adapters import prepare_adapter, with_adapter
@@ -105,3 +107,32 @@ def load_tokenizer(model: PreTrainedModel, args: GRPOConfig) -> PreTrainedTokeni
             f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
         )
     return tokenizer
+
+
+def check_placement(trainer: Trainer) -> None:
+    """Raises ValueError unless every process has one device and the whole model."""
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"expected one GPU per process, got {trainer.args.n_gpu}; start with "
+            "`accelerate launch` or set CUDA_VISIBLE_DEVICES"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError("fsdp, deepspeed: expected neither (rollouts need whole parameters)")
+
+
+def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
+    """The weight of the model's router loss: the argument's, or else that of the model's config.
+
+    Raises:
+        ValueError: a weight is asked for and the model has no such loss.
+    """
+    wanted = args.router_aux_loss_coef
+    if has_router_loss(model):
+        own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        return own if wanted is None else wanted
+    if wanted:
+        raise ValueError(
+            "router_aux_loss_coef: expected None or 0 with a model without a load-balancing loss "
+            f"of its routers, got {wanted} for {type(model).__name__}"
+        )
+    return 0.0

@@ -11,10 +11,10 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
 from grpo_trainer.common import printable
+from grpo_trainer.monitor.attach import show_progress
 from grpo_trainer.monitor.completions import completion_table
 from grpo_trainer.monitor.live import LiveView, sparkline
 from grpo_trainer.monitor.progress import PlainProgress, Snapshot, duration, line
-from grpo_trainer.monitor.watch import show_progress
 
 
 def terminal(**options: Any) -> Console:
