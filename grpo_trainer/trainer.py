@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from grpo_kernels import linear_policy_loss
-from grpo_kernels.hf.check import check_fused_head
-from grpo_kernels.hf.patch import add_fused_head
+from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.attributes import TrainerAttributes
 from grpo_trainer.checkpoint import GroupTrainer, settings_of
 from grpo_trainer.config import GRPOConfig, check_arguments, loss_config

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from transformers import TrainingArguments
 
 from grpo_kernels import LossConfig
-from grpo_kernels.losses.gates import CORRECTION_MODES
+from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.common import masked_url
 from grpo_trainer.config.checks import check_choice, check_number, options
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import SamplingMask, TokenBatch
-from grpo_kernels.batch.packing import IGNORE_INDEX
+from grpo_kernels.batch import IGNORE_INDEX
 from grpo_trainer.data.completion import Rollout
 
 

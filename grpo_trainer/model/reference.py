@@ -13,7 +13,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from grpo_kernels.hf.patch import add_fused_head
+from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.model.adapters import (
     REFERENCE,
