@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.tools.machine import cpu_name, device_memory, installed_version
+from grpo_kernels.tools import cpu_name, device_memory, installed_version
 
 ROOT = Path(__file__).parent.parent
 _SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py", "benchmarks")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.shapes import DTYPES, MODELS, Case
 from benchmarks.work import WORKS
-from grpo_kernels.tools.machine import device_memory
+from grpo_kernels.tools import device_memory
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.replay import replay
 from benchmarks.shapes import DTYPES, MODELS, Case
 from benchmarks.work import WORKS
+from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import HeadShape, default_schedule, estimate_memory
-from grpo_kernels.tools.machine import device_memory
 
 # real heads: of a few seconds on a CPU, and one whose full logits fit into 24 GiB of a GPU
 HEADS = {"cpu": ("qwen2.5-0.5b", 1024), "cuda": ("qwen3-1.7b", 8192)}

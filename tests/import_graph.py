@@ -1,4 +1,6 @@
-"""The import graph of the project, by module and by room; ``python -m tests.import_graph`` draws it.
+"""The import graph of the project, by module and by room.
+
+``python -m tests.import_graph`` draws it.
 
 A room is a folder directly below a package, with all that lies in it, or a file beside the folders.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.problem import Problem, Result
 from benchmarks.shapes import Case
-from grpo_kernels.tools.machine import installed_version
+from grpo_kernels.tools import installed_version
 
 
 def does_everything(case: Case) -> str | None:

@@ -14,7 +14,7 @@ from benchmarks.providers.eager import finish
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.surrogates import Clip
-from grpo_kernels.tools.machine import installed_version
+from grpo_kernels.tools import installed_version
 
 # their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
 _LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}

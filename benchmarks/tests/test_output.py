@@ -20,7 +20,6 @@ from benchmarks.results import report
 from benchmarks.shapes import Case, Model
 from benchmarks.standing import ahead, behind, standings
 from benchmarks.table import case_table, training_table
-from benchmarks.work import WORKS
 from benchmarks.tests.synthetic_results import (
     NEWER,
     accuracy,
@@ -34,6 +33,7 @@ from benchmarks.tests.synthetic_results import (
     training,
     write,
 )  # fmt: skip
+from benchmarks.work import WORKS
 
 
 def test_the_newest_file_that_has_a_case_counts(tmp_path):

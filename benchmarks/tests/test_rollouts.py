@@ -12,8 +12,8 @@ from benchmarks.rollouts import ENGINES, measure, measure_rollouts, pairs, run
 from benchmarks.rollouts.engines import NOT_INSTALLED
 from benchmarks.rollouts.sizes import sizes
 from benchmarks.rollouts.table import rollouts
-from benchmarks.training.task import TrainingConfig
 from benchmarks.tests import synthetic_results as made
+from benchmarks.training.task import TrainingConfig
 
 TINY = TrainingConfig(
     layers=1, hidden=32, intermediate=32, heads=2, kv_heads=1, vocabulary=64,

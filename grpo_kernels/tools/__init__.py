@@ -1,0 +1,13 @@
+"""`grpo-kernels plan | check | info`, and what other commands share. No kernel knows it."""
+
+from grpo_kernels.tools.machine import cpu_name, device_memory, installed_version
+from grpo_kernels.tools.text import OneLineParser, closest, count
+
+__all__ = [
+    "OneLineParser",
+    "closest",
+    "count",
+    "cpu_name",
+    "device_memory",
+    "installed_version",
+]

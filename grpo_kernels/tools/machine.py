@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import grpo_kernels
-from grpo_kernels.backends.cpu import rows as cpu
-from grpo_kernels.backends.registry import (
+from grpo_kernels.backends import (
     BACKEND_VARIABLE,
     BACKENDS,
     choose_backend,
     chunk_rows,
+    cpu,
     why_backend,
 )
 

@@ -70,10 +70,10 @@ def _refusal(scope: Scope, args: Any) -> Refusal | None:
         return Refusal(403, f"Origin: expected none but {scheme}://{host}")
     if not _has_key(scope, headers, args):
         return Refusal(401, "Authorization: expected `Bearer KEY` with the server's VLLM_API_KEY")
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    # other kinds a page can post to any origin without asking first (CORS)
-    if scope.get("method", "GET") not in _READING and kind != "application/json":
-        return Refusal(415, f"Content-Type: expected application/json, got {kind!r}")
+    sent = headers.get("content-type", "").partition(";")[0].strip().lower()
+    # other types a page can post to any origin without asking first (CORS)
+    if scope.get("method", "GET") not in _READING and sent != "application/json":
+        return Refusal(415, f"Content-Type: expected application/json, got {sent!r}")
     return None
 
 

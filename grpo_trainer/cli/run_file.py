@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import yaml
 
-from grpo_kernels.tools.text import closest
+from grpo_kernels.tools import closest
 
 
 class _Loader(yaml.SafeLoader):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_kernels.tools.text import OneLineParser
+from grpo_kernels.tools import OneLineParser
 from grpo_trainer.cli.guard import Guard
 from grpo_trainer.common import is_loopback
 from grpo_trainer.rollout import MAX_LOGPROBS

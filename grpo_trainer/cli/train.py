@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser
 
-from grpo_kernels.tools.text import closest
+from grpo_kernels.tools import closest
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.checkpoint import CheckpointError, StartError
 from grpo_trainer.cli.peft_arguments import AdapterArguments

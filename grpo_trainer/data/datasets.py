@@ -103,11 +103,11 @@ def check_text(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         for message in prompt if isinstance(prompt, list) else ():
             parts = message.get("content") if isinstance(message, Mapping) else None
             for part in parts if isinstance(parts, list) else ():
-                kind = part.get("type") if isinstance(part, Mapping) else None
-                if kind not in (None, "text"):
+                shown = part.get("type") if isinstance(part, Mapping) else None
+                if shown not in (None, "text"):
                     raise ValueError(
                         f"{name}: expected prompts of text, got a message with a part of type "
-                        f"{kind!r}; images are not supported"
+                        f"{shown!r}; images are not supported"
                     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from grpo_kernels import LossConfig
-from grpo_kernels.tools.text import OneLineParser, count
+from grpo_kernels.tools import OneLineParser, count
 from grpo_trainer import cli
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo import head, report

@@ -15,8 +15,7 @@ from transformers import (
     Trainer,
 )
 
-from grpo_kernels.hf import keep_head_in_fp32
-from grpo_kernels.hf.router import has_router_loss
+from grpo_kernels.hf import has_router_loss, keep_head_in_fp32
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.model.adapters import prepare_adapter, with_adapter

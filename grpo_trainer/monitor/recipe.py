@@ -12,7 +12,7 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer
 
 from grpo_kernels import LossConfig
-from grpo_kernels.tools.machine import cpu_name, installed_version
+from grpo_kernels.tools import cpu_name, installed_version
 
 _PACKAGES = (
     "grpo-kernels",

@@ -173,13 +173,13 @@ _ARGUMENTS = (
 
 
 def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> WeightTransfer:
-    kind = args.vllm_weight_transfer
-    if kind == "auto":
+    way = args.vllm_weight_transfer
+    if way == "auto":
         on_gpu = context.accelerator.device.type == "cuda"
         prepared = on_gpu and client.settings().get("weight_transfer_config") is not None
-        kind = "nccl" if prepared else "file"
-        logger.info("weights reach %s by %s", client.server.url, kind)
-    if kind == "nccl":
+        way = "nccl" if prepared else "file"
+        logger.info("weights reach %s by %s", client.server.url, way)
+    if way == "nccl":
         from grpo_trainer.rollout.weight_nccl import NCCLTransfer  # imports vllm
 
         return NCCLTransfer(client.world_size(), client.group_port, args.vllm_request_timeout)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_kernels.tools.text import OneLineParser
+from grpo_kernels.tools import OneLineParser
 from grpo_trainer.monitor.report.page import render
 from grpo_trainer.monitor.report.record import REPORT_NAME, load_run
 
