@@ -80,6 +80,10 @@ class LossConfig:
         _KNOWN.setdefault(self, host.hold(len(_KNOWN)))
         object.__setattr__(self, "number", _KNOWN[self])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copy by the constructor: its number is of the process that it is in."""
+        return _made, ({item.name: getattr(self, item.name) for item in fields(self) if item.init},)
+
     @staticmethod
     def of_number(number: Tensor) -> LossConfig:
         """Return the config whose ``number`` it is."""
@@ -160,6 +164,10 @@ class LossConfig:
 
 
 _KNOWN: dict[LossConfig, Tensor] = {}  # every config so far, with its number
+
+
+def _made(settings: dict[str, Any]) -> LossConfig:
+    return LossConfig(**settings)
 
 
 def _surrogate(loss_type: str, given: Surrogate | None, settings: dict[str, Any]) -> Surrogate:

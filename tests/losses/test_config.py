@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 from torch import Tensor
 
 from grpo_kernels import LossConfig
-from grpo_kernels.losses import LOSSES, NamedLoss, Surrogate, Terms, check_number, register_loss
+from grpo_kernels.losses import (
+    LOSSES,
+    NamedLoss,
+    Surrogate,
+    Terms,
+    check_number,
+    register_loss,
+)
+from grpo_kernels.losses import (
+    config as configs,
+)
 from grpo_kernels.losses.surrogates import Clip
 
 
@@ -142,3 +153,15 @@ def test_equal_configs_have_one_number() -> None:
     assert LossConfig.of_number(config.number) == config
     assert LossConfig(beta=0.125).number != config.number
     assert dataclasses.replace(LossConfig(beta=0.125), epsilon=0.125) == config
+
+
+def test_a_config_of_another_process_gets_a_number_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    LossConfig(beta=0.25)
+    there = LossConfig(loss_type="cispo", epsilon_high=4.5)
+    data = pickle.dumps(there)
+    monkeypatch.setattr(configs, "_KNOWN", {})
+    here = [LossConfig(beta=0.5), pickle.loads(data)]
+    assert here[1] == there
+    assert [LossConfig.of_number(one.number) for one in here] == here

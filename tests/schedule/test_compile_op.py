@@ -127,6 +127,7 @@ def test_skipped_rows_batch_scope_and_a_workspace_compiled() -> None:
     function = whole(loss_of)
     for batch, config, options in (
         (some, LossConfig(rollout_correction_mode=None), {}),
+        (some, LossConfig(rollout_correction_mode=None), {"metric_rows": "active"}),
         (problem.batch(), LossConfig(top_entropy_quantile=0.5, entropy_coef=0.1), {}),
         (problem.batch(), LossConfig(), {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
     ):
