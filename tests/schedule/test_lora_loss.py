@@ -161,7 +161,7 @@ def test_no_weight_sized_tensor_with_a_frozen_base(schedule: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_main_gradient_into_a_buffer(schedule: str) -> None:
+def test_weight_gradient_into_a_buffer(schedule: str) -> None:
     posed = lora_problem().to("cpu", torch.bfloat16, torch.float32)
     expected = run(posed, LOSSES["dapo"], schedule=schedule)
     buffer = torch.ones(posed.problem.weight.shape)
