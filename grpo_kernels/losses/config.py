@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -65,7 +67,7 @@ class LossConfig:
     rollout_correction_max: float | None = 3.0
     rollout_correction_min: float | None = None
     surrogate: Surrogate = field(default=None)  # type: ignore[assignment]  # made of its settings
-    # () on the CPU, equal for equal configs: a compiled graph is told the loss by it
+    # () on the CPU: a compiled graph is told the loss by it
     number: Tensor = field(init=False, repr=False, compare=False)
 
     def __init__(self, **settings: Any) -> None:
@@ -77,8 +79,9 @@ class LossConfig:
             object.__setattr__(self, name, value)
         self._check_names()
         self._check_ranges()
-        _KNOWN.setdefault(self, host.hold(len(_KNOWN)))
-        object.__setattr__(self, "number", _KNOWN[self])
+        number = next(_numbers)
+        _alive[number] = self
+        object.__setattr__(self, "number", host.hold(number))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy by the constructor: its number is of the process that it is in."""
@@ -87,7 +90,7 @@ class LossConfig:
     @staticmethod
     def of_number(number: Tensor) -> LossConfig:
         """Return the config whose ``number`` it is."""
-        return list(_KNOWN)[int(number)]
+        return _alive[int(number)]
 
     @property
     def loss(self) -> NamedLoss:
@@ -163,7 +166,8 @@ class LossConfig:
             )
 
 
-_KNOWN: dict[LossConfig, Tensor] = {}  # every config so far, with its number
+_numbers = itertools.count()
+_alive: WeakValueDictionary[int, LossConfig] = WeakValueDictionary()
 
 
 def _made(settings: dict[str, Any]) -> LossConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import pickle
 
 import pytest
@@ -147,12 +149,17 @@ def test_settings_and_surrogates_of_other_losses_are_refused() -> None:
         LossConfig(surrogate=Power())
 
 
-def test_equal_configs_have_one_number() -> None:
+def test_a_config_is_found_by_its_number_as_long_as_it_lives() -> None:
     config = LossConfig(beta=0.125, epsilon=0.125)
-    assert LossConfig(epsilon=0.125, beta=0.125).number is config.number
-    assert LossConfig.of_number(config.number) == config
-    assert LossConfig(beta=0.125).number != config.number
-    assert dataclasses.replace(LossConfig(beta=0.125), epsilon=0.125) == config
+    other = LossConfig(beta=0.125)
+    assert LossConfig.of_number(config.number) is config
+    assert LossConfig.of_number(other.number) is other
+    assert dataclasses.replace(other, epsilon=0.125) == config
+    number = other.number
+    del other
+    gc.collect()
+    with pytest.raises(KeyError):
+        LossConfig.of_number(number)
 
 
 def test_a_config_of_another_process_gets_a_number_of_this_one(
@@ -161,7 +168,8 @@ def test_a_config_of_another_process_gets_a_number_of_this_one(
     LossConfig(beta=0.25)
     there = LossConfig(loss_type="cispo", epsilon_high=4.5)
     data = pickle.dumps(there)
-    monkeypatch.setattr(configs, "_KNOWN", {})
+    monkeypatch.setattr(configs, "_numbers", itertools.count())
+    monkeypatch.setattr(configs, "_alive", {})
     here = [LossConfig(beta=0.5), pickle.loads(data)]
     assert here[1] == there
     assert [LossConfig.of_number(one.number) for one in here] == here
