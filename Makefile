@@ -25,7 +25,7 @@ demo:
 endif
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 	OMP_NUM_THREADS=1 tests/triton_compat.sh .venv-triton36 $(BIN)/python
 	tests/vllm/run.sh .venv-vllm $(PYTHON)
 
@@ -41,18 +41,18 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks --benchmark-only --full --results benchmarks/results; \
-	status=$$?; $(BIN)/python -m benchmarks.results; exit $$status
+	status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
 
 # generation and weight updates by engine, with real vLLM: the part of bench that needs it
 bench-vllm: $(VENV)/.dev
 	tests/vllm/install.sh .venv-vllm $(PYTHON)
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet pytest-benchmark
 	PYTHONPATH=. .venv-vllm/bin/python -m pytest benchmarks/test_rollouts.py --benchmark-only --full \
-		--results benchmarks/results; status=$$?; $(BIN)/python -m benchmarks.results; exit $$status
+		--results benchmarks/results; status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
 
 # tables, plots and the numbers in README and docs, from the result files
 results: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.results
+	$(BIN)/python -m benchmarks.report --documents
 
 # tests, benchmarks and a summary in under nine minutes; writes to OUT, by default benchmarks/results
 gpu:
@@ -62,9 +62,9 @@ gpu:
 gpu-tune:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.tune $(TUNE_OPTIONS)
 
-# the peers for make gpu, where that machine has no network: carry the folder along. With
-# PEERS="benchmarks/peers.txt benchmarks/peers-hopper.txt" also those on the CuTe DSL, a large one.
-PEERS ?= benchmarks/peers.txt
+# the baselines for make gpu, where that machine has no network: carry the folder along. With
+# BASELINES="benchmarks/baselines.txt benchmarks/baselines-hopper.txt" also those on the CuTe DSL, a large one.
+BASELINES ?= benchmarks/baselines.txt
 WHEELS_PYTHON ?= 3.12
 WHEELS_PLATFORMS := _2_28 _2_27 _2_24 _2_17 2014 1
 wheels:
@@ -72,7 +72,7 @@ wheels:
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \
 		--implementation cp --python-version $(WHEELS_PYTHON) \
 		$(WHEELS_PLATFORMS:%=--platform manylinux%_x86_64) \
-		-d wheels $(PEERS:%=-r %)
+		-d wheels $(BASELINES:%=-r %)
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -14,7 +14,7 @@ from grpo_kernels import policy_loss
 
 _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the reference is fp64
 # Relative to the size of the tensor (Frobenius norm); the loss, of order 1, absolutely. 16-bit
-# logits of a peaked policy carry an error of 2 % each: peers may round them and pass.
+# logits of a peaked policy carry an error of 2 % each: baselines may round them and pass.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 

@@ -11,16 +11,16 @@ import subprocess
 import sys
 import warnings
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import Memory, measure_memory
+from benchmarks.environment import ROOT
+from benchmarks.memory import measure_memory
 from benchmarks.problem import make_problem
 from benchmarks.providers.base import Provider
+from benchmarks.results import Memory
 from benchmarks.shapes import MODELS, Case
 from benchmarks.work import WORKS
 
-ROOT = Path(__file__).parent.parent
 _LONGEST = 900.0  # seconds; for those who are not expected to hang
 
 
@@ -33,49 +33,60 @@ def memory_alone(case: Case, provider: Provider) -> Memory | None:
     return Memory(**answer)
 
 
-def measured_alone(case: Case, provider: Provider, rounds: int, left: float) -> dict[str, Any]:
+def measured_alone(
+    case: Case, provider: Provider, rounds: int, left: float, what: str = "row"
+) -> dict[str, Any]:
     """The fields of a row, measured on the GPU; a ``failure`` where the process failed.
 
-    ``left``: seconds until the deadline of all.
+    ``left``: seconds until the deadline of all. ``what``: "row" of a case, or of "accuracy".
     """
-    answer = _before_timeout("row", case, provider, rounds, left)
+    assert provider.timeout is not None
+    if left < provider.timeout:
+        return {"absent": "not reached: too little time was left for it"}
+    answer = _ask(what, case, provider.name, rounds, provider.timeout)
     if answer.get("memory"):
         answer["memory"] = Memory(**answer["memory"])
     return answer
 
 
-def accuracy_alone(case: Case, provider: Provider, left: float) -> dict[str, Any]:
-    """The same of an accuracy table's row."""
-    return _before_timeout("accuracy", case, provider, 0, left)
-
-
-def _before_timeout(
-    what: str, case: Case, provider: Provider, rounds: int, left: float
-) -> dict[str, Any]:
-    assert provider.timeout is not None
-    if left < provider.timeout:
-        return {"absent": "not reached: too little time was left for it"}
-    return _ask(what, case, provider.name, rounds, provider.timeout)
-
-
 def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[str, Any]:
-    names = [case.model.name, str(case.tokens), case.dtype, case.work.name, name, str(rounds)]
+    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, name, str(rounds)]
+    return ask("benchmarks.child", [what, *words], timeout)
+
+
+def ask(module: str, words: list[str], timeout: float, **environment: str) -> dict[str, Any]:
+    """The JSON that ``python -m module`` prints last; a ``failure`` where it fails or hangs."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        run = subprocess.run(
-            [sys.executable, "-m", "benchmarks.child", what, *names],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        said, complained = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         return {"failure": f"did not finish in {timeout:.0f} s"}
-    if run.returncode != 0:
-        last = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]
+    finally:
+        _end(process)
+    if process.returncode != 0:
+        print(complained[-5000:], file=sys.stderr)
+        last = complained.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         return {"failure": last[0][:200]}
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(said.splitlines()[-1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """With what it started, a server maybe."""
+    if process.poll() is None:
+        import psutil
+
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
 
 
 def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
@@ -89,8 +100,7 @@ def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
         return asdict(accuracy.measure_one(case, provider, "cuda"))
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
     provider.run(make_problem(tiny))  # libraries are loaded, threads started
-    memory, _ = measure_memory(provider.run, make_problem(case, exact=False))
-    return asdict(memory)
+    return asdict(measure_memory(provider.run, make_problem(case, exact=False))[0])
 
 
 def _main(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.check import reference_dtype
 from benchmarks.measure import Settings, device_is_lost, measure
 from benchmarks.providers import PROVIDERS
-from benchmarks.record import Collector
 from benchmarks.replay import CLOCK
-from benchmarks.row import Row
+from benchmarks.results import Collector, Row, Table
 from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,16 +42,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_COLLECTOR] = collector
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Not the harness's own tests beside a measurement: they put Triton into its interpreter."""
+    tests = (
+        config.getoption("--benchmark-only") and collection_path == Path(__file__).parent / "tests"
+    )
+    return True if tests else None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry" in metafunc.fixturenames:
         entries = SUITES[suite(metafunc.config)]()
         metafunc.parametrize("entry", entries, ids=str, scope="session")
-    if "accuracy_entry" in metafunc.fixturenames:
-        entries = ACCURACY[suite(metafunc.config)]
-        metafunc.parametrize("accuracy_entry", entries, ids=str, scope="session")
-    if "savings_entry" in metafunc.fixturenames:
-        entries = SAVINGS[suite(metafunc.config)]
-        metafunc.parametrize("savings_entry", entries, ids=str, scope="session")
+    for name, entries in (("accuracy_entry", ACCURACY), ("savings_entry", SAVINGS)):
+        if name in metafunc.fixturenames:
+            of_suite = entries[suite(metafunc.config)]
+            metafunc.parametrize(name, of_suite, ids=str, scope="session")
     if "provider_name" in metafunc.fixturenames:
         metafunc.parametrize("provider_name", PROVIDERS)
 
@@ -92,17 +99,28 @@ def deadline(pytestconfig: pytest.Config) -> float:
 
 
 @pytest.fixture(scope="session")
+def begin(deadline: float) -> Callable[..., None]:
+    """A function that skips what there is no time or, for a case, no memory for."""
+
+    def begin(entry: Entry | None = None) -> None:
+        if time.monotonic() > deadline:
+            pytest.skip("not reached: the time was up")
+        if entry is not None and (reason := entry.too_large(DEVICE)) is not None:
+            pytest.skip(reason)
+
+    return begin
+
+
+@pytest.fixture(scope="session")
 def table(
     request: pytest.FixtureRequest,
     entry: Entry,
     collector: Collector | None,
     deadline: float,
+    begin: Callable[..., None],
 ) -> dict[str, Row]:
     """The rows of one case, by provider: of those that the command line selected."""
-    if time.monotonic() > deadline:
-        pytest.skip("not reached: the time was up")
-    if (reason := entry.too_large(DEVICE)) is not None:
-        pytest.skip(reason)
+    begin(entry)
     wanted = {
         item.callspec.params["provider_name"]
         for item in request.session.items
@@ -122,7 +140,9 @@ def table(
     )
     rows = measure(entry.case, providers, settings)
     if collector is not None:
-        collector.add_table(entry.case, rows)
+        exact = str(reference_dtype(entry.case, DEVICE)).removeprefix("torch.")
+        facts = {**entry.case.facts(), "sequences": entry.case.sequences}
+        collector.add("tables", Table(**facts, reference=exact, rows=rows))
     if device_is_lost(DEVICE):
         pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
     return {row.provider: row for row in rows}

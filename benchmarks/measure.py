@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,11 +16,12 @@ from benchmarks.child import measured_alone, memory_alone
 from benchmarks.memory import measure_memory
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
-from benchmarks.row import Row, describe, make_row
+from benchmarks.results import Row
 from benchmarks.shapes import Case
 from benchmarks.timing import make_timer, quick_collections
 
 _FEWEST_ROUNDS = 3
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +36,11 @@ class Settings:
 
 
 def measure(case: Case, providers: list[Provider], settings: Settings) -> list[Row]:
-    """Checks every provider, measures its memory, and times those that passed.
+    """Check every provider, measure its memory, and time those that passed.
 
     A round runs each once, so that a change of the machine's load meets them all.
     """
-    rows = [make_row(provider, case, settings.device) for provider in providers]
+    rows = [_make_row(provider, case, settings.device) for provider in providers]
     pairs = list(zip(rows, providers, strict=True))
     if settings.memory and settings.device == "cpu":  # while this process is small
         for row, provider in pairs:
@@ -49,7 +52,7 @@ def measure(case: Case, providers: list[Provider], settings: Settings) -> list[R
     _check_all(here, problem, settings)
     if device_is_lost(settings.device):
         return rows
-    _time_all([pair for pair in here if pair[0].runs], problem, settings)
+    _time_all(here, problem, settings)
     del problem
     for row, provider in pairs:
         if row.runs and row.alone:
@@ -59,13 +62,22 @@ def measure(case: Case, providers: list[Provider], settings: Settings) -> list[R
 
 
 def measure_one(case: Case, provider: Provider, device: str, rounds: int) -> Row:
-    """A provider by itself; for a process that is killed when it hangs."""
+    """Measure a provider by itself; for a process that is killed when it hangs."""
     settings = Settings(device=device, rounds=rounds)
-    row, problem = make_row(provider, case, device), make_problem(case, device)
+    row, problem = _make_row(provider, case, device), make_problem(case, device)
     _check_all([(row, provider)], problem, settings)
-    if row.runs:
-        _time_all([(row, provider)], problem, settings)
+    _time_all([(row, provider)], problem, settings)
     return row
+
+
+def _make_row(provider: Provider, case: Case, device: str) -> Row:
+    return Row(
+        provider.name,
+        provider.note,
+        absent=provider.absent(device),
+        unable=provider.unable(case),
+        alone=provider.timeout is not None,
+    )
 
 
 def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
@@ -87,6 +99,9 @@ def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Se
 
 
 def _check(row: Row, provider: Provider, problem: Problem, exact: Result) -> None:
+    row.unable = provider.redundant(problem)
+    if row.unable is not None:
+        return
     row.schedule = provider.planned(problem)
     result = provider.run(problem)
     if provider.checked:
@@ -105,20 +120,36 @@ def _check(row: Row, provider: Provider, problem: Problem, exact: Result) -> Non
 
 
 def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
-    timer = make_timer(settings.device)
-    start = time.monotonic()
-    for index in range(settings.rounds):
-        enough = index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget
-        if enough or (index > 0 and time.monotonic() > settings.deadline):
-            break
-        # every other round backwards, so that nobody always follows the same one
+    timer, start = make_timer(settings.device), time.monotonic()
+    calls = [(row, partial(provider.run, problem)) for row, provider in pairs if row.runs]
+
+    def enough(index: int) -> bool:
+        return index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget
+
+    for row, call in in_turns(calls, settings.rounds, settings.deadline, enough):
+        row.seconds.append(timer(call))
+
+
+def in_turns(
+    calls: Sequence[tuple[_Row, Any]],
+    rounds: int,
+    deadline: float,
+    enough: Callable[[int], bool] = lambda index: False,
+) -> Iterator[tuple[_Row, Any]]:
+    """Give each once a round, every other round backwards, so that nobody always follows the same.
+
+    No round but the first begins after ``deadline``, by ``time.monotonic()``.
+    """
+    for index in range(rounds):
+        if enough(index) or (index > 0 and time.monotonic() > deadline):
+            return
         with quick_collections():
-            for row, provider in pairs if index % 2 == 0 else reversed(pairs):
-                row.seconds.append(timer(_bound(provider.run, problem)))
+            yield from calls if index % 2 == 0 else reversed(calls)
 
 
-def _bound(run: Callable[[Problem], Result], problem: Problem) -> Callable[[], Result]:
-    return lambda: run(problem)
+def describe(error: Exception) -> str:
+    """One line, as a ``failure``."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
 def device_is_lost(device: str) -> bool:
@@ -133,7 +164,7 @@ def device_is_lost(device: str) -> bool:
 
 
 def free(device: str) -> None:
-    """Gives back what a provider or its exception left behind."""
+    """Give back what a provider or its exception left behind."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

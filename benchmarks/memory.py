@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.problem import Problem, Result
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes."""
-
-    extra: int  # from before the call to its peak, without what it returns
-    returned: int  # gradients or log-probabilities that the caller keeps
-    predicted: int | None = None  # what `grpo-kernels plan` says ``extra`` is
+from benchmarks.results import Memory
 
 
 def measure_memory(run: Callable[[Problem], Result], problem: Problem) -> tuple[Memory, Result]:

@@ -1,227 +1,335 @@
-"""``python -m benchmarks.results [FOLDER]``: tables, plots and the numbers in the documents.
+"""Result files: raw measurements, and who has none for which reason. Nothing derived.
 
-Reads the result files of every device in FOLDER, by default ``benchmarks/results``, and writes
-``report.md`` and the plots beside them. Of the default folder, the marked places in README and
-docs are rewritten too.
+``results/<device>/<date>-<commit>.json`` is one run on one machine. Of a device's runs the newest
+that has a case counts, so that a short run replaces only what it measured again.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks import text
-from benchmarks.accuracy.derive import is_of_gradients
-from benchmarks.accuracy.table import accuracy_table, caption, legend
-from benchmarks.accuracy.table import in_order as accuracy_in_order
-from benchmarks.context import threads
-from benchmarks.derive import case
-from benchmarks.load import (
-    RESULTS,
-    AccuracyTable,
-    Device,
-    Environment,
-    SavingsTable,
-    Table,
-    Tests,
-    TrainingTable,
-    load,
-)
-from benchmarks.markers import rewrite_documents
-from benchmarks.overview import in_order, summary
-from benchmarks.plots import PLOTS, save_plots
-from benchmarks.rollouts.table import rollouts
-from benchmarks.savings.table import caption as savings_caption
-from benchmarks.savings.table import savings_table
-from benchmarks.schedules import matches, schedules_table
-from benchmarks.standing import standings
-from benchmarks.table import case_table, column_legend, training_table
+from benchmarks.environment import environment, slug
+from benchmarks.shapes import DTYPES, MODELS
 from benchmarks.work import WORKS
 
-REPORT = "report.md"
+RESULTS = Path(__file__).parent / "results"
+KINDS = ("tables", "training", "accuracy", "savings", "rollouts")  # lists of a file
+# a list of numbers, which JSON with an indent spreads over as many lines
+_NUMBERS = re.compile(r"\[(?:\s+(?:-?\d[-+.\de]*|-?Infinity|NaN),?)+\s+\]")
 
 
-def main() -> None:
-    parser = _parser()
-    folder = parser.parse_args().folder
-    if not folder.is_dir():
-        parser.error(f"FOLDER: expected a folder of results, got {folder}")
-    draws = importlib.util.find_spec("matplotlib") is not None
-    if not draws:
-        print("matplotlib is not installed: no plots are drawn, the old ones stay")
-    devices = load(folder)
-    for device in devices.values():
-        place = folder / device.slug
-        if draws:
-            save_plots(device.tables, place, device.accuracy)
-        (place / REPORT).write_text(report(device, place))
-        print(f"{place / REPORT}: {len(device.tables)} cases of {len(device.runs)} runs")
-    if not devices:
-        print(f"{folder}: no device has result files there")
-    for path in sorted(folder.glob("*.json")):
-        print(f"{path}: left out, it is not in the folder of a device")
-    if folder.resolve() == RESULTS.resolve():
-        for path in rewrite_documents(devices):
-            print(f"{path}: numbers rewritten")
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where and with what a run was made."""
+
+    date: str  # ISO 8601
+    commit: str
+    modified: bool  # the sources had changes that are not in the commit
+    device: str
+    kind: str  # "cpu" | "cuda"
+    isa: str | None
+    threads: int
+    memory_gib: float
+    python: str
+    load_average: float
+    versions: dict[str, str | None]
+
+    @property
+    def day(self) -> str:
+        return self.date[:10]
+
+    @property
+    def source(self) -> str:
+        """The commit, short."""
+        return f"{self.commit[:12]}{' + changes' if self.modified else ''}"
+
+    @property
+    def where(self) -> str:
+        """The device, with what makes it that fast."""
+        threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}"
+        return self.device + (threads if self.kind == "cpu" else "")
 
 
-def report(device: Device, place: Path) -> str:
-    """All of a device's results as Markdown, with the plots that lie in ``place``."""
-    parts = [f"# {device.environment.device}", *_facts(device)]
-    if device.tables:
-        parts += ["## At a glance", _PROVIDERS, standings(device.tables)]
-        parts += ["### Every case", _CASES, summary(device.tables)]
-    if matches(device.tables):
-        parts += ["## One pass or two", _SCHEDULES, schedules_table(device.tables)]
-    if device.training:
-        parts.append("## Training step")
-        parts += [part for table in device.training for part in _training(table)]
-    if device.rollouts:
-        parts += ["## Generation and the rest of a step", rollouts(device.rollouts)]
-    if device.savings:
-        parts.append("## What is saved")
-        parts += [part for table in device.savings for part in _savings(table)]
-    if device.accuracy:
-        parts += ["## Errors on a policy's distributions", legend(device.accuracy)]
-        parts += [part for table in accuracy_in_order(device.accuracy) for part in _accuracy(table)]
-    plots = [plot for plot in PLOTS if (place / plot.file).exists()]
-    if plots:
-        parts.append("## Plots")
-        parts += [f"![{plot.title}]({plot.file})" for plot in plots]
-    if device.tables:
-        parts += ["## How to read the tables", _legend(device)]
-    for work, tables in groupby(in_order(device.tables), key=lambda table: table.work):
-        parts.append(f"## {WORKS[work].name}: {WORKS[work].title}")
-        parts += [part for table in tables for part in _case(table)]
-    return "\n\n".join(parts) + "\n"
+@dataclass
+class Line:
+    """One provider in any table: measurements, or the reason why there are none."""
+
+    provider: str
+    note: str
+    absent: str | None = None  # what this machine lacks for it
+    unable: str | None = None  # why it does not do this work
+    failure: str | None = None  # stands in place of what was measured
+    errors: dict[str, float] = field(default_factory=dict)  # by output, against the reference
+
+    @property
+    def runs(self) -> bool:
+        return self.absent is None and self.unable is None and self.failure is None
 
 
-_PROVIDERS = (
-    "Every provider over all of its cases: the median, and in brackets from the least to the most. "
-    "`ours` keeps the logits unrounded; `ours-input` rounds them to the input dtype, as most peers "
-    "do. Who is fast: x floor. Who is small: extra memory. Who is exact: the largest errors of "
-    "values (loss, log-probabilities, entropy) and of gradients, and whether the bits stay."
-)
-_CASES = (
-    "Time over that of the floor, the bare matrix products, and memory beyond inputs and results. "
-    "Of ours and the best peer the smallest is bold. A link leads to all providers of the case."
-)
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
 
-_SCHEDULES = (
-    "`one_pass` computes the gradients in the forward, `two_pass` forms the logits again. `ours` "
-    "takes what a short rule says (`auto`). Runs from before there was a choice show what it says "
-    "now."
-)
+    extra: int  # from before the call to its peak, without what it returns
+    returned: int  # gradients or log-probabilities that the caller keeps
 
 
-def _facts(device: Device) -> Iterator[str]:
-    environment = device.environment
-    hardware = [f"{environment.memory_gib:.0f} GiB"]
-    if environment.kind == "cpu":
-        hardware += [threads(environment), environment.isa or "unknown instructions"]
-    yield f"{', '.join(hardware)}. Of several runs the newest that has a case counts."
-    header = ["run", "commit", "cases", "load", "versions"]
-    yield text.markdown_table(header, [_run(run.environment, device) for run in device.runs])
-    if device.tested and device.tested.tests:
-        yield tests_line(device.tested.tests, device.tested.environment)
+@dataclass
+class Row(Line):
+    """Of a case: time, memory, errors."""
+
+    seconds: list[float] = field(default_factory=list)  # a sample for each round
+    memory: Memory | None = None
+    repeatable: bool | None = None  # a second run gives the same bits
+    batch_invariant: bool | None = None  # half of the batch gives its rows the same bits
+    alone: bool = False  # measured in a process of its own, not in turn with the others
+    schedule: str | None = None  # of ours, which one ran; older files do not say
 
 
-def _run(environment: Environment, device: Device) -> list[str]:
-    count = sum(table.environment == environment for table in device.tables)
-    return [
-        environment.day,
-        environment.source,
-        str(count),
-        f"{environment.load_average:.1f}",
-        versions(environment),
-    ]
+@dataclass
+class AccuracyRow(Line):
+    """Of an accuracy table: the provider's value less the exact one, token by token.
+
+    Without a gradient log-probabilities and entropies, of a loss the rest.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)  # empty where it has none
+    dhidden: list[float] = field(default_factory=list)  # norms of the differences of the rows
 
 
-def versions(environment: Environment) -> str:
-    """Of Python and the packages; what is not installed comes last."""
-    installed = {name: x for name, x in environment.versions.items() if x}
-    named = [f"{name} {version}" for name, version in installed.items()]
-    absent = [name for name in environment.versions if name not in installed]
-    without = f"; without {', '.join(absent)}" if absent else ""
-    return f"python {environment.python}, {', '.join(named)}{without}"
+@dataclass
+class SavingsRow(Line):
+    """Of a savings table, where ``provider`` names a variant of ours."""
+
+    base: str | None = None  # the variant whose time it is measured by
+    seconds: list[float] = field(default_factory=list)
 
 
-def tests_line(tests: Tests, environment: Environment) -> str:
-    return (
-        f"Tests on this machine ({environment.source}): {tests.passed} passed, {tests.failed} "
-        f"failed, {tests.skipped} skipped, in {text.duration(tests.seconds)}."
-    )
+@dataclass
+class TrainingRow(Line):
+    """One trainer's optimizer steps."""
+
+    seconds: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=dict)  # seconds by phase
+    memory: dict[str, int] | None = None  # peak bytes by phase
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)  # of each step, before clipping
 
 
-def _legend(device: Device) -> str:
-    rows = [row for table in device.tables for row in table.rows]
-    notes = {row.provider: row.note for row in reversed(rows)}
-    ordered = dict.fromkeys(row.provider for row in rows)
-    providers = [f"* `{name}`: {notes[name]}." for name in ordered]
-    alone = "* (alone): timed in a process of its own, not in turn with the others."
-    return "\n".join([column_legend(), alone, "", "Providers:", "", *providers])
+@dataclass(kw_only=True)
+class Entry:
+    """Anything that a file has a list of."""
+
+    environment: Environment | None = None  # of the run, once it is loaded
+    model: str
+    tokens: Any
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name, known in (("work", WORKS), ("dtype", DTYPES)):
+            if (value := getattr(self, name, None)) is not None and value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The same for two measurements of one thing."""
+        return getattr(self, "work", ""), self.model, self.tokens, self.dtype
 
 
-def _case(table: Table) -> Iterator[str]:
-    yield f"### {case(table)}"
-    softcap = f", softcap {table.softcap:g}" if table.softcap is not None else ""
-    yield (
-        f"B = {table.sequences}, D = {table.hidden}, V = {table.vocabulary}{softcap}; errors "
-        f"against {table.reference}; {_when(table.environment)}."
-    )
-    yield case_table(table)
+@dataclass(kw_only=True)
+class Table(Entry):
+    """All providers in one case."""
+
+    work: str
+    tokens: int
+    sequences: int
+    hidden: int
+    vocabulary: int
+    softcap: float | None = None
+    reference: str  # dtype of what the errors are against
+    rows: list[Row]
 
 
-def _training(table: TrainingTable) -> Iterable[str]:
-    facts = {"tokens": table.tokens, "dtype": table.dtype, **table.facts}
-    nested = {name: value for name, value in facts.items() if isinstance(value, dict)}
-    plain = {name: value for name, value in facts.items() if name not in nested}
-    for part in nested.values():
-        plain |= part
-    listed = ", ".join(f"{name} {value}" for name, value in plain.items())
-    return (
-        f"### {table.model}",
-        f"{listed}; {_when(table.environment)}.",
-        training_table(table),
-        "\n".join(f"* `{row.provider}`: {row.note}." for row in table.rows),
-    )
+@dataclass(kw_only=True)
+class TrainingTable(Entry):
+    """All trainers on one model."""
+
+    tokens: int
+    sequences: int
+    prompt_tokens: int
+    completion_tokens: int
+    micro_batches: int
+    optimizer: str
+    reference: str
+    rows: list[TrainingRow]
 
 
-def _savings(table: SavingsTable) -> Iterable[str]:
-    return (
-        f"### {table.model}, T={table.tokens}, {table.dtype}",
-        f"{savings_caption(table)} {_when(table.environment).capitalize()}.",
-        savings_table(table),
-    )
+@dataclass(kw_only=True)
+class AccuracyTable(Entry):
+    """All providers on one policy's distributions, token by token."""
+
+    work: str = "logprobs-entropy"
+    tokens: int
+    hidden: int
+    vocabulary: int
+    softcap: float | None = None
+    reference: str
+    logprobs: list[float]  # the exact ones
+    entropy: list[float]  # likewise, empty for a loss
+    dhidden: list[float] = field(default_factory=list)  # norms of the exact rows, of a loss only
+    rows: list[AccuracyRow]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model not in MODELS:
+            raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {self.model!r}")
+        lists = {"logprobs": self.logprobs, "entropy": self.entropy, "dhidden": self.dhidden}
+        for row in self.rows:
+            lists |= {f"{name} of {row.provider}": getattr(row, name) for name in tuple(lists)[:3]}
+        for name, values in lists.items():
+            if len(values) not in (0, self.tokens):
+                raise ValueError(f"{name}: expected {self.tokens} values, got {len(values)}")
+
+    @property
+    def of_gradients(self) -> bool:
+        return bool(self.dhidden)
 
 
-def _accuracy(table: AccuracyTable) -> Iterable[str]:
-    return (
-        f"### {'gradients, ' if is_of_gradients(table) else ''}{table.model}, {table.dtype}",
-        f"{caption(table)} {_when(table.environment).capitalize()}.",
-        accuracy_table(table),
-        "\n".join(
-            f"* `{row.provider}`: {row.note}." for row in table.rows if row.logprobs or row.errors
-        ),
-    )
+@dataclass(kw_only=True)
+class SavingsTable(Entry):
+    """One op with more or less to do."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    reference: str
+    rows: list[SavingsRow]
 
 
-def _when(environment: Environment) -> str:
-    return f"measured {environment.day} at {environment.source}"
+@dataclass(kw_only=True)
+class RolloutsEntry(Entry):
+    """Training steps with one engine on one model."""
+
+    engine: str
+    note: str
+    sent: bool  # weights are sent to it
+    sequences: int
+    prompt_tokens: int
+    completion_tokens: int
+    failure: str | None = None
+    parameters: int = 0
+    weight_bytes: int = 0  # of an update
+    tokens: list[float] = field(default_factory=list)  # generated in each step
+    seconds: list[float] = field(default_factory=list)  # of each step
+    phases: dict[str, list[float]] = field(default_factory=dict)  # seconds of each step by phase
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.engine, self.model
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.results",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, metavar="FOLDER")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class Tests:
+    """What the test suite gave on the machine."""
+
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(kw_only=True)
+class Run:
+    """One file."""
+
+    environment: Environment
+    tables: list[Table] = field(default_factory=list)
+    training: list[TrainingTable] = field(default_factory=list)
+    accuracy: list[AccuracyTable] = field(default_factory=list)
+    savings: list[SavingsTable] = field(default_factory=list)
+    rollouts: list[RolloutsEntry] = field(default_factory=list)
+    tests: Tests | None = None
+
+
+class Device:
+    """What counts of a device's runs: of everything the newest."""
+
+    def __init__(self, slug: str, runs: Iterable[Run]) -> None:
+        self.slug, self.runs = slug, sorted(runs, key=lambda run: run.environment.date)
+        self.environment = self.runs[-1].environment
+        self.tables: list[Table] = self._newest("tables")
+        self.training: list[TrainingTable] = self._newest("training")
+        self.accuracy: list[AccuracyTable] = self._newest("accuracy")
+        self.savings: list[SavingsTable] = self._newest("savings")
+        self.rollouts: list[RolloutsEntry] = self._newest("rollouts")
+
+    def _newest(self, kind: str) -> list[Any]:
+        return list(
+            {entry.key: entry for run in self.runs for entry in getattr(run, kind)}.values()
+        )
+
+
+def load(folder: Path = RESULTS) -> dict[str, Device]:
+    """Every device with results in ``folder``, by the name of its own folder."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*/????-??-??-*.json")):
+        files.setdefault(path.parent.name, []).append(path)
+    return {name: Device(name, map(load_run, paths)) for name, paths in files.items()}
+
+
+def load_run(path: Path) -> Run:
+    """One file; a ``ValueError`` says what in it is not as expected."""
+    import msgspec
+
+    try:
+        # not msgspec's decoder, which refuses the NaN of a wrong result
+        run = msgspec.convert(json.loads(path.read_text()), Run)
+    except (json.JSONDecodeError, msgspec.ValidationError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    for kind in KINDS:
+        for entry in getattr(run, kind):
+            entry.environment = run.environment
+    return run
+
+
+class Collector:
+    """One run's file, written again after every entry so that a kill loses little."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._data: dict[str, Any] = {"environment": environment(device)}
+        self._data |= {kind: [] for kind in KINDS} | {"tests": None}
+        self.path = _unused(folder, self._data["environment"])
+
+    def add(self, kind: str, entry: Entry) -> None:
+        """Append to one of the file's lists."""
+        data = asdict(entry)
+        del data["environment"]
+        self._data[kind].append(data)
+        self._write()
+
+    def add_tests(self, outcome: dict[str, Any]) -> None:
+        self._data["tests"] = outcome
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        text = json.dumps(self._data, indent=1)
+        partial.write_text(_NUMBERS.sub(lambda x: f"[{' '.join(x[0][1:-1].split())}]", text) + "\n")
+        partial.replace(self.path)
+
+
+def _unused(folder: Path, facts: dict[str, Any]) -> Path:
+    """A name that no earlier run has."""
+    base, name = folder / slug(facts["device"]), f"{facts['date'][:10]}-{facts['commit'][:12]}"
+    path, count = base / f"{name}.json", 1
+    while path.exists():
+        count += 1
+        path = base / f"{name}-{count}.json"
+    return path

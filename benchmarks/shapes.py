@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -75,6 +76,19 @@ class Case:
         states = self.tokens * self.model.hidden
         # inputs and gradients, an fp32 accumulator, and twice fp64 for the reference
         return (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
+
+    def facts(self) -> dict[str, Any]:
+        """As a result file has them."""
+        model = self.model
+        return {
+            "work": self.work.name,
+            "model": model.name,
+            "tokens": self.tokens,
+            "hidden": model.hidden,
+            "vocabulary": model.vocabulary,
+            "softcap": model.softcap,
+            "dtype": self.dtype,
+        }
 
     def __str__(self) -> str:
         return f"{self.work.name}, {self.model.name}, T={self.tokens}, {self.dtype}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from benchmarks.accuracy import measure_accuracy
-from benchmarks.record import Collector
 from benchmarks.replay import replay
+from benchmarks.results import Collector
 from benchmarks.suites import Entry
 
 
@@ -19,19 +18,16 @@ def test_accuracy(
     device: str,
     collector: Collector | None,
     deadline: float,
+    begin: Callable[..., None],
 ) -> None:
-    if time.monotonic() > deadline:
-        pytest.skip("not reached: the time was up")
-    if (reason := accuracy_entry.too_large(device)) is not None:
-        pytest.skip(reason)
+    begin(accuracy_entry)
     start = time.perf_counter()
-    found = measure_accuracy(
-        accuracy_entry.case, device, slow=accuracy_entry.slow, deadline=deadline
-    )
+    case, slow = accuracy_entry.case, accuracy_entry.slow
+    found = measure_accuracy(case, device, slow=slow, deadline=deadline)
     benchmark.group = "measuring errors on a policy's distributions"
     replay(benchmark, [time.perf_counter() - start])
     if collector is not None:
-        collector.add_accuracy(found)
+        collector.add("accuracy", found)
     # a failure of ours is a defect, another library's is a result
-    ours = (row for row in found["rows"] if row["provider"].startswith("ours"))
-    assert {row["provider"]: row["failure"] for row in ours if row["failure"]} == {}
+    ours = (row for row in found.rows if row.provider.startswith("ours"))
+    assert {row.provider: row.failure for row in ours if row.failure} == {}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.replay import replay
-from benchmarks.row import Row
+from benchmarks.results import Row
 from benchmarks.suites import Entry
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,11 +12,11 @@ from torch import Tensor
 from benchmarks.accuracy.policy import make_policy
 from benchmarks.accuracy.providers import PROVIDERS
 from benchmarks.check import compare, reference, reference_dtype
-from benchmarks.child import accuracy_alone
-from benchmarks.measure import device_is_lost, free
+from benchmarks.child import measured_alone
+from benchmarks.measure import describe, device_is_lost, free
 from benchmarks.problem import Problem, Result, assemble
 from benchmarks.providers.base import Provider
-from benchmarks.row import AccuracyRow, describe
+from benchmarks.results import AccuracyRow, AccuracyTable
 from benchmarks.shapes import Case
 from benchmarks.work import WORKS
 
@@ -32,8 +31,8 @@ def measure_accuracy(
     slow: bool = True,
     deadline: float = float("inf"),
     providers: Iterable[Provider] = tuple(PROVIDERS.values()),
-) -> dict[str, Any]:
-    """An entry of the result file's ``accuracy`` list, as plain data.
+) -> AccuracyTable:
+    """Compare everybody with fp64, token by token.
 
     Args:
         case: a head, a number of tokens and a dtype. The work asks for log-probabilities and
@@ -52,7 +51,8 @@ def measure_accuracy(
         if row.runs:
             row.absent = _left_out(provider, slow, deadline, device)
         if row.runs and provider.timeout is not None:
-            vars(row).update(accuracy_alone(case, provider, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            vars(row).update(measured_alone(case, provider, 0, left, "accuracy"))
         elif row.runs:
             _compare(row, provider, problem, exact)
         free(device)
@@ -60,7 +60,7 @@ def measure_accuracy(
 
 
 def measure_one(case: Case, provider: Provider, device: str) -> AccuracyRow:
-    """A provider by itself; for a process that is killed when it hangs."""
+    """Compare a provider by itself; for a process that is killed when it hangs."""
     problem, row = make_problem(case, device), _row(provider, case, device)
     if row.runs:
         _compare(row, provider, problem, reference(problem))
@@ -68,7 +68,7 @@ def measure_one(case: Case, provider: Provider, device: str) -> AccuracyRow:
 
 
 def make_problem(case: Case, device: str) -> Problem:
-    """A policy's distributions as the batch of ``case``."""
+    """Make a policy's distributions the batch of ``case``."""
     assert reference_dtype(case, device) == torch.float64, "too large to be compared with fp64"
     return assemble(case, make_policy(case, device))
 
@@ -103,6 +103,9 @@ def _left_out(provider: Provider, slow: bool, deadline: float, device: str) -> s
 
 def _compare(row: AccuracyRow, provider: Provider, problem: Problem, exact: Result) -> None:
     posed = replace(problem, case=_able(provider, problem.case))
+    row.unable = provider.redundant(posed)
+    if row.unable is not None:
+        return
     of_kind = _compare_gradients if posed.work.kind == "loss" else _compare_values
     try:
         of_kind(row, provider.run(posed), exact, posed)
@@ -147,20 +150,14 @@ def _rounded(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def _entry(case: Case, exact: Result, rows: list[AccuracyRow]) -> dict[str, Any]:
+def _entry(case: Case, exact: Result, rows: list[AccuracyRow]) -> AccuracyTable:
     assert exact.logprobs is not None
     entropy, dhidden = exact.entropy, exact.dhidden
-    return {
-        "work": case.work.name,
-        "model": case.model.name,
-        "tokens": case.tokens,
-        "hidden": case.model.hidden,
-        "vocabulary": case.model.vocabulary,
-        "softcap": case.model.softcap,
-        "dtype": case.dtype,
-        "reference": "float64",
-        "logprobs": _numbers(exact.logprobs, _EXACT_DIGITS),
-        "entropy": [] if entropy is None else _numbers(entropy, _EXACT_DIGITS),
-        "dhidden": [] if dhidden is None else _numbers(dhidden.norm(dim=-1), _EXACT_DIGITS),
-        "rows": [asdict(row) for row in rows],
-    }
+    return AccuracyTable(
+        **case.facts(),
+        reference="float64",
+        logprobs=_numbers(exact.logprobs, _EXACT_DIGITS),
+        entropy=[] if entropy is None else _numbers(entropy, _EXACT_DIGITS),
+        dhidden=[] if dhidden is None else _numbers(dhidden.norm(dim=-1), _EXACT_DIGITS),
+        rows=rows,
+    )

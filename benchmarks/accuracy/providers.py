@@ -7,8 +7,8 @@ from torch import Tensor
 from benchmarks.providers import PROVIDERS as TIMED
 from benchmarks.providers import liger
 from benchmarks.providers.base import Provider
+from benchmarks.providers.baselines import no_entropy, no_softcap
 from benchmarks.providers.eager import head, run_with
-from benchmarks.providers.peers import no_entropy, no_softcap
 from benchmarks.shapes import Case
 
 

@@ -1,14 +1,14 @@
-"""The implementations that are compared: a file for each library."""
+"""Implementations that are compared: a file for each library."""
 
 from __future__ import annotations
 
-from benchmarks.providers import cce, compile, eager, floor, liger, ours, quack, torch_lce, trl
+from benchmarks.providers import bare_gemms, cce, compile, eager, liger, ours, quack, torch_lce, trl
 from benchmarks.providers.base import Provider
 
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        floor.FLOOR,
+        bare_gemms.BARE_GEMMS,
         *ours.OURS_ALL,
         eager.EAGER,
         eager.EAGER_ENTROPY,

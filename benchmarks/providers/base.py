@@ -1,4 +1,4 @@
-"""What a provider is."""
+"""Provider: one implementation of the works."""
 
 from __future__ import annotations
 
@@ -13,38 +13,27 @@ from benchmarks.shapes import Case
 from grpo_kernels.tools import installed_version
 
 
-def does_everything(case: Case) -> str | None:
-    """An ``unable`` for providers without gaps."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """One implementation of the works."""
+    """What is run, and what it lacks. Each reason is None where there is none."""
 
     name: str
     note: str  # what exactly is run
     run: Callable[[Problem], Result]  # the work of the problem's case
-    unable: Callable[[Case], str | None] = does_everything  # why it has no such work, or not so
+    unable: Callable[[Case], str | None] = lambda case: None  # why it has no such work
     missing: Callable[[str], str | None] = lambda device: None  # what it lacks on "cpu" or "cuda"
+    redundant: Callable[[Problem], str | None] = lambda problem: None  # why it repeats another
+    planned: Callable[[Problem], str | None] = lambda problem: None  # ours: the schedule
     package: str | None = None  # the distribution that has to be installed
-    checked: bool = True  # False: only products, there is no result to compare
+    checked: bool = True  # False: only GEMMs, there is no result to compare
     slow_start: bool = False  # compiles for long: left out where a suite is short of time
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
-    planned: Callable[[Problem], str | None] = lambda problem: (
-        None
-    )  # which schedule of ours it takes
 
     def absent(self, device: str) -> str | None:
         """None when it can run here, else why not."""
-        if self.package is not None and self.version() is None:
+        if self.package is not None and installed_version(self.package) is None:
             return f"{self.package} is not installed"
         return self.missing(device)
-
-    def version(self) -> str | None:
-        if self.package is None:
-            return None
-        return installed_version(self.package)
 
 
 def needs_gpu(device: str) -> str | None:

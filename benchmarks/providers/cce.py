@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.problem import Problem
 from benchmarks.providers.base import Provider, needs_gpu
-from benchmarks.providers.peers import CrossEntropy, no_entropy, run_cross_entropy
+from benchmarks.providers.baselines import CrossEntropy, no_entropy, run_cross_entropy
 from benchmarks.shapes import Case
 
 _IGNORED = -100

@@ -11,8 +11,7 @@ from torch import Tensor
 from benchmarks.exact import capped
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, needs_gpu, with_gradients
-from benchmarks.providers.eager import run_with
-from benchmarks.providers.peers import (
+from benchmarks.providers.baselines import (
     lacking,
     loss_arguments,
     needs_hopper,
@@ -20,6 +19,7 @@ from benchmarks.providers.peers import (
     no_softcap,
     run_cross_entropy,
 )
+from benchmarks.providers.eager import run_with
 from benchmarks.shapes import Case
 
 _PACKAGE = "liger-kernel"

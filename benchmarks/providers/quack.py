@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
-from benchmarks.providers.peers import lacking, needs_hopper, no_softcap
+from benchmarks.providers.baselines import lacking, needs_hopper, no_softcap
 from benchmarks.shapes import Case
 
 _ALIGNMENT = 8  # of the vocabulary, for its bulk copies; the hidden sizes have it

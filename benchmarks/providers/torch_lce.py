@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.problem import Problem
+from benchmarks.providers.bare_gemms import CHUNK_ROWS
 from benchmarks.providers.base import Provider
-from benchmarks.providers.floor import CHUNK_ROWS
-from benchmarks.providers.peers import no_entropy, no_softcap, run_cross_entropy
+from benchmarks.providers.baselines import no_entropy, no_softcap, run_cross_entropy
 
 
 def _cross_entropy(problem: Problem, reduction: str) -> Tensor:
@@ -30,8 +30,9 @@ def _missing(device: str) -> str | None:
 
 TORCH_LCE = Provider(
     name="torch-lce",
-    note="torch.nn.functional.linear_cross_entropy in the floor's chunks of rows (those it chooses "
-    "itself are of a few rows, and slow), else its defaults; per-token values in the input dtype",
+    note="torch.nn.functional.linear_cross_entropy in the bare GEMMs' chunks of rows (those it "
+    "chooses itself are of a few rows, and slow), else its defaults; per-token values in the input "
+    "dtype",
     run=run_cross_entropy(_cross_entropy),
     unable=lambda case: no_entropy(case) or no_softcap(case),
     missing=_missing,

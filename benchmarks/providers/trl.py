@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
+from benchmarks.providers.baselines import lacking, loss_arguments
 from benchmarks.providers.eager import run_with
-from benchmarks.providers.peers import lacking, loss_arguments
 
 
 def _run(problem: Problem) -> Result:

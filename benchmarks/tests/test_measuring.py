@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from benchmarks.check import compare, reference, reference_dtype, same_bits, same_rows
-from benchmarks.child import ROOT
-from benchmarks.measure import Settings, measure
+from benchmarks.environment import ROOT
+from benchmarks.measure import Settings, in_turns, measure
 from benchmarks.problem import Result, detached, make_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.record import Collector
 from benchmarks.shapes import MODELS, Case
 from benchmarks.suites import SUITES
 from benchmarks.work import WORKS
@@ -96,9 +95,9 @@ def test_ours_agree_with_the_reference(name, work, dtype):
         assert same_bits(result, provider.run(problem), problem)
 
 
-def test_floor_computes_only_what_matters():
+def test_bare_gemms_compute_only_what_matters():
     for work, products in (("logprobs", 1), ("dapo-frozen", 2), ("dapo", 3)):
-        result = PROVIDERS["floor"].run(make_problem(case(work)))
+        result = PROVIDERS["bare-gemms"].run(make_problem(case(work)))
         assert len(list(result.tensors())) == products - 1
 
 
@@ -160,18 +159,20 @@ def test_memory_is_that_of_a_fresh_process():
     assert logits < row.memory.extra < 6 * logits
 
 
-def test_result_file_holds_the_samples(tmp_path):
-    collector, again = Collector(tmp_path, "cpu"), None
-    rows = measure(case(), [PROVIDERS["floor"], PROVIDERS["ours"]], QUICKLY)
-    collector.add_table(case(), rows)
-    data = json.loads(collector.path.read_text())
-    assert {"device", "versions", "commit", "date", "kind"} <= set(data["environment"])
-    (table,) = data["tables"]
-    assert (table["work"], table["tokens"], table["dtype"]) == ("dapo", 32, "fp32")
-    assert table["rows"][1]["seconds"] == rows[1].seconds
-    again = Collector(tmp_path, "cpu")
-    again.add_table(case(), rows)
-    assert again.path != collector.path and collector.path.exists()
+def test_every_other_round_runs_backwards() -> None:
+    calls = [("a", 1), ("b", 2)]
+    taken = "".join(name for name, _ in in_turns(calls, 3, float("inf")))
+    assert taken == "abbaab"
+    assert len(list(in_turns(calls, 3, deadline=0.0))) == 2
+    assert len(list(in_turns(calls, 3, float("inf"), enough=lambda index: index == 2))) == 4
+
+
+def test_the_schedule_that_ran_is_kept() -> None:
+    """And that which ours takes anyway is not measured twice."""
+    names = ("ours", "ours-one-pass", "ours-two-pass", "eager")
+    rows = measure(case(), [PROVIDERS[name] for name in names], QUICKLY)
+    assert [row.schedule for row in rows] == ["one_pass", None, "two_pass", None]
+    assert rows[1].unable == "the same as ours: it is what ours chooses" and not rows[1].seconds
 
 
 def test_suites_have_no_case_twice():

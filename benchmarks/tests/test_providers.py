@@ -14,7 +14,7 @@ from benchmarks.check import compare, reference
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import Provider
-from benchmarks.providers.peers import lacking, loss_arguments
+from benchmarks.providers.baselines import lacking, loss_arguments
 from benchmarks.shapes import DTYPES, MODELS, Case, Model
 from benchmarks.work import WORKS
 from grpo_kernels import LossConfig
@@ -127,7 +127,7 @@ def test_what_the_gpu_lacks_is_said(name, monkeypatch):
     assert missing("cuda").endswith("this is 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(
-        "benchmarks.providers.peers.installed_version",
+        "benchmarks.providers.baselines.installed_version",
         lambda name: None if "nvidia" in name else "1.0",
     )
     assert missing("cuda") == "needs nvidia-cutlass-dsl"

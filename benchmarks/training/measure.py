@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.measure import describe
+from benchmarks.results import TrainingRow, TrainingTable
 from benchmarks.training import batch
 from benchmarks.training.batch import Reference, make_reference
 from benchmarks.training.isolation import own_globals
@@ -37,8 +39,8 @@ def measure_training(
     rounds: int,
     providers: Sequence[TrainerProvider] = PROVIDERS,
     deadline: float = float("inf"),
-) -> dict[str, Any]:
-    """An entry of the result file's ``training`` list, as plain data.
+) -> TrainingTable:
+    """Measure steps of every trainer.
 
     Every trainer is built, compared with the reference at its initial weights, and warmed up by a
     step. Then a round is one step of each, backwards every other time.
@@ -50,7 +52,7 @@ def measure_training(
         providers: the trainers.
         deadline: by ``time.monotonic()``; no round but the first begins after it.
     """
-    rows = [_Row(provider, provider.absent(device)) for provider in providers]
+    contestants = [_Contestant(provider, device) for provider in providers]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             config=config,
@@ -59,43 +61,52 @@ def measure_training(
             folder=Path(folder),
         )
         try:
-            if any(row.runs for row in rows):
-                _run(rows, job, rounds, deadline)
-            return _entry(rows, job)
+            if any(each.row.runs for each in contestants):
+                _run(contestants, job, rounds, deadline)
+            return TrainingTable(
+                model=str(config),
+                tokens=config.tokens,
+                dtype=job.dtype,
+                sequences=config.sequences,
+                prompt_tokens=config.prompt_tokens,
+                completion_tokens=config.completion_tokens,
+                micro_batches=config.micro_batches,
+                optimizer="adamw",
+                reference="float32, full logits",
+                rows=[each.finished() for each in contestants],
+            )
         finally:
-            for row in rows:
-                row.close()
+            for each in contestants:
+                each.close()
             gc.collect()
 
 
 @dataclass
-class _Row:
-    """One trainer's line; without times where it is absent or failed."""
+class _Contestant:
+    """One trainer and its row."""
 
     provider: TrainerProvider
-    absent: str | None = None
-    failure: str | None = None
-    errors: dict[str, float] = field(default_factory=dict)
+    device: str
     training: PausedTraining | None = None
     steps: list[Step] = field(default_factory=list)
     patched: dict[str, Any] = field(default_factory=dict)  # names of the model's module
 
-    @property
-    def runs(self) -> bool:
-        return self.absent is None and self.failure is None
+    def __post_init__(self) -> None:
+        absent = self.provider.absent(self.device)
+        self.row = TrainingRow(self.provider.name, self.provider.note, absent=absent)
 
-    def attempt(self, call: Callable[[_Row], None]) -> None:
+    def attempt(self, call: Callable[[_Contestant], None]) -> None:
         """An error of a trainer is its result, not the end of the others."""
-        if not self.runs:
+        if not self.row.runs:
             return
         try:
             with own_globals(self.patched):
                 call(self)
         except Exception as error:
             if (name := missing_module(error)) is not None:
-                self.absent = not_installed(name)
+                self.row.absent = not_installed(name)
             else:
-                self.failure = f"{type(error).__name__}: {error}"
+                self.row.failure = describe(error)
 
     def logged(self, name: str) -> list[float]:
         """Values that ``train()`` logged at the measured steps."""
@@ -103,89 +114,60 @@ class _Row:
         history = self.training.trainer.state.log_history
         return [entry[name] for entry in history if name in entry][_WARM_UP:]
 
+    def finished(self) -> TrainingRow:
+        row, steps = self.row, self.steps if self.row.runs else []
+        row.seconds = [step.seconds for step in steps]
+        row.phases = {name: [getattr(x, name) for x in steps] for name in ("generate", "train")}
+        peaks = [step.memory for step in steps if step.memory is not None]
+        row.memory = {"train": max(peaks)} if peaks else None
+        if steps:
+            row.loss, row.grad_norm = self.logged("loss"), self.logged("grad_norm")
+        return row
+
     def close(self) -> None:
         if self.training is not None:
             self.training.close()
             self.training = None
 
 
-def _run(rows: list[_Row], job: Job, rounds: int, deadline: float) -> None:
-    _start_all(rows, job)
-    for row in rows:
-        row.attempt(partial(_step, seed=0))
-        row.steps.clear()  # that was the warm-up
+def _run(contestants: list[_Contestant], job: Job, rounds: int, deadline: float) -> None:
+    exact = make_reference(job.config, job.device)
+    for each in contestants:
+        each.attempt(partial(_start, job=job, exact=exact))
+    del exact
+    for each in contestants:
+        each.attempt(partial(_step, seed=0))
+        each.steps.clear()  # that was the warm-up
     for index in range(rounds):
         if index > 0 and time.monotonic() > deadline:
             break
-        for row in rows if index % 2 == 0 else reversed(rows):
-            row.attempt(partial(_step, seed=1 + index))
-    for row in rows:
-        row.attempt(partial(_check_lengths, expected=job.config.completion_tokens))
+        for each in contestants if index % 2 == 0 else reversed(contestants):
+            each.attempt(partial(_step, seed=1 + index))
+    for each in contestants:
+        each.attempt(partial(_check_lengths, expected=job.config.completion_tokens))
 
 
-def _start_all(rows: list[_Row], job: Job) -> None:
-    exact = make_reference(job.config, job.device)
-    for row in rows:
-        row.attempt(partial(_start, job=job, exact=exact))
-
-
-def _start(row: _Row, job: Job, exact: Reference) -> None:
+def _start(each: _Contestant, job: Job, exact: Reference) -> None:
     from benchmarks.training.paused import PausedTraining
 
-    row.training = PausedTraining(row.provider.build(job), job.device)
-    trainer = row.training.trainer
+    each.training = PausedTraining(each.provider.build(job), job.device)
+    trainer = each.training.trainer
     with trainer.compute_loss_context_manager():
-        loss = trainer.compute_loss(trainer.model_wrapped, row.provider.inputs(exact.batch))
+        loss = trainer.compute_loss(trainer.model_wrapped, each.provider.inputs(exact.batch))
     loss.backward()
-    row.errors = batch.compare(trainer.model, loss, exact)
+    each.row.errors = batch.compare(trainer.model, loss, exact)
     trainer.model.zero_grad()
-    row.failure = batch.failure(row.errors, job.dtype)
+    each.row.failure = batch.failure(each.row.errors, job.dtype)
 
 
-def _step(row: _Row, seed: int) -> None:
-    assert row.training is not None
+def _step(each: _Contestant, seed: int) -> None:
+    assert each.training is not None
     torch.manual_seed(seed)  # all trainers sample alike
-    row.steps.append(row.training.step())
+    each.steps.append(each.training.step())
 
 
-def _check_lengths(row: _Row, expected: int) -> None:
+def _check_lengths(each: _Contestant, expected: int) -> None:
     """The work was that of all the others."""
-    lengths = row.logged("completions/mean_length")
-    if lengths != [float(expected)] * len(row.steps):
-        row.failure = f"completions of {lengths} tokens; expected {expected}"
-
-
-def _entry(rows: list[_Row], job: Job) -> dict[str, Any]:
-    config = job.config
-    return {
-        "model": str(config),
-        "tokens": config.tokens,
-        "dtype": job.dtype,
-        "sequences": config.sequences,
-        "prompt_tokens": config.prompt_tokens,
-        "completion_tokens": config.completion_tokens,
-        "micro_batches": config.micro_batches,
-        "optimizer": "adamw",
-        "reference": "float32, full logits",
-        "rows": [_line(row) for row in rows],
-    }
-
-
-def _line(row: _Row) -> dict[str, Any]:
-    steps = row.steps if row.runs else []
-    peaks = [step.memory for step in steps if step.memory is not None]
-    return {
-        "provider": row.provider.name,
-        "note": row.provider.note,
-        "absent": row.absent,
-        "failure": row.failure,
-        "errors": row.errors,
-        "seconds": [step.seconds for step in steps],
-        "phases": {
-            "generate": [step.generate for step in steps],
-            "train": [step.train for step in steps],
-        },
-        "memory": {"train": max(peaks)} if peaks else None,
-        "loss": row.logged("loss") if steps else [],
-        "grad_norm": row.logged("grad_norm") if steps else [],
-    }
+    lengths = each.logged("completions/mean_length")
+    if lengths != [float(expected)] * len(each.steps):
+        each.row.failure = f"completions of {lengths} tokens; expected {expected}"

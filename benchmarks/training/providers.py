@@ -61,7 +61,7 @@ class TrainerProvider:
 
 
 def missing_module(error: BaseException) -> str | None:
-    """The module that is not installed, if that is behind an error: a peer may need more."""
+    """The module that is not installed, if that is behind an error: a baseline may need more."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError) and cause.name and not _installed(cause.name):

@@ -1,4 +1,4 @@
-"""The bare matrix products: what every exact implementation pays."""
+"""The bare GEMMs of the work: what every exact implementation pays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 
 
 def _run(problem: Problem) -> Result:
-    """Logits, dhidden and dweight products; the logits stand in for their gradient."""
+    """Multiply for logits, dhidden and dweight; the logits stand in for their gradient."""
     kept, weight = _rows(problem), problem.weight.detach()
     hidden = problem.hidden.detach().flatten(0, 1)
     if kept is not None:
@@ -42,8 +42,8 @@ def _rows(problem: Problem) -> Tensor | None:
     return needed.flatten().nonzero().squeeze(-1)
 
 
-FLOOR = Provider(
-    name="floor",
+BARE_GEMMS = Provider(
+    name="bare-gemms",
     note="the bare torch.mm of the rows that matter, in chunks, in the input dtype; no loss",
     run=_run,
     checked=False,

@@ -1,4 +1,4 @@
-"""What the peers have in common: what they need, and how their losses are called."""
+"""Shared by the baselines: what they need, and how their losses are called."""
 
 from __future__ import annotations
 

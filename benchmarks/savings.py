@@ -1,16 +1,20 @@
-"""The same op on one batch, with more or less to do."""
+"""What a step saves: the same op on one batch, with more or less to do, in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks.check import compare, reference, reference_dtype
+from benchmarks.measure import describe, free, in_turns
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import with_gradients
+from benchmarks.results import SavingsRow, SavingsTable
 from benchmarks.shapes import Case
+from benchmarks.timing import make_timer
 from benchmarks.work import WORKS
 from grpo_kernels import HeadLoRA, linear_policy_loss
 
@@ -35,7 +39,7 @@ class Variant:
     note: str
     work: str  # a name of WORKS
     base: str | None = None  # the variant whose time it is measured by
-    metrics: str = "all"
+    metric_rows: str = "all"
     adapted: bool = False  # LoRA on the head
 
     def task(self, case: Case, device: str) -> Task:
@@ -58,7 +62,7 @@ class Variant:
             problem.batch(),
             problem.loss,
             softcap=problem.softcap,
-            metrics=self.metrics,
+            metric_rows=self.metric_rows,
             lora=lora,
         )
         if lora is None:
@@ -67,7 +71,7 @@ class Variant:
         flat = torch.cat([da.flatten(), db.flatten()])
         return Result(loss=loss.detach(), dhidden=dhidden, dweight=flat)
 
-    def expected(self, task: Task, reference: Callable[[Problem], Result]) -> Result:
+    def expected(self, task: Task) -> Result:
         """The same from the reference."""
         exact, lora = reference(task.exact), task.lora
         if lora is None:
@@ -100,16 +104,16 @@ VARIANTS = (
     Variant(name="masked", note="half of the tokens masked", work="dapo-masked", base="all"),
     Variant(
         name="zero",
-        note='half of the tokens at zero advantage, metrics="all": they take the forward',
+        note='half of the tokens at zero advantage, metric_rows="all": they take the forward',
         work="dapo-zero",
         base="all",
     ),
     Variant(
         name="zero-active",
-        note='half of the tokens at zero advantage, metrics="active": they take nothing',
+        note='half of the tokens at zero advantage, metric_rows="active": they take nothing',
         work="dapo-zero",
         base="all",
-        metrics="active",
+        metric_rows="active",
     ),
     Variant(name="frozen", note="the head is frozen", work="dapo-frozen", base="all"),
     Variant(
@@ -120,3 +124,45 @@ VARIANTS = (
         adapted=True,
     ),
 )
+
+
+def measure_savings(
+    case: Case, device: str, rounds: int, deadline: float = float("inf")
+) -> SavingsTable:
+    """Measure every variant in turns.
+
+    Args:
+        case: head, tokens and dtype; the variants bring their own works.
+        device: ``cpu`` or ``cuda``.
+        rounds: timed calls of each variant.
+        deadline: by ``time.monotonic()``; no round but the first begins after it.
+    """
+    rows = {variant.name: SavingsRow(variant.name, variant.note) for variant in VARIANTS}
+    tasks: dict[str, Task] = {}
+    for variant in VARIANTS:
+        row, task = rows[variant.name], variant.task(case, device)
+        row.base = variant.base
+        try:
+            _check(row, variant, task)
+        except Exception as error:  # the other lines are still worth having
+            row.failure = describe(error)
+        tasks[variant.name] = task
+        free(device)
+    timer = make_timer(device)
+    runs = [
+        (rows[variant.name], partial(variant.run, tasks[variant.name]))
+        for variant in VARIANTS
+        if rows[variant.name].runs
+    ]
+    for row, call in in_turns(runs, rounds, deadline):
+        row.seconds.append(timer(call))
+    facts = case.facts()
+    del facts["work"], facts["softcap"]
+    exact = str(reference_dtype(case, device)).removeprefix("torch.")
+    return SavingsTable(**facts, reference=exact, rows=list(rows.values()))
+
+
+def _check(row: SavingsRow, variant: Variant, task: Task) -> None:
+    """Also the warm-up."""
+    found = compare(variant.run(task), variant.expected(task), task.exact)
+    row.errors, row.failure = found.errors, found.failure

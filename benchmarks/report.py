@@ -1,0 +1,180 @@
+"""``python -m benchmarks.report [FOLDER]``: tables and plots of the result files in FOLDER.
+
+By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
+``report.md`` with all of its tables; a line for each case is printed. With ``--documents`` the
+blocks of README and ``benchmarks/README.md`` are made anew: cog runs what stands in their markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from benchmarks import text
+from benchmarks.accuracy import PROVIDERS
+from benchmarks.environment import ROOT
+from benchmarks.figures import case
+from benchmarks.plots import PLOTS, save_plots
+from benchmarks.results import RESULTS, Device, Environment, load
+from benchmarks.shapes import MODELS
+from benchmarks.tables import heads, others
+from benchmarks.tables.columns import in_order
+from benchmarks.work import WORKS
+
+NOT_MEASURED = "not measured yet"
+DOCUMENTS = ("README.md", "benchmarks/README.md")
+_PRINTED = 14  # cases of a device
+# what a block can show of a device
+BLOCKS = {
+    "standings": lambda device: heads.standings(device.tables),
+    "cases": lambda device: heads.cases(device.tables) if device.tables else "",
+    "schedules": lambda device: heads.schedules(device.tables),
+    "training": lambda device: others.training(device.training),
+    "savings": lambda device: others.savings(device.savings),
+    "rollouts": lambda device: others.rollouts(device.rollouts) if device.rollouts else "",
+    "accuracy": lambda device: others.accuracy(device.accuracy),
+}
+
+
+def show(block: str, kind: str, devices: dict[str, Device] | None = None) -> str:
+    """A block of a document: of the newest device of the kind "cpu" or "cuda"."""
+    found = newest(kind, devices)
+    return (BLOCKS[block](found) if found else "") or NOT_MEASURED
+
+
+def headline(
+    kind: str, work: str, model: str, tokens: int, devices: dict[str, Device] | None = None
+) -> str:
+    """One case in every dtype, of the newest device of a kind."""
+    device = newest(kind, devices)
+    found = [
+        table
+        for table in (device.tables if device else [])
+        if (table.work, table.model, table.tokens) == (work, model, tokens)
+    ]
+    return heads.headline(found) if found else NOT_MEASURED
+
+
+def plots(kind: str, folder: str) -> str:
+    """Links to the pictures of the newest device of a kind; ``folder``: of the results."""
+    device = newest(kind)
+    there = [x for x in PLOTS if device and (RESULTS / device.slug / f"{x}.png").exists()]
+    links = [f"![{PLOTS[name]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
+    return "\n\n".join(links) or NOT_MEASURED
+
+
+def write_documents(check: bool = False) -> int:
+    """Fill the blocks, or only check them; not 0 where one is not as it would be."""
+    from cogapp import Cog
+
+    paths = [str(ROOT / name) for name in DOCUMENTS]
+    options = ["--check" if check else "-r", "-P", "-p", "from benchmarks.report import *"]
+    return Cog().main(["cog", *options, *paths])
+
+
+def newest(kind: str, devices: dict[str, Device] | None = None) -> Device | None:
+    every = (_stored() if devices is None else devices).values()
+    found = (device for device in every if device.environment.kind == kind)
+    return max(found, key=lambda device: device.environment.date, default=None)
+
+
+_stored = cache(load)
+
+
+def models() -> str:
+    rows = (
+        [f"`{x.name}`", str(x.hidden), str(x.vocabulary), f"{x.softcap:g}" if x.softcap else ""]
+        for x in MODELS.values()
+    )
+    return text.table(["", "hidden", "vocabulary", "softcap"], rows)
+
+
+def works() -> str:
+    return "\n".join(f"* `{name}`: {work.title}" for name, work in WORKS.items())
+
+
+def providers() -> str:
+    return "\n".join(f"* `{name}`: {provider.note}" for name, provider in PROVIDERS.items())
+
+
+def columns() -> str:
+    return "\n".join(f"* {title}: {meaning}." for title, meaning in heads.LEGEND.items())
+
+
+def report(device: Device) -> str:
+    """All of a device's results."""
+    titles = {
+        "standings": "Everybody over all cases",
+        "cases": "Every case in a line",
+        "schedules": "One pass or two",
+        "training": "Training step",
+        "savings": "What is saved",
+        "rollouts": "Generation and the rest of a step",
+        "accuracy": "Errors on a policy's distributions",
+    }
+    parts = [f"# {device.environment.where}", *_runs(device)]
+    for block, title in titles.items():
+        if shown := BLOCKS[block](device):
+            parts += [f"## {title}", shown]
+    if device.tables:
+        parts += ["## Every case", columns()]
+    for table in in_order(device.tables):
+        said = (
+            f"B = {table.sequences}; errors against {table.reference}; {_when(table.environment)}."
+        )
+        parts += [f"### {case(table)}", said, heads.case_table(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _runs(device: Device) -> Iterator[str]:
+    rows = (
+        [
+            _when(run.environment),
+            f"{run.environment.load_average:.1f}",
+            ", ".join(
+                f"{k} {version}" for k, version in run.environment.versions.items() if version
+            ),
+        ]
+        for run in device.runs
+    )
+    yield text.table(["run", "load", "versions"], rows)
+    if tests := next((run.tests for run in device.runs[::-1] if run.tests), None):
+        yield (
+            f"Tests on this machine: {tests.passed} passed, {tests.failed} failed, "
+            f"{tests.skipped} skipped, in {text.duration(tests.seconds)}."
+        )
+
+
+def _when(environment: Environment | None) -> str:
+    assert environment is not None
+    return f"{environment.day}, {environment.source}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--documents", action="store_true", help="fill the documents' blocks")
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    if not folder.is_dir():
+        parser.error(f"FOLDER: expected a folder of results, got {folder}")
+    draws = importlib.util.find_spec("matplotlib") is not None
+    if not draws:
+        print("matplotlib is not installed: no plots are drawn, the old ones stay")
+    for device in load(folder).values():
+        if draws:
+            save_plots(device.tables, folder / device.slug)
+        (folder / device.slug / "report.md").write_text(report(device))
+        print(f"{folder / device.slug}: {len(device.tables)} cases of {len(device.runs)} runs")
+        for table in device.tables[:_PRINTED]:
+            print(heads.line(table))
+    if arguments.documents and (code := write_documents()):
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
