@@ -1,1 +1,0 @@
-"""The one command for a GPU machine: ``python -m benchmarks.gpu``. It imports no torch itself."""

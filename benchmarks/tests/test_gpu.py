@@ -1,0 +1,213 @@
+"""``make gpu`` outlives steps that fail or hang, and says in one screen what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.environment import ROOT
+from benchmarks.gpu import Job, Step, install_wheels, run_tests, summary, wait
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(gpu, "_GRACE", 0.5)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    log = tmp_path / "log.txt"
+    return Job(out=tmp_path, log=log, scratch=scratch, end=time.monotonic() + 300)
+
+
+def test_a_step_is_noted_with_its_last_line(job: Job) -> None:
+    job.step("good", ["-c", "print('one'); print('größer')"], 60)
+    job.step("bad", ["-c", "import sys; print('that is why'); sys.exit(3)"], 60)
+    assert [(x.state, x.note) for x in job.steps] == [("ok", "größer"), ("failed", "that is why")]
+    assert job.log.read_text() == "one\ngrößer\nthat is why\n"
+
+
+def test_what_hangs_is_ended_with_its_children(job: Job, tmp_path: Path) -> None:
+    """It ignores the interrupt; the child that it started ends too."""
+    numbers = tmp_path / "pids"
+    code = f"""
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(numbers)!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+"""
+    with job.started(["-c", code], job.log) as process:
+        while not numbers.exists() or len(numbers.read_text().split()) < 2:
+            time.sleep(0.02)
+        assert wait([process], 0.0) == [None]
+    for pid in map(int, numbers.read_text().split()):
+        while Path(f"/proc/{pid}").exists() and "(zombie)" not in _status(pid):
+            time.sleep(0.02)
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "(zombie)"
+
+
+def test_what_is_interrupted_may_still_report(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_GRACE", 60.0)
+    code = """
+import time
+try:
+    print("started", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("what I had")
+"""
+    with job.started(["-c", code], job.log) as process:
+        while "started" not in process.output():
+            time.sleep(0.02)
+        assert wait([process], 0.0) == [None]
+        assert process.output() == "started\nwhat I had\n"
+
+
+TEST_FILE = """
+import os, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_good(): pass
+def test_wrong(): assert 1 + 1 == 3
+@pytest.mark.skip
+def test_skipped(): pass
+@pytest.fixture
+def broken(): raise RuntimeError("no fixture")
+def test_in_setup(broken): pass
+"""
+
+
+def test_results_of_the_tests(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_some.py").write_text(TEST_FILE)
+    (tmp_path / "test_other.py").write_text("def test_on_the_cpu(): assert False\n")
+    (tmp_path / "test_syntax.py").write_text("this is no Python\n")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # two shards
+    counts = run_tests(job, [str(tmp_path)])
+    (step,) = job.steps
+    assert counts.items() >= {"passed": 1, "failed": 3, "skipped": 1}.items()
+    assert step.state == "failed" and step.note.startswith("1 passed, 3 failed, 1 skipped")
+    said = "\n".join(step.lines)
+    assert "test_wrong: assert (1 + 1) == 3" in said and "no fixture" in said
+    assert "test_syntax.py: " in said and "test_good" not in said
+
+
+@pytest.mark.parametrize("end", ["os._exit(17)", "time.sleep(600)"])
+def test_a_test_that_crashes_or_hangs_is_named(
+    end: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    code = f"open({str(started)!r}, 'w').close(); {end}"
+    (tmp_path / "test_some.py").write_text(TEST_FILE.replace("assert 1 + 1 == 3", code))
+
+    def until_started(processes, end):
+        while not started.exists():
+            time.sleep(0.02)
+        return wait(processes, 0.0 if "sleep" in code else end)
+
+    monkeypatch.setattr(gpu, "wait", until_started)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    run_tests(job, [str(tmp_path)])
+    (step,) = job.steps
+    assert step.state == ("timeout" if "sleep" in code else "failed")
+    assert step.note.startswith("1 passed, 1 failed, 0 skipped")
+    (line,) = step.lines
+    assert "test_some.py::test_wrong: " in line
+
+
+def test_no_test_at_all_is_a_failure(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("def test_on_the_cpu(): pass\n")
+    run_tests(job, [str(tmp_path)])
+    assert job.steps[0].state == "failed" and "0 passed" in job.steps[0].note
+
+
+def test_all_files_with_gpu_tests_are_run() -> None:
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"targets\(|device: torch\.device|mark\.gpu\b", path.read_text())
+    }
+    assert marked and all(path.startswith(gpu.TESTS) for path in marked), marked
+    assert all((ROOT / path).exists() for path in gpu.TESTS)
+
+
+def write_wheel(folder: Path, name: str, tag: str) -> None:
+    facts = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as file:
+        file.writestr(f"{name}.py", "here = True\n")
+        file.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{facts}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        file.writestr(f"{facts}/RECORD", f"{name}.py,,\n{facts}/METADATA,,\n{facts}/WHEEL,,\n")
+
+
+def test_a_wheel_of_another_machine_does_not_stop_the_others(job: Job, tmp_path: Path) -> None:
+    write_wheel(tmp_path, "good_one", "py3-none-any")
+    write_wheel(tmp_path, "elsewhere", "cp39-cp39-win_amd64")
+    write_wheel(tmp_path, "good_two", "py3-none-any")
+    install_wheels(job, tmp_path)
+    assert [step.state for step in job.steps] == ["ok"]
+    assert len(list((job.scratch / "site").glob("good_*.py"))) == 2
+    assert job.python(["-c", "import good_one"], 60)[0] == 0
+
+
+def test_the_summary_is_one_screen(job: Job, tmp_path: Path) -> None:
+    lines = [f"tests/test_x.py::test_{i}: wrong" for i in range(300)]
+    for name in ("tests", "benchmarks"):
+        job.steps.append(Step(name=name, state="failed", seconds=3.0, note="why", lines=lines))
+    files = [tmp_path / f"plot-{index}.png" for index in range(4)]
+    said = list(summary("a GPU", job, files))
+    assert len(said) < 40 and said[0] == "a GPU"
+    assert said[1] == "tests      failed      3 s  why" and "    ... and 288 more" in said
+    assert said[-1].startswith("4 files in") and "plot-3.png" in said[-1]
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu, "_LOOK", "raise SystemExit('none is here')")
+    assert gpu.main() == 2
+    assert capsys.readouterr().out == "no GPU to measure on: none is here\n"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_job_ends_with_its_summary(
+    interrupted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def benchmark(job: Job, counts: dict) -> None:
+        (job.out / "2026-01-02-abc.json").write_text("{}")
+        if interrupted:
+            raise KeyboardInterrupt
+        job.step("benchmarks", ["-c", "print('5 passed')"], 60)
+
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu, "_LOOK", "print('a GPU')")
+    monkeypatch.setattr(gpu, "run_tests", lambda job: {})
+    monkeypatch.setattr(gpu, "install_wheels", lambda job: None)
+    monkeypatch.setattr(gpu, "benchmark", benchmark)
+    (tmp_path / "2026-01-02-abc.json").unlink(missing_ok=True)
+    assert gpu.main() == (1 if interrupted else 0)
+    printed = capsys.readouterr().out
+    assert "\na GPU\n" in printed and "2026-01-02-abc.json" in printed
+    assert ("interrupted" in printed) == interrupted
+    assert (tmp_path / "gpu-log.txt").read_text().splitlines()[-1] == printed.splitlines()[-1]
+
+
+def test_the_steps_fit_into_nine_minutes() -> None:
+    before = gpu._FACTS + gpu._WHEELS + gpu._TESTS
+    assert gpu.LIMIT <= 530 and gpu.LIMIT - before - gpu._REPORT > gpu._AROUND
