@@ -67,7 +67,7 @@ def test_reference_is_autograd_in_fp64(work, model):
 def test_problem_is_peaked_and_clips_some_ratios():
     problem = make_problem(Case(MODELS["small"], 256, "fp32", WORKS["dapo"]))
     logprobs = reference(problem).logprobs
-    outside = ((logprobs - problem.old_logprobs).exp() - 1).abs() > problem.loss.epsilon
+    outside = ((logprobs - problem.old_logprobs).exp() - 1).abs() > problem.loss.surrogate.epsilon
     assert 0.2 < outside.double().mean() < 0.6
     assert logprobs.exp().min() < 0.01 and logprobs.exp().max() > 0.99
 
