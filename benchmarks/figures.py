@@ -39,9 +39,7 @@ class Figures:
     name: str
     row: Row
     times: Times | None
-    tflops: float | None  # of the operations that no exact implementation can avoid
     extra: int | None  # bytes beyond the inputs and what is returned
-    returned: int | None  # bytes
     value_error: float | None  # the largest of loss, log-probabilities and entropy
     gradient_error: float | None  # the larger of dhidden and dweight
 
@@ -86,20 +84,18 @@ def here(rows: Sequence) -> list:
 
 def figures(table: Table) -> dict[str, Figures]:
     """Those that are here and able, by provider: bare GEMMs first, then by time, failures last."""
-    timed, flop = times(table.rows), case(table).flop
+    timed = times(table.rows)
     rows = sorted(here(table.rows), key=lambda row: row.provider != BARE)
-    return {row.provider: _figures(row, timed.get(row.provider), flop) for row in rows}
+    return {row.provider: _figures(row, timed.get(row.provider)) for row in rows}
 
 
-def _figures(row: Row, timed: Times | None, flop: float) -> Figures:
+def _figures(row: Row, timed: Times | None) -> Figures:
     memory = None if row.failure else row.memory
     return Figures(
         name=row.provider,
         row=row,
         times=timed,
-        tflops=flop / timed.median / 1e12 if timed else None,
         extra=memory.extra if memory else None,
-        returned=memory.returned if memory else None,
         value_error=_largest(row, ("loss", "logprobs", "entropy")),
         gradient_error=_largest(row, ("dhidden", "dweight")),
     )

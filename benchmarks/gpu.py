@@ -8,6 +8,7 @@ there is no GPU. As a pytest plugin, the same file runs one of several shards of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -70,15 +71,20 @@ class Job:
     steps: list[Step] = field(default_factory=list)
 
     def python(self, words: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """The exit code, None where it was stopped; and the output, which the log has too."""
-        with self.started(words, self.log) as process:
-            code = wait([process], time.monotonic() + limit)[0]
-        return code, process.output()
+        """The exit code, None where it was stopped; and the output, which goes to the log."""
+        size = self.log.stat().st_size if self.log.exists() else 0
+        (code,) = finish([self.start(words, self.log)], time.monotonic() + limit)
+        return code, self.log.read_bytes()[size:].decode(errors="replace")
 
-    def started(self, words: Sequence[str], log: Path, **variables: str) -> Process:
+    def start(self, words: Sequence[str], log: Path, **variables: str) -> Process:
+        """A Python process, the first of a group of its own."""
         paths = [str(ROOT), str(self.scratch / "site"), os.environ.get("PYTHONPATH", "")]
         variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-        return Process([sys.executable, *words], {**os.environ, **variables}, log)
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env={**os.environ, **variables}, stdout=file,
+                stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, preexec_fn=os.setpgrp,
+            )  # fmt: skip
 
     def step(self, name: str, words: Sequence[str], limit: float) -> str:
         """A step of one process; gives its output."""
@@ -95,53 +101,38 @@ class Job:
         print(f"{name}: {state} after {seconds:.0f} s. {note}", flush=True)
 
 
-class Process:
-    """Writes to a log; a context that ends with it stopped, and all that it started."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        self._log, self._start = log, log.stat().st_size if log.exists() else 0
-        with log.open("ab") as file:
-            self.popen = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
-                stderr=subprocess.STDOUT, preexec_fn=os.setpgrp,
-            )  # fmt: skip
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.signal(signal.SIGKILL)
-        self.popen.wait()
-
-    def output(self) -> str:
-        return self._log.read_bytes()[self._start :].decode(errors="replace")
-
-    def signal(self, number: int) -> None:
-        """To its whole group."""
-        try:
-            os.killpg(self.popen.pid, number)
-        except ProcessLookupError:
-            pass
+Process = subprocess.Popen[bytes]
 
 
-def wait(processes: Sequence[Process], end: float) -> list[int | None]:
-    """Exit codes. What has not ended is interrupted: pytest then reports what it has."""
-    for process in processes:
-        _wait(process, end)
-    late = [process for process in processes if process.popen.poll() is None]
-    for process in late:
-        process.signal(signal.SIGINT)
-    grace = time.monotonic() + _GRACE
-    for process in late:
-        _wait(process, grace)
-    return [None if process in late else process.popen.returncode for process in processes]
+def finish(processes: Sequence[Process], end: float) -> list[int | None]:
+    """Exit codes. What has not ended is interrupted: pytest then reports what it has.
+
+    Nothing that they started lives on, whatever happens.
+    """
+    try:
+        for process in processes:
+            _wait(process, end)
+        late = [process for process in processes if process.poll() is None]
+        for process in late:
+            _signal(process, signal.SIGINT)
+        grace = time.monotonic() + _GRACE
+        for process in late:
+            _wait(process, grace)
+        return [None if process in late else process.returncode for process in processes]
+    finally:
+        for process in processes:
+            _signal(process, signal.SIGKILL)
+            process.wait()
 
 
 def _wait(process: Process, end: float) -> None:
-    try:
-        process.popen.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, end - time.monotonic()))
+
+
+def _signal(process: Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def state(code: int | None) -> str:
@@ -175,22 +166,19 @@ def run_tests(job: Job, tests: Sequence[str] = TESTS, marker: str = "gpu") -> di
     words += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
     words += ["--continue-on-collection-errors"]
     shards = [
-        job.started(words, log, SHARD=f"{i}/{count}", REPORT=str(report), OMP_NUM_THREADS="2")
+        job.start(words, log, SHARD=f"{i}/{count}", REPORT=str(report), OMP_NUM_THREADS="2")
         for i, (report, log) in enumerate(zip(reports, logs, strict=True))
     ]
     try:
-        codes = wait(shards, min(start + _TESTS, job.end))
+        codes = finish(shards, min(start + _TESTS, job.end))
     finally:
-        for shard, log in zip(shards, logs, strict=True):
-            shard.__exit__()
-            with job.log.open("ab") as file:
-                file.write(log.read_bytes())
+        outputs = [log.read_text(errors="replace") for log in logs]
+        with job.log.open("a") as file:
+            file.write("".join(outputs))
     outcomes, failures = _read(reports)
     names = ("passed", "failed", "skipped")
     counts: dict[str, Any] = {name: [*outcomes.values()].count(name) for name in names}
-    broken = [
-        shard.output() for shard, code in zip(shards, codes, strict=True) if code not in _FINE
-    ]
+    broken = [said for said, code in zip(outputs, codes, strict=True) if code not in _FINE]
     wrong = bool(failures or broken or not counts["passed"])
     note = ", ".join(f"{value} {name}" for name, value in counts.items())
     note += f"; {len(broken)} of {count} processes broke: {last_line(broken[0])}" if broken else ""

@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from benchmarks import text
 from benchmarks.accuracy import PROVIDERS
 from benchmarks.environment import ROOT
-from benchmarks.figures import case
 from benchmarks.plots import PLOTS, save_plots
-from benchmarks.results import RESULTS, Device, Environment, load
+from benchmarks.results import RESULTS, Device, Table, load
 from benchmarks.shapes import MODELS
 from benchmarks.tables import heads, others
 from benchmarks.tables.columns import in_order
@@ -101,12 +99,8 @@ def providers() -> str:
     return "\n".join(f"* `{name}`: {provider.note}" for name, provider in PROVIDERS.items())
 
 
-def columns() -> str:
-    return "\n".join(f"* {title}: {meaning}." for title, meaning in heads.LEGEND.items())
-
-
 def report(device: Device) -> str:
-    """All of a device's results."""
+    """Every block of a device, and a table of every case."""
     titles = {
         "standings": "Everybody over all cases",
         "cases": "Every case in a line",
@@ -116,42 +110,20 @@ def report(device: Device) -> str:
         "rollouts": "Generation and the rest of a step",
         "accuracy": "Errors on a policy's distributions",
     }
-    parts = [f"# {device.environment.where}", *_runs(device)]
+    parts = [f"# {device.environment.where}"]
+    if tests := next((run.tests for run in device.runs[::-1] if run.tests), None):
+        parts.append(
+            f"Tests: {tests.passed} passed, {tests.failed} failed, {tests.skipped} skipped."
+        )
     for block, title in titles.items():
         if shown := BLOCKS[block](device):
             parts += [f"## {title}", shown]
-    if device.tables:
-        parts += ["## Every case", columns()]
+    by_case: dict[tuple[str, str, int], list[Table]] = {}
     for table in in_order(device.tables):
-        said = (
-            f"B = {table.sequences}; errors against {table.reference}; {_when(table.environment)}."
-        )
-        parts += [f"### {case(table)}", said, heads.case_table(table)]
+        by_case.setdefault((table.work, table.model, table.tokens), []).append(table)
+    for (work, model, tokens), tables in by_case.items():
+        parts += [f"## {work}, {model}, T = {tokens}", heads.headline(tables, every=True)]
     return "\n\n".join(parts) + "\n"
-
-
-def _runs(device: Device) -> Iterator[str]:
-    rows = (
-        [
-            _when(run.environment),
-            f"{run.environment.load_average:.1f}",
-            ", ".join(
-                f"{k} {version}" for k, version in run.environment.versions.items() if version
-            ),
-        ]
-        for run in device.runs
-    )
-    yield text.table(["run", "load", "versions"], rows)
-    if tests := next((run.tests for run in device.runs[::-1] if run.tests), None):
-        yield (
-            f"Tests on this machine: {tests.passed} passed, {tests.failed} failed, "
-            f"{tests.skipped} skipped, in {text.duration(tests.seconds)}."
-        )
-
-
-def _when(environment: Environment | None) -> str:
-    assert environment is not None
-    return f"{environment.day}, {environment.source}"
 
 
 def main() -> None:

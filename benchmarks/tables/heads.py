@@ -4,73 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks import text
 from benchmarks.figures import BARE, QUOTED, Figures, case, fastest, figures, is_ours, leanest
 from benchmarks.results import Table
 from benchmarks.shapes import DTYPES
-from benchmarks.tables.columns import column, error_list, in_order, join, names, with_missing
+from benchmarks.tables.columns import column, in_order, join, names
 from benchmarks.work import WORKS
 
-# of a case's table: title -> meaning
-LEGEND = {
-    "median": "median time of a call over the rounds",
-    "min to max": "the fastest and the slowest round",
-    "x bare": "median over that of the bare GEMMs that nobody can avoid",
-    "x ours": "median over that of `ours`: above 1 is slower than `ours`",
-    "TFLOP/s": "operations of the unavoidable GEMMs over the median: work repeated to save memory "
-    "does not count",
-    "extra MiB": "peak memory beyond the inputs and what is returned",
-    "returned MiB": "gradients or log-probabilities that the caller keeps",
-    "errors": "against the reference: of the loss absolute; of log-probabilities, entropy and "
-    "gradients the norm of the difference over the norm",
-    "same bits: again": "whether a second run gives the same bits",
-    "in another batch": "whether the rows of half the batch have the bits they have in the whole",
-}
 
-
-def case_table(table: Table) -> str:
-    """One line per provider that is here and able, then who is not."""
-    rows = list(figures(table).values())
-
-    def plain(title: str, write: Callable[[Figures], str]) -> tuple[str, list[str]]:
-        return title, [write(x) for x in rows]
-
-    columns = [
-        names(x.name for x in rows),
-        column("median", rows, lambda x: x.median, text.duration),
-        plain("min to max", _range),
-        plain("x bare", lambda x: text.ratio(x.to(BARE))),
-        plain("x ours", lambda x: text.ratio(x.to("ours"))),
-        plain("TFLOP/s", lambda x: text.digits(x.tflops)),
-        column("extra MiB", rows, lambda x: x.extra, text.mib),
-        plain("returned MiB", lambda x: text.mib(x.returned)),
-        plain("errors", lambda x: error_list(x.row.errors)),
-        plain("same bits: again", lambda x: text.yes_no(x.row.repeatable)),
-        plain("in another batch", lambda x: text.yes_no(x.row.batch_invariant)),
-    ]
-    for index, x in enumerate(rows):
-        columns[0][1][index] += " (alone)" if x.row.alone else ""
-        if x.row.failure:
-            columns[1][1][index] = f"FAILED: {x.row.failure}"
-    return with_missing(join(columns), table.rows)
-
-
-def _range(x: Figures) -> str:
-    timed = x.times
-    return f"{text.duration(timed.minimum)} to {text.duration(timed.maximum)}" if timed else ""
-
-
-def headline(tables: Sequence[Table]) -> str:
+def headline(tables: Sequence[Table], every: bool = False) -> str:
     """One case, in each dtype that was measured: who is fast, small and exact.
 
-    Of ours only the rows that are quoted: the others are schedules and backends.
+    ``every``: also ours by other schedules and backends.
     """
     by_dtype = {table.dtype: figures(table) for table in in_order(tables)}
-    shown = [name for rows in by_dtype.values() for name in rows if not is_ours(name)]
-    every = [name for name in (BARE, *QUOTED) if any(name in x for x in by_dtype.values())]
-    order = list(dict.fromkeys([*every, *shown]))
+    known = [name for rows in by_dtype.values() for name in rows if every or not is_ours(name)]
+    first = [name for name in (BARE, *QUOTED) if any(name in x for x in by_dtype.values())]
+    order = list(dict.fromkeys([*first, *known]))
     columns = [names(order)]
     for dtype, by_name in by_dtype.items():
         rows = [by_name.get(name) for name in order]
@@ -87,11 +39,10 @@ def headline(tables: Sequence[Table]) -> str:
             column("value error", rows, lambda x: x.value_error, text.error),
             column("gradient error", rows, lambda x: x.gradient_error, text.error),
         ]
-    first = next(iter(in_order(tables)))
-    environment = first.environment
+    one, environment = tables[0], tables[0].environment
     return (
-        f"{WORKS[first.work].title}; {first.model} (D = {first.hidden}, V = {first.vocabulary}), "
-        f"T = {first.tokens}; {environment.where}; {environment.day}, {environment.source}."
+        f"{WORKS[one.work].title}; {one.model} (D = {one.hidden}, V = {one.vocabulary}), "
+        f"T = {one.tokens}; {environment.where}; {environment.day}, {environment.source}."
         f"\n\n{join(columns)}"
     )
 

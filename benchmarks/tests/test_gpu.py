@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.environment import ROOT
-from benchmarks.gpu import Job, Step, install_wheels, run_tests, summary, wait
+from benchmarks.gpu import Job, Step, finish, install_wheels, run_tests, summary
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({str(numbers)!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
 time.sleep(600)
 """
-    with job.started(["-c", code], job.log) as process:
-        while not numbers.exists() or len(numbers.read_text().split()) < 2:
-            time.sleep(0.02)
-        assert wait([process], 0.0) == [None]
+    process = job.start(["-c", code], job.log)
+    while not numbers.exists() or len(numbers.read_text().split()) < 2:
+        time.sleep(0.02)
+    assert finish([process], 0.0) == [None]
     for pid in map(int, numbers.read_text().split()):
         while Path(f"/proc/{pid}").exists() and "(zombie)" not in _status(pid):
             time.sleep(0.02)
@@ -67,11 +67,11 @@ try:
 except KeyboardInterrupt:
     print("what I had")
 """
-    with job.started(["-c", code], job.log) as process:
-        while "started" not in process.output():
-            time.sleep(0.02)
-        assert wait([process], 0.0) == [None]
-        assert process.output() == "started\nwhat I had\n"
+    process = job.start(["-c", code], job.log)
+    while "started" not in job.log.read_text():
+        time.sleep(0.02)
+    assert finish([process], 0.0) == [None]
+    assert job.log.read_text() == "started\nwhat I had\n"
 
 
 TEST_FILE = """
@@ -115,9 +115,9 @@ def test_a_test_that_crashes_or_hangs_is_named(
     def until_started(processes, end):
         while not started.exists():
             time.sleep(0.02)
-        return wait(processes, 0.0 if "sleep" in code else end)
+        return finish(processes, 0.0 if "sleep" in code else end)
 
-    monkeypatch.setattr(gpu, "wait", until_started)
+    monkeypatch.setattr(gpu, "finish", until_started)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     run_tests(job, [str(tmp_path)])
     (step,) = job.steps

@@ -43,8 +43,7 @@ def test_figures(tmp_path: Path) -> None:
     assert trl.times.to == pytest.approx(
         {"bare-gemms": 2.0, "ours": 4.0 / 2.2, "eager": 4.0 / 2.6, "trl": 1.0}
     )
-    assert ours.tflops == pytest.approx(3 * 2 * 1024 * 896 * 151936 / 2.2 / 1e12)
-    assert (ours.extra, ours.returned) == (200 * 2**20, 523 * 2**20)
+    assert ours.extra == 200 * 2**20
     assert (ours.value_error, ours.gradient_error) == (1e-9, 9e-7)
     assert by_name["cce"].times is None and by_name["cce"].extra is None
 
@@ -53,22 +52,6 @@ def test_half_of_the_rows_are_half_of_the_work() -> None:
     model = Model("tiny", 32, 257)
     whole, half = (Case(model, 1024, "fp32", WORKS[name]) for name in ("dapo", "dapo-masked"))
     assert half.flop == whole.flop / 2
-
-
-def test_a_case(tmp_path: Path) -> None:
-    (found,) = device(tmp_path, run([table(rows())])).tables
-    lines = heads.case_table(found).splitlines()
-    assert lines[0].startswith("|  | median | min to max | x bare | x ours | TFLOP/s |")
-    assert lines[2].startswith("| bare-gemms | 2.00 s | 2.00 s to 2.10 s | 1.00 | 0.91 |")
-    assert lines[3].startswith("| **ours** | **2.20 s** | 2.00 s to 2.30 s | 1.10 | 1.00 | 0.380 |")
-    assert "| **200** | 523 | loss 1e-9, dhidden 9e-7, dweight 8e-7 |" in lines[3]
-    assert lines[4].startswith("| eager (alone) | 2.60 s |")
-    assert lines[5].endswith("| yes |")
-    assert lines[6].startswith(r"| cce | FAILED: error of dweight 2e-1; a\|b |  |")
-    assert lines[-1] == "Not here: quack (needs a GPU). Not able: liger (no softcap)."
-    assert heads.line(found).endswith(
-        "| bare GEMMs 2.00 s | ours 1.10x | eager 1.18x, trl 1.82x | FAILED: cce"
-    )
 
 
 def test_cases_and_headline(tmp_path: Path) -> None:
@@ -81,6 +64,9 @@ def test_cases_and_headline(tmp_path: Path) -> None:
     assert lines[0].startswith("|  | fp32: x bare | x ours | extra MiB | value error | gradient")
     assert lines[2].startswith("| bare-gemms | 1.00 (2.00 s) | 0.91 | 150 |  |  | 1.00 (2.00 s) |")
     assert lines[3].startswith("| **ours** | **1.10** | **1.00** | **200** | **1e-9** | **9e-7** |")
+    assert heads.line(found.tables[0]).endswith(
+        "| bare GEMMs 2.00 s | ours 1.10x | eager 1.18x, trl 1.82x | FAILED: cce"
+    )
     assert lines[6] == "| cce | FAILED |  |  |  | 2e-1 |  |  |  |  |  |"
 
 
@@ -226,6 +212,5 @@ def test_the_command(
     assert (tmp_path / "test-cpu" / "time.png").exists() == plots
     written = (tmp_path / "test-cpu" / "report.md").read_text()
     assert written == report(found) and "# Test CPU, 2 threads" in written
-    assert "3 passed, 0 failed, 1 skipped, in 2.00 s." in written
-    assert "B = 4; errors against float64; 2026-01-02, 0123456789ab." in written
-    assert "torch 2.13.0, trl 1.16.0 |" in written
+    assert "Tests: 3 passed, 0 failed, 1 skipped." in written
+    assert "## dapo, qwen2.5-0.5b, T = 1024" in written
