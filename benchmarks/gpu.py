@@ -179,8 +179,10 @@ def run_tests(job: Job, tests: Sequence[str] = TESTS, marker: str = "gpu") -> di
     names = ("passed", "failed", "skipped")
     counts: dict[str, Any] = {name: [*outcomes.values()].count(name) for name in names}
     broken = [said for said, code in zip(outputs, codes, strict=True) if code not in _FINE]
-    wrong = bool(failures or broken or not counts["passed"])
+    missed = [*outcomes.values()].count("not run")
+    wrong = bool(failures or broken or missed or not counts["passed"])
     note = ", ".join(f"{value} {name}" for name, value in counts.items())
+    note += f", {missed} not run" if missed else ""
     note += f"; {len(broken)} of {count} processes broke: {last_line(broken[0])}" if broken else ""
     job.done(
         "tests", start, "timeout" if None in codes else "failed" if wrong else "ok", note, failures
@@ -211,6 +213,8 @@ def _read(reports: Sequence[Path]) -> tuple[dict[str, str], list[str]]:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     index, count = map(int, os.environ["SHARD"].split("/"))
     items[:] = items[index::count]
+    for item in items:
+        _note(item.nodeid, "not run")
 
 
 def pytest_collectreport(report: Any) -> None:
@@ -267,9 +271,9 @@ def main() -> int:
     log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(out=out, log=log, scratch=Path(scratch), end=end)
-        code, title = job.python(["-c", _LOOK], _FACTS)
+        code, said = job.python(["-c", _LOOK], _FACTS)
         if code != 0:
-            print(f"no GPU to measure on: {last_line(title)}")
+            print(f"no GPU to measure on: {last_line(said)}")
             return 2
         try:
             install_wheels(job)
@@ -280,7 +284,7 @@ def main() -> int:
             job.done("the job", time.monotonic(), "failed", "interrupted")
         files = [path for path in out.rglob("*") if path.is_file()]
         new = sorted(path for path in files if path.stat().st_mtime >= started - 1)
-        for line in summary(title.strip(), job, new):
+        for line in summary(last_line(said), job, new):
             print(line[:160])
             with log.open("a") as file:
                 file.write(f"{line}\n")
