@@ -25,7 +25,7 @@ _LONGEST = 900.0  # seconds; for those who are not expected to hang
 
 
 def memory_alone(case: Case, provider: Provider) -> Memory | None:
-    """Peak memory of one call on the CPU; None where the process failed."""
+    """Measure the peak memory of one call on the CPU; None where the process failed."""
     answer = _ask("memory", case, provider.name, 0, _LONGEST)
     if "failure" in answer:
         warnings.warn(f"no memory of {provider.name}, {case}: {answer['failure']}", stacklevel=2)
@@ -36,7 +36,7 @@ def memory_alone(case: Case, provider: Provider) -> Memory | None:
 def measured_alone(
     case: Case, provider: Provider, rounds: int, left: float, what: str = "row"
 ) -> dict[str, Any]:
-    """The fields of a row, measured on the GPU; a ``failure`` where the process failed.
+    """Measure the fields of a row on the GPU; a ``failure`` where the process failed.
 
     ``left``: seconds until the deadline of all. ``what``: "row" of a case, or of "accuracy".
     """
@@ -55,7 +55,7 @@ def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[
 
 
 def ask(module: str, words: list[str], timeout: float, **environment: str) -> dict[str, Any]:
-    """The JSON that ``python -m module`` prints last; a ``failure`` where it fails or hangs."""
+    """Return the JSON that ``python -m module`` prints last; a ``failure`` if it fails or hangs."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-m", module, *words],
@@ -79,7 +79,7 @@ def ask(module: str, words: list[str], timeout: float, **environment: str) -> di
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """With what it started, a server maybe."""
+    """End it with what it started, a server maybe."""
     if process.poll() is None:
         import psutil
 

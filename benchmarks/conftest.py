@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Not the harness's own tests beside a measurement: they put Triton into its interpreter."""
+    """Leave out the harness's own tests when measuring: they put Triton into its interpreter."""
     tests = (
         config.getoption("--benchmark-only") and collection_path == Path(__file__).parent / "tests"
     )
@@ -70,13 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def suite(config: pytest.Config) -> str:
-    """The name of the chosen suite."""
+    """Return the name of the chosen suite."""
     full = "gpu-full" if DEVICE == "cuda" else "cpu"
     return config.getoption("--suite") or (full if config.getoption("--full") else "quick")
 
 
 def _budget(config: pytest.Config) -> float:
-    """Seconds of timing for a case: the quick suite stops at the fewest rounds."""
+    """Return the seconds of timing for a case: the quick suite stops at the fewest rounds."""
     thorough = config.getoption("--full") or config.getoption("--suite") not in (None, "quick")
     return 30.0 if thorough else 1.0
 
@@ -93,14 +93,14 @@ def collector(pytestconfig: pytest.Config) -> Collector | None:
 
 @pytest.fixture(scope="session")
 def deadline(pytestconfig: pytest.Config) -> float:
-    """The end by ``time.monotonic()``."""
+    """Return the end by ``time.monotonic()``."""
     seconds = pytestconfig.getoption("--deadline")
     return time.monotonic() + seconds if seconds is not None else float("inf")
 
 
 @pytest.fixture(scope="session")
 def begin(deadline: float) -> Callable[..., None]:
-    """A function that skips what there is no time or, for a case, no memory for."""
+    """Return a function that skips what there is no time or, for a case, no memory for."""
 
     def begin(entry: Entry | None = None) -> None:
         if time.monotonic() > deadline:
@@ -119,7 +119,7 @@ def table(
     deadline: float,
     begin: Callable[..., None],
 ) -> dict[str, Row]:
-    """The rows of one case, by provider: of those that the command line selected."""
+    """Measure the rows of one case, by provider: of those that the command line selected."""
     begin(entry)
     wanted = {
         item.callspec.params["provider_name"]

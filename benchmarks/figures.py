@@ -48,14 +48,14 @@ class Figures:
         return self.times.median if self.times else None
 
     def to(self, base: str) -> float | None:
-        """Time over that of another provider."""
+        """Return the time over that of another provider."""
         return self.times.to.get(base) if self.times else None
 
 
 def times(
     rows: Sequence[Row] | Sequence[SavingsRow] | Sequence[TrainingRow], phase: str = ""
 ) -> dict[str, Times]:
-    """By provider, of those that were timed. ``phase``: of a training step, not all of it."""
+    """Summarise the samples of those that were timed; ``phase``: of a part of a training step."""
     samples = {
         row.provider: getattr(row, "phases", {}).get(phase, []) if phase else row.seconds
         for row in rows
@@ -74,7 +74,7 @@ def times(
 
 
 def here(rows: Sequence) -> list:
-    """Those that are on the machine and able to do the work: by time, failures last."""
+    """Leave out who is absent or unable; sort by time, failures last."""
     timed = times(rows)
     present = (row for row in rows if row.absent is None and row.unable is None)
     return sorted(
@@ -83,7 +83,7 @@ def here(rows: Sequence) -> list:
 
 
 def figures(table: Table) -> dict[str, Figures]:
-    """Those that are here and able, by provider: bare GEMMs first, then by time, failures last."""
+    """Compute a table's figures by provider: bare GEMMs first, then by time, failures last."""
     timed = times(table.rows)
     rows = sorted(here(table.rows), key=lambda row: row.provider != BARE)
     return {row.provider: _figures(row, timed.get(row.provider)) for row in rows}
@@ -106,7 +106,7 @@ def _largest(row: Row, outputs: Sequence[str]) -> float | None:
 
 
 def case(table: Table) -> Case:
-    """The case as it was measured, whatever the registry of models says now."""
+    """Return the case as it was measured, whatever the registry of models says now."""
     model = Model(table.model, table.hidden, table.vocabulary, table.softcap)
     return Case(model, table.tokens, table.dtype, WORKS[table.work])
 
@@ -120,13 +120,13 @@ def baselines(rows: dict[str, Figures]) -> list[Figures]:
 
 
 def fastest(rows: dict[str, Figures]) -> Figures | None:
-    """Of the baselines."""
+    """Return the fastest baseline."""
     timed = [x for x in baselines(rows) if x.times]
     return min(timed, key=lambda x: x.median or 0, default=None)
 
 
 def leanest(rows: dict[str, Figures]) -> Figures | None:
-    """The baseline with the least extra memory."""
+    """Return the baseline with the least extra memory."""
     known = [x for x in baselines(rows) if x.extra is not None]
     return min(known, key=lambda x: x.extra or 0, default=None)
 
@@ -161,7 +161,7 @@ class AccuracyFigures:
 
 
 def accuracy_figures(table: AccuracyTable) -> dict[str, AccuracyFigures]:
-    """By provider, of those with values, and failures last: ours, then by noise or dhidden."""
+    """Compute errors by provider: ours first, then by noise or dhidden, failures last."""
     found = [_accuracy_figures(row, table) for row in table.rows if not (row.absent or row.unable)]
 
     def place(x: AccuracyFigures) -> tuple[bool, int, float]:
@@ -189,7 +189,7 @@ def _accuracy_figures(row: AccuracyRow, table: AccuracyTable) -> AccuracyFigures
 
 
 def _by_band(errors: dict[int, float], exact: Sequence[float]) -> dict[str, Spread]:
-    """Of errors by token."""
+    """Group errors by token."""
     found = {}
     for band in BANDS:
         if of_band := spread([errors[i] for i in within(band, exact) if i in errors]):
@@ -198,12 +198,12 @@ def _by_band(errors: dict[int, float], exact: Sequence[float]) -> dict[str, Spre
 
 
 def within(band: str, exact: Sequence[float]) -> list[int]:
-    """The tokens of a band, by their exact log-probabilities."""
+    """Return the tokens of a band, by their exact log-probabilities."""
     low, high = BANDS[band]
     return [i for i, logprob in enumerate(exact) if low < math.exp(logprob) <= high]
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of no values."""
+    """Summarise the sizes of some values; None of none."""
     sizes = [abs(value) for value in values]
     return Spread(median=statistics.median(sizes), maximum=max(sizes)) if sizes else None

@@ -71,13 +71,13 @@ class Job:
     steps: list[Step] = field(default_factory=list)
 
     def python(self, words: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """The exit code, None where it was stopped; and the output, which goes to the log."""
+        """Return the exit code, None where it was stopped; and what the log has of it."""
         size = self.log.stat().st_size if self.log.exists() else 0
         (code,) = finish([self.start(words, self.log)], time.monotonic() + limit)
         return code, self.log.read_bytes()[size:].decode(errors="replace")
 
     def start(self, words: Sequence[str], log: Path, **variables: str) -> Process:
-        """A Python process, the first of a group of its own."""
+        """Start a Python process, the first of a group of its own."""
         paths = [str(ROOT), str(self.scratch / "site"), os.environ.get("PYTHONPATH", "")]
         variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as file:
@@ -87,7 +87,7 @@ class Job:
             )  # fmt: skip
 
     def step(self, name: str, words: Sequence[str], limit: float) -> str:
-        """A step of one process; gives its output."""
+        """Run a step of one process, and return its output."""
         start = time.monotonic()
         code, output = self.python(words, min(limit, self.end - start))
         self.done(name, start, state(code), last_line(output))
@@ -105,7 +105,7 @@ Process = subprocess.Popen[bytes]
 
 
 def finish(processes: Sequence[Process], end: float) -> list[int | None]:
-    """Exit codes. What has not ended is interrupted: pytest then reports what it has.
+    """Wait for exit codes. What has not ended is interrupted: pytest then reports what it has.
 
     Nothing that they started lives on, whatever happens.
     """
@@ -144,7 +144,7 @@ def last_line(output: str) -> str:
 
 
 def install_wheels(job: Job, folder: Path = ROOT / "wheels") -> None:
-    """Those that fit this machine, all in one command: packages share name spaces."""
+    """Install what fits this machine, all in one command: packages share name spaces."""
     tags = set(sys_tags())
     every = sorted(folder.glob("*.whl"))
     wheels = [str(path) for path in every if parse_wheel_filename(path.name)[3] & tags]
@@ -157,7 +157,7 @@ def install_wheels(job: Job, folder: Path = ROOT / "wheels") -> None:
 
 
 def run_tests(job: Job, tests: Sequence[str] = TESTS, marker: str = "gpu") -> dict[str, Any]:
-    """In several processes: most of their work is compilation. Gives the counts."""
+    """Run the tests in several processes, since most of their work is compilation."""
     start = time.monotonic()
     count = max(1, min(_MOST_SHARDS, (os.cpu_count() or 1) // 2))
     reports = [job.scratch / f"shard-{index}.jsonl" for index in range(count)]
@@ -194,7 +194,7 @@ _FINE = (0, 1, 5, None)  # exit codes of pytest: passed, failed, nothing collect
 
 
 def _read(reports: Sequence[Path]) -> tuple[dict[str, str], list[str]]:
-    """Outcomes by test, and what failed; a test at which its process ended has failed."""
+    """Read outcomes by test, and what failed: a test at which its process ended has."""
     outcomes: dict[str, str] = {}
     messages: dict[str, str] = {}
     for report in reports:
@@ -233,7 +233,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def _note(test: str, outcome: str, message: str = "") -> None:
-    """Each line is complete when it is written: a kill loses none."""
+    """Write a line that is complete at once: a kill loses none."""
     with Path(os.environ["REPORT"]).open("a") as file:
         file.write(json.dumps([test, outcome, message[:300]]) + "\n")
 
@@ -251,7 +251,7 @@ def benchmark(job: Job, counts: dict[str, Any]) -> None:
 
 
 def summary(title: str, job: Job, files: Sequence[Path]) -> Iterator[str]:
-    """One screen: all that a remote reader may see."""
+    """Write one screen: all that a remote reader may see."""
     yield title
     for step in job.steps:
         yield f"{step.name:<11}{step.state:<8}{step.seconds:5.0f} s  {step.note}"

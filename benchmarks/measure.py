@@ -81,7 +81,7 @@ def _make_row(provider: Provider, case: Case, device: str) -> Row:
 
 
 def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
-    """These runs are also the warm-up."""
+    """Check all; these runs are also the warm-up."""
     exact = reference(problem)
     for index, (row, provider) in enumerate(pairs):
         if time.monotonic() > settings.deadline:
@@ -148,12 +148,12 @@ def in_turns(
 
 
 def describe(error: Exception) -> str:
-    """One line, as a ``failure``."""
+    """Write an error in one line, as a ``failure``."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
 def device_is_lost(device: str) -> bool:
-    """Whether a kernel faulted: after that, nothing of this process runs on the GPU."""
+    """Return whether a kernel faulted: after that, nothing of this process runs on the GPU."""
     if device != "cuda":
         return False
     try:

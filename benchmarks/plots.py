@@ -53,7 +53,7 @@ def _memory(tables: Sequence[Table]) -> Any:
 
 
 def _over_tokens(tables: Sequence[Table], what: str, unit: str, value: Value) -> Any:
-    """A panel per head and dtype: a curve for each provider, or bars where there is one T."""
+    """Draw a panel per head and dtype: a curve for each provider, or bars where there is one T."""
     works = [table.work for table in tables]
     work = _WORK if _WORK in works else max(works, key=works.count)
     groups: dict[str, list[Table]] = {}
@@ -82,7 +82,7 @@ def _over_tokens(tables: Sequence[Table], what: str, unit: str, value: Value) ->
 
 
 def _points(group: Sequence[Table], value: Value) -> dict[str, dict[int, float]]:
-    """Provider -> T -> value."""
+    """Return values by provider and T."""
     points: dict[str, dict[int, float]] = {}
     for table in group:
         for name, row in figures(table).items():
@@ -113,7 +113,7 @@ def _curves(axis: Any, points: dict[str, dict[int, float]], unit: str) -> None:
 
 
 def _bars(axis: Any, values: dict[str, float], write: Callable[[float], str]) -> None:
-    """The first on top, with a number at its end."""
+    """Draw the first on top, with a number at its end."""
     drawn = axis.barh(list(values), list(values.values()), color=[_colour(x) for x in values])
     axis.bar_label(drawn, [write(value) for value in values.values()], padding=3, fontsize=7)
     axis.invert_yaxis()
@@ -122,7 +122,7 @@ def _bars(axis: Any, values: dict[str, float], write: Callable[[float], str]) ->
 
 
 def _accuracy(tables: Sequence[Table]) -> Any:
-    """A row of panels per dtype, a panel per output: of the case that most providers have."""
+    """Draw a row of panels per dtype, one per output: of the case that most providers have."""
     chosen = {
         (dtype, output): found
         for dtype in DTYPES
@@ -159,7 +159,7 @@ def _widest(tables: Sequence[Table], output: str) -> Table | None:
 
 
 def _errors(table: Table, output: str) -> dict[str, float]:
-    """By provider, ours first; of those that did not fail."""
+    """Return errors by provider, ours first, of those that did not fail."""
     rows = (x.row for x in figures(table).values() if not x.row.failure)
     found = {row.provider: row.errors[output] for row in rows if output in row.errors}
     return dict(sorted(found.items(), key=lambda item: not is_ours(item[0])))
@@ -177,7 +177,7 @@ def _is_minor(name: str) -> bool:
 
 
 def _colour(name: str) -> Any:
-    """The same in every picture: ours in blue."""
+    """Give a provider its colour, the same in every picture: ours is blue."""
     import matplotlib
 
     from benchmarks.providers import PROVIDERS

@@ -39,7 +39,7 @@ BLOCKS = {
 
 
 def show(block: str, kind: str, devices: dict[str, Device] | None = None) -> str:
-    """A block of a document: of the newest device of the kind "cpu" or "cuda"."""
+    """Write a block, of the newest device of the kind "cpu" or "cuda"."""
     found = newest(kind, devices)
     return (BLOCKS[block](found) if found else "") or NOT_MEASURED
 
@@ -47,7 +47,7 @@ def show(block: str, kind: str, devices: dict[str, Device] | None = None) -> str
 def headline(
     kind: str, work: str, model: str, tokens: int, devices: dict[str, Device] | None = None
 ) -> str:
-    """One case in every dtype, of the newest device of a kind."""
+    """Write one case in every dtype, of the newest device of a kind."""
     device = newest(kind, devices)
     found = [
         table
@@ -58,7 +58,7 @@ def headline(
 
 
 def plots(kind: str, folder: str) -> str:
-    """Links to the pictures of the newest device of a kind; ``folder``: of the results."""
+    """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
     device = newest(kind)
     there = [x for x in PLOTS if device and (RESULTS / device.slug / f"{x}.png").exists()]
     links = [f"![{PLOTS[name]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
@@ -100,7 +100,7 @@ def providers() -> str:
 
 
 def report(device: Device) -> str:
-    """Every block of a device, and a table of every case."""
+    """Write every block of a device, and a table of every case."""
     titles = {
         "standings": "Everybody over all cases",
         "cases": "Every case in a line",

@@ -45,12 +45,12 @@ class Environment:
 
     @property
     def source(self) -> str:
-        """The commit, short."""
+        """Shorten the commit."""
         return f"{self.commit[:12]}{' + changes' if self.modified else ''}"
 
     @property
     def where(self) -> str:
-        """The device, with what makes it that fast."""
+        """Name the device, with what makes it that fast."""
         threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}"
         return self.device + (threads if self.kind == "cpu" else "")
 
@@ -138,7 +138,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for two measurements of one thing."""
+        """Return what two measurements of one thing have in common."""
         return getattr(self, "work", ""), self.model, self.tokens, self.dtype
 
 
@@ -276,7 +276,7 @@ class Device:
 
 
 def load(folder: Path = RESULTS) -> dict[str, Device]:
-    """Every device with results in ``folder``, by the name of its own folder."""
+    """Load every device with results in ``folder``, by the name of its own folder."""
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*/????-??-??-*.json")):
         files.setdefault(path.parent.name, []).append(path)
@@ -284,7 +284,11 @@ def load(folder: Path = RESULTS) -> dict[str, Device]:
 
 
 def load_run(path: Path) -> Run:
-    """One file; a ``ValueError`` says what in it is not as expected."""
+    """Load one file.
+
+    Raises:
+        ValueError: it is not as expected, and where.
+    """
     import msgspec
 
     try:
@@ -326,7 +330,7 @@ class Collector:
 
 
 def _unused(folder: Path, facts: dict[str, Any]) -> Path:
-    """A name that no earlier run has."""
+    """Return a name that no earlier run has."""
     base, name = folder / slug(facts["device"]), f"{facts['date'][:10]}-{facts['commit'][:12]}"
     path, count = base / f"{name}.json", 1
     while path.exists():

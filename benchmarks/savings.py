@@ -43,7 +43,7 @@ class Variant:
     adapted: bool = False  # LoRA on the head
 
     def task(self, case: Case, device: str) -> Task:
-        """Its batch; the inputs are the same for all variants."""
+        """Make its batch; the inputs are the same for all variants."""
         problem = make_problem(replace(case, work=WORKS[self.work]), device)
         if not self.adapted:
             return Task(problem=problem, exact=problem)
@@ -54,7 +54,7 @@ class Variant:
         return Task(problem=problem, exact=replace(problem, case=full, weight=merged), lora=lora)
 
     def run(self, task: Task) -> Result:
-        """The loss and its gradients; of an adapter its factors' in place of the weight's."""
+        """Compute loss and gradients; of an adapter its factors' in place of the weight's."""
         problem, lora = task.problem, task.lora
         loss, _ = linear_policy_loss(
             problem.hidden,
@@ -72,7 +72,7 @@ class Variant:
         return Result(loss=loss.detach(), dhidden=dhidden, dweight=flat)
 
     def expected(self, task: Task) -> Result:
-        """The same from the reference."""
+        """Compute the same by the reference."""
         exact, lora = reference(task.exact), task.lora
         if lora is None:
             return exact
@@ -83,7 +83,7 @@ class Variant:
 
 
 def _adapter(problem: Problem) -> HeadLoRA:
-    """Factors in fp32, as PEFT keeps them."""
+    """Make factors in fp32, as PEFT keeps them."""
     generator = torch.Generator().manual_seed(2)
     columns, hidden = problem.weight.shape
 
@@ -163,6 +163,6 @@ def measure_savings(
 
 
 def _check(row: SavingsRow, variant: Variant, task: Task) -> None:
-    """Also the warm-up."""
+    """Check a variant; also its warm-up."""
     found = compare(variant.run(task), variant.expected(task), task.exact)
     row.errors, row.failure = found.errors, found.failure

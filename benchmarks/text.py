@@ -13,7 +13,7 @@ def duration(seconds: float | None) -> str:
 
 
 def digits(value: float | None, count: int = 3) -> str:
-    """``count`` significant digits, never an exponent."""
+    """Write ``count`` significant digits, never an exponent."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -31,7 +31,7 @@ def mib(size: float | None) -> str:
 
 
 def error(value: float | None) -> str:
-    """One digit: 9e-7."""
+    """Write one digit: 9e-7."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -45,7 +45,7 @@ def yes_no(value: bool | None) -> str:
 
 
 def spread(values: Sequence[float], middle: float) -> str:
-    """A ratio, and in brackets from which to which."""
+    """Write a ratio, and in brackets from which to which."""
     ends = ratio(min(values)), ratio(max(values))
     return ratio(middle) if ends[0] == ends[1] else f"{ratio(middle)} ({ends[0]} to {ends[1]})"
 
@@ -55,14 +55,14 @@ def bold(text: str) -> str:
 
 
 def bold_least(values: Sequence[float | None], texts: Sequence[str]) -> list[str]:
-    """``texts`` with those of the smallest value, as it is written, in bold."""
+    """Make those ``texts`` bold that are as the smallest value is written."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     best = texts[list(values).index(min(known))] if known else None
     return [bold(text) if text == best else text for text in texts]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown, without empty columns: numbers to the right, words to the left."""
+    """Write Markdown, without empty columns: numbers to the right, words to the left."""
     lines = [list(row) for row in rows]
     kept = [i for i in range(len(header)) if i == 0 or any(line[i] for line in lines)]
     rules = ["---:" if _is_of_numbers(line[i] for line in lines) else "---" for i in kept]
@@ -74,6 +74,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _is_of_numbers(cells: Iterable[str]) -> bool:
-    """Whether most of a column that is not empty starts with a number."""
+    """Return whether most of a column's cells start with a number."""
     starts = [cell.lstrip("*")[:1].isdigit() for cell in cells if cell]
     return 2 * sum(starts) > len(starts)

@@ -20,14 +20,14 @@ def column(
     value: Callable[[Any], float | None],
     write: Callable[[float | None], str],
 ) -> Column:
-    """The least in bold, but for the bare GEMMs."""
+    """Write a column, the least in bold but for the bare GEMMs."""
     values = [None if x is None else value(x) for x in rows]
     ranked = [None if x is None or x.name == BARE else v for x, v in zip(rows, values, strict=True)]
     return title, text.bold_least(ranked, [write(v) for v in values])
 
 
 def names(rows: Iterable[str]) -> Column:
-    """The first column."""
+    """Write the first column."""
     return "", [text.bold(name) if name in QUOTED else name for name in rows]
 
 
@@ -40,7 +40,7 @@ def error_list(errors: dict[str, float]) -> str:
 
 
 def with_missing(table: str, rows: Sequence[Line]) -> str:
-    """Under the table, who is not in it, by reason."""
+    """Add who is not in a table, by reason."""
     absent = _by_reason((row.provider, row.absent) for row in rows)
     unable = _by_reason((row.provider, row.unable) for row in rows if row.absent is None)
     parts = [f"Not here: {absent}." if absent else "", f"Not able: {unable}." if unable else ""]
@@ -56,7 +56,7 @@ def _by_reason(reasons: Iterable[tuple[str, str | None]]) -> str:
 
 
 def in_order(tables: Iterable[Any]) -> list[Any]:
-    """By work, then as the models, lengths and dtypes are listed."""
+    """Sort by work, then as the models, lengths and dtypes are listed."""
     models = list(MODELS)
 
     def place(table: Any) -> tuple[int, ...]:

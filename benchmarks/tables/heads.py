@@ -15,7 +15,7 @@ from benchmarks.work import WORKS
 
 
 def headline(tables: Sequence[Table], every: bool = False) -> str:
-    """One case, in each dtype that was measured: who is fast, small and exact.
+    """Show one case in each dtype that was measured: who is fast, small and exact.
 
     ``every``: also ours by other schedules and backends.
     """
@@ -48,7 +48,7 @@ def headline(tables: Sequence[Table], every: bool = False) -> str:
 
 
 def cases(tables: Sequence[Table]) -> str:
-    """A line per case: ours and the best baseline, in time and in memory."""
+    """Show a line per case: ours and the best baseline, in time and in memory."""
     header = [
         "work", "model", "T", "dtype", "bare",
         "x bare: ours", "ours-input", "fastest baseline",
@@ -74,7 +74,7 @@ def _case(table: Table) -> list[str]:
 
 
 def standings(tables: Sequence[Table]) -> str:
-    """Per dtype a line for each provider, over all of its cases."""
+    """Show a line for each provider, over all of its cases of a dtype."""
     parts = []
     for dtype in DTYPES:
         if found := [figures(table) for table in tables if table.dtype == dtype]:
@@ -126,14 +126,14 @@ def _middle(values: list[float]) -> str:
 
 
 def _always(values: Sequence[bool | None]) -> str:
-    """Whether it holds in all cases that know."""
+    """Write whether it holds in all cases that know."""
     if False in values and True in values:
         return f"all but {list(values).count(False)}"
     return text.yes_no(None if {*values} <= {None} else False not in values)
 
 
 def schedules(tables: Sequence[Table]) -> str:
-    """One pass beside two, in the cases that have both, and which of them ``ours`` took."""
+    """Show one pass beside two, in the cases that have both, and which of them ``ours`` took."""
     header = ["work", "model", "T", "dtype", "one_pass", "two_pass"]
     header += ["extra MiB: one_pass", "two_pass", "ours takes"]
     lines = []
@@ -153,7 +153,7 @@ def schedules(tables: Sequence[Table]) -> str:
 
 
 def line(table: Table) -> str:
-    """One case in a line of a terminal."""
+    """Write one case in a line of a terminal."""
     rows = figures(table)
     parts = [str(case(table))]
     if BARE in rows and rows[BARE].times:

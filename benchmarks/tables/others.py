@@ -32,7 +32,7 @@ from benchmarks.work import WORKS
 
 
 def training(tables: Sequence[TrainingTable]) -> str:
-    """One line per trainer."""
+    """Show a line per trainer."""
     return "\n\n".join(f"{table.model}:\n\n{_training(table)}" for table in tables)
 
 
@@ -63,7 +63,7 @@ def _ends(values: Sequence[float]) -> str:
 
 
 def savings(tables: Sequence[SavingsTable]) -> str:
-    """A line per variant; its time beside that of the variant it saves from."""
+    """Show a line per variant; its time beside that of the variant it saves from."""
     return "\n\n".join(f"{_savings_caption(table)}\n\n{_savings(table)}" for table in tables)
 
 
@@ -100,7 +100,7 @@ _LEGENDS = {
 
 
 def accuracy(tables: Sequence[AccuracyTable]) -> str:
-    """Values first, the rounded dtype first."""
+    """Show errors of values, then of gradients; the rounded dtype first."""
     parts = []
     ordered = sorted(in_order(tables), key=lambda x: (x.of_gradients, x.dtype))
     for kind, legend in _LEGENDS.items():
@@ -112,7 +112,7 @@ def accuracy(tables: Sequence[AccuracyTable]) -> str:
 
 
 def _accuracy_caption(table: AccuracyTable) -> str:
-    """What the distributions are like."""
+    """Describe the distributions."""
     bands = ", ".join(
         f"{100 * len(within(band, table.logprobs)) / len(table.logprobs):.0f} % {band}"
         for band in BANDS
@@ -135,7 +135,7 @@ def _accuracy_caption(table: AccuracyTable) -> str:
 
 
 def accuracy_table(table: AccuracyTable) -> str:
-    """One line per provider that gave values or failed, then who gave none, and why."""
+    """Show a line per provider that gave values or failed, then who gave none, and why."""
     rows = list(accuracy_figures(table).values())
     measured = _gradients(rows) if table.of_gradients else _values(rows)
     for index, x in enumerate(rows):
@@ -198,7 +198,7 @@ _ROLLOUTS_LEGEND = (
 
 
 def rollouts(entries: Sequence[RolloutsEntry]) -> str:
-    """A table per model, from the smallest, and what the lines mean."""
+    """Show a table per model, from the smallest, and what the lines mean."""
     engines, parts = [engine.name for engine in ENGINES], [_ROLLOUTS_LEGEND]
     ordered = sorted(entries, key=lambda x: (x.parameters, engines.index(x.engine)))
     sizes = {x.model: x.parameters for x in ordered}  # of those that did not fail, the last

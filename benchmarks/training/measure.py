@@ -96,7 +96,7 @@ class _Contestant:
         self.row = TrainingRow(self.provider.name, self.provider.note, absent=absent)
 
     def attempt(self, call: Callable[[_Contestant], None]) -> None:
-        """An error of a trainer is its result, not the end of the others."""
+        """Call; an error of a trainer is its result, not the end of the others."""
         if not self.row.runs:
             return
         try:
@@ -109,7 +109,7 @@ class _Contestant:
                 self.row.failure = describe(error)
 
     def logged(self, name: str) -> list[float]:
-        """Values that ``train()`` logged at the measured steps."""
+        """Return what ``train()`` logged at the measured steps."""
         assert self.training is not None
         history = self.training.trainer.state.log_history
         return [entry[name] for entry in history if name in entry][_WARM_UP:]
@@ -167,7 +167,7 @@ def _step(each: _Contestant, seed: int) -> None:
 
 
 def _check_lengths(each: _Contestant, expected: int) -> None:
-    """The work was that of all the others."""
+    """Check that the work was that of all the others."""
     lengths = each.logged("completions/mean_length")
     if lengths != [float(expected)] * len(each.steps):
         each.row.failure = f"completions of {lengths} tokens; expected {expected}"
