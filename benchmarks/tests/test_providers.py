@@ -95,7 +95,7 @@ def test_half_of_the_batch_runs_too():
             assert check.failure is None, name
 
 
-def test_gspo_is_the_peers_grpo_over_ratios_of_sequences():
+def test_gspo_is_the_baselines_grpo_over_ratios_of_sequences():
     arguments = loss_arguments(LossConfig(loss_type="gspo", beta=0.1))
     assert arguments["loss_type"] == "grpo"
     assert arguments["importance_sampling_level"] == "sequence"

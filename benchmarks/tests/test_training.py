@@ -48,7 +48,7 @@ def dawdling(job):
 
 
 def incomplete(job):
-    """As when a peer is installed without what it imports."""
+    """As when a baseline is installed without what it imports."""
     try:
         importlib.import_module("no_such_module")
     except ImportError as error:
