@@ -1,4 +1,4 @@
-"""A measurement in a process of its own: ``python -m benchmarks.child WHAT CASE... PROVIDER``.
+"""Measurements in a process of their own, by ``benchmarks.alone``.
 
 For the resident memory of a CPU process, and for providers that may hang and must be killed.
 """
@@ -10,16 +10,12 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.memory import measure_memory
-from benchmarks.problem import make_problem
 from benchmarks.providers.base import Provider
 from benchmarks.results import Memory
-from benchmarks.shapes import MODELS, Case
-from benchmarks.work import WORKS
+from benchmarks.shapes import Case
 
 _LONGEST = 900.0  # seconds; for those who are not expected to hang
 
@@ -51,7 +47,7 @@ def measured_alone(
 
 def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[str, Any]:
     words = [case.model.name, str(case.tokens), case.dtype, case.work.name, name, str(rounds)]
-    return ask("benchmarks.child", [what, *words], timeout)
+    return ask("benchmarks.alone", [what, *words], timeout)
 
 
 def ask(module: str, words: list[str], timeout: float, **environment: str) -> dict[str, Any]:
@@ -87,28 +83,3 @@ def _end(process: subprocess.Popen[str]) -> None:
             child.kill()
         process.kill()
         process.wait()
-
-
-def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
-    from benchmarks import accuracy, measure  # they ask for processes themselves
-    from benchmarks.providers import PROVIDERS
-
-    provider = PROVIDERS[name]
-    if what == "row":
-        return asdict(measure.measure_one(case, provider, "cuda", rounds))
-    if what == "accuracy":
-        return asdict(accuracy.measure_one(case, provider, "cuda"))
-    tiny = replace(case, model=MODELS["tiny"], tokens=32)
-    provider.run(make_problem(tiny))  # libraries are loaded, threads started
-    return asdict(measure_memory(provider.run, make_problem(case, exact=False))[0])
-
-
-def _main(
-    what: str, model: str, tokens: str, dtype: str, work: str, name: str, rounds: str
-) -> None:
-    case = Case(MODELS[model], int(tokens), dtype, WORKS[work])
-    print(json.dumps(_answer(what, case, name, int(rounds))))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -51,6 +51,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.path.parent != Path(__file__).parent:  # the harness's own tests
+        return
     if "entry" in metafunc.fixturenames:
         entries = SUITES[suite(metafunc.config)]()
         metafunc.parametrize("entry", entries, ids=str, scope="session")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.linear_logprobs import OUTPUTS
-from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses import LOSSES, NamedLoss
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.cli.serve import serve_command
@@ -155,9 +157,26 @@ def test_counts_and_a_buffer_for_the_gradient() -> None:
         "config": LossConfig(),
         "scaler": torch.amp.GradScaler("cpu"),
     }
-    for mentioning in ("active_lengths=", "weight_grad="):
+    for mentioning in ("active_lengths=", "main_grad="):
         exec(python_block(KERNELS, mentioning), names)
     assert weight.grad.any()
+
+
+@pytest.fixture
+def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLoss]:
+    """What the block on a loss of one's own registers."""
+    (tmp_path / "own_loss.py").write_text(python_block(KERNELS, "class PowerClip"))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("own_loss")
+    assert module.config.surrogate == module.PowerClip(power=2.0)
+    yield LOSSES.pop("power_clip")
+    del sys.modules["own_loss"]
+
+
+def test_a_loss_of_ones_own(own_loss: NamedLoss, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "power_clip", own_loss)
+    with pytest.raises(ValueError, match="power: expected a number > 0, got 0"):
+        LossConfig(loss_type="power_clip", power=0)
 
 
 def test_trainer(folder: Path) -> None:
@@ -183,7 +202,9 @@ def test_run_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words", [*commands(README), *commands(TRAINER)], ids=lambda words: " ".join(words)
 )
-def test_commands(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, own_loss: NamedLoss
+) -> None:
     if words[0] == "serve":
         assert "path/to/model" in serve_command(words[1:]).words
         return
@@ -193,7 +214,7 @@ def test_commands(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatc
     if "--use_peft" in words:
         pytest.importorskip("peft")
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory
-    monkeypatch.setitem(LOSSES, "my_loss", LOSSES["grpo"])
+    monkeypatch.setitem(LOSSES, "my_loss", own_loss)
     monkeypatch.setitem(sys.modules, "my_package.losses", ModuleType("losses"))
     run, args = parse([*words, "--use_cpu"])
     assert run.model_name_or_path == "path/to/model" and args.output_dir == "out"

@@ -12,8 +12,7 @@ from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig, explain, linear_logprobs, linear_policy_loss
-from grpo_kernels.backends import choose_backend, chunk_rows
-from grpo_kernels.tools.estimate import HeadShape, default_schedule
+from grpo_kernels.backends import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 
