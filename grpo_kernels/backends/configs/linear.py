@@ -1,6 +1,6 @@
 """Tiles of the product whose logits stay on the chip, and whether that product is used at all.
 
-As in ``tiles.py`` all depends on the device, the dtype and the head, never on the row count: a
+As in ``rows.py`` all depends on the device, the dtype and the head, never on the row count: a
 row's bits are the same in every batch.
 """
 

@@ -1,7 +1,7 @@
 """Log-probabilities without a gradient: softmax statistics in the epilogue of the logits product.
 
-See :mod:`triton_linear_kernel` for what runs. No logits tile is in memory, only a few sums for each
-row and stretch of the vocabulary.
+See :mod:`linear_stats` for what runs. No logits tile is in memory, only a few sums for each row and
+stretch of the vocabulary.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A program owns a block of rows and a stretch of the vocabulary. It forms one tile of fp32 logits
 after the other and folds each into the sums of its rows, so that no logit leaves the chip. A second
-kernel (:mod:`triton_merge`) merges the stretches in their order. What a stretch is depends on the
+kernel (:mod:`merge`) merges the stretches in their order. What a stretch is depends on the
 head alone: a row's bits are the same in every batch.
 
 Each row keeps a running maximum. Sums relative to the target's logit would need none, but that
