@@ -236,7 +236,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         return loss, None, None
 
     def _generation_batch(self) -> list[MicroBatch]:
-        """The micro-batches of the next prompts."""
+        """Return the micro-batches of the next prompts."""
         sinks = Sinks(self.state, self._metrics[True], self._completions.get(True))
         with phase("score"):
             batches, num_tokens = self._collector.train(self._prompts, sinks, self._ahead)

@@ -38,7 +38,7 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterator[Path]:
-    """A folder in which all processes write ``name``; on leaving it appears in ``run_dir``, whole.
+    """Yield a folder for all processes to write ``name``, which then appears in ``run_dir``, whole.
 
     Raises:
         CheckpointError: a file could not be written. What was written is deleted, to free the disk;
@@ -62,7 +62,7 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
 
 @contextmanager
 def model_aside(folder: Path) -> Iterator[Path]:
-    """A folder in which to save a model, which on leaving replaces the one in ``folder``.
+    """Yield a folder in which to save a model, which on leaving replaces the one in ``folder``.
 
     Raises:
         CheckpointError: a file could not be written. What is in ``folder`` is untouched.
@@ -80,7 +80,7 @@ def model_aside(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _freed(aside: Path, final: Path) -> Iterator[None]:
-    """Deletes what was written aside if it cannot be completed, and says so."""
+    """Delete what was written aside if it cannot be completed, and say so."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three names
@@ -96,7 +96,7 @@ def _freed(aside: Path, final: Path) -> Iterator[None]:
 
 
 def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
-    """Deletes the oldest complete checkpoints beyond ``limit``, none of those named in ``keep``."""
+    """Delete the oldest complete checkpoints beyond ``limit``, none of those named in ``keep``."""
     if not limit or limit < 1:
         return
     # an incomplete one is no reason to delete a complete one
@@ -125,7 +125,7 @@ def _publish(aside: Path, final: Path) -> None:
 
 
 def _replace(aside: Path, folder: Path) -> None:
-    """Moves the files of ``aside``. At no time is there a model of new and of old files."""
+    """Move the files of ``aside``. At no time is there a model of new and of old files."""
     names = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
     names.sort(key=lambda name: name.name in _ENTRIES)  # last
     for name in names:
@@ -143,7 +143,7 @@ def _replace(aside: Path, folder: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Waits until the disk has it all: a rename could outlive a crash that the data does not."""
+    """Wait until the disk has it all: a rename could outlive a crash that the data does not."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 
@@ -157,7 +157,7 @@ def _sync(path: Path) -> None:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Folders that look like checkpoints, oldest step first."""
+    """Return folders that look like checkpoints, oldest step first."""
     found = {}
     for folder in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")

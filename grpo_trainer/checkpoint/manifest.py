@@ -48,7 +48,7 @@ class Manifest:
         return name in self._files
 
     def check_sizes(self) -> None:
-        """Raises ValueError unless every file is there, as long as it was."""
+        """Raise ValueError unless every file is there, as long as it was."""
         for name, file in self._files.items():
             path = self._folder / name
             if not path.is_file():
@@ -59,7 +59,7 @@ class Manifest:
                 )
 
     def check_contents(self, names: Iterable[str] | None = None) -> None:
-        """Raises ValueError unless the files ``names``, by default all, are what was written."""
+        """Raise ValueError unless the files ``names``, by default all, are what was written."""
         names = list(self._files if names is None else names)
         paths = [self._folder / name for name in names]
         for name, path, digest in zip(names, paths, _digests(paths), strict=True):
@@ -68,7 +68,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path) -> Path:
-    """Lists every file below ``folder``, and returns where."""
+    """List every file below ``folder``, and return where."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     paths = [path for path in paths if path.relative_to(folder).as_posix() not in _EDITABLE]
     files = {
@@ -81,7 +81,7 @@ def write_manifest(folder: Path) -> Path:
 
 
 def _digests(paths: list[Path]) -> list[str]:
-    """Of several files at once: hashing lets other threads run."""
+    """Hash several files at once: that lets other threads run."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(_digest, paths))
 

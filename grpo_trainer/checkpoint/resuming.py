@@ -24,7 +24,7 @@ _NAME = "resume_from_checkpoint"
 
 
 def find_checkpoint(run_dir: Path, asked: str | Path | bool | None) -> Path | None:
-    """The folder that ``asked`` means; for True the newest in ``run_dir``.
+    """Return the folder that ``asked`` means; for True the newest in ``run_dir``.
 
     Raises:
         ValueError: there is none.
@@ -44,7 +44,7 @@ def find_checkpoint(run_dir: Path, asked: str | Path | bool | None) -> Path | No
 
 
 def check_checkpoint(folder: Path, args: GRPOConfig, settings: dict[str, Any], steps: int) -> None:
-    """Raises ValueError unless a run can go on from ``folder`` exactly. It reads every file.
+    """Raise ValueError unless a run can go on from ``folder`` exactly. It reads every file.
 
     Args:
         folder: the checkpoint.
@@ -65,7 +65,7 @@ def check_checkpoint(folder: Path, args: GRPOConfig, settings: dict[str, Any], s
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Says which argument led to a checkpoint that is not whole, and where an older one is."""
+    """Say which argument led to a checkpoint that is not whole, and where an older one is."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ _LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
 
 @contextmanager
 def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keeps other runs out of ``run_dir``; the system ends that, too, when the process is killed.
+    """Keep other runs out of ``run_dir``; the system ends that, too, when the process is killed.
 
     The main process locks for all of them.
 
@@ -44,7 +44,7 @@ def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _locked(run_dir: Path) -> FileLock | None:
-    """None where the file system has no locks, or nothing can be written."""
+    """Lock ``run_dir``; None where the file system has no locks, or nothing can be written."""
     path = run_dir / _LOCK_NAME
     lock = FileLock(path)
     try:

@@ -83,7 +83,7 @@ _ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "peft_versio
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Those of ``trainer``, by name, as JSON holds them."""
+    """Return those of ``trainer``, by name, as JSON holds them."""
     args, recipe, data = trainer.args, trainer.recipe, trainer.train_dataset
     parts = {
         "number of processes": args.world_size,
@@ -100,7 +100,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 def differences(
     written: dict[str, Any], settings: dict[str, Any], defaults: dict[str, Any]
 ) -> list[str]:
-    """Where a run differs from the one that wrote a checkpoint.
+    """Return where a run differs from the one that wrote a checkpoint.
 
     A field that was not there yet when the checkpoint was written had the effect of its default.
     """
@@ -112,7 +112,7 @@ def differences(
 
 
 def may_end_elsewhere(args: GRPOConfig, before: int, now: int) -> bool:
-    """Whether the steps taken are the same in a run of ``now`` steps as in one of ``before``."""
+    """Return whether the steps taken are alike in runs of ``now`` and of ``before`` steps."""
     same_warmup = args.get_warmup_steps(before) == args.get_warmup_steps(now)
     return before == now or (args.lr_scheduler_type in _ENDLESS and same_warmup)
 
@@ -126,7 +126,7 @@ def _compared(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """The fields of the adapters' configs."""
+    """Return the fields of the adapters' configs."""
     if not is_peft_model(model):
         return {"peft_config": None}
     return {
@@ -138,7 +138,7 @@ def _adapters(model: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An object without an equal in JSON."""
+    """Return an object without an equal in JSON."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=str)
     if callable(value):

@@ -11,7 +11,7 @@ class StartError(ValueError):
 
 
 def raise_together(accelerator: Accelerator, problem: str | None) -> None:
-    """Raises StartError on all processes if one has a ``problem``. Every process calls it."""
+    """Raise StartError on all processes if one has a ``problem``. Every process calls it."""
     problems = [text for text in gather_object([problem]) if text is not None]
     if problems:
         raise StartError(problems[0])

@@ -24,7 +24,7 @@ class Stateful(Protocol):
     """A part of a run that a checkpoint must hold."""
 
     def state(self) -> Any:
-        """Numbers, text, tensors, and lists and dictionaries of them."""
+        """Return numbers, text, tensors, and lists and dictionaries of them."""
         ...
 
     def restore(self, state: Any) -> None: ...
@@ -42,28 +42,28 @@ class ResumableTrainer(Trainer):
     _parts: dict[str, Stateful]
 
     def start(self) -> None:
-        """Makes everything that a run changes as it is before the first step."""
+        """Make everything that a run changes as it is before the first step."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Ends what runs beside the steps, after the last one and after an error."""
+        """End what runs beside the steps, after the last one and after an error."""
         raise NotImplementedError
 
     def shared_state(self) -> dict[str, Any]:
-        """What is the same on all processes; it is saved once."""
+        """Return what is the same on all processes; it is saved once."""
         raise NotImplementedError
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        """What must be the same in a run that resumes, as JSON holds it."""
+        """Return what must be the same in a run that resumes, as JSON holds it."""
         raise NotImplementedError
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in ``transformers.Trainer``; True resumes from the newest checkpoint.
+        """Train as ``transformers.Trainer`` does; True resumes from the newest checkpoint.
 
         From the last checkpoint of a run that has taken all of its steps only the model and the
         trainer's state are loaded; nothing is logged or written, and the result has no metrics.
@@ -83,7 +83,7 @@ class ResumableTrainer(Trainer):
                 self.stop()
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
-        """What training resumes from. Every process calls it, and all raise what one finds."""
+        """Return what training resumes from. Every process calls it; all raise what one finds."""
         found, problem = None, None
         try:
             found = find_checkpoint(Path(self.args.output_dir), asked)
@@ -108,7 +108,7 @@ class ResumableTrainer(Trainer):
         )
 
     def _finished(self, state: TrainerState) -> TrainOutput:
-        """The end of a run without a step left. Its model is loaded already."""
+        """End a run without a step left. Its model is loaded already."""
         state.is_local_process_zero = self.is_local_process_zero()
         state.is_world_process_zero = self.is_world_process_zero()
         self.state = state

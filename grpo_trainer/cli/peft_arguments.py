@@ -86,7 +86,7 @@ class AdapterArguments:
             )
 
     def peft_config(self) -> Any | None:
-        """The adapter's configuration; None without ``use_peft``."""
+        """Return the adapter's configuration; None without ``use_peft``."""
         if not self.use_peft:
             return None
         from peft import LoraConfig
@@ -107,7 +107,7 @@ class AdapterArguments:
         )
 
     def quantization_config(self, args: GRPOConfig) -> BitsAndBytesConfig | None:
-        """How the base model is quantised; None if it is not.
+        """Return how the base model is quantised; None if it is not.
 
         4-bit weights are multiplied in the dtype of all layers: bf16 with ``args.bf16``, else the
         model's.
@@ -126,7 +126,7 @@ class AdapterArguments:
         )
 
     def _set(self) -> list[str]:
-        """The arguments of this class that differ from their defaults."""
+        """Return which arguments of this class differ from their defaults."""
         own = fields(AdapterArguments)
         return [item.name for item in own if getattr(self, item.name) != item.default]
 

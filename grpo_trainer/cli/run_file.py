@@ -36,7 +36,7 @@ class RunFile:
 def read_run_file(
     path: Path, actions: Mapping[str, Action], hints: Mapping[str, Any], mappings: Collection[str]
 ) -> RunFile:
-    """Reads ``name: value`` lines.
+    """Read ``name: value`` lines.
 
     A plain value is taken as written, so that ``save_strategy: no`` is the word and not a boolean.
 
@@ -92,7 +92,7 @@ def _value(node: yaml.Node) -> Any:
 
 
 def _has_words(node: yaml.Node, action: Action) -> bool:
-    """Whether it is a list that the command line takes as several words."""
+    """Return whether it is a list that the command line takes as several words."""
     if not isinstance(node, yaml.SequenceNode) or action.nargs != "+" or not node.value:
         return False
     return all(isinstance(item, yaml.ScalarNode) for item in node.value)

@@ -31,7 +31,7 @@ class ServeCommand(NamedTuple):
 
 
 def serve_command(argv: Sequence[str]) -> ServeCommand:
-    """What ``grpo-train serve`` with ``argv`` runs."""
+    """Return what ``grpo-train serve`` with ``argv`` runs."""
     parser = OneLineParser(prog="grpo-train serve", description=_DESCRIPTION)
     parser.add_argument("--model", required=True, help="Model folder or hub id.")
     parser.add_argument(
@@ -77,7 +77,7 @@ def _warning(host: str) -> str | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Becomes the server."""
+    """Become the server."""
     command = serve_command(argv)
     if importlib.util.find_spec("vllm") is None:
         print("grpo-train serve: error: vllm is not installed; install [vllm]", file=sys.stderr)

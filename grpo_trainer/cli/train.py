@@ -217,7 +217,7 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
 
 
 def fail(message: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
+    """Print one line to stderr, and exit with code 2."""
     print(f"grpo-train: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(2)
 

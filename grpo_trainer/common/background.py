@@ -51,7 +51,7 @@ async def _together(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 @functools.cache
 def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The loop of process ``pid``: a fork inherits the loop, but not the thread that runs it."""
+    """Return the loop of process ``pid``: a fork inherits it, but not the thread that runs it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
     return loop

@@ -13,7 +13,7 @@ _warned: set[tuple[str, type]] = set()
 
 @contextmanager
 def unfailing(what: str) -> Iterator[None]:
-    """Goes on after any error inside, with one warning for each kind of them.
+    """Go on after any error inside, with one warning for each kind of them.
 
     Nothing inside may wait for other processes: one that fails would not come.
 

@@ -60,7 +60,7 @@ def check_booleans(args: TrainingArguments) -> None:
 
 
 def check_config(args: TrainingArguments) -> None:
-    """Raises ValueError unless every field is in range and all of them fit together."""
+    """Raise ValueError unless every field is in range and all of them fit together."""
     _check_integers(args, _AT_LEAST)
     check_number("learning_rate", args.learning_rate, 0)
     _check_names(args)
@@ -72,7 +72,7 @@ def check_config(args: TrainingArguments) -> None:
 
 
 def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """The dictionary of an option that the command line takes as JSON; empty for None.
+    """Return the dictionary of an option that the command line takes as JSON; empty for None.
 
     Raises:
         ValueError: it is neither.
@@ -85,7 +85,7 @@ def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def parse_json_fields(args: TrainingArguments) -> None:
-    """Turns the dictionaries that the command line gives as JSON into dictionaries.
+    """Turn the dictionaries that the command line gives as JSON into dictionaries.
 
     Raises:
         ValueError: one is not JSON.
@@ -101,7 +101,7 @@ def parse_json_fields(args: TrainingArguments) -> None:
 
 
 def set_generation_batch(args: TrainingArguments) -> None:
-    """Fills in whichever of generation_batch_size and steps_per_generation is missing."""
+    """Fill in whichever of generation_batch_size and steps_per_generation is missing."""
     step = args.per_device_train_batch_size * args.world_size
     size, steps = args.generation_batch_size, args.steps_per_generation
     if size is not None and steps is not None:
@@ -128,7 +128,7 @@ def set_generation_batch(args: TrainingArguments) -> None:
 
 
 def check_eval_batch(args: TrainingArguments) -> None:
-    """Raises ValueError unless an evaluation batch holds whole groups."""
+    """Raise ValueError unless an evaluation batch holds whole groups."""
     batch = args.per_device_eval_batch_size * args.world_size
     if batch % args.eval_group_size:
         raise ValueError(
@@ -138,7 +138,7 @@ def check_eval_batch(args: TrainingArguments) -> None:
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises ValueError unless ``value`` is one of ``known``."""
+    """Raise ValueError unless ``value`` is one of ``known``."""
     if value not in known:
         raise ValueError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
 
@@ -146,7 +146,7 @@ def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
 def check_number(
     name: str, value: Any, low: float, high: float = math.inf, above: bool = False
 ) -> None:
-    """Raises ValueError unless ``value`` is a finite number in [low, high].
+    """Raise ValueError unless ``value`` is a finite number in [low, high].
 
     With ``above`` the range is (low, high].
     """

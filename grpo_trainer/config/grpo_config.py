@@ -257,7 +257,7 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
         check_tools(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in TrainingArguments: for JSON, and without secrets, those in dictionaries too."""
+        """Return the fields for JSON, and without secrets, those in dictionaries too."""
         path = {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
         return masked(super().to_dict() | path)
 
@@ -294,5 +294,5 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
         return self.gradient_accumulation_steps % self.micro_steps_per_generation != 0
 
     def check_eval_batch(self) -> None:
-        """Raises ValueError unless an evaluation batch holds whole groups."""
+        """Raise ValueError unless an evaluation batch holds whole groups."""
         check_eval_batch(self)

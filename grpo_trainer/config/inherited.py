@@ -32,7 +32,7 @@ def check_accelerator(args: TrainingArguments) -> None:
 
 
 def leave_the_head_to_us(args: TrainingArguments) -> None:
-    """Liger's patch of the head would replace the forward that computes our loss."""
+    """Keep Liger from patching the head, whose forward computes our loss."""
     if not args.use_liger_kernel:
         return
     patches: dict[str, Any] = dict(args.liger_kernel_config or {})
@@ -46,7 +46,7 @@ def leave_the_head_to_us(args: TrainingArguments) -> None:
 
 
 def _check_loading(args: TrainingArguments) -> None:
-    """Settings of loaders, which do not read the training prompts: each process does."""
+    """Check settings of loaders, which do not read the training prompts: each process does."""
     reasons = {
         "dispatch_batches": "the main process can send tensors alone, and prompts are none",
         "split_batches": "batch sizes are those of one process",
@@ -63,7 +63,7 @@ def _check_loading(args: TrainingArguments) -> None:
 
 
 def _check_what_trainer_would_ignore(args: TrainingArguments) -> None:
-    """Arguments of transformers' Trainer that have no meaning here."""
+    """Check arguments of transformers' Trainer that have no meaning here."""
     reasons = {
         "auto_find_batch_size": (False, "a smaller batch would split groups"),
         "label_smoothing_factor": (0.0, "there are no labels"),

@@ -19,7 +19,7 @@ _CORRECTION = "rollout_correction_"
 
 
 def _general() -> list[dataclasses.Field]:
-    """The fields of LossConfig, whatever the loss."""
+    """Return the fields of LossConfig, whatever the loss."""
     return [
         item
         for item in dataclasses.fields(LossConfig)
@@ -28,7 +28,7 @@ def _general() -> list[dataclasses.Field]:
 
 
 def _surrogates() -> dict[type[Surrogate], list[str]]:
-    """The surrogates, with the losses that are made of each."""
+    """Return the surrogates, with the losses that are made of each."""
     found: dict[type[Surrogate], list[str]] = {}
     for name, loss in LOSSES.items():
         found.setdefault(loss.surrogate, []).append(name)
@@ -36,7 +36,7 @@ def _surrogates() -> dict[type[Surrogate], list[str]]:
 
 
 def _help(owner: type) -> dict[str, str]:
-    """Field name to help, from the ``Args:`` section of a docstring."""
+    """Return field name to help, from the ``Args:`` section of a docstring."""
     section = (owner.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
     entries = re.split(r"\n {8}(?=\w)", section)
     texts = (entry.partition(":") for entry in entries)
@@ -48,7 +48,7 @@ def _help(owner: type) -> dict[str, str]:
 
 
 def _mirrored() -> list[tuple[str, type, Any]]:
-    """Fields with the names, types and defaults of LossConfig and of the surrogates."""
+    """Return fields with the names, types and defaults of LossConfig and of the surrogates."""
     made: dict[str, tuple[type, Any, list[str]]] = {}
     owners: list[tuple[type, list[str]]] = [(LossConfig, []), *_surrogates().items()]
     for owner, losses in owners:
@@ -106,7 +106,7 @@ def loss_config(args: TrainingArguments) -> LossConfig:
 
 
 def _settings(args: TrainingArguments) -> dict[str, Any]:
-    """The settings of the loss's surrogate, and those that it does not know, for the error."""
+    """Return the settings of the loss's surrogate, and, for the error, what it does not know."""
     own = LOSSES[args.loss_type].settings if args.loss_type in LOSSES else ()
     general = {item.name for item in _general()}
     given, changed = {}, set()

@@ -38,7 +38,7 @@ _NEW_NAMES = {
 
 
 def adopt_old_names(args: TrainingArguments) -> None:
-    """Moves deprecated values to the fields that took their place.
+    """Move deprecated values to the fields that took their place.
 
     Raises:
         ValueError: an old and its new name are both set, to different values.
@@ -65,7 +65,7 @@ def adopt_old_names(args: TrainingArguments) -> None:
 
 
 def _adopt_torch_dtype(args: TrainingArguments) -> None:
-    """transformers' old name, which ``from_pretrained`` would ignore beside ``dtype``."""
+    """Adopt transformers' old name, which ``from_pretrained`` would ignore beside ``dtype``."""
     given = args.model_init_kwargs
     if not isinstance(given, dict) or "torch_dtype" not in given:
         return

@@ -159,7 +159,7 @@ _SERVER = (
 
 
 def correction_options(args: RolloutFields) -> dict[str, Any]:
-    """The fields of LossConfig that correct for what the engine sampled from.
+    """Return the fields of LossConfig that correct for what the engine sampled from.
 
     Raises:
         ValueError: they are out of range.
@@ -184,7 +184,7 @@ def correction_options(args: RolloutFields) -> dict[str, Any]:
 
 
 def check_rollout(args: TrainingArguments, loss: LossConfig) -> None:
-    """Raises ValueError unless the engine's settings are in range and fit together and ``loss``."""
+    """Raise ValueError unless the engine's settings are in range and fit together and ``loss``."""
     check_choice("vllm_mode", args.vllm_mode, MODES)
     check_choice("vllm_model_impl", args.vllm_model_impl, _IMPLEMENTATIONS)
     check_choice("vllm_weight_transfer", args.vllm_weight_transfer, _TRANSFERS)
@@ -247,7 +247,7 @@ def _check_sampling_mask(args: TrainingArguments) -> None:
 
 
 def check_url(name: str, url: str) -> None:
-    """Raises ValueError unless ``url`` is that of a web server."""
+    """Raise ValueError unless ``url`` is that of a web server."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -272,7 +272,7 @@ def _check_one_engine(args: TrainingArguments) -> None:
 
 
 def _check_unused(args: TrainingArguments) -> None:
-    """What would have no effect is an error inside vLLM's settings, else a warning."""
+    """Raise for vLLM's settings that have no effect in the mode; warn of others."""
     defaults = {item.name: item.default for item in fields(RolloutFields)}
     changed = {name for name, default in defaults.items() if getattr(args, name) != default}
     if not args.use_vllm:

@@ -53,7 +53,7 @@ class ToolFields:
 
 
 def check_tools(args: TrainingArguments) -> None:
-    """Raises ValueError unless they are in range, and possible with the rest."""
+    """Raise ValueError unless they are in range, and possible with the rest."""
     if args.tool_timeout is not None:
         check_number("tool_timeout", args.tool_timeout, 0, above=True)
     function = args.dynamic_prompts_fn
@@ -75,7 +75,7 @@ def check_tools(args: TrainingArguments) -> None:
 
 
 def import_path(function: Callable[..., Any] | str | None) -> str | None:
-    """What a function is called where only text can stand."""
+    """Return the import path of a function, where only text can stand."""
     if function is None or isinstance(function, str):
         return function
     name = getattr(function, "__qualname__", type(function).__qualname__)

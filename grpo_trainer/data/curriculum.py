@@ -79,7 +79,7 @@ class Curriculum:
         self._next: list[Rewritten | None] = []
 
     def take(self, count: int) -> list[Row]:
-        """The next ``count`` rows."""
+        """Return the next ``count`` rows."""
         planned: list[Row | None] = [*self._next[:count]]
         self._next = self._next[count:]
         planned += [None] * (count - len(planned))
@@ -114,7 +114,7 @@ class Curriculum:
         self._next = outcome[0]
 
     def state(self) -> dict[str, Any]:
-        """Where the dataset stands, and the rows that come before it."""
+        """Return where the dataset stands, and the rows that come before it."""
         rows = [row and {"row": dict(row), "original": row.original} for row in self._next]
         return {"dataset": self._prompts.state(), "next": rows}
 
@@ -217,7 +217,7 @@ def _is_plain(value: Any) -> bool:
 def training_prompts(
     dataset: Any, args: GRPOConfig, accelerator: Accelerator
 ) -> PromptStream | Curriculum:
-    """What ``args`` asks for.
+    """Return what ``args`` asks for.
 
     Raises:
         ValueError: ``dynamic_prompts_fn`` leads to no function.

@@ -54,7 +54,7 @@ def _load(name: str, *source: str | None, **options: str) -> Dataset:
 
 
 def looks_local(name: str) -> bool:
-    """Whether ``name`` cannot be a hub id, which is ``name`` or ``owner/name``."""
+    """Return whether ``name`` cannot be a hub id, which is ``name`` or ``owner/name``."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -89,7 +89,7 @@ def check_datasets(
 
 
 def as_they_are(rows: list[Any]) -> list[Any]:
-    """What a loader does with the items of a batch: nothing."""
+    """Return the items of a batch as they are."""
     return rows
 
 

@@ -36,7 +36,7 @@ class MicroBatch:
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
     ) -> TokenBatch:
-        """The tokens in the loss. ``num_items`` scales with the window's micro-batches."""
+        """Return the tokens in the loss. ``num_items`` scales with the window's micro-batches."""
         return TokenBatch.from_padded(
             self.target,
             self.advantages,
@@ -118,7 +118,7 @@ def _sampling_mask(
 def pad_rows(
     rows: Sequence[Tensor], value: int, left: bool = False, multiple: int | None = None
 ) -> Tensor:
-    """Stacks (l,) rows to (B, L), padded with ``value``; L is a multiple of ``multiple``."""
+    """Stack (l,) rows to (B, L), padded with ``value``; L is a multiple of ``multiple``."""
     length = max(row.numel() for row in rows)
     length += -length % (multiple or 1)
     padded = torch.full((len(rows), length), value, dtype=torch.int64)
@@ -143,7 +143,7 @@ class RolloutBuffer:
         self.batches: list[MicroBatch] = []
 
     def current(self, make: Callable[[], list[MicroBatch]]) -> MicroBatch:
-        """The micro-batch of this micro-step."""
+        """Return the micro-batch of this micro-step."""
         if not self.batches or self.position % self._uses == 0:
             self.batches = make()
         return self.batches[self.position % self._slices]

@@ -18,7 +18,7 @@ def encode_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     tools: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[list[int]]:
-    """Token ids of each prompt, the last ``max_length`` of them.
+    """Return token ids of each prompt, the last ``max_length`` of them.
 
     ``tools`` are the schemas of what each of them may call.
 
@@ -56,7 +56,7 @@ def check_context(
     max_completion_length: int,
     context: int | None,
 ) -> None:
-    """Raises ValueError unless every prompt leaves room for its completion.
+    """Raise ValueError unless every prompt leaves room for its completion.
 
     ``context`` is the number of tokens that the policy has positions for; None: any number.
     """
@@ -73,7 +73,7 @@ def check_context(
 
 
 def shortened(value: Any, characters: int = 200) -> str:
-    """``repr`` for a message: a prompt may be a whole book."""
+    """Return ``repr`` for a message: a prompt may be a whole book."""
     text = repr(value)
     return text if len(text) <= characters else text[:characters] + "..."
 
@@ -83,7 +83,7 @@ def decode_completions(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Any]:
-    """Text for a plain prompt, an assistant message for a conversational one."""
+    """Return text for a plain prompt, an assistant message for a conversational one."""
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

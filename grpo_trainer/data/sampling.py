@@ -44,14 +44,14 @@ class PromptStream:
 
     @classmethod
     def for_training(cls, dataset: Prompts, args: GRPOConfig) -> PromptStream:
-        """The stream that ``args`` asks for."""
+        """Return the stream that ``args`` asks for."""
         if args.remove_unused_columns:
             dataset = dataset.select_columns(["prompt"])
         seed = args.seed if args.shuffle_dataset else None
         return cls(dataset, args.prompts_per_generation, seed)
 
     def take(self, count: int) -> list[Row]:
-        """The next ``count`` rows.
+        """Return the next ``count`` rows.
 
         Raises:
             ValueError: the dataset is empty.
@@ -68,11 +68,11 @@ class PromptStream:
             self.restore({"epoch": self._epoch + 1, "offset": 0})
 
     def state(self) -> dict[str, int]:
-        """Where the stream stands."""
+        """Return where the stream stands."""
         return {"epoch": self._epoch, "offset": self._offset}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes to where a stream of the same dataset stood. A streaming dataset is read again."""
+        """Go to where a stream of the same dataset stood. A streaming dataset is read again."""
         self._epoch, self._offset = state["epoch"], state["offset"]
         self._rows = self._pass()
 
@@ -95,7 +95,7 @@ class PromptStream:
 
 
 def completions_per_epoch(dataset: Prompts, args: GRPOConfig) -> int:
-    """Completions in the loss from one pass over ``dataset``; of a stream: from all steps."""
+    """Count the completions in the loss of one pass over ``dataset``; of a stream: of all steps."""
     if isinstance(dataset, IterableDataset):
         micro_steps = args.max_steps * args.gradient_accumulation_steps
     else:
@@ -105,7 +105,7 @@ def completions_per_epoch(dataset: Prompts, args: GRPOConfig) -> int:
 
 
 def optimizer_steps(dataset: Prompts, args: GRPOConfig) -> int:
-    """Steps of a whole run, as transformers counts them."""
+    """Return steps of a whole run, as transformers counts them."""
     if args.max_steps > 0:
         return args.max_steps
     micro_steps = len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
@@ -140,7 +140,7 @@ class RepeatedStream(TorchIterableDataset):
 
 
 def own_copy(value: Any) -> Any:
-    """``value`` with lists and dictionaries of its own. What they hold, as images, is shared."""
+    """Return ``value`` with lists and dictionaries of its own. What they hold is shared."""
     if isinstance(value, dict):
         return {key: own_copy(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -149,5 +149,5 @@ def own_copy(value: Any) -> Any:
 
 
 def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:
-    """Each item ``times`` times in a row."""
+    """Yield each item ``times`` times in a row."""
     return (item for item in items for _ in range(times))

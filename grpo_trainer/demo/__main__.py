@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) -> dict[str, Any]:
-    """The arguments of ``grpo-train`` for this run."""
+    """Return the arguments of ``grpo-train`` for this run."""
     return {
         "model_name_or_path": out / "model",
         "dataset_name": train,

@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 def rollout_difference(model_folder: Path, dataset: Dataset, config: LossConfig) -> Difference:
-    """On a rollout of the policy in ``model_folder``, with the rewards that it got."""
+    """Compare on a rollout of the policy in ``model_folder``, with the rewards that it got."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     batch = _rollout(model, model_folder, dataset, config)
     add_fused_head(model)
@@ -50,12 +50,12 @@ def rollout_difference(model_folder: Path, dataset: Dataset, config: LossConfig)
 
 
 def large_head_difference(config: LossConfig) -> Difference:
-    """On random hidden states and a vocabulary of real size."""
+    """Compare on random hidden states and a vocabulary of real size."""
     return _difference(*_large_head(), config)
 
 
 def peak_bytes(backend: str) -> int:
-    """Peak memory of loss and gradients of the large head, in a process of its own."""
+    """Return peak memory of loss and gradients of the large head, in a process of its own."""
     command = [sys.executable, "-m", "grpo_trainer.demo.head", backend]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -121,7 +121,7 @@ def _large_head(tokens: int = TOKENS) -> tuple[Tensor, Tensor, TokenBatch]:
 
 
 def _measure(backend: str) -> int:
-    """Bytes above what the process held before: allocator's on a GPU, resident memory on a CPU."""
+    """Return bytes above what was held before: the allocator's on a GPU, resident ones on a CPU."""
     config = LossConfig()
     _loss_and_gradients(*_large_head(tokens=8), config, backend)  # loads libraries and threads
     inputs = _large_head()

@@ -17,7 +17,7 @@ CHARACTERS = ".0123456789="
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of ``CHARACTERS``, the unknown one and the end."""
+    """Return one token per character of ``CHARACTERS``, the unknown one and the end."""
     symbols = [UNKNOWN, END, *CHARACTERS]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -27,7 +27,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> Qwen3ForCausalLM:
-    """Two layers of width 64 with random weights."""
+    """Return two layers of width 64 with random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -47,7 +47,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -
 
 
 def write_policy(folder: Path, seed: int, heads: int = 4) -> None:
-    """Saves tokenizer and policy to ``folder``, where ``from_pretrained`` finds them."""
+    """Save tokenizer and policy to ``folder``, where ``from_pretrained`` finds them."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     make_policy(tokenizer, seed, heads).save_pretrained(folder)

@@ -27,12 +27,12 @@ class Summary:
 
 
 def training_rows(history: History) -> History:
-    """The entries that training steps logged."""
+    """Return the entries that training steps logged."""
     return [row for row in history if "reward" in row]
 
 
 def evaluation_rows(history: History) -> History:
-    """The entries that evaluations logged."""
+    """Return the entries that evaluations logged."""
     return [row for row in history if "eval_reward" in row]
 
 
@@ -42,7 +42,7 @@ def write_summary(folder: Path, summary: Summary) -> None:
 
 
 def write_csv(folder: Path, history: History) -> None:
-    """One row per logged training step."""
+    """Write one row per logged training step."""
     rows = training_rows(history)
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     with (folder / "metrics.csv").open("w", newline="") as file:
@@ -52,7 +52,7 @@ def write_csv(folder: Path, history: History) -> None:
 
 
 def plot_curves(folder: Path, history: History) -> None:
-    """Reward, entropy and completion length over the steps."""
+    """Plot reward, entropy and completion length over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,7 +78,7 @@ def plot_curves(folder: Path, history: History) -> None:
 
 
 def table(summary: Summary, head: str) -> str:
-    """What a reader looks at last. ``head`` names the head whose memory was measured."""
+    """Return the table of results. ``head`` names the head whose memory was measured."""
     megabytes = 2**20
     rows = [
         ("", "before", "after"),

@@ -15,7 +15,7 @@ _PARTIAL, _LENGTH = 0.6, 0.4  # shares of the reward: digits in place, right len
 
 
 def digits_reversal_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """0.6 times the share of digits in their place, plus 0.4 for ending after the last one.
+    """Return 0.6 times the share of digits in their place, plus 0.4 for ending after the last one.
 
     1 means right. Random tokens get about 0.07.
     """
@@ -29,7 +29,7 @@ def _score(text: str, right: str) -> float:
 
 
 def write_dataset(folder: Path, seed: int) -> tuple[Path, Path]:
-    """``train.jsonl`` and ``eval.jsonl``: all numbers of DIGITS digits, split at random."""
+    """Return ``train.jsonl`` and ``eval.jsonl``: all numbers of DIGITS digits, split at random."""
     numbers = ["".join(digits) for digits in itertools.product("0123456789", repeat=DIGITS)]
     random.Random(seed).shuffle(numbers)
     parts = {"eval": numbers[:EVAL_PROMPTS], "train": numbers[EVAL_PROMPTS:]}

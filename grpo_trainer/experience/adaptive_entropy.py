@@ -32,12 +32,12 @@ class AdaptiveEntropy:
         return torch.where(self._last <= self._args.entropy_target, self._coef, 0.0)
 
     def add(self, metrics: Metrics) -> None:
-        """Notes a micro-batch's entropy."""
+        """Note a micro-batch's entropy."""
         stat = metrics.stats.get("entropy_top") or metrics.stats["entropy"]
         self._window += torch.stack([stat.total.double(), stat.count.double()])
 
     def step(self) -> Metrics:
-        """Moves the coefficient, at the end of an optimizer step, and returns it for the log."""
+        """Move the coefficient, at the end of an optimizer step, and return it for the log."""
         total, count = self._accelerator.reduce(self._window, "sum")
         entropy = total / count.clamp(min=1)
         args = self._args
@@ -49,7 +49,7 @@ class AdaptiveEntropy:
         return value_metric("entropy_coef", self._coef, self._accelerator.device)
 
     def state(self) -> dict[str, float]:
-        """What the next step depends on, between two steps."""
+        """Return what the next step depends on, between two steps."""
         return {"coef": self._coef.item(), "last": self._last.item()}
 
     def restore(self, state: dict[str, float]) -> None:

@@ -28,7 +28,7 @@ def compute_advantages(
     scale: str = "group",
     aggregation: str = "sum_then_normalize",
 ) -> Advantages:
-    """Compares each completion with the others of its prompt.
+    """Compare each completion with the others of its prompt.
 
     Args:
         rewards: (N, F) one column per reward function; NaN: not applicable. Groups are
@@ -58,7 +58,7 @@ def groups_with_signal(
     group_size: int,
     aggregation: str = "sum_then_normalize",
 ) -> Tensor:
-    """(N / group_size,) bool: the group's completions get different advantages."""
+    """Return (N / group_size,) bool: the group's completions get different advantages."""
     grouped = rewards.reshape(-1, group_size, rewards.shape[1])
     centred, _ = _AGGREGATE[aggregation](grouped, weights, "none")
     # equal rewards stay equal when centred, while their standard deviation may be rounding
@@ -68,7 +68,7 @@ def groups_with_signal(
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:
-    """Standard deviation over ``dim`` (kept), Bessel-corrected; 0 for fewer than 2 values."""
+    """Return the standard deviation over ``dim`` (kept), Bessel-corrected; 0 for under 2 values."""
     count = (~values.isnan()).sum(dim, keepdim=True)
     deviations = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (deviations / (count - 1).clamp(min=1)).sqrt()

@@ -133,21 +133,23 @@ class Collector:
         return self._slices(scored, args.steps_per_generation, sinks), tokens
 
     def ahead(self, prompts: PromptStream | Curriculum) -> Ahead:
-        """Samples generation batches of ``prompts`` while the policy trains."""
+        """Return what samples generation batches of ``prompts`` while the policy trains."""
         assert isinstance(prompts, PromptStream)  # a curriculum needs the batch before
         count = self._args.prompts_per_generation
         draw = partial(self._draw, prompts, count)
         return Ahead(self._args, prompts, draw, self._encode, self._rollouts)
 
     def evaluate(self, rows: list[Row], sinks: Sinks) -> MicroBatch:
-        """One micro-batch of ``rows``, this process's. A prompt's group is consecutive, over the
-        processes in order."""
+        """Return one micro-batch of ``rows``, this process's.
+
+        A prompt's group is consecutive, over the processes in order.
+        """
         check_prompts(rows)
         scored = self._sample(rows, self._args.eval_group_size, sinks)
         return self._slices(scored, 1, sinks)[0]
 
     def _draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
-        """This process's rows of the next ``count`` prompts, a group for each."""
+        """Return this process's rows of the next ``count`` prompts, a group for each."""
         taken = prompts.take(count)
         check_prompts(taken)
         rows = list(repeated(taken, self._args.num_generations))

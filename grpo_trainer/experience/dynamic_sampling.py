@@ -57,7 +57,7 @@ class DynamicSampling:
         )
 
     def fill(self, first: Scored, more: Callable[[int], Scored]) -> tuple[Scored, Metrics]:
-        """The batch, as large as ``first``; ``more`` scores that many further prompts."""
+        """Return the batch, as large as ``first``; ``more`` scores that many further prompts."""
         rounds = [first]
         useful: list[bool] = self.has_signal(first.rewards).tolist()
         wanted = len(useful)

@@ -70,26 +70,26 @@ class Ahead:
         return rows, completions
 
     def begin(self, state: TrainerState) -> None:
-        """Sends the weights and starts on the next rows, if training goes on for so long."""
+        """Send the weights and start on the next rows, if training goes on for so long."""
         args = self._args
         steps = args.micro_steps_per_generation // args.gradient_accumulation_steps
         if state.global_step + steps < state.max_steps:
             self._begin()
 
     def stop(self) -> None:
-        """Ends what was begun; its rows are not trained on."""
+        """End what was begun; its rows are not trained on."""
         self._started = None
         self._rollouts.cancel()
 
     def state(self) -> dict[str, Any] | None:
-        """Waits for what was begun: a resumed run trains on the same completions."""
+        """Wait for what was begun: a resumed run trains on the same completions."""
         if self._started is None:
             return None
         completions = self._started.result()._asdict()
         return {"before": self._before, "step": self._started.step, "completions": completions}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Goes on from there. The rows are drawn again from the prompts."""
+        """Go on from there. The rows are drawn again from the prompts."""
         self._started = None
         if state is not None:
             self._before = state["before"]

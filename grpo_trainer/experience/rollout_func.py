@@ -24,7 +24,7 @@ _TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
 
 def check_rollout_func(function: Any) -> None:
-    """Raises ValueError unless it can be called as ``rollout_func``."""
+    """Raise ValueError unless it can be called as ``rollout_func``."""
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(
             f"rollout_func: expected a plain function (prompts, trainer), got {function!r}"
@@ -55,7 +55,7 @@ class FunctionSource:
         self._context = context
 
     def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
-        """What the function returns for the prompts of ``rows``.
+        """Return what the function returns for the prompts of ``rows``.
 
         Raises:
             ValueError: a field is missing, ragged or of the wrong kind.
@@ -105,7 +105,7 @@ class FunctionSource:
 
 
 def _fields(answer: Any, count: int) -> dict[str, Any]:
-    """What the function returned, numbers as Python's."""
+    """Return what the function returned, numbers as Python's."""
     if not isinstance(answer, Mapping):
         raise ValueError(f"rollout_func: expected a dictionary, got {type(answer).__name__}")
     missing = [name for name in _NEEDED if name not in answer]
@@ -130,7 +130,7 @@ def _fields(answer: Any, count: int) -> dict[str, Any]:
 
 
 def _plain(column: Any) -> Any:
-    """Without tensors: some write a list of them."""
+    """Return ``column`` without tensors: some write a list of them."""
     if hasattr(column, "tolist"):
         return column.tolist()
     if isinstance(column, list | tuple):

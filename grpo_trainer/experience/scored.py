@@ -30,7 +30,7 @@ class Scored:
 
 
 def share(count: int, process: int, processes: int) -> slice:
-    """The rows of ``count`` that belong to a process."""
+    """Return the rows of ``count`` that belong to a process."""
     return slice(process * count // processes, (process + 1) * count // processes)
 
 

@@ -73,7 +73,7 @@ class Interaction:
         sources: RewardSource | Sequence[RewardSource] | None,
         processing_classes: Tokenizers,
     ) -> list[RewardFunction]:
-        """The reward functions, and after them those of environments.
+        """Return the reward functions, and after them those of environments.
 
         Raises:
             ValueError: there are none, or one is wrong.
@@ -91,7 +91,7 @@ class Interaction:
         eos_token_ids: frozenset[int],
         context: int | None,
     ) -> Source | None:
-        """What makes the completions; None: one call of the engine.
+        """Return what makes the completions; None: one call of the engine.
 
         Raises:
             ValueError: the chat template cannot write conversations with these tools.

@@ -25,12 +25,12 @@ REFERENCE = "ref"  # the adapter that keeps the policy at the start
 
 
 def base_policy(model: nn.Module) -> PreTrainedModel:
-    """The transformers model, without PEFT's wrapper around it."""
+    """Return the transformers model, without PEFT's wrapper around it."""
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
 def with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
-    """``model`` under a new adapter, the only thing that is then trained.
+    """Return ``model`` under a new adapter, the only thing that is then trained.
 
     Raises:
         ValueError: peft is not installed, ``peft_config`` is none of its configs or one that adds
@@ -55,7 +55,7 @@ def with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
 
 
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
-    """Makes an adapted or quantised model ready for training; others pass untouched.
+    """Make an adapted or quantised model ready for training; others pass untouched.
 
     Raises:
         ValueError: nothing of the model can be trained, or its adapter is of a kind that cannot.
@@ -87,7 +87,7 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
 
 
 def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Every adapter of ``model`` as ``save_pretrained`` left it, in the dtype it has now.
+    """Load every adapter of ``model`` as ``save_pretrained`` left it, in the dtype it has now.
 
     Raises:
         ValueError: the checkpoint lacks one.
@@ -105,7 +105,7 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
 
 
 def _match_quantised_base(model: PreTrainedModel) -> None:
-    """Trains the adapters of a quantised base in bf16.
+    """Train the adapters of a quantised base in bf16.
 
     DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves.
     """
@@ -117,13 +117,13 @@ def _match_quantised_base(model: PreTrainedModel) -> None:
 
 
 def starts_as_base(peft_config: Any) -> bool:
-    """Whether a new adapter of this config changes neither the base model nor its outputs."""
+    """Return whether a new adapter of this config changes neither base model nor outputs."""
     init = getattr(peft_config, "init_lora_weights", getattr(peft_config, "init_weights", True))
     return init is True or init == "gaussian"
 
 
 def keep_reference_adapter(model: PreTrainedModel) -> None:
-    """Adds a frozen copy of the active adapter, named ``ref``.
+    """Add a frozen copy of the active adapter, named ``ref``.
 
     Raises:
         ValueError: there is an adapter of that name.
@@ -150,7 +150,7 @@ def keep_reference_adapter(model: PreTrainedModel) -> None:
 
 @contextmanager
 def running_adapter(model: PreTrainedModel, name: str | None) -> Iterator[None]:
-    """Runs with adapter ``name``, or with none; afterwards everything is as before."""
+    """Run with adapter ``name``, or with none; afterwards everything is as before."""
     trained = {key for key, value in model.named_parameters() if value.requires_grad}
     if name is None:
         with model.disable_adapter():

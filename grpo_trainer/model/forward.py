@@ -26,7 +26,7 @@ def policy_loss_of(
     config: LossConfig,
     with_router_loss: bool = False,
 ) -> tuple[Tensor, Metrics, Tensor | None]:
-    """The policy loss of ``tokens``, those of ``batch``, its metrics, and the routers' loss."""
+    """Return the policy loss of ``batch`` with ``tokens``, its metrics, and the routers' loss."""
     metrics: list[Metrics] = []
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
@@ -40,7 +40,7 @@ def policy_loss_of(
 
 
 def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
-    """Log-probabilities of the batch's targets, (B, L), without dropout or gradient.
+    """Return log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
     With sampling masks they are those over the kept ids, as the loss takes them.
     """

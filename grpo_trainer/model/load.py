@@ -109,7 +109,7 @@ def load_tokenizer(model: PreTrainedModel, args: GRPOConfig) -> PreTrainedTokeni
 
 
 def check_placement(trainer: Trainer) -> None:
-    """Raises ValueError unless every process has one device and the whole model."""
+    """Raise ValueError unless every process has one device and the whole model."""
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"expected one GPU per process, got {trainer.args.n_gpu}; start with "
@@ -120,7 +120,7 @@ def check_placement(trainer: Trainer) -> None:
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
-    """The weight of the model's router loss: the argument's, or else that of the model's config.
+    """Return the weight of the router loss: the argument's, else that of the model's config.
 
     Raises:
         ValueError: a weight is asked for and the model has no such loss.

@@ -29,14 +29,14 @@ class Reference:
     model: PreTrainedModel | None = None
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Called once, when the policy is where it will be trained."""
+        """Get ready, once, when the policy is where it will be trained."""
 
     @contextmanager
     def running(self, policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs for an exact resume; empty if the start gives all of it."""
+        """Return what a checkpoint needs to resume exactly; empty if the start gives all of it."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -105,7 +105,7 @@ class SyncReference(TrainerCallback):
 def make_reference(
     policy: PreTrainedModel, args: GRPOConfig, peft_config: Any | None
 ) -> Reference | None:
-    """The reference of ``policy`` as it is now; None with beta 0, which needs none.
+    """Return the reference of ``policy`` as it is now; None with beta 0, which needs none.
 
     A new adapter of ``peft_config`` is switched off, an adapter that came with the model is kept as
     a frozen copy; neither needs a second model.
@@ -129,7 +129,7 @@ def make_reference(
 
 
 def frozen_reference(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` in evaluation mode, without gradients, with its own fused head.
+    """Return a copy of ``model`` in evaluation mode, without gradients, with its own fused head.
 
     Raises:
         ValueError: the model has a fused head already. What is attached to a forward stays bound to

@@ -47,7 +47,7 @@ class CompletionLog:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Adds a row per completion; ``columns`` are its rewards and its advantage."""
+        """Add a row per completion; ``columns`` are its rewards and its advantage."""
         with unfailing(f"completions in {self._folder}"):
             for index, rollout in enumerate(rollouts):
                 row = {
@@ -60,14 +60,14 @@ class CompletionLog:
                 self._rows.append(row | rollout.extra)
 
     def state(self) -> list[dict[str, Any]]:
-        """The rows that are not written yet."""
+        """Return the rows that are not written yet."""
         return list(self._rows)
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         self._rows = list(state)
 
     def flush(self, step: int, is_main_process: bool) -> None:
-        """Called by all processes; the main one prints and writes."""
+        """Print and write the rows, on the main process; all processes call it."""
         rows = gather_object(self._rows)
         self._rows = []
         if not is_main_process or not rows:
@@ -85,7 +85,7 @@ class CompletionLog:
 
 
 def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
-    """Those of training (True) and of evaluation (False); none unless they are asked for."""
+    """Return those of training (True) and of evaluation (False); none unless they are asked for."""
     if not args.log_completions:
         return {}
     folder = Path(args.output_dir) / "completions"
@@ -97,7 +97,7 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
 
 
 def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """A row per completion: texts, rewards, and what reward functions logged beside them."""
+    """Return a row per completion: texts, rewards, and what reward functions logged beside them."""
     table = Table(title=title, title_justify="left", show_lines=True)
     names = [name for name in _names(rows) if name not in ("tokens", "truncated", "step")]
     for name in names:
@@ -119,7 +119,7 @@ def _parquet_table(rows: Sequence[Mapping[str, Any]], step: int) -> pyarrow.Tabl
 
 
 def _column(values: list[Any]) -> pyarrow.Array:
-    """Of one type; text if the values have none in common."""
+    """Return an array of one type; of text if the values have none in common."""
     try:
         return pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError):
@@ -127,7 +127,7 @@ def _column(values: list[Any]) -> pyarrow.Array:
 
 
 def as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt or a completion as it is shown: messages one below the other."""
+    """Return a prompt or a completion as it is shown: messages one below the other."""
     if isinstance(value, str):
         return value
     return "\n".join(f"{message['role']}: {_content(message)}" for message in value)

@@ -75,7 +75,7 @@ class LiveView(Progress):
 
 
 def sparkline(values: list[float]) -> str:
-    """One block per value, between the least and the greatest of them."""
+    """Return one block per value, between the least and the greatest of them."""
     low, high = min(values), max(values)
     scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARK[round((value - low) * scale)] for value in values)
@@ -94,7 +94,7 @@ def _numbers(snapshot: Snapshot) -> Table:
 
 
 def _phases(shares: dict[str, float]) -> Text:
-    """A bar of the step's time, and what its colours mean."""
+    """Return a bar of the step's time, and what its colours mean."""
     text = Text("phases  ")
     legend = Text("\n        ")
     for (name, share), colour in zip(shares.items(), _COLOURS, strict=False):

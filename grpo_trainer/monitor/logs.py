@@ -22,7 +22,7 @@ class LogsRun(Trainer):
     _completions: dict[bool, CompletionLog]  # empty unless they are asked for
 
     def start_logs(self) -> None:
-        """Drops what was collected."""
+        """Drop what was collected."""
         self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
         self._completions = completion_logs(self.args)
 

@@ -52,7 +52,7 @@ _FOLD_AFTER = 64  # merge pending micro-batches, so that long windows hold few t
 
 
 def is_own_metric(name: str) -> bool:
-    """Whether the trainer gives this name, or one that begins so, to a metric of its own."""
+    """Return whether the trainer gives this name, or one that begins so, to a metric of its own."""
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
@@ -70,7 +70,7 @@ class MetricLog:
             self._pending = [Metrics.merge(self._pending)]
 
     def state(self) -> list[dict[str, tuple[str, Tensor, Tensor]]]:
-        """What is not logged yet, as it is: merging it would change how it is rounded."""
+        """Return what is not logged yet, as it is: merging it would change how it is rounded."""
         return [
             {name: (stat.kind, stat.total, stat.count) for name, stat in metrics.stats.items()}
             for metrics in self._pending
@@ -82,7 +82,7 @@ class MetricLog:
         ]
 
     def drain(self) -> dict[str, float]:
-        """Values over all micro-batches and processes; names without any sample are left out."""
+        """Return values over all micro-batches and processes, without names that have no sample."""
         pending = Metrics.merge([*self._pending, self.phases.drain()])
         merged = _over_processes(pending, self._accelerator)
         self._pending = []
@@ -93,7 +93,7 @@ class MetricLog:
 
 
 def _over_processes(metrics: Metrics, accelerator: Accelerator) -> Metrics:
-    """Merges the processes' metrics with a single gather. Names are equal on all processes."""
+    """Merge the processes' metrics with a single gather. Names are equal on all processes."""
     if accelerator.num_processes == 1 or not metrics.stats:
         return metrics
     stats = sorted(metrics.stats.items())
@@ -112,13 +112,13 @@ def _unpacked(stats: list[tuple[str, Stat]], row: Tensor) -> Metrics:
 
 
 def value_metric(name: str, value: float | Tensor, device: torch.device) -> Metrics:
-    """One sample of a number, averaged over the window."""
+    """Return one sample of a number, averaged over the window."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
     return Metrics({name: Stat("mean", total, torch.ones_like(total))})
 
 
 def step_metric(name: str, part: Tensor, last: bool) -> Metrics:
-    """A micro-batch's part of an optimizer step's sum, averaged over the window's steps."""
+    """Return a micro-batch's part of an optimizer step's sum, averaged over the window's steps."""
     total = part.detach().double()
     count = torch.ones_like(total) if last else torch.zeros_like(total)
     return Metrics({name: Stat("mean", total, count)})

@@ -89,7 +89,7 @@ class WritesCard(Trainer):
 
 
 def may_write(folder: Path) -> bool:
-    """Whether there is no card, or one that is as it was written here."""
+    """Return whether there is no card, or one that is as it was written here."""
     path = folder / CARD_NAME
     if not path.exists():
         return True
@@ -161,7 +161,7 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _citations(recipe: Recipe) -> list[str]:
-    """GRPO's, and the loss's own, by what the registry says of it."""
+    """Return GRPO's, and the loss's own, by what the registry says of it."""
     cited = [f"```bibtex\n{_GRPO}\n```"]
     paper = _ARXIV.search(recipe.loss_source)
     if paper is None:
@@ -182,7 +182,7 @@ def _signed(card: ModelCard) -> str:
 
 
 def _body(text: str) -> str:
-    """Without the metadata, which other libraries rewrite."""
+    """Return ``text`` without the metadata, which other libraries rewrite."""
     return REGEX_YAML_BLOCK.sub("", text, count=1)
 
 

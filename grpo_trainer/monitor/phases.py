@@ -23,7 +23,7 @@ _running: ContextVar[Phases | None] = ContextVar("running", default=None)
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Counts the time inside as ``name``, one of ``PHASES``, and not as the phase around it.
+    """Count the time inside as ``name``, one of ``PHASES``, and not as the phase around it.
 
     Does nothing outside of :meth:`Phases.running`, such as in evaluation and in other threads.
     """
@@ -53,7 +53,7 @@ class Phases:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """As :func:`phase`, which it makes count inside."""
+        """Count as :func:`phase` does, and make that count inside."""
         token = _running.set(self)
         try:
             with self.measured(name):
@@ -73,11 +73,11 @@ class Phases:
             self._open.pop()
 
     def step(self) -> None:
-        """Ends an optimizer step."""
+        """End an optimizer step."""
         self._steps += 1
 
     def drain(self) -> Metrics:
-        """``profiling/...``, and ``step_time``, their sum."""
+        """Return ``profiling/...``, and ``step_time``, their sum."""
         self._fold()
         stats = {
             f"profiling/{name}": self._stat(seconds, name in self._entered)

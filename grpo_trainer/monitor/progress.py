@@ -62,21 +62,21 @@ class Progress(TrainerCallback):
         self._before: dict[str, Any] = {}  # step and tokens of the last log call
 
     def show(self, snapshot: Snapshot) -> None:
-        """Called with every log call of a training step."""
+        """Show the numbers of a log call of training."""
         raise NotImplementedError
 
     def say(self, text: str) -> None:
-        """Called with the result of an evaluation, and at the end with that of the run."""
+        """Print the result of an evaluation, and at the end that of the run."""
         raise NotImplementedError
 
     def step(self, step: int, steps: int) -> None:
-        """Called after every optimizer step."""
+        """Note an optimizer step."""
 
     def open(self, step: int, steps: int) -> None:
-        """Called before the first."""
+        """Begin, before the first step."""
 
     def close(self) -> None:
-        """Called at the end, also after an error; more than once."""
+        """End, also after an error; it may be called more than once."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -154,7 +154,7 @@ class PlainProgress(Progress):
 
 
 def line(snapshot: Snapshot) -> str:
-    """All of it in a row."""
+    """Return the numbers in a row."""
     parts = [f"step {snapshot.step}/{snapshot.steps}"]
     parts += [f"{name} {value}" for name, value in snapshot.numbers.items()]
     if snapshot.tokens_per_second is not None:
@@ -166,7 +166,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def evaluation_line(prefix: str, step: int, logs: dict[str, float]) -> str:
-    """The result of an evaluation, whose metrics begin with ``prefix``."""
+    """Return the result of an evaluation, whose metrics begin with ``prefix``."""
     start = f"{prefix}_"
     own = {name.removeprefix(start): at for name, at in logs.items() if name.startswith(start)}
     parts = [f"{prefix} step {step}"]
@@ -175,7 +175,7 @@ def evaluation_line(prefix: str, step: int, logs: dict[str, float]) -> str:
 
 
 def summary_line(steps: int, logs: dict[str, float]) -> str:
-    """What the steps of this process came to."""
+    """Return what the steps of this process came to."""
     return (
         f"trained {steps} steps in {duration(logs['train_runtime'])}  "
         f"mean loss {logs['train_loss']:.3g}"
@@ -183,7 +183,7 @@ def summary_line(steps: int, logs: dict[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``h:mm:ss``."""
+    """Format as ``h:mm:ss``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
@@ -193,14 +193,14 @@ def gibibytes(count: int) -> str:
 
 
 def close_progress(trainer: Trainer) -> None:
-    """Gives the terminal back, however training has ended."""
+    """Give the terminal back, however training has ended."""
     for item in trainer.callback_handler.callbacks:
         if isinstance(item, Progress):
             item.close()
 
 
 def _evaluations(logs: dict[str, float]) -> list[str]:
-    """The prefixes of the evaluations, one in each row of an evaluation."""
+    """Return the prefixes of the evaluations, one in each row of an evaluation."""
     found = [name.removesuffix(_RUNTIME) for name in logs if name.endswith(_RUNTIME)]
     return [prefix for prefix in found if prefix != "train"]
 

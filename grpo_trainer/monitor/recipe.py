@@ -72,7 +72,7 @@ def changed_loss_fields(config: LossConfig) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Machine and versions."""
+    """Return the machine and the versions."""
     on_gpu = device.type == "cuda"
     facts = {
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),

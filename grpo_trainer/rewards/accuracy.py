@@ -16,7 +16,7 @@ _VERIFY_SECONDS = 5
 
 
 def require_math_verify() -> None:
-    """Raises ImportError, saying how to install it, unless math-verify is there."""
+    """Raise ImportError, saying how to install it, unless math-verify is there."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
             "accuracy_reward, cosine_scaled_reward: expected the package math-verify, which is "
@@ -30,7 +30,7 @@ def accuracy_reward(
     log_extra: Callable[[str, list[Any]], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1 if the completion's answer is mathematically equal to ``solution``, else 0.
+    """Return 1 if the completion's answer is mathematically equal to ``solution``, else 0.
 
     None, not applicable, where the solution itself cannot be parsed. The answer has to be LaTeX, in
     ``\\boxed{}`` or a formula. The completions table gets the columns ``solution``, ``gold_parsed``
@@ -58,7 +58,7 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> OptionalReward:
-    """A reward for correct answers that falls with length, and for wrong ones that rises with it.
+    """Return a reward that falls with length for correct answers, and rises with it for wrong ones.
 
     Appendix C.1 of arXiv:2502.03373: half a cosine from the value at length 0 to the one at
     ``max_len`` tokens, and constant beyond. A correct completion goes from ``max_value_correct`` to
@@ -102,7 +102,7 @@ def cosine_scaled_reward(
 
 
 def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
-    """Reward, and solution and answer as they were parsed."""
+    """Return reward, and solution and answer as they were parsed."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 

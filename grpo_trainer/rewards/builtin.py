@@ -21,12 +21,12 @@ def with_settings(function: Callable[..., Any], **settings: Any) -> Callable[...
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:
-    """The text of a completion: itself, or that of its last message."""
+    """Return the text of a completion: itself, or that of its last message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """1 if the completion is one ``<think>...</think>`` block followed by the answer, else 0."""
+    """Return 1 for one ``<think>...</think>`` block and then the answer, else 0."""
     return [float(_THINK_THEN_ANSWER.fullmatch(_whole(item)) is not None) for item in completions]
 
 
@@ -38,7 +38,7 @@ def _whole(completion: str | list[dict[str, Any]]) -> str:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:
-    """A reward that falls from 0 to -1 over the last tokens before a length limit.
+    """Return a reward that falls from 0 to -1 over the last tokens before a length limit.
 
     Equation 13 of DAPO, arXiv:2503.14476: 0 up to ``max_completion_len - soft_punish_cache``
     tokens, then linearly down to -1 at ``max_completion_len``, and -1 beyond.
@@ -77,7 +77,7 @@ def soft_overlong_punishment_reward(
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
-    """A reward of ``max_penalty`` times the share of n-grams that occurred before.
+    """Return a reward of ``max_penalty`` times the share of n-grams that occurred before.
 
     Appendix C.2 of arXiv:2502.03373, on n-grams of tokens. A completion shorter than an n-gram
     gets 0.

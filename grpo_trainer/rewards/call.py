@@ -34,7 +34,7 @@ class RewardFunction:
 
 
 def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) -> Tensor:
-    """Rewards (count, F) fp32 on the CPU; NaN where a function does not apply.
+    """Return rewards (count, F) fp32 on the CPU; NaN where a function does not apply.
 
     Asynchronous functions run together in one event loop, in a thread of its own: also below a
     caller that runs a loop itself, as a notebook does. The others run one after the other
@@ -93,7 +93,7 @@ def _short(value: Any) -> str:
 
 
 def _warn_of_unscored(scores: Tensor, answers: dict[str, list[Any]], arguments: Any) -> None:
-    """Names what each function answered where none has given a number."""
+    """Warn of completions without a number, and of what each function answered."""
     unscored = scores.isnan().all(1).nonzero().flatten().tolist()
     if not unscored:
         return

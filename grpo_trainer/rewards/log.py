@@ -28,7 +28,7 @@ class RewardLog:
         self.columns: dict[str, list[Any]] = {}  # each of ``count`` values
 
     def log_extra(self, column: str, values: list[Any]) -> None:
-        """Adds a column to the table of completions, one value per completion.
+        """Add a column to the table of completions, one value per completion.
 
         What is no number, text, list or dictionary is kept as its text.
 
@@ -45,7 +45,7 @@ class RewardLog:
         self.columns[column] = [plain(value) for value in values]  # a checkpoint holds them, too
 
     def log_metric(self, name: str, value: float) -> None:
-        """Adds a sample to a metric, which is logged as the mean of its samples.
+        """Add a sample to a metric, which is logged as the mean of its samples.
 
         Raises:
             ValueError: the value is not a finite number, or the name is that of a metric of the
@@ -62,7 +62,7 @@ class RewardLog:
         self._metrics.setdefault(name, []).append(float(value))
 
     def metrics(self, accelerator: Accelerator) -> Metrics:
-        """This process's samples. All processes call it and get the same names."""
+        """Return this process's samples. All processes call it and get the same names."""
         names = sorted(set(gather_object(sorted(self._metrics))))
 
         def stat(samples: list[float]) -> Stat:

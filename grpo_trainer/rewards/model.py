@@ -57,7 +57,7 @@ class RewardModel:
         self._template = options("chat_template_kwargs", args.chat_template_kwargs)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> Tensor:
-        """Rewards (n,), computed in batches that are padded to their own longest text."""
+        """Return rewards (n,), computed in batches that are padded to their own longest text."""
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
         size = self._batch_size
         parts = [texts[start : start + size] for start in range(0, len(texts), size)]
@@ -92,7 +92,7 @@ class RewardModel:
 
 
 def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
-    """The classifier in folder or hub id ``name``, in the dtype of its checkpoint.
+    """Return the classifier in folder or hub id ``name``, in the dtype of its checkpoint.
 
     Raises:
         ValueError: it cannot be loaded, or has no trained head for one label.
@@ -113,7 +113,7 @@ def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
 
 
 def load_reward_tokenizer(model: nn.Module, args: GRPOConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the checkpoint that ``model`` was loaded from.
+    """Return the tokenizer beside the checkpoint that ``model`` was loaded from.
 
     Raises:
         ValueError: there is none.

@@ -39,7 +39,7 @@ def resolve_rewards(
     processing_classes: Tokenizers = None,
     args: GRPOConfig | None = None,
 ) -> list[RewardFunction]:
-    """Reward functions from callables, reward models and names.
+    """Return reward functions from callables, reward models and names.
 
     A name is one of :data:`BUILTIN_REWARDS`, an import path ``package.module.function``, or a
     reward model: a folder, or a hub id ``owner/name``. With settings in parentheses, as in
@@ -108,7 +108,7 @@ def _is_model(name: str) -> bool:
 
 
 def _by_name(text: str) -> Callable[..., Any]:
-    """The function named, or what it returns for the settings given in parentheses."""
+    """Return the function named, or what it returns for the settings given in parentheses."""
     path, settings = _parsed(text)
     function = _load(path)
     if settings is None and not path.startswith("get_"):
@@ -124,7 +124,7 @@ def _by_name(text: str) -> Callable[..., Any]:
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any] | None]:
-    """``name`` or ``name(key=value, ...)`` with Python literals as values."""
+    """Return ``name`` or ``name(key=value, ...)`` with Python literals as values."""
     if not text.endswith(")"):
         return text, None
     problem = ValueError(

@@ -91,24 +91,24 @@ class RolloutEngine(Protocol):
     """Samples one completion per prompt. In a distributed run every process calls every method."""
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """Completions of this process's prompts, by the weights of the last update."""
+        """Return completions of this process's prompts, by the weights of the last update."""
         ...
 
     def update_weights(self, weights: WeightSource) -> None:
-        """Takes over the policy's weights; called before the first ``generate``, and when they
+        """Take over the policy's weights; called before the first ``generate``, and when they
         changed. ``weights`` stays valid until the next update, and can be called again."""
         ...
 
     def sleep(self) -> None:
-        """Gives memory back until ``wake``, if it can. Weights may be lost: an update follows."""
+        """Give memory back until ``wake``, if it can. Weights may be lost: an update follows."""
         ...
 
     def wake(self) -> None:
-        """The other way."""
+        """Take the memory again."""
         ...
 
     def close(self) -> None:
-        """Ends what the engine started. It is not used afterwards."""
+        """End what the engine started. It is not used afterwards."""
         ...
 
 
@@ -121,7 +121,7 @@ class Pending(Protocol):
     """A generation that was started. Every process has one, and calls the same methods."""
 
     def result(self) -> Completions:
-        """Waits for the completions of this process's prompts; called once.
+        """Wait for the completions of this process's prompts; called once.
 
         Raises:
             WeightsLostError: the engine needs an update, and to be asked again.
@@ -130,7 +130,7 @@ class Pending(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Ends the generation, in place of ``result``; nothing of it runs afterwards."""
+        """End the generation, in place of ``result``; nothing of it runs afterwards."""
         ...
 
 
@@ -139,7 +139,7 @@ class BackgroundEngine(RolloutEngine, Protocol):
     """An engine that can generate while the policy trains: it has weights of its own."""
 
     def start(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Pending:
-        """As ``generate``, but it returns at once. Nothing else is asked of the engine until
+        """Generate, but return at once. Nothing else is asked of the engine until
         ``result`` or ``cancel`` was called."""
         ...
 
@@ -155,7 +155,7 @@ class EngineContext:
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:
-    """``token_ids`` up to and including the first end-of-sequence token."""
+    """Return ``token_ids`` up to and including the first end-of-sequence token."""
     for index, token in enumerate(token_ids):
         if token in eos_token_ids:
             return token_ids[: index + 1]
@@ -163,7 +163,7 @@ def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenI
 
 
 def runs(prompt_ids: list[TokenIds]) -> list[tuple[TokenIds, int]]:
-    """Prompts that follow themselves, with how often: a group is one prompt, sampled n times."""
+    """Count prompts that follow themselves: a group is one prompt, sampled n times."""
     found: list[tuple[TokenIds, int]] = []
     for ids in prompt_ids:
         if found and found[-1][0] == ids:

@@ -56,7 +56,7 @@ class ContinuousBatchingEngine:
         return cls(context.policy, context.tokenizer, settings)
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """One completion per prompt.
+        """Return one completion per prompt.
 
         Raises:
             ValueError: a prompt was not completed, such as one that the cache has no room for.

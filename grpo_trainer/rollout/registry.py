@@ -29,7 +29,7 @@ ENGINES: dict[str, EngineFactory] = {
 
 
 def register_rollout_engine(name: str, factory: EngineFactory) -> None:
-    """Makes ``rollout_engine=name`` a choice of GRPOConfig.
+    """Make ``rollout_engine=name`` a choice of GRPOConfig.
 
     Raises:
         ValueError: there is an engine of that name.
@@ -40,7 +40,7 @@ def register_rollout_engine(name: str, factory: EngineFactory) -> None:
 
 
 def engine_name(args: GRPOConfig) -> str:
-    """The engine that ``args`` asks for."""
+    """Return the engine that ``args`` asks for."""
     if args.rollout_engine is not None:
         return args.rollout_engine
     if args.use_vllm:
@@ -50,7 +50,7 @@ def engine_name(args: GRPOConfig) -> str:
 
 
 def make_engine(context: EngineContext) -> RolloutEngine:
-    """The engine that the configuration names.
+    """Return the engine that the configuration names.
 
     Raises:
         ValueError: there is no such engine, or it cannot run here.
@@ -64,7 +64,7 @@ def make_engine(context: EngineContext) -> RolloutEngine:
 def make_rollouts(
     context: EngineContext, step: Callable[[], int], engine: RolloutEngine | None = None
 ) -> Rollouts:
-    """Completions of the policy, by ``engine`` or by the one that the configuration names.
+    """Return completions of the policy, by ``engine`` or by the one that the configuration names.
 
     ``step`` counts the optimizer's steps.
     """

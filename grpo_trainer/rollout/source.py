@@ -24,5 +24,5 @@ class Source(Protocol):
     """Where completions come from, if not from one call of the engine."""
 
     def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
-        """One completion per row. In a distributed run every process calls it."""
+        """Return one completion per row. In a distributed run every process calls it."""
         ...

@@ -58,7 +58,7 @@ class Rollouts:
         return self._sampling.eos_token_ids
 
     def generate(self, prompt_ids: list[TokenIds], max_tokens: int | None = None) -> Completions:
-        """One completion per prompt, by the policy as it is now.
+        """Return one completion per prompt, by the policy as it is now.
 
         ``max_tokens`` is in place of max_completion_length. With several processes it is the same
         on all of them; some may have no prompts.
@@ -81,7 +81,7 @@ class Rollouts:
         return completions
 
     def start(self, prompt_ids: list[TokenIds]) -> Started:
-        """The same by an engine that goes on while the policy moves: it returns at once."""
+        """Start an engine that goes on while the policy moves: it returns at once."""
         assert isinstance(self._engine, BackgroundEngine)  # checked when it was made
         self._wait()
         self._update()
@@ -90,11 +90,11 @@ class Rollouts:
         return self._running
 
     def restored(self, completions: Completions, step: int) -> Started:
-        """What was sampled after ``step`` optimizer steps, in an earlier process."""
+        """Return what was sampled after ``step`` optimizer steps, in an earlier process."""
         return Started(self, [], step, completions=completions)
 
     def cancel(self) -> None:
-        """Ends what was started, if it still runs."""
+        """End what was started, if it still runs."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -104,7 +104,7 @@ class Rollouts:
         self._engine.close()
 
     def _wait(self) -> None:
-        """Waits for what was started. Weights are never sent in the middle of it."""
+        """Wait for what was started. Weights are never sent in the middle of it."""
         running = self._running
         if running is not None:
             running.result()
@@ -120,12 +120,12 @@ class Rollouts:
             self._version = version
 
     def again(self, prompt_ids: list[TokenIds]) -> tuple[Completions, int]:
-        """By the weights as they are now, and the number of optimizer steps these have seen."""
+        """Sample by the weights as they are now, and say how many steps these have seen."""
         self._running = self._version = None
         return self.generate(prompt_ids), self._step()
 
     def check(self, completions: Completions, count: int) -> None:
-        """Raises ValueError unless ``completions`` are those of ``count`` prompts."""
+        """Raise ValueError unless ``completions`` are those of ``count`` prompts."""
         if self._sampling.sampling_mask_size and completions.sampling_mask is None:
             raise ValueError(
                 "use_sampling_mask: expected an engine that reports which ids its filters left, "
@@ -160,7 +160,7 @@ class Started:
         self.step = step
 
     def result(self) -> Completions:
-        """Waits for the completions. Every process calls it.
+        """Wait for the completions. Every process calls it.
 
         Raises:
             Exception: what went wrong on the other thread, with its traceback.
@@ -186,7 +186,7 @@ class Started:
             raise
 
     def cancel(self) -> None:
-        """Ends the generation if it runs."""
+        """End the generation if it runs."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()

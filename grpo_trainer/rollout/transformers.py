@@ -48,7 +48,7 @@ class TransformersEngine:
         return cls(context.policy, context.tokenizer, context.args.cache_implementation)
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """One completion per prompt, in one left-padded batch."""
+        """Return one completion per prompt, in one left-padded batch."""
         if not prompt_ids:
             return Completions([])
         model = self._policy()
@@ -85,7 +85,7 @@ class TransformersEngine:
 def generation_config(
     sampling: Sampling, tokenizer: PreTrainedTokenizerBase, cache: str | None = None
 ) -> GenerationConfig:
-    """Sampling in transformers' words."""
+    """Return the sampling in transformers' words."""
     settings = {
         "do_sample": True,
         "use_cache": True,
@@ -106,7 +106,7 @@ def generation_config(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or the end-of-sequence token of a tokenizer without one.
+    """Return the padding token, or the end-of-sequence token of a tokenizer without one.
 
     Raises:
         ValueError: the tokenizer has neither.

@@ -56,7 +56,7 @@ def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completio
 
 
 def _prompt_ids(first: dict[str, Any], prompt: TokenIds | str, asked: Asked) -> TokenIds:
-    """Those that were sent, or those that the server says a text has."""
+    """Return those that were sent, or those that the server says a text has."""
     if isinstance(prompt, str):
         return _checked_ids(first["prompt_token_ids"], asked.vocab_size)
     return prompt
@@ -71,7 +71,7 @@ def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:
 
 
 def _left(likely: dict[str, float]) -> TokenIds:
-    """Ids come as ``token_id:7``."""
+    """Return the ids, which come as ``token_id:7``."""
     return [int(name.partition(":")[2]) for name, value in likely.items() if value > _NEVER]
 
 

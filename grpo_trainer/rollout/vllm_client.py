@@ -25,7 +25,7 @@ class WeightTransfer(Protocol):
     keeps_a_copy: bool  # what was sent can be sent again, also when the policy has moved on
 
     def send(self, server: JsonServer, weights: WeightSource, version: str) -> None:
-        """Replaces the server's weights. Repeating it, with a server that was restarted, works."""
+        """Replace the server's weights. Repeating it, with a server that was restarted, works."""
         ...
 
     def close(self) -> None: ...
@@ -79,7 +79,7 @@ class VLLMClient:
         self._transfer = None if transfer is None else transfer(self)
 
     def health(self) -> bool:
-        """Whether the server answers and its engine runs."""
+        """Return whether the server answers and its engine runs."""
         try:
             self.server.get("/health", timeout=5.0)
         except ServerError:
@@ -87,11 +87,11 @@ class VLLMClient:
         return True
 
     def world_size(self) -> int:
-        """Processes that hold the server's model."""
+        """Return processes that hold the server's model."""
         return int(self._retried("/get_world_size", "world_size"))
 
     def settings(self) -> dict[str, Any]:
-        """The server's configuration."""
+        """Return the server's configuration."""
         return self._retried("/server_info?config_format=json", "vllm_config")
 
     def generate(
@@ -109,7 +109,7 @@ class VLLMClient:
         generation_kwargs: Mapping[str, Any] | None = None,
         in_background: bool = False,
     ) -> dict[str, Any]:
-        """``n`` completions of each prompt, those of a prompt in a row.
+        """Return ``n`` completions of each prompt, those of a prompt in a row.
 
         Args:
             prompts: token ids; or texts, which the server encodes as the trainer does.
@@ -165,7 +165,7 @@ class VLLMClient:
         return found if mask is None else found | {"sampling_mask": mask}
 
     def update_weights(self, weights: WeightSource) -> None:
-        """Replaces the server's weights. One that restarts later gets them before it generates.
+        """Replace the server's weights. One that restarts later gets them before it generates.
 
         Raises:
             ServerError: the server fails or refuses.
@@ -178,7 +178,7 @@ class VLLMClient:
         self.server.retrying(self._send_weights)
 
     def reset_prefix_cache(self) -> None:
-        """Makes the server forget the keys and values of earlier prompts.
+        """Make the server forget the keys and values of earlier prompts.
 
         Raises:
             ServerError: it fails, or requests are running.
@@ -186,7 +186,7 @@ class VLLMClient:
         self.server.retrying(self._reset_prefix_cache)
 
     def close(self) -> None:
-        """Ends the connection. The server goes on."""
+        """End the connection. The server goes on."""
         if self._transfer is not None:
             self._transfer.close()
         self.server.close()
@@ -207,7 +207,7 @@ class VLLMClient:
         return self.server.field(self.server.get("/weight_info"), "weight_version")
 
     def _send_weights(self) -> None:
-        """One try. The server has the version only if it has all of the weights: one that dies
+        """Try once. The server has the version only if it has all of the weights: one that dies
         and comes back meanwhile has neither the mark of the start nor the version."""
         assert self._weights is not None and self._transfer is not None
         loading = f"{self._version}-loading"
@@ -227,7 +227,7 @@ class VLLMClient:
             )
 
     def _check_names(self, extra: Mapping[str, Any], body: Mapping[str, Any]) -> None:
-        """The server itself would ignore what it does not know."""
+        """Raise ValueError for what the server would ignore."""
         again = sorted(set(extra) & set(body))
         if again:
             raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")

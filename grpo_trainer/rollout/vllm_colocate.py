@@ -69,7 +69,7 @@ class ColocatedVLLM:
         atexit.register(self.close)
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """Completions of the prompts of this process; a group of them is one request."""
+        """Return completions of the prompts of this process; a group of them is one request."""
         if self._cache_sleeps:
             self._llm.wake_up(tags=["kv_cache"])
             self._cache_sleeps = False
@@ -97,7 +97,7 @@ class ColocatedVLLM:
         return Completions(token_ids, logprobs, mask)
 
     def update_weights(self, weights: WeightSource) -> None:
-        """In place, tensor by tensor; keys and values cached by the old weights are dropped."""
+        """Replace the weights in place, tensor by tensor, and drop cached keys and values."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
@@ -108,7 +108,7 @@ class ColocatedVLLM:
         self._cache_sleeps = True
 
     def wake(self) -> None:
-        """Makes room for the weights; that of the cache is taken when they are loaded."""
+        """Make room for the weights; that of the cache is taken when they are loaded."""
         if self._cache_sleeps:
             self._llm.wake_up(tags=["weights"])
 
@@ -118,9 +118,11 @@ class ColocatedVLLM:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """The engine takes and seeds the random numbers of the whole process. Here it has its own:
-        seeded from the trainer's, which a checkpoint has; alike in the processes that draw the same
-        tokens, and in no others."""
+        """Give the engine random numbers of its own: it takes and seeds those of the whole process.
+
+        They are seeded from the trainer's, which a checkpoint has; alike in the processes that draw
+        the same tokens, and in no others.
+        """
         seed = [int(torch.randint(2**31, ()))]
         first = self._accelerator.process_index - self._rank_in_group
         if self._group is not None:
@@ -146,7 +148,7 @@ class ColocatedVLLM:
             raise ValueError(f"generation_kwargs: {error}") from error
 
     def _gather(self, prompt_ids: list[TokenIds]) -> list[list[TokenIds]]:
-        """The prompts of every process of the group: together they run each of its requests."""
+        """Return the prompts of all processes of the group: together they run each request."""
         if self._group is None:
             return [prompt_ids]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -159,7 +161,7 @@ class ColocatedVLLM:
 
 
 def _describe(context: EngineContext, folder: str) -> None:
-    """Writes a model folder without weights."""
+    """Write a model folder without weights."""
     model = base_policy(context.policy())
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -195,7 +197,7 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
 
 
 def _dtype(args: GRPOConfig, context: EngineContext) -> str:
-    """What the policy computes in."""
+    """Return what the policy computes in."""
     if args.bf16 or args.fp16:
         return "bfloat16" if args.bf16 else "float16"
     return str(context.policy().dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
 
 
 def vllm_params(sampling: Sampling) -> dict[str, Any]:
-    """Fields of vLLM's SamplingParams, without ``n`` and ``structured_outputs``.
+    """Return fields of vLLM's SamplingParams, without ``n`` and ``structured_outputs``.
 
     Raises:
         ValueError: generation_kwargs sets one of them again.
@@ -36,6 +36,6 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def structured_outputs(sampling: Sampling) -> dict[str, Any] | None:
-    """What the text of a completion must look like, if anything."""
+    """Return what the text of a completion must look like, if anything."""
     regex = sampling.structured_outputs_regex
     return None if regex is None else {"regex": regex}

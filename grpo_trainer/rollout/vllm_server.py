@@ -48,12 +48,12 @@ class VLLMServer:
         atexit.register(self.close)
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """Completions of this process's prompts; those of all processes are sent together."""
+        """Complete this process's prompts; those of all processes are sent together."""
         prompts = gather_object(prompt_ids)
         return self._mine(lambda: self._generate(prompts, sampling), len(prompt_ids))
 
     def start(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Pending:
-        """The same on a thread of the first process; only ``result`` talks to the others."""
+        """Generate on a thread of the first process; only ``result`` talks to the others."""
         prompts = gather_object(prompt_ids)
         if self._accelerator.is_main_process:
             work = partial(self._generate, prompts, sampling, in_background=True)
@@ -61,7 +61,7 @@ class VLLMServer:
         return _Requested(self, len(prompt_ids))
 
     def finish(self, count: int) -> Completions:
-        """What ``start`` has started, for the ``count`` prompts of this process."""
+        """Return what ``start`` has started, for the ``count`` prompts of this process."""
         completions = self._mine(lambda: self._task.result(), count)  # type: ignore[union-attr]
         self._task = None
         return completions
@@ -80,14 +80,14 @@ class VLLMServer:
             self._client.close()
 
     def cancel(self) -> None:
-        """Ends what ``start`` has started."""
+        """End what ``start`` has started."""
         if self._task is not None and self._client is not None:
             with self._client.server.interrupted():
                 wait([self._task])
         self._task = None
 
     def _mine(self, work: Callable[[], Completions], count: int) -> Completions:
-        """This process's share of what ``work`` returns on the first one."""
+        """Return this process's share of what ``work`` returns on the first one."""
         everyone = self._on_main(work)
         # they differ where some conversations have ended and others have not
         first = sum(gather_object([count])[: self._accelerator.process_index])
@@ -130,7 +130,7 @@ class VLLMServer:
         return Completions(token_ids, logprobs, mask if sampling.sampling_mask_size else None)
 
     def _on_main(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns or raises on the first process, on all of them."""
+        """Return what ``work`` returns or raises on the first process, on all of them."""
         outcome: list[Any] = [None, None]
         if self._accelerator.is_main_process:
             try:

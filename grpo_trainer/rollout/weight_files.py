@@ -56,7 +56,7 @@ class FileTransfer:
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Dictionaries of about _FILE_BYTES in main memory, no two tensors on the same memory."""
+    """Yield dictionaries of about _FILE_BYTES in main memory, no two tensors on the same memory."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in weights:

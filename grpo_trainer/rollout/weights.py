@@ -19,14 +19,16 @@ _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the mo
 
 
 def parameter_versions(policy: nn.Module) -> list[tuple[int, int]]:
-    """Equal as long as no trainable parameter is replaced, or written to other than by a fused
-    optimizer, which does not count up what autograd watches."""
+    """Return what is equal as long as no trainable parameter is replaced or written to.
+
+    A fused optimizer's writing does not show: it does not count up what autograd watches.
+    """
     trained = (p for p in policy.parameters() if p.requires_grad)
     return [(parameter.data_ptr(), parameter._version) for parameter in trained]
 
 
 def policy_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the checkpoint that ``policy`` would be, one after the other.
+    """Yield names and tensors of the checkpoint that ``policy`` would be, one after the other.
 
     Tensors are the policy's own where nothing is merged or converted. A tied LM head comes under
     its name as well, since an engine may keep a copy of it. Adapters are merged one layer at a
@@ -50,7 +52,7 @@ def policy_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _converted(
     policy: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """In the layout of checkpoints, for models that are held in another one (experts as a stack).
+    """Yield checkpoints' layout, for models that are held in another one (experts as a stack).
 
     Those are converted block by block, which copies one block at a time.
     """
@@ -87,7 +89,7 @@ def _merged(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
-    """What PEFT put into the model, by the name of the module it replaced.
+    """Return what PEFT put into the model, by the name of the module it replaced.
 
     Raises:
         ValueError: it cannot be merged, or an engine that ties the head could not hold it.
@@ -114,7 +116,7 @@ def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
 
 
 def _merged_layer(layer: Any, adapter: str) -> dict[str, Tensor]:
-    """The layer's weights with the adapter in them; the layer is then as it was, to the bit."""
+    """Return the layer's weights with the adapter in them; the layer stays as it was."""
     base = layer.get_base_layer()
     before = {name: value.clone() for name, value in base.state_dict().items()}
     with torch.no_grad():

@@ -68,7 +68,7 @@ class Conversation:
     def add_tokens(
         self, ids: list[int], logprobs: list[float] | None, mask: list[list[int]] | None
     ) -> None:
-        """Tokens of the policy, as many as there is room for."""
+        """Add tokens of the policy, as many as there is room for."""
         count = min(len(ids), self.room)
         self.rollout.completion_ids += ids[:count]
         self.rollout.env_mask = _longer(self.rollout.env_mask, [1] * count)
@@ -76,7 +76,7 @@ class Conversation:
         self.rollout.sampling_mask = _longer(self.rollout.sampling_mask, mask and mask[:count])
 
     def end_turn(self, message: Message, complete: bool) -> None:
-        """The policy stopped: what it said. A turn that is not ``complete`` calls nothing."""
+        """Add what the policy said. A turn that is not ``complete`` calls nothing."""
         self.rollout.completion.append(message)
         self.rollout.truncated = not complete
         functions = [call["function"] for call in message.get("tool_calls") or ()]
@@ -87,7 +87,7 @@ class Conversation:
         self.over = not complete or not self.calls
 
     def add_results(self, messages: list[Message], ids: list[int]) -> None:
-        """What the tools answered. Where it leaves no room for another turn, it is left out."""
+        """Add what the tools answered. Where it leaves no room for another turn, it is left out."""
         self.calls = []
         if len(ids) >= self.room:
             self.over = self.rollout.truncated = True

@@ -73,7 +73,7 @@ class Environments:
         return [_reward(one) for one in classes if hasattr(one, "get_reward")]
 
     def take(self, rows: Sequence[Row]) -> list[tuple[Any, Toolbox]]:
-        """An environment for each row until the next call, and what can be called with it."""
+        """Return an environment for each row until the next call, and what it can call."""
         used: Counter[str | None] = Counter()
         taken = []
         for row in rows:
@@ -88,7 +88,7 @@ class Environments:
         return taken
 
     def drop(self, environment: Any) -> None:
-        """Does not use it again: something that was called may still work on it."""
+        """Do not use it again: something that was called may still work on it."""
         for made in self._made.values():
             made[:] = [one for one in made if one is not environment]
 
@@ -150,7 +150,7 @@ def _probe(make: Any, tools: Toolbox) -> _Kind:
 
 
 def _bound(kind: _Kind, environment: Any) -> Toolbox:
-    """The kind's tools, those of the environment being its own."""
+    """Return the kind's tools, those of the environment being its own."""
     own = {
         name: replace(tool, function=getattr(environment, name))
         for name, tool in kind.toolbox.items()
@@ -160,7 +160,7 @@ def _bound(kind: _Kind, environment: Any) -> Toolbox:
 
 
 def _reward(kind: Any) -> RewardFunction:
-    """None for completions in environments of another class."""
+    """Make the reward; None for completions in environments of another class."""
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def later(environments: list[Any], **kwargs: Any) -> list[Any]:

@@ -67,7 +67,7 @@ class Agents:
         self._runner = ToolRunner(args.tool_timeout)
 
     def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
-        """One completion per row: messages, and the tokens of all turns.
+        """Return one completion per row: messages, and the tokens of all turns.
 
         Raises:
             ValueError: a prompt is no list of messages, or too long.
@@ -115,7 +115,7 @@ class Agents:
         ]
 
     def _step(self, waiting: list[Conversation]) -> int | None:
-        """Tokens to ask for, the same on all processes; None: nothing waits on any of them.
+        """Return tokens to ask for, the same on all processes; None: nothing waits on any of them.
 
         As many as the one with the most room has, but not beyond the policy's positions: what is
         cut by that goes on in the next step.
@@ -130,7 +130,7 @@ class Agents:
         return most if self._context is None else min(most, self._context - longest)
 
     def _turn(self, waiting: list[Conversation], step: int, rollouts: Rollouts) -> None:
-        """Every conversation that waits gets tokens; most of their turns end."""
+        """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
             drawn = rollouts.generate([talk.ids for talk in waiting], step)
         for index, talk in enumerate(waiting):
@@ -165,7 +165,7 @@ class Agents:
             self._environments.drop(talk.environment)
 
     def _metrics(self, completions: int, calls: int, failures: int) -> Metrics:
-        """Calls per completion, and failures per call."""
+        """Return calls per completion, and failures per call."""
 
         def ratio(total: int, count: int) -> Stat:
             pair = torch.tensor([total, count], dtype=torch.float64)

@@ -66,7 +66,7 @@ class TurnParser:
         ]
 
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
-        """The same from text. ``end`` closes the turn. None: it is no more than text."""
+        """Read text. ``end`` closes the turn. None: it is no more than text."""
         try:
             if not self._by_template:
                 return _tagged(text.removesuffix(end), prefix)
@@ -102,7 +102,7 @@ def _tagged(text: str, prefix: str) -> Message | None:
 
 
 def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call, as chat templates take it."""
+    """Return a call, as chat templates take it."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -111,7 +111,7 @@ def _from_json(text: str) -> dict[str, Any]:
 
 
 def _checked(call: Any) -> dict[str, Any]:
-    """Raises ValueError unless it is the call of a function with named arguments."""
+    """Raise ValueError unless it is the call of a function with named arguments."""
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict):
         name, arguments = function.get("name"), function.get("arguments")

@@ -45,7 +45,7 @@ class ToolRunner:
         self._worker: _Worker | None = None
 
     def run(self, calls: list[Call]) -> list[Outcome]:
-        """What each call answers. A tool that raises or takes too long answers with its error."""
+        """Answer each call. A tool that raises or takes too long answers with its error."""
         outcomes: dict[int, Outcome] = {}
         awaited: dict[int, Call] = {}
         for index, call in enumerate(calls):
@@ -95,7 +95,7 @@ class _Worker:
         return answer
 
     def leave(self) -> None:
-        """Ends the thread when its function returns, if ever."""
+        """End the thread when its function returns, if ever."""
         self._jobs.put(None)
 
     def _work(self) -> None:

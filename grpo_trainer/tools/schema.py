@@ -24,7 +24,7 @@ Toolbox = dict[str, Tool]  # by name
 
 
 def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools") -> Toolbox:
-    """The functions as tools.
+    """Return the functions as tools.
 
     Args:
         functions: plain or ``async`` functions or methods with type hints and a docstring that
@@ -46,7 +46,7 @@ def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools
 
 
 def schemas(toolbox: Toolbox) -> list[dict[str, Any]]:
-    """What a chat template shows of the tools."""
+    """Return what a chat template shows of the tools."""
     return [tool.schema for tool in toolbox.values()]
 
 

@@ -75,7 +75,7 @@ class ToolTemplate:
         return suffix
 
     def check(self, tools: Schemas, parser: TurnParser) -> None:
-        """Raises ValueError unless the template can write a conversation that uses ``tools``."""
+        """Raise ValueError unless the template can write a conversation that uses ``tools``."""
         if self._tokenizer.chat_template is None:
             raise _unsupported("none")
         try:
@@ -151,7 +151,7 @@ class ToolTemplate:
     def _suffix(
         self, messages: list[Message], tools: Schemas, thought: Message
     ) -> list[int] | None:
-        """None: the template rewrites what stands before."""
+        """Return what results add; None: the template rewrites what stands before."""
         before = self._conversation([message["name"] for message in messages], thought)
         prefix = self._ids(before, tools)
         # The turn was sampled up to its end; a template may write more behind that. Other messages
@@ -184,7 +184,7 @@ class ToolTemplate:
 
 
 def result_message(name: str, text: str) -> Message:
-    """What a tool answered, as chat templates take it."""
+    """Return what a tool answered, as chat templates take it."""
     return {"role": "tool", "name": name, "content": text}
 
 

@@ -50,7 +50,7 @@ class ReportWriter(TrainerCallback):
 
 
 def record_of(trainer: Trainer) -> RunRecord:
-    """The run of ``trainer`` as it is now."""
+    """Return the run of ``trainer`` as it is now."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     settings = jsonable(args.to_dict())  # without tokens and passwords
     defaults = {item.name: item.default for item in dataclasses.fields(args)}
@@ -66,7 +66,7 @@ def record_of(trainer: Trainer) -> RunRecord:
 
 
 def _differs(value: Any, default: Any) -> bool:
-    """Whether somebody set it: TrainingArguments fills some of its defaults in itself."""
+    """Return whether somebody set it: TrainingArguments fills some of its defaults in itself."""
     if default in (dataclasses.MISSING, None, "", "none"):
         return bool(value) and isinstance(value, str | int | float | list | dict)
     return value != default

@@ -172,7 +172,7 @@ _NOT_DRAWN = frozenset({"num_tokens", "step_time", "total_flos", "train_loss", "
 
 
 def sections(curves: Curves, apart: bool = False) -> list[Section]:
-    """All charts that ``curves`` has something for; what nobody knows comes last.
+    """Return all charts that ``curves`` has something for; what nobody knows comes last.
 
     With ``apart`` each reward function has a chart of its own.
     """
@@ -193,13 +193,13 @@ def sections(curves: Curves, apart: bool = False) -> list[Section]:
 
 
 def metrics_of(chart: Chart) -> list[str]:
-    """Every metric that it draws."""
+    """Return every metric that it draws."""
     extra = [chart.spread] if chart.spread else []
     return [*chart.lines, *(chart.band or ()), *extra]
 
 
 def _by_function(curves: Curves, apart: bool) -> list[Chart]:
-    """The rewards of each function, where there are several."""
+    """Return the rewards of each function, where there are several."""
     names = curves.starting("rewards/", "/mean")
     if len(names) < 2:
         return []

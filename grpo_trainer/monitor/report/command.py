@@ -15,7 +15,7 @@ _COMPARISON_NAME = "comparison.html"
 
 
 def main(argv: Sequence[str]) -> Path:
-    """Writes the page and prints where it is.
+    """Write the page and print where it is.
 
     Raises:
         ValueError: a folder holds no run.
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> Path:
 
 
 def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """``runs`` and ``out``."""
+    """Return ``runs`` and ``out``."""
     parser = OneLineParser(prog="grpo-train report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument(
@@ -42,7 +42,7 @@ def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
-    """The report on the runs in ``folders``, written to ``path``."""
+    """Return the report on the runs in ``folders``, written to ``path``."""
     runs = [load_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]

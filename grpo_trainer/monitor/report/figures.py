@@ -17,7 +17,7 @@ _WIDTH: dict[str, Any] = {"line": {"width": 2}}
 
 
 def figure_of(chart: Chart, runs: Mapping[str, Curves]) -> dict[str, Any]:
-    """The chart for one run, or the first line of several runs over one another."""
+    """Return the chart for one run, or the first line of several runs over one another."""
     if len(runs) == 1:
         [curves] = runs.values()
         traces = [*_band(chart, curves), *_lines(chart, curves), *_evaluations(chart, curves)]
@@ -31,7 +31,7 @@ def figure_of(chart: Chart, runs: Mapping[str, Curves]) -> dict[str, Any]:
 
 
 def histogram_figure(steps: list[int], rewards: list[list[float]], bins: int = 24) -> dict:
-    """How the rewards of each step are distributed: a column per step, darker where more are."""
+    """Draw how the rewards of each step are distributed: a column each, darker where more are."""
     from plotly import graph_objects
 
     lowest = min(min(values) for values in rewards)
@@ -107,7 +107,7 @@ def _edges(chart: Chart, curves: Curves) -> tuple[Curve, Curve] | None:
 
 
 def _evaluations(chart: Chart, curves: Curves) -> list[Scatter]:
-    """Dots for the first line's metric on held-out prompts."""
+    """Return dots for the first line's metric on held-out prompts."""
     metric = next(iter(chart.lines))
     names = [f"{prefix}_{metric}" for prefix in curves.evaluations if chart.held_out]
     return [

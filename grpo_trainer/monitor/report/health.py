@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def findings(history: History) -> list[Finding]:
-    """All signs in the log, the gravest first."""
+    """Find the signs in the log of what is wrong, the gravest first."""
     curves = Curves(history)
     return [found for check in _CHECKS if (found := check(curves)) is not None]
 
@@ -118,7 +118,7 @@ _CHECKS: tuple[Callable[[Curves], Finding | None], ...] = (
 
 
 def _ends(curves: Curves, name: str) -> tuple[float | None, float | None]:
-    """Means over the first and the last fifth; None where the curve is too short for a trend."""
+    """Return the means of the first and the last fifth; None where the curve is too short."""
     values = curves[name].finite if name in curves else []
     if len(values) < _FEWEST_POINTS:
         return None, None

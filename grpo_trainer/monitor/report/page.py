@@ -31,7 +31,7 @@ _NO_FILES = "With <code>log_completions</code> a run keeps its completions, and 
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """The page of one run, or of several that are compared.
+    """Return the page of one run, or of several that are compared.
 
     Raises:
         ImportError: plotly is not installed.
@@ -79,7 +79,7 @@ def _legend(runs: Sequence[RunRecord]) -> str:
 def _charts(
     runs: Sequence[RunRecord], curves: Mapping[str, Curves], figures: dict[str, Any]
 ) -> Iterable[str]:
-    """The sections; ``figures`` gets what is drawn in them, by the id of its place."""
+    """Return the sections; ``figures`` gets what is drawn in them, by the id of its place."""
     union = Curves([row for run in runs for row in run.history])
     several = len(runs) > 1
     for section in sections(union, apart=several):
@@ -132,13 +132,13 @@ def _tables(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _inline(data: Any) -> str:
-    """JSON that may stand in a script element."""
+    """Return JSON that may stand in a script element."""
     return json.dumps(jsonable(data)).replace("<", "\\u003c")
 
 
 @functools.cache
 def _plotly() -> str:
-    """plotly.js, packed: a browser unpacks it on its own."""
+    """Return plotly.js, packed: a browser unpacks it on its own."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

@@ -26,7 +26,7 @@ _TILES = {
 
 
 def tiles(run: RunRecord, curves: Curves, named: bool = False) -> str:
-    """The run's first and last numbers; with its name, if several are compared."""
+    """Return the run's first and last numbers; with its name, if several are compared."""
     boxes = [_steps_tile(run)]
     for metric, label in _TILES.items():
         values = curves[metric].finite if metric in curves else []
@@ -38,7 +38,7 @@ def tiles(run: RunRecord, curves: Curves, named: bool = False) -> str:
 
 
 def warning_box(found: Sequence[Finding]) -> str:
-    """What looks unwell, and what helps."""
+    """Return what looks unwell, and what helps."""
     items = "".join(
         f"<li><strong>{html.escape(item.title)}.</strong> {html.escape(item.text)}</li>"
         for item in found
@@ -47,7 +47,7 @@ def warning_box(found: Sequence[Finding]) -> str:
 
 
 def samples_block(prompts: Sequence[PromptSamples]) -> str:
-    """Completions of a prompt, step beside step."""
+    """Return completions of a prompt, step beside step."""
     if not prompts:
         return ""
     blocks = [
@@ -60,7 +60,7 @@ def samples_block(prompts: Sequence[PromptSamples]) -> str:
 
 
 def facts_table(title: str, facts: Mapping[str, Any], folded: bool = False) -> str:
-    """Names and values; nothing if there are none."""
+    """Return names and values; nothing if there are none."""
     if not facts:
         return ""
     rows = "".join(
@@ -75,7 +75,7 @@ def facts_table(title: str, facts: Mapping[str, Any], folded: bool = False) -> s
 
 
 def differences_table(title: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Where the runs' facts are not all the same; nothing if they are."""
+    """Return where the runs' facts are not all the same; nothing if they are."""
     names = dict.fromkeys(name for _, facts in runs for name in facts)
     rows = [
         [name, *values]
@@ -96,7 +96,7 @@ def differences_table(title: str, runs: Sequence[tuple[str, Mapping[str, Any]]])
 
 
 def number(value: float) -> str:
-    """Three digits, in full where they stand for more than that."""
+    """Return three digits, in full where they stand for more than that."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -40,7 +40,7 @@ class RunRecord:
     folder: Path = Path()
 
     def save(self) -> None:
-        """Writes ``run.json`` into the folder."""
+        """Write ``run.json`` into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = asdict(self) | {"folder": None}
         text = json.dumps(jsonable(content), indent=1)
@@ -48,7 +48,7 @@ class RunRecord:
 
 
 def load_run(folder: Path) -> RunRecord:
-    """The run in ``folder``: by its ``run.json``, else by the trainer's state alone.
+    """Return the run in ``folder``: by its ``run.json``, else by the trainer's state alone.
 
     Raises:
         ValueError: there is neither, or it cannot be read.
@@ -70,7 +70,7 @@ def load_run(folder: Path) -> RunRecord:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` as JSON can hold it: NaN and infinities as None, other objects as text."""
+    """Return ``value`` as JSON can hold it: NaN and infinities as None, other objects as text."""
     if isinstance(value, dict):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -81,7 +81,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _trainer_state(folder: Path) -> Path | None:
-    """The newest: a run leaves one at its end, and one in each checkpoint."""
+    """Return the newest: a run leaves one at its end, and one in each checkpoint."""
     if (folder / TRAINER_STATE_NAME).is_file():
         return folder / TRAINER_STATE_NAME
     steps = {

@@ -69,7 +69,7 @@ def curves_of(run: RunRecord) -> Curves:
 
 
 def tokens_per_second(history: History) -> Curve:
-    """Prompt and completion tokens per second of training steps, between two logged rows."""
+    """Return prompt and completion tokens per second of training steps, between two logged rows."""
     curve = Curve([], [])
     before: dict[str, Any] = {"step": 0, "num_tokens": 0}
     for row in history:
@@ -81,7 +81,7 @@ def tokens_per_second(history: History) -> Curve:
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:
-    """The same between two rows; None where they do not say."""
+    """Return the tokens per second between two rows; None where they do not say."""
     seconds = row.get("step_time", 0.0) * (row.get("step", 0) - before["step"])
     if "num_tokens" not in row or seconds <= 0:
         return None

@@ -44,7 +44,7 @@ class PromptSamples(NamedTuple):
 
 
 def rewards_by_step(folder: Path) -> tuple[list[int], list[list[float]]]:
-    """Steps, and the rewards of each step's completions; empty without files."""
+    """Return steps, and the rewards of each step's completions; empty without files."""
     found = {}
     for file in _evenly(_files(folder, ""), _FILES):
         rows = _read(file, ["step", "reward"])
@@ -56,7 +56,7 @@ def rewards_by_step(folder: Path) -> tuple[list[int], list[list[float]]]:
 
 
 def prompt_samples(folder: Path) -> list[PromptSamples]:
-    """The prompts that came back most often, with samples from the first to the last time.
+    """Return the prompts that came back most often, with samples from the first to the last time.
 
     They are all of evaluations, whose prompts are always the same, or all of training.
     """
@@ -95,7 +95,7 @@ def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _read(file: Path, columns: list[str]) -> list[dict[str, Any]]:
-    """No rows of a file that is damaged: a run may have been killed while it wrote it."""
+    """Read the rows; none of a damaged file: a run may have been killed while it wrote it."""
     try:
         return parquet.read_table(file, columns=columns).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -113,7 +113,7 @@ def _files(folder: Path, prefix: str) -> list[Path]:
 
 
 def _evenly(items: list[Any], count: int) -> list[Any]:
-    """At most ``count`` of them, the first and the last among them."""
+    """Return at most ``count`` of them, the first and the last among them."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
