@@ -15,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 from vllm_stub import StubServer, choices
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.common import in_thread
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import ServerError, WeightsLostError
 from grpo_trainer.rollout.http import JsonServer
@@ -326,4 +327,24 @@ def test_interrupted_requests(stub):
     assert errors == [f"GET {stub.url}/health: interrupted"]
     stub.script.clear()
     assert server.get("/health") == {}
+    server.close()
+
+
+def test_interrupted_while_the_server_is_silent(stub):
+    server = JsonServer(stub.url, patience=60.0)
+    over = threading.Event()
+    stub.script["/health"] = [lambda: (over.wait(60) and 200, {})] * 8
+
+    def ask() -> str:
+        with pytest.raises(ServerError) as error:
+            server.get("/health")
+        return str(error.value)
+
+    waiting = [in_thread(ask, "a test") for _ in range(8)]
+    while len(stub.asked) < 8:
+        time.sleep(0.01)
+    with server.interrupted():
+        errors = {request.result(10) for request in waiting}
+    over.set()
+    assert errors == {f"GET {stub.url}/health: interrupted"}
     server.close()
