@@ -20,7 +20,7 @@ from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COLLECTOR = pytest.StashKey[Collector | None]()
 # what ends at a deadline ends in the last of these
-_SUITES = ("accuracy", "savings", "head", "plan", "training_step", "rollouts")
+_SUITES = ("host", "accuracy", "savings", "head", "plan", "training_step", "rollouts")
 _FILES = tuple(f"test_{name}" for name in _SUITES)
 _ROUNDS = {"cpu": 5, "cuda": 10}
 

@@ -1,0 +1,53 @@
+"""What a step costs the host: a head so small that the device has nothing to do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
+from grpo_kernels.testing import make_problem
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that reach torch's dispatcher, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.benchmark(timer=time.thread_time)  # what else runs on this machine does not count
+@pytest.mark.parametrize("part", ["batch", "loss"])
+def test_host(benchmark: Any, device: str, part: str) -> None:
+    """Time building a ``TokenBatch``, or a forward and backward; no metric is read."""
+    problem = make_problem(4, 8, 16, 67).to(device, torch.float32)
+    config = LossConfig(loss_type="dapo")
+
+    def batch() -> TokenBatch:
+        return problem.batch(ref_logprobs=None, rollout_logprobs=None)
+
+    made = batch()
+
+    def loss() -> torch.Tensor:
+        out = linear_policy_loss(problem.hidden, problem.weight, made, config)
+        out.loss.backward()
+        return out.loss.detach()
+
+    work = {"batch": batch, "loss": loss}[part]
+    reference = linear_policy_loss(
+        problem.hidden, problem.weight, made, config, backend="reference"
+    )
+    torch.testing.assert_close(loss(), reference.loss.detach())
+    benchmark.pedantic(work, rounds=200, warmup_rounds=20)
+    with _Operations() as operations:
+        work()
+    benchmark.extra_info["operations"] = operations.count
