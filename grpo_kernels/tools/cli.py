@@ -13,6 +13,8 @@ from grpo_kernels.tools.check import Outcome, outcomes
 from grpo_kernels.tools.estimate import command as plan_command
 from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned, in_units
 
+_OPTIONAL = ("psutil", "transformers")  # of the extra `tools`
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 0, or 1 when a check failed.
@@ -24,11 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.run is None:
         parser.print_help()
         return 0
+    subcommand: OneLineParser = arguments.parser
     try:
         return arguments.run(arguments)
     except BadArgumentError as error:
-        subcommand: OneLineParser = arguments.parser
         subcommand.error(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in _OPTIONAL:
+            raise
+        subcommand.error(
+            f"expected the package {error.name} to be installed; pip install 'grpo-kernels[tools]'"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,6 +47,14 @@ def test_help_without_a_subcommand(capsys):
     assert all(name in out for name in ("info", "check", "plan"))
 
 
+def test_a_package_that_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert error(capsys, "info") == (
+        "grpo-kernels info: error: expected the package psutil to be installed; "
+        "pip install 'grpo-kernels[tools]'\n"
+    )
+
+
 def test_module_is_runnable():
     run = subprocess.run(
         [sys.executable, "-m", "grpo_kernels.tools.cli", "plan", "--tokens", "0"],
