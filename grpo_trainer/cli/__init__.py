@@ -5,13 +5,26 @@ Nothing is imported before a command runs: a vLLM server imports the guard, and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``grpo-train`` with ``argv``, by default that of the process."""
-    from grpo_trainer.cli.train import main as run
+    """Run ``grpo-train`` with ``argv``, by default that of the process.
 
+    The package installs without what the trainer imports; one line says so where it is missing.
+    """
+    try:
+        from grpo_trainer.cli.train import main as run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("grpo_"):
+            raise
+        print(
+            f"grpo-train: error: expected the package {error.name} to be installed; "
+            "pip install 'grpo-kernels[trainer]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     run(argv)

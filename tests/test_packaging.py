@@ -1,0 +1,121 @@
+"""What the packages import is declared, and what is not installed is named in one line."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OWN = ("grpo_kernels", "grpo_trainer")
+DISTRIBUTIONS = {"yaml": "pyyaml"}  # where the module has another name
+# a module that is itself imported only where its extra is installed
+BEHIND_AN_EXTRA = {"weight_nccl.py": "vllm"}
+
+# what stands at the head of a module is needed to import it, what a function imports to call it
+AT_IMPORT = {"grpo_kernels": (), "grpo_trainer": ("trainer",)}
+IN_CALLS = {
+    "grpo_kernels": ("tools", "trainer"),
+    "grpo_trainer": ("trainer", "peft", "math", "vllm", "report", "demo"),
+}
+
+
+class Import(NamedTuple):
+    """One third-party package that one module imports."""
+
+    module: Path
+    package: str
+    at_import: bool
+
+
+def imports(path: Path, source: str) -> Iterator[Import]:
+    """Find what ``source`` imports when it runs, so not what only a type checker reads."""
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            absolute = isinstance(node, ast.Import) or node.level == 0
+            names = [alias.name for alias in node.names]
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            for package in {name.partition(".")[0] for name in names if absolute}:
+                if package not in sys.stdlib_module_names and package not in OWN:
+                    yield Import(path, package, at_import)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, at_import and not inside)
+
+    return walk(ast.parse(source), True)
+
+
+def declared() -> dict[str, set[str]]:
+    """Read what ``pyproject.toml`` installs: without an extra under "", and by extra."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = {"": project["dependencies"], **project["optional-dependencies"]}
+
+    def names(extra: str) -> set[str]:
+        found: set[str] = set()
+        for requirement in lists[extra]:
+            own = re.match(r"grpo-kernels\[(.+)\]$", requirement)
+            if own is not None:
+                found = found.union(*(names(each) for each in own[1].split(",")))
+            else:
+                found.add(re.split(r"[^\w.-]", requirement)[0].lower())
+        return found
+
+    return {extra: names(extra) for extra in lists}
+
+
+def undeclared(found: Import, known: dict[str, set[str]]) -> bool:
+    package = found.module.relative_to(ROOT).parts[0]
+    extras = (AT_IMPORT if found.at_import else IN_CALLS)[package]
+    if found.module.name in BEHIND_AN_EXTRA:
+        extras += (BEHIND_AN_EXTRA[found.module.name],)
+    name = DISTRIBUTIONS.get(found.package, found.package).replace("_", "-")
+    return not any(name in known[extra] for extra in ("", *extras))
+
+
+@pytest.mark.parametrize("package", OWN)
+def test_every_import_is_declared(package: str) -> None:
+    known = declared()
+    found = [
+        each
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for each in imports(path, path.read_text())
+    ]
+    assert {"torch"} <= {each.package for each in found}
+    assert [each for each in found if undeclared(each, known)] == []
+
+
+@pytest.mark.parametrize(
+    "source, wrong",
+    [
+        ("import numpy as np", True),
+        ("from transformers.models import x", True),
+        ("def f():\n    import transformers", False),
+        ("def f():\n    import pandas", True),
+        ("if TYPE_CHECKING:\n    import transformers", False),
+        ("import os, torch.nn\nfrom grpo_kernels import head", False),
+    ],
+)
+def test_the_rule_catches_an_undeclared_import(source: str, wrong: bool) -> None:
+    found = imports(ROOT / "grpo_kernels" / "new.py", source)
+    assert any(undeclared(each, declared()) for each in found) == wrong
+
+
+def test_the_trainer_without_its_packages_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\nfrom grpo_trainer.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "grpo-train: error: expected the package transformers to be installed; "
+        "pip install 'grpo-kernels[trainer]'\n"
+    )
