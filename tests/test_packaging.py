@@ -119,3 +119,9 @@ def test_the_trainer_without_its_packages_names_the_extra() -> None:
         "grpo-train: error: expected the package transformers to be installed; "
         "pip install 'grpo-kernels[trainer]'\n"
     )
+
+
+def test_the_oldest_torch_is_the_one_that_is_tested() -> None:
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "tests/oldest_torch.txt").read_text(), re.M)
+    assert pinned is not None
+    assert f'"torch>={pinned[1]}",' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,35 @@
+#!/bin/sh
+# Runs the tests of the kernels under the oldest supported torch; Triton has a script of its own.
+#   tests/torch_compat.sh VENV [PYTHON]
+# VENV is created if missing: torch's CPU build where an index has it, else the one with CUDA, of
+# 7 GB. Other packages come from the environment of PYTHON (default: python3), listed after its own.
+# Where torch cannot be installed the tests are skipped, and the last lines say so.
+set -eu
+
+venv=$1
+python=${2:-python3}
+root=$(cd "$(dirname "$0")/.." && pwd)
+wanted=$root/tests/oldest_torch.txt
+version=$(sed -n 's/^torch==//p' "$wanted")
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
+
+install() {
+    "$python" -m venv --clear "$venv"
+    { pip "torch==$version+cpu" ||
+        pip --index-url https://download.pytorch.org/whl/cpu "torch==$version" ||
+        pip "torch==$version"; } && pip -r "$wanted" || return 1
+    own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/main.pth"
+    cp "$wanted" "$venv/installed.txt"
+}
+
+if ! cmp -s "$wanted" "$venv/installed.txt" && ! install; then
+    echo "=========================================================================="
+    echo "SKIPPED: torch $version could not be installed. IT IS CLAIMED, NOT TESTED."
+    echo "=========================================================================="
+    exit 0
+fi
+cd "$root"
+"$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'
+PYTHONPATH=$root OMP_NUM_THREADS=1 TRITON_INTERPRET=0 exec "$venv/bin/python" -m pytest -n 2 \
+    -m "not slow" tests/engine tests/head tests/losses tests/schedule tests/test_linear_*.py
