@@ -1,6 +1,6 @@
-# make demo | make test | make check | make bench | make gpu: each works alone, from a fresh machine
-# with python3, make and gcc. All goes into .venv, vLLM into .venv-vllm. make gpu and make gpu-tune
-# need neither network nor compiler, but a python3 with torch: a GPU machine has it.
+# make demo | make test-fast | make test | make check | make bench | make gpu: each works alone, from a
+# fresh machine with python3, make and gcc. All goes into .venv, vLLM into .venv-vllm. make gpu and
+# make gpu-tune need neither network nor compiler, but a python3 with torch: a GPU machine has it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-vllm check bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test test-fast test-vllm test-torch check bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -26,8 +26,16 @@ endif
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
-	OMP_NUM_THREADS=1 tests/triton_compat.sh .venv-triton36 $(BIN)/python
+	OMP_NUM_THREADS=1 tests/triton_compat.sh .venv-triton $(BIN)/python
 	tests/vllm/run.sh .venv-vllm $(PYTHON)
+
+# the everyday loop: without Triton's interpreter, and without the tests that take the longest
+test-fast: $(VENV)/.dev
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 2 -m "not slow" tests
+
+# the oldest torch, in an environment of its own; where it cannot be installed this says so
+test-torch: $(VENV)/.dev
+	tests/torch_compat.sh .venv-torch $(BIN)/python
 
 # real vLLM, in an environment of its own; where it cannot be installed this says so
 test-vllm:
@@ -97,4 +105,4 @@ $(VENV)/.dev: $(VENV)/.torch $(NATIVE)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-triton36 .venv-vllm build runs *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm build runs *.egg-info

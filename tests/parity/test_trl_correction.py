@@ -11,6 +11,8 @@ from trl_driver import Trl
 
 from grpo_kernels import LossConfig, Metrics, linear_policy_loss
 
+pytestmark = pytest.mark.slow
+
 BOUNDS = {"max": (None, 1.3), "min": (0.75, None), "both": (0.75, 1.3)}
 ROLLOUTS = {
     "tools_and_unknown": make_rollouts(),

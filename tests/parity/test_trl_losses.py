@@ -11,6 +11,8 @@ from trl_driver import TEMPERATURE, Trl
 
 from grpo_kernels import linear_logprobs
 
+pytestmark = pytest.mark.slow
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 LEVELS = ("token", "sequence")
 MODES = (None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

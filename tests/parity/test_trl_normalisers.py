@@ -9,6 +9,8 @@ from compare import assert_parity, config, hidden_states, our_losses, token_batc
 from test_trl_losses import LOSS_TYPES
 from trl_driver import STEPS_PER_GENERATION, Trl
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def trl(trl_by_dtype: dict[torch.dtype, Trl]):

@@ -11,6 +11,8 @@ from trl_driver import Trl
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, dict[str, object]] = {
     "plain_kl": dict(beta=0.1, use_bias_correction_kl=False),
     "epsilon_high": dict(epsilon=0.1, epsilon_high=1.02),

@@ -26,6 +26,8 @@ from canned import tiny_model
 from scripted import STEPS, our_logs, trl_logs
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
+pytestmark = pytest.mark.slow
+
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "bnpo": {},

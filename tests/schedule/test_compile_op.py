@@ -21,6 +21,8 @@ from grpo_kernels import (
 from grpo_kernels.losses import Metrics
 from grpo_kernels.testing import LossRun, Problem, make_problem, relative_error, run
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ("one_pass", "two_pass")
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 import two_processes
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("two_processes.py")
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],

@@ -13,6 +13,8 @@ import torch
 from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(killed_runs.__file__)
 
 

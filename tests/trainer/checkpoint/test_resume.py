@@ -16,6 +16,8 @@ from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.checkpoint import CheckpointError, run_settings, settings_of
 from grpo_trainer.checkpoint.resuming import check_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SAVING = {"save_strategy": "steps", "lr_scheduler_type": "constant"}
 
 
