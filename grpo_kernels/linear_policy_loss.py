@@ -163,7 +163,8 @@ class FusedLinearGRPOLoss(nn.Module):
         gradient_scale: float | None = None,
         **batch: object,
     ) -> PolicyLossOutput:
-        """Padded: hidden (B, L, D), target (B, L); packed: (T, D), (T,), ``cu_seqlens`` (B + 1,).
+        """Compute the loss and its metrics, of padded tokens (hidden (B, L, D), target (B, L)) or
+        packed ones ((T, D), (T,), with ``cu_seqlens`` (B + 1,)).
 
         ``advantages``, ``mask`` and the further keyword arguments (``old_logprobs``,
         ``ref_logprobs``, ``rollout_logprobs``, ``sampling_mask``, ``num_items_in_batch``, ...) are

@@ -152,7 +152,7 @@ def run(
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
-    """``max |value - exact| / max |exact|``; NaN counts as infinite."""
+    """Return ``max |value - exact| / max |exact|``; NaN counts as infinite."""
     if exact.numel() == 0:
         return 0.0
     difference = (value.detach().double().cpu() - exact.detach().double().cpu()).abs().max()
@@ -187,6 +187,6 @@ class _Poison(TorchDispatchMode):
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Within it, uninitialised memory is NaN: reading an element that nobody wrote shows."""
+    """Fill uninitialised memory with NaN, so that a read of an unwritten element shows."""
     with _Poison():
         yield

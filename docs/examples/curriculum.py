@@ -12,7 +12,7 @@ MOST = 5
 
 
 def zeros_reward(prompts, completions, **kwargs):
-    """1 for as many zeros as the prompt says. The curriculum rewrites prompts: ask them alone."""
+    """Return 1 for as many zeros as the prompt asks for. The curriculum rewrites prompts."""
     counts = [int(prompt.rstrip("=")) for prompt in prompts]
     return [
         text[:count].count("0") / max(count, len(text))
@@ -21,7 +21,7 @@ def zeros_reward(prompts, completions, **kwargs):
 
 
 def more_when_ready(prompts, completions, rewards, metas):
-    """One new prompt per old one; ``rewards`` are the means of their groups."""
+    """Return one new prompt per old one; ``rewards`` are the means of their groups."""
     counts = [
         min(int(prompt.rstrip("=")) + (reward > ENOUGH), MOST)
         for prompt, reward in zip(prompts, rewards, strict=True)

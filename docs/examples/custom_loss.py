@@ -30,7 +30,7 @@ class PenalisedRatio(Surrogate):
 
 
 def zeros(completions, **kwargs):
-    """The share of zeros."""
+    """Return the share of zeros."""
     return [text.count("0") / max(len(text), 1) for text in completions]
 
 

@@ -14,7 +14,7 @@ from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
 
 def right_digits(completions, answer, log_metric, **kwargs):
-    """The share of digits in their place."""
+    """Return the share of digits in their place."""
     scores = [
         sum(a == b for a, b in zip(text, right, strict=False)) / len(right)
         for text, right in zip(completions, answer, strict=True)
@@ -24,7 +24,7 @@ def right_digits(completions, answer, log_metric, **kwargs):
 
 
 async def judged(completions, log_extra, **kwargs):
-    """As a judge behind a network would: all completions at once, beside the other rewards."""
+    """Score as a judge behind a network: all completions at once, beside the other rewards."""
 
     async def judge(text):
         await asyncio.sleep(0)

@@ -37,7 +37,7 @@ SHOWN_STEPS, STEPS = 60, 30
 
 
 def add(a: int, b: int) -> int:
-    """Adds two numbers.
+    """Add two numbers.
 
     Args:
         a: the first.
@@ -47,7 +47,7 @@ def add(a: int, b: int) -> int:
 
 
 def sum_reward(prompts, completions, **kwargs):
-    """A third each for the two numbers that the tool is called with and for the right answer."""
+    """Return a third for each right number in the call, and a third for the right answer."""
     scores = []
     for prompt, messages in zip(prompts, completions, strict=True):
         a, b = map(int, prompt[0]["content"].split("+"))
@@ -72,7 +72,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def show_the_format(policy, tokenizer) -> None:
-    """Supervised steps on conversations whose calls add numbers that nobody asked for."""
+    """Train a few supervised steps on conversations whose calls add other numbers."""
     numbers = random.Random(0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3)
     for _ in range(SHOWN_STEPS):

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     transform: Transform
 
     def rows(self, index: slice) -> Tile:
-        """The same for a range of the rows."""
+        """Return the same for a range of rows."""
         return Tile(self.logits[index], self.target[index], self.transform.rows(index))
 
 
@@ -53,7 +53,7 @@ class RowStats(NamedTuple):
     topk_indices: Tensor | None = None  # (C, k) int64, which these are
 
     def rows(self, index: slice | Tensor) -> RowStats:
-        """The same for a subset of the rows."""
+        """Return the same for a subset of rows."""
         return RowStats(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
@@ -73,11 +73,11 @@ class StatsGradients(NamedTuple):
         return torch.stack(given).any(0)
 
     def rows(self, index: slice | Tensor) -> StatsGradients:
-        """The same for a subset of the rows."""
+        """Return the same for a subset of rows."""
         return StatsGradients(*(x[index] if x is not None else None for x in self))
 
     def times(self, scale: Tensor | None) -> StatsGradients:
-        """The same, multiplied by a () tensor."""
+        """Return the same, multiplied by a () tensor."""
         if scale is None:
             return self
         return StatsGradients(*(x * scale if x is not None else None for x in self))
@@ -158,7 +158,7 @@ class FusedStage(ABC):
 
     @abstractmethod
     def gradient_(self, rows: slice, tile: Tile, out_dtype: torch.dtype) -> tuple[RowStats, Tensor]:
-        """As ``stats`` and ``dlogits_`` of :class:`RowKernels`, for the range ``rows`` of all."""
+        """Do what ``stats`` and ``dlogits_`` of :class:`RowKernels` do, for the range ``rows``."""
 
 
 class FormsLogits(ABC):

@@ -75,7 +75,7 @@ def _per_row(value: float | Tensor) -> float | Tensor:
 
 
 def _aligned(scores: Tensor) -> Tensor:
-    """The same rows, lengthened by scores of -inf to a multiple of 32 columns.
+    """Return the rows, padded with scores of -inf to a multiple of 32 columns.
 
     All rows then begin at the same alignment, by which a GPU's reductions group their terms.
     """

@@ -71,7 +71,7 @@ def _ranked(
 
 
 def _product(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
-    """(T, V) logits before the bias, rounded once if ``dtype`` rounds."""
+    """Return the (T, V) logits before the bias, rounded once if ``dtype`` rounds."""
     if head.lora is None:
         return hidden.to(dtype) @ head.weight.to(dtype).t()
     wide = stats_dtype(hidden.dtype)
@@ -81,7 +81,7 @@ def _product(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
 
 
 def _masked_logp(scores: Tensor, target: Tensor, sampling_mask: SamplingMask) -> Tensor:
-    """log p[target] of the softmax over each row's kept ids and its target."""
+    """Return log p[target] of the softmax over each row's sampling mask and its target."""
     member = torch.zeros_like(scores, dtype=torch.bool)
     member[sampling_mask.rows, sampling_mask.indices] = True
     member.scatter_(-1, target[:, None], True)

@@ -234,7 +234,7 @@ def chunk_rows(
 
 
 def _rounded(rows: int) -> int:
-    """To full blocks of a GEMM; of a small tile only to those of its innermost loop."""
+    """Round rows up to full blocks of a GEMM; a small tile only to those of its innermost loop."""
     block = 1 if rows < 64 else 16 if rows < 256 else 64
     return rows // block * block
 

@@ -69,7 +69,7 @@ def _block_elements(device: torch.device) -> int:
 
 
 def _ids(logits: Tensor) -> Tensor:
-    """(V,) columns, as floats that also count them exactly.
+    """Return the (V,) column ids, as floats that also count them exactly.
 
     In and into floats, torch on a CPU compares several times as fast as integers or into booleans.
     """
@@ -79,7 +79,7 @@ def _ids(logits: Tensor) -> Tensor:
 
 
 def _rank(scores: Tensor, target: Tensor, ids: Tensor) -> Tensor:
-    """(C,) int64: how many scores of a row come before the target's."""
+    """Return (C,) int64 ranks: how many scores of a row come before the target's."""
     target = target.unsqueeze(-1)
     own = scores.gather(-1, target)
     larger, equal, smaller_id = (torch.empty_like(scores) for _ in range(3))
@@ -90,7 +90,7 @@ def _rank(scores: Tensor, target: Tensor, ids: Tensor) -> Tensor:
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
-    """(C, k) int64: the first ``k`` columns of each row, in order.
+    """Return the first ``k`` columns of each row in order, (C, k) int64.
 
     They lie in the first ``k`` groups of columns, which stand in the order of their maxima: before
     any other group there are ``k`` scores. So one cheap pass leaves few candidates.
@@ -107,7 +107,7 @@ def _top(scores: Tensor, k: int) -> Tensor:
 
 
 def _first(scores: Tensor, k: int) -> Tensor:
-    """As :func:`_top`, with work for every score.
+    """Do the same as :func:`_top`, with work for every score.
 
     ``topk`` leaves open which of equal values it takes, and in which order: it gets keys of which
     no two are equal. An fp64 score leaves no room in a key, and is sorted with its row.
@@ -118,8 +118,8 @@ def _first(scores: Tensor, k: int) -> Tensor:
 
 
 def _keys(scores: Tensor) -> Tensor:
-    """(C, V) int64 ``2**32 * order - index``, ``order`` the fp32 score's bits as an integer that
-    rises with it."""
+    """Return (C, V) int64 keys ``2**32 * order - index``; ``order`` is the fp32 score's bits as an
+    integer that rises with it."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes the 0.0 that it equals
     order = bits ^ (bits >> 31 & 0x7FFFFFFF)
     index = torch.arange(scores.shape[1], device=scores.device)

@@ -115,19 +115,19 @@ def _layout(target: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _
 
 
 def _offsets(layout: _Layout, advantages: Tensor) -> Tensor:
-    """(2, B + 1): where the valid tokens of each sequence begin, and those with an advantage."""
+    """Return (2, B + 1) offsets of each sequence's valid tokens, and of those with an advantage."""
     both = torch.stack([layout.mask, layout.mask & (advantages != 0)])
     return pad(both.cumsum(1), (1, 0))[:, layout.starts]
 
 
 def _counts(offsets: list[int]) -> list[list[int]]:
-    """(2, B) lengths, from the offsets one after the other."""
+    """Return the (2, B) lengths that the offsets imply."""
     half = len(offsets) // 2
     return [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
 
 
 def _given_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None:
-    """(2, B) int64 on the CPU from the caller's lists."""
+    """Return the caller's lists as (2, B) int64 on the CPU."""
     lengths, active = (_count_list(name, optional.get(name), sequences) for name in COUNT_FIELDS)
     if lengths is None:
         if active is not None:
@@ -152,7 +152,7 @@ def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[
 
 
 def _agreed(found: list[list[int]], given: Tensor | None) -> Tensor:
-    """The counts (2, B), after a comparison with what the caller says they are."""
+    """Return the counts (2, B) after comparing them with what the caller says they are."""
     if given is None:
         return host.hold(found)
     for name, stated, true in zip(COUNT_FIELDS, host.known(given), found, strict=True):
@@ -164,7 +164,7 @@ def _agreed(found: list[list[int]], given: Tensor | None) -> Tensor:
 
 
 def _require(flags: Tensor, offsets: Tensor, given: Tensor) -> None:
-    """The checks of values, later and on the device."""
+    """Check the values later and on the device."""
     host.require(flags[0] >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
     host.require(
         ~flags[2:].any(),
@@ -270,7 +270,7 @@ def _value_flags(
     columns: Sequence[str],  # its rows
     scalars: Mapping[str, Tensor | None],
 ) -> tuple[list[str], list[Tensor]]:
-    """Names, and flags to be joined: lowest and highest valid target, then 1 for a bad value."""
+    """Return names and flags to join: lowest and highest valid target, then 1 for a bad value."""
     target, mask = layout.target, layout.mask
     ids = target * mask
     ends = ids.new_zeros(2) if not ids.numel() else torch.stack(ids.aminmax())

@@ -32,7 +32,7 @@ class SamplingMask:
 
     @classmethod
     def from_csr(cls, indices: Tensor, offsets: Tensor) -> SamplingMask:
-        """From ``indices`` (N,) and ``offsets`` (T + 1,): row t owns indices[o[t]:o[t + 1]].
+        """Make one from CSR, ``indices`` (N,), ``offsets`` o (T + 1,): row t owns o[t]:o[t + 1].
 
         Both are int64 or int32 tensors of one device; an id that a row lists twice counts once.
 
@@ -60,7 +60,7 @@ class SamplingMask:
     def from_lists(
         cls, ids: Sequence[Sequence[int]], device: torch.device | str | None = None
     ) -> SamplingMask:
-        """From one sequence of ids per row.
+        """Make one from a sequence of ids per row.
 
         Raises:
             ValueError: an id is no integer, negative or too large.
@@ -78,7 +78,7 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> SamplingMask:
-        """From (..., K) int64 or int32 ids, -1 where a row has fewer than K; T rows in all.
+        """Make one from (..., K) int64 or int32 ids of T rows, -1 where a row has fewer than K.
 
         Raises:
             ValueError: the shape or dtype is wrong, or an id is below -1.
@@ -101,7 +101,7 @@ class SamplingMask:
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.indices.numel())
 
     def take(self, index: slice | Tensor) -> SamplingMask:
-        """The rows of a range, or of an int64 index; that needs one host transfer."""
+        """Return the rows of a range, or of an int64 index; that needs one host transfer."""
         return self._range(index.start, index.stop) if isinstance(index, slice) else self._at(index)
 
     def _range(self, start: int, stop: int) -> SamplingMask:
@@ -129,7 +129,7 @@ class SamplingMask:
 
 
 def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
-    """Raises ValueError unless ``sampling_mask`` has a row for each element of ``target``."""
+    """Raise ValueError unless ``sampling_mask`` has a row for each element of ``target``."""
     if not isinstance(sampling_mask, SamplingMask) or sampling_mask.num_rows != target.numel():
         got = (
             f"{sampling_mask.num_rows} rows"
@@ -148,7 +148,7 @@ def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
 
 
 def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask:
-    """Ids ascending within their rows, each once: a gradient is then added to each logit once."""
+    """Sort ids within their rows and drop repeats: a gradient is then added to each logit once."""
     low, high = torch.aminmax(ids) if ids.numel() else (ids.sum(), ids.sum())
     lowest, max_id = torch.stack([low, high]).tolist()
     if lowest < 0 or max_id >= _MAX_VOCABULARY:

@@ -44,5 +44,5 @@ class Segments:
         return values[self.ids]
 
     def narrow(self, start: int, stop: int) -> Segments:
-        """The same for tokens start..stop; a sequence that a border cuts keeps what lies inside."""
+        """Return the same for tokens start..stop; a cut sequence keeps what lies inside."""
         return type(self)(self.cu_seqlens.clamp(start, stop) - start, stop - start)

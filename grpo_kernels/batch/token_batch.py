@@ -76,7 +76,7 @@ class TokenBatch:
         mask: Tensor | None = None,
         **optional: Unpack[OptionalFields],
     ) -> TokenBatch:
-        """From padded sequences.
+        """Make a batch from padded sequences.
 
         Args:
             target: (B, L) int64 token ids; -100 marks a token without loss.
@@ -119,7 +119,7 @@ class TokenBatch:
         mask: Tensor | None = None,
         **optional: Unpack[OptionalFields],
     ) -> TokenBatch:
-        """From packed sequences: ``target`` (T,), ``cu_seqlens`` (B + 1,) from 0 to T.
+        """Make a batch from packed ones: ``target`` (T,), ``cu_seqlens`` (B + 1,) from 0 to T.
 
         ``advantages`` is (B,) or (T,), the log-probabilities and ``mask`` are (T,); the rest is as
         in :meth:`from_padded`. (If B equals T, ``advantages`` is read per token.)
@@ -153,7 +153,7 @@ class TokenBatch:
         return Segments(self.cu_seqlens, self.num_tokens)
 
     def tensors(self) -> list[Tensor | None]:
-        """Every field that may hold a tensor, and those of the sampling mask, in a fixed order."""
+        """Return every tensor field and those of the sampling mask, in a fixed order."""
         mask = self.sampling_mask
         own = [getattr(self, name) for name in TENSOR_FIELDS]
         return own + [None if mask is None else getattr(mask, name) for name in MASK_FIELDS]
@@ -176,13 +176,13 @@ class TokenBatch:
         )
 
     def narrow(self, start: int, stop: int) -> TokenBatch:
-        """Tokens start..stop; sequences cut by the borders keep the part that lies inside."""
+        """Return tokens start..stop; cut sequences keep what lies inside."""
         ends = pad(self.counts[0].cumsum(0), (1, 0)).clamp(start, stop)
         cu_seqlens = self.segments.narrow(start, stop).cu_seqlens
         return self._take(slice(start, stop), cu_seqlens, ends.diff())
 
     def select(self, keep: Tensor, lengths: Tensor | None = None) -> TokenBatch:
-        """The tokens of the int64 index ``keep`` (ascending), in the same B sequences.
+        """Return the tokens of the int64 index ``keep`` (ascending), in the same B sequences.
 
         ``lengths`` (B,) on the CPU says how many are of each sequence; None: by a host transfer.
         """
@@ -193,7 +193,7 @@ class TokenBatch:
         )
 
     def occupied(self) -> TokenBatch:
-        """The same tokens without the sequences that have none."""
+        """Return the same tokens without the sequences that have none."""
         counts = self.counts[:, self.counts[0] > 0]
         lengths = self.cu_seqlens.diff()
         order = torch.argsort(lengths == 0, stable=True)[: counts.shape[1]]
@@ -228,7 +228,7 @@ class TokenBatch:
         object.__setattr__(self, "max_target", None)  # from now on looked up on the device
 
     def _is_on_the_host(self, value: object) -> bool:
-        """Whether a number was given as such beside tensors on a device: it is in its graph."""
+        """Return whether a number was given as such beside device tensors: it is in the graph."""
         return isinstance(value, Tensor) and value.device != self.target.device
 
     def _take(self, index: slice | Tensor, cu_seqlens: Tensor, lengths: Tensor) -> TokenBatch:
@@ -251,7 +251,7 @@ MASK_FIELDS = tuple(item.name for item in fields(SamplingMask))
 
 
 def _same_to_the_host(mine: object, new: object, fixed: bool) -> bool:
-    """Whether two values of a field may stand for each other; ``fixed``: if they are equal."""
+    """Return whether one value of a field may replace the other; ``fixed``: if they are equal."""
     if not isinstance(mine, Tensor) or not isinstance(new, Tensor):
         return type(mine) is type(new) and mine == new
     if mine.shape != new.shape or mine.device != new.device:
@@ -260,7 +260,7 @@ def _same_to_the_host(mine: object, new: object, fixed: bool) -> bool:
 
 
 def _known(value: object, fixed: bool) -> str:
-    """What the host knows of a field."""
+    """Return what the host knows about a field."""
     if not isinstance(value, Tensor):
         return repr(value)
     return repr(host.known(value)) if fixed else f"a tensor {tuple(value.shape)}"

@@ -36,14 +36,14 @@ def fingerprint(route: Route, hidden: Tensor, head: Head, schedule: str | None =
 
 
 def _device(device: torch.device, route: Route, head: Head) -> list[str]:
-    """The device; on a CPU a library's GEMM depends on the number of threads, too."""
+    """Describe the device; on a CPU a library's GEMM depends on the number of threads, too."""
     by_library = device.type == "cpu" and (route.linear_stats is None or head.lora is not None)
     threads = [f"threads={torch.get_num_threads()}"] if by_library else []
     return [device_numerics(device), *threads]
 
 
 def _libraries(device: torch.device) -> list[str]:
-    """Versions of what multiplies."""
+    """Return the versions of the libraries that multiply."""
     found = [f"torch={torch.__version__}"]
     if device.type == "cuda":
         library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[-1]

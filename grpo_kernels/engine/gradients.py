@@ -173,7 +173,7 @@ class GradientSums:
     def _set_rows(
         dhidden: Tensor, dlogits: Tensor, part: slice, where: slice | Tensor, chunk: Rows
     ) -> None:
-        """The chunk's rows of ``dhidden``; those that were dropped have no gradient."""
+        """Set the chunk's rows of ``dhidden``; rows that were dropped have no gradient."""
         clear_row_ends(dlogits)
         place, weight = dhidden[where], chunk.head.weight  # a copy where rows were dropped
         if place.dtype == dlogits.dtype:
@@ -186,7 +186,7 @@ class GradientSums:
 
 
 def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) -> Gradients:
-    """Uninitialised results, or zeros where no chunk will write."""
+    """Return uninitialised results, or zeros where no chunk will write."""
     make = torch.empty if num_chunks else torch.zeros
     wide = stats_dtype(hidden.dtype)
     exact = hidden.dtype != torch.float16  # fp16 results wait in fp32 for the loss scale

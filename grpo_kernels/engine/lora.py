@@ -88,7 +88,7 @@ class _Narrow:
 
     @staticmethod
     def of(x: Tensor, dtype: torch.dtype) -> _Narrow:
-        """fp16 holds no factor of 1e-8: its values are scaled into the middle of what it holds."""
+        """Scale fp16 values into the middle of the range: fp16 holds no factor of 1e-8."""
         if dtype != torch.float16 or not x.numel():
             return _Narrow(x.to(dtype), None)
         largest = x.abs().amax().clamp(min=2.0**-100)

@@ -108,7 +108,7 @@ _DIFFERENTIABLE = Gradients._fields
 
 
 def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
-    """The arguments of the ops for a call."""
+    """Flatten a call into the arguments of the ops."""
     head, mask = rows.head, rows.sampling_mask
     transform, temperature = head.transform, head.transform.temperature
     per_row = temperature if isinstance(temperature, Tensor) else None
@@ -129,7 +129,7 @@ def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
 
 
 def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
-    """The call that :func:`_flat` was given."""
+    """Rebuild the call that :func:`_flat` was given."""
     x = _Tensors(*arguments[:_NUM_TENSORS])
     temperature, scale, softcap, lora_scaling, *options = arguments[_NUM_TENSORS:]
     lora = mask = None
@@ -161,7 +161,7 @@ def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:
     schema=f"({_TENSORS}, {_OPTIONS}, {_WANTED}) -> ({_STATS})",
 )
 def linear_logprobs_forward(*arguments):
-    """Statistics of (T, D) rows in the order of :class:`RowStats`; what was not asked is empty."""
+    """Compute the statistics of (T, D) rows in the order of :class:`RowStats`; others are empty."""
     rows, options = _call(arguments[:-_NUM_WANTED])
     wanted = Wanted(*arguments[-_NUM_WANTED:])
     valid = rows.valid()
@@ -199,8 +199,7 @@ def _(*arguments):
     ),
 )
 def linear_logprobs_backward(*arguments):
-    """Gradients of what is differentiable from what the forward found; one that is not needed is
-    empty."""
+    """Compute the gradients of the differentiable statistics; one that is not needed is empty."""
     *call, logp, entropy, lse, dlogp, dentropy, dmasked, needs = arguments
     rows, options = _call(call)
     outer = StatsGradients(dlogp, dentropy, dmasked)
@@ -227,7 +226,7 @@ def _(*arguments):
 
 
 def _inputs(rows: Rows) -> list[Tensor]:
-    """The tensors that get gradients; for want of one, something to make an empty tensor of."""
+    """Return the tensors that get gradients, or one to make an empty tensor from."""
     found = (rows.hidden, *rows.head.tensors)
     return [rows.hidden if x is None else x for x in found]
 
@@ -251,7 +250,7 @@ def _backward(ctx, *outer):
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
-    """Contiguous; None also for that of an output which was not asked for."""
+    """Return it contiguous; None also for an output that was not asked for."""
     return None if gradient is None or not gradient.numel() else gradient.contiguous()
 
 

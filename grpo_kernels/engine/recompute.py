@@ -107,7 +107,7 @@ class _Work:
     buffer: Tensor  # flat
 
     def dlogits(self, part: slice, head: Head, columns: slice) -> Tensor:
-        """Gradient of the raw logits of some rows and columns, in the buffer."""
+        """Compute the gradient of the raw logits of some rows and columns, in the buffer."""
         hidden = self.rows.hidden[part]
         size = (hidden.shape[0], head.weight.shape[0])
         logits = self.buffer[: size[0] * size[1]].view(size)
@@ -136,7 +136,7 @@ def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
 def _place(
     dweight: Tensor | None, columns: slice, dtype: torch.dtype, num_parts: int
 ) -> Tensor | None:
-    """Where the GEMMs of a slice are summed: its place in the result, if nothing is lost."""
+    """Return where the GEMMs of a slice are summed: its place in the result, if nothing is lost."""
     if dweight is None or num_parts == 0:  # without rows the zeros stay
         return None
     place, wide = dweight[columns], stats_dtype(dtype)

@@ -69,12 +69,12 @@ class Route:
         return isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, self.logits)
 
     def tiled(self) -> Route:
-        """The same for a backward, which always has a tile, of any height."""
+        """Return the same route for a backward, which always has a tile, of any height."""
         options = replace(self.options, batch_invariant=False)
         return replace(self, linear_stats=None, options=options)
 
     def smaller(self) -> Route | None:
-        """The same with a smaller tile; None where there is none, or it decides a row's bits."""
+        """Return the route with a smaller tile; None if there is none or it changes a row's bits."""
         rows = self.tile_rows // _FEWER_ROWS
         if not rows or self.linear_stats is not None or self.fixed_rows is not None:
             return None
@@ -111,7 +111,7 @@ def choose_route(
 
 
 def _fixed_rows(backend: Backend, device: torch.device, fit: int, workspace: int | None) -> int:
-    """A power of two, so that blocks of a tile's rows are all alike."""
+    """Return a power of two, so that all blocks of a tile's rows are alike."""
     if not backend.has_tiles:
         raise ValueError(
             f"batch_invariant: expected False with backend {backend.name!r}, which multiplies all "

@@ -27,7 +27,7 @@ class Rows:
         return self.target.numel()
 
     def valid(self, wanted: Tensor | None = None) -> Rows:
-        """The rows with a target that are ``wanted`` (T,), None: those with a target.
+        """Return the rows with a target that are ``wanted`` (T,); None: all with a target.
 
         One host transfer, and one more for a sampling mask.
 
@@ -47,7 +47,7 @@ class Rows:
         return self._where(matter, count)
 
     def chosen(self, wanted: Tensor | None = None) -> Rows:
-        """The ``wanted`` rows of some that all have a target; all where a look would have to wait.
+        """Return the ``wanted`` rows of those with a target; all where looking would have to wait.
 
         So this needs no host transfer.
         """
@@ -63,13 +63,13 @@ class Rows:
             check_mask_range(self.sampling_mask.max_id, self.head.weight.shape[0])
 
     def narrow(self, part: slice) -> Rows:
-        """The rows of a range, as if they were all."""
+        """Return a range of rows as if they were all."""
         if part == slice(0, self.count):
             return replace(self, index=None, total=0)
         return replace(self._at(part), index=None, total=0)
 
     def at(self, order: Tensor) -> Rows:
-        """The rows ``order``, int64."""
+        """Return the rows ``order``, int64."""
         return replace(self._at(order), index=order, total=self.count)
 
     def _where(self, mask: Tensor, count: int) -> Rows:
@@ -87,11 +87,11 @@ class Rows:
         )
 
     def take(self, values: Tensor | None) -> Tensor | None:
-        """(all, ...) values of these rows."""
+        """Return the (all, ...) values at these rows."""
         return values if values is None or self.index is None else values[self.index]
 
     def spread(self, values: Tensor) -> Tensor:
-        """These rows' values, put back among all rows; the others are 0."""
+        """Put these rows' values back among all rows; the others are 0."""
         if self.index is None:
             return values
         whole = values.new_zeros((self.total, *values.shape[1:]))

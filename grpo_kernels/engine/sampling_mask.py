@@ -47,7 +47,7 @@ class MaskedRows:
 
     @staticmethod
     def of(tile: Tile, sampling_mask: SamplingMask) -> MaskedRows:
-        """From a tile of raw logits and the mask of the same rows."""
+        """Make one from a tile of raw logits and the sampling mask of the same rows."""
         logits, target, transform = tile
         ids, rows = sampling_mask.indices, sampling_mask.rows
         all_rows = torch.arange(target.numel(), device=target.device)
@@ -69,7 +69,7 @@ class MaskedRows:
         )
 
     def at(self, order: Tensor) -> MaskedRows:
-        """The same where a tile holds the rows ``order`` (n,) of this one."""
+        """Return the same for a tile that holds the rows ``order`` (n,) of this one."""
         places = torch.full_like(self.target, -1)
         places[order] = torch.arange(order.numel(), device=order.device)
         left = places[self.rows] >= 0
@@ -98,7 +98,7 @@ class MaskedRows:
 
 
 def _reduce(how: str, values: Tensor, sampling_mask: SamplingMask, initial: float) -> Tensor:
-    """(C,) sums or maxima of the (N,) ``values`` of each row, in the order of the ids.
+    """Return (C,) sums or maxima of the (N,) ``values`` of each row, in the order of the ids.
 
     As a matrix of one column: a GPU then walks through each row's values one by one, so that the
     result depends on nothing else.

@@ -96,7 +96,7 @@ def _pass(
     stage: Stage | FusedStage | None,
     sums: GradientSums,
 ) -> tuple[RowStats, Rows, Tensor | None]:
-    """Logits of a chunk in ``buffer`` and their statistics; with a stage also their gradient.
+    """Form a chunk's logits in ``buffer`` and their statistics; with a stage also their gradient.
 
     The gradient is that of the chunk's rows which have one; these come back.
     """
@@ -126,7 +126,7 @@ def _dlogits(
     masked: MaskedRows | None,
     route: Route,
 ) -> tuple[Rows, Tensor]:
-    """The gradient of the raw logits of the rows that have one, and these rows."""
+    """Compute the gradient of the raw logits of the rows that have one; return these rows, too."""
     moves = surviving_rows(outer.nonzero)
     if moves is not None:
         order = torch.tensor(moves, dtype=torch.int64)  # there may be none
@@ -140,7 +140,7 @@ def _dlogits(
 
 
 def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:
-    """The raw logits (C, V) of a chunk, in ``buffer``, and their statistics."""
+    """Form the raw logits (C, V) of a chunk in ``buffer``, and their statistics."""
     count, kernels = chunk.count, route.backend.kernels
     transform = chunk.head.transform
     if isinstance(kernels, FormsLogits) and kernels.forms(chunk.hidden.dtype, buffer.dtype):
@@ -156,7 +156,7 @@ def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile
 
 
 def _project(chunk: Rows, buffer: Tensor, route: Route) -> Tensor:
-    """The raw logits of a chunk, and of the zeros that fill it up, in ``buffer``.
+    """Form the raw logits of a chunk in ``buffer``, and of the zeros that fill it up.
 
     How a library multiplies a row depends on the number of rows, and on where they lie in memory.
     With ``fixed_rows`` both are always the same, and so are the row's bits.

@@ -18,12 +18,12 @@ PRECISIONS = ("fp32", "input", "tf32")
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, losses and metrics: fp32, or fp64 for fp64 inputs."""
+    """Return the dtype of statistics, losses and metrics: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def logits_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
-    """The dtype in which logits are kept: never rounded to 16 bits for ``precision="fp32"``."""
+    """Return the dtype that logits are stored in: never 16 bits for ``precision="fp32"``."""
     return dtype if precision == "input" or dtype == torch.float64 else torch.float32
 
 
@@ -40,7 +40,7 @@ class Transform:
     temperature: float | Tensor = 1.0
 
     def rows(self, index: slice | Tensor) -> Transform:
-        """The same transform for a subset of the rows."""
+        """Return the same transform for a subset of rows."""
         if not isinstance(self.temperature, Tensor):
             return self
         return Transform(self.logit_scale, self.softcap, self.temperature[index])
@@ -60,7 +60,7 @@ class HeadLoRA:
 
     @staticmethod
     def joined(adapters: Sequence[HeadLoRA]) -> HeadLoRA | None:
-        """One adapter that is the sum of all, differentiable in each; None for none."""
+        """Return one adapter that is the sum of all, differentiable in each; None for none."""
         if len(adapters) < 2:
             return adapters[0] if adapters else None
         wide = torch.float32
@@ -76,23 +76,23 @@ class HeadLoRA:
         return self.a.shape[0]
 
     def wide(self, dtype: torch.dtype) -> HeadLoRA:
-        """The same, as products with hidden states of ``dtype`` want it: fp32, or fp64."""
+        """Return the same in the dtype for GEMMs with hidden states of ``dtype``: fp32, or fp64."""
         wide = stats_dtype(dtype)
         return replace(self, a=self.a.to(wide), b=self.b.to(wide))
 
     def columns(self, index: slice) -> HeadLoRA:
-        """The same for a range of the vocabulary."""
+        """Return the same for a range of the vocabulary."""
         return replace(self, b=self.b[index])
 
     def inner(self, hidden: Tensor) -> Tensor:
-        """``U = s X A^T`` (C, r) of hidden states (C, D); the factors are wide."""
+        """Return ``U = s X A^T`` (C, r) of hidden states (C, D); the factors are wide."""
         rows = hidden.to(self.a.dtype)
         # with out=, which autocast leaves alone
         out = self.a.new_empty(hidden.shape[0], self.rank)
         return torch.mm(rows, self.a.t(), out=out).mul_(self.scaling)
 
     def add_to(self, logits: Tensor, hidden: Tensor) -> None:
-        """Adds the update of hidden states (C, D) to wide logits (C, V)."""
+        """Add the update of hidden states (C, D) to wide logits (C, V)."""
         torch.addmm(logits, self.inner(hidden), self.b.t(), out=logits)
 
 
@@ -116,11 +116,11 @@ class Head:
         return (self.weight, self.bias, *factors)
 
     def rows(self, index: slice | Tensor) -> Head:
-        """The same head for a subset of the rows."""
+        """Return the same head for a subset of rows."""
         return replace(self, transform=self.transform.rows(index))
 
     def columns(self, index: slice) -> Head:
-        """The same head for a range of the vocabulary."""
+        """Return the same head for a range of the vocabulary."""
         return Head(
             self.weight[index],
             self.bias[index] if self.bias is not None else None,
@@ -129,6 +129,6 @@ class Head:
         )
 
     def to(self, dtype: torch.dtype) -> Head:
-        """The same head, ready for products with hidden states of ``dtype``."""
+        """Return the same head, ready for GEMMs with hidden states of ``dtype``."""
         lora = self.lora.wide(dtype) if self.lora is not None else None
         return replace(self, weight=self.weight.to(dtype), lora=lora)

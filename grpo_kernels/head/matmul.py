@@ -109,7 +109,7 @@ def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
 
 
 def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -> None:
-    """``out`` (C, V) of 16 bits from the fp32 sum of product and update."""
+    """Compute ``out`` (C, V) of 16 bits from the fp32 sum of GEMM and update."""
     for start in range(0, weight.shape[0], SLICE_COLUMNS):
         columns = slice(start, start + SLICE_COLUMNS)
         place = out[:, columns]
@@ -120,7 +120,7 @@ def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out = hidden @ weight.T``."""
+    """Compute ``out = hidden @ weight.T``."""
     if out.dtype == hidden.dtype:
         torch.mm(with_clear_row_ends(hidden), weight.t(), out=out)
     elif hidden.is_cuda:
@@ -178,7 +178,7 @@ _CPU_COLUMNS = 32
 
 
 def clear_row_ends(dlogits: Tensor) -> None:
-    """Zero what lies behind the last column of each row, as far as a product may read it.
+    """Set to zero what lies behind each row's last column, as far as a GEMM may read it.
 
     Behind narrowed rows lie halves of the fp32 logits, which look like anything.
     """
@@ -190,7 +190,7 @@ def clear_row_ends(dlogits: Tensor) -> None:
 
 
 def with_clear_row_ends(x: Tensor) -> Tensor:
-    """(M, K) ``x``, or a copy whose rows end in zeros where a product would read the next row."""
+    """Return (M, K) ``x``, or a copy with zeros where a GEMM would read beyond a row."""
     columns = x.shape[1]
     if x.device.type != "cpu" or x.element_size() != 2 or columns % _CPU_COLUMNS == 0:
         return x
@@ -219,7 +219,7 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """The C function, None where there are no such pages."""
+    """Return the C function; None where the system has no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise

@@ -27,7 +27,7 @@ _SIGNATURE = [
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether this torch brings the product of ``dtype`` matrices."""
+    """Return whether this torch brings the GEMM of ``dtype`` matrices."""
     return dtype in _NAMES and _function(_NAMES[dtype]) is not None
 
 
@@ -38,7 +38,7 @@ def matmul(
     accumulate: bool = False,
     alpha: float = 1.0,
 ) -> Tensor:
-    """``out = alpha a @ b``, or ``out += alpha a @ b``, without rounding in between."""
+    """Compute ``out = alpha a @ b``, or ``out += alpha a @ b``, without rounding in between."""
     (rows, depth), columns = a.shape, b.shape[1]
     assert out.shape == (rows, columns) and out.dtype == torch.float32, (out.shape, out.dtype)
     assert a.dtype == b.dtype and b.shape[0] == depth, (a.shape, b.shape, a.dtype, b.dtype)
@@ -61,7 +61,7 @@ def matmul(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The same matrix as BLAS can describe it: gaps in one dimension only, and no overlaps."""
+    """Return the matrix as BLAS can describe it: gaps in one dimension only, no overlaps."""
     (rows, columns), (step, column_step) = x.shape, x.stride()
     by_rows = (column_step == 1 or columns == 1) and (step >= columns or rows == 1)
     by_columns = (step == 1 or rows == 1) and (column_step >= rows or columns == 1)
@@ -69,7 +69,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _layout(x: Tensor) -> tuple[int, int]:
-    """How BLAS calls the layout of ``x``, and its leading dimension."""
+    """Return BLAS's name for the layout of ``x``, and its leading dimension."""
     rows, columns = x.shape
     if x.stride(1) == 1 or columns == 1:
         return _AS_IT_IS, max(x.stride(0) if rows > 1 else 0, columns)

@@ -24,7 +24,7 @@ _TIGHT = 1e-3
 
 
 def check_fused_head(model: PreTrainedModel) -> None:
-    """Raises unless :func:`lm_head` describes how ``model`` makes its logits.
+    """Raise unless :func:`lm_head` describes how ``model`` makes its logits.
 
     Two forwards over a few tokens: the model's own, and one with ``head_fn``. In both the last
     hidden states are enlarged until the logits are large, so that a scale, a bound, a bias or a
@@ -66,7 +66,7 @@ class _Enlarge:
         self._repeating = False
 
     def repeat(self) -> None:
-        """From here on the factor of the first forward is used, 1 if that did not come by."""
+        """Reuse the factor of the first forward from here on; 1 if that forward did not set one."""
         self._repeating = True
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -94,7 +94,7 @@ def _enlarged(model: PreTrainedModel) -> Iterator[_Enlarge]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and without a trace in the random state."""
+    """Switch dropout off and leave the random state as it was."""
     was_training = model.training
     model.eval()
     try:
@@ -121,7 +121,7 @@ def _eager_logits(hidden: Tensor, head: Head) -> Tensor:
 
 
 def _some_token(model: PreTrainedModel) -> int:
-    """A token that stands for text; the padding token's embedding may be zero."""
+    """Return a token that stands for text; the padding token's embedding may be zero."""
     config = model.config.get_text_config()
     named = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
     padding = getattr(config, "pad_token_id", None)

@@ -51,7 +51,7 @@ def lm_head(model: PreTrainedModel) -> Head:
 
 
 def logit_scale(config: PretrainedConfig) -> float:
-    """The factor on the logits, 1.0 where the family has none."""
+    """Return the factor on the logits, 1.0 where the family has none."""
     if config.model_type in _DECLARES_A_SCALE_IT_DOES_NOT_APPLY:
         return 1.0
     for name in (*_MULTIPLIERS, *_DIVISORS):
@@ -64,7 +64,7 @@ def logit_scale(config: PretrainedConfig) -> float:
 
 
 def softcap(config: PretrainedConfig) -> float | None:
-    """The bound of the logits, None where the family has none."""
+    """Return the softcap of the logits, None where the family has none."""
     for name in _SOFTCAPS:
         value = getattr(config, name, None)
         if value is not None:
@@ -73,7 +73,7 @@ def softcap(config: PretrainedConfig) -> float | None:
 
 
 def keep_head_in_fp32(model: PreTrainedModel) -> None:
-    """Makes the head's weight fp32, and hands fp32 hidden states to ``head_fn``, without autocast.
+    """Make the head's weight fp32, and hand fp32 hidden states to ``head_fn``, without autocast.
 
     The model's own forward, with which it generates, takes hidden states of any dtype as before.
 
@@ -94,7 +94,7 @@ def keep_head_in_fp32(model: PreTrainedModel) -> None:
 
 
 def runs_in_fp32(model: PreTrainedModel) -> bool:
-    """Whether autocast must not round the head's inputs: after :func:`keep_head_in_fp32`."""
+    """Return whether autocast must not round the head's inputs: after :func:`keep_head_in_fp32`."""
     layer = _layer_in_use(model.get_output_embeddings())
     marked = (layer, getattr(layer, "base_layer", None))  # an adapter may have come later
     return any(getattr(one, "_grpo_fp32_head", False) for one in marked)
@@ -122,7 +122,7 @@ def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, HeadLoRA | None]:
 
 
 def _layer_in_use(layer: Any) -> Any:
-    """Looks through PEFT's wrapper of a fully trained copy of the head (``modules_to_save``)."""
+    """Look through PEFT's wrapper of a fully trained copy of the head (``modules_to_save``)."""
     if not hasattr(layer, "original_module"):
         return layer
     active = [] if layer.disable_adapters else layer.active_adapters
@@ -137,7 +137,7 @@ def _layer_in_use(layer: Any) -> Any:
 
 
 def _lora(layer: Any) -> HeadLoRA | None:
-    """The adapters in use; None where there is none, or where they are merged into the weight."""
+    """Return the adapters in use; None if there is none or they are merged into the weight."""
     if layer.merged or layer.disable_adapters:
         return None
     found = []

@@ -21,7 +21,7 @@ HeadFn = Callable[[torch.Tensor, Head], Any]
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
-    """Teaches ``model`` the keyword argument ``head_fn``; call it before any wrapper is applied.
+    """Teach ``model`` the keyword argument ``head_fn``; call it before any wrapper is applied.
 
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
     ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
@@ -51,7 +51,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of ``model`` that gives the last hidden states.
+    """Return the part of ``model`` that gives the last hidden states.
 
     Raises:
         ValueError: there is none.

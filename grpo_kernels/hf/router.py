@@ -14,13 +14,13 @@ _LOSS = "load_balancing_loss_func"  # its name in the modeling file of each fami
 
 
 def has_router_loss(model: PreTrainedModel) -> bool:
-    """Whether the family of ``model`` balances the load of its experts by a loss."""
+    """Return whether the family of ``model`` balances the load of its experts by a loss."""
     config = model.config.get_text_config()
     return hasattr(config, "output_router_logits") and hasattr(_family(model), _LOSS)
 
 
 def router_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
-    """The loss, (), of what the backbone returned with ``output_router_logits=True``."""
+    """Return the loss, (), of what the backbone returned with ``output_router_logits=True``."""
     config = model.config.get_text_config()
     experts = getattr(model, "num_experts", None) or config.num_experts
     return getattr(_family(model), _LOSS)(

@@ -117,7 +117,7 @@ class LossConfig:
         return self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     def scope(self, has_rollout: bool = False) -> str:
-        """How far one token's gradient reaches: ``token``, ``sequence`` or ``batch``."""
+        """Return how far one token's gradient reaches: ``token``, ``sequence`` or ``batch``."""
         scopes = [self.surrogate.scope, self.ratio_level.scope]
         if self.off_policy_mask_threshold is not None:
             scopes.append("sequence")
@@ -175,7 +175,7 @@ def _made(settings: dict[str, Any]) -> LossConfig:
 
 
 def _surrogate(loss_type: str, given: Surrogate | None, settings: dict[str, Any]) -> Surrogate:
-    """The surrogate of the loss: ``given`` or a new one, with these settings."""
+    """Return the surrogate of the loss: ``given`` or a new one, with these settings."""
     loss = LOSSES[loss_type]
     for name in settings:
         if name not in loss.settings:

@@ -31,7 +31,7 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 
 
 def rollout_log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """``lo - ls`` (T,); 0 where the engine reported NaN, which leaves the token uncorrected."""
+    """Return ``lo - ls`` (T,); 0, which corrects nothing, where the engine reported NaN."""
     return (old_logprobs - rollout_logprobs).nan_to_num(nan=0.0).detach()
 
 
@@ -64,7 +64,7 @@ def off_policy_gate(
     threshold: float,
     segments: Segments,
 ) -> Tensor:
-    """1 where the token is kept: ``A >= 0``, or its sequence drifted at most ``threshold`` nats.
+    """Return 1 where ``A >= 0`` or the sequence drifted at most ``threshold`` nats, else 0.
 
     Off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556. Returns (T,).
     """
@@ -74,7 +74,7 @@ def off_policy_gate(
 
 
 def top_entropy_gate(entropy: Tensor, quantile: float) -> Tensor:
-    """1 for tokens whose entropy is in the top ``quantile``, over all processes. (T,) to (T,).
+    """Return 1 where the entropy is in the top ``quantile`` of all processes; (T,) to (T,).
 
     "Beyond the 80/20 rule", arXiv:2506.01939. The threshold is the linearly interpolated quantile,
     found by sorting: ``torch.quantile`` refuses more than 2**24 values.
@@ -92,7 +92,7 @@ def top_entropy_gate(entropy: Tensor, quantile: float) -> Tensor:
 
 
 def _gather_values(values: Tensor) -> Tensor:
-    """All processes' values, concatenated; sizes may differ."""
+    """Return all processes' values, concatenated; sizes may differ."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return values
     size = torch.tensor([values.numel()], device=values.device)

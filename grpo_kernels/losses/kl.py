@@ -46,7 +46,7 @@ def kl_penalty(
     estimator: str,
     bias_correction: bool,
 ) -> Tensor:
-    """Per-token KL estimate (T,).
+    """Return the per-token KL estimate (T,).
 
     With ``bias_correction`` the estimate is multiplied by the importance ratio, which changes the
     gradient even where the ratio is 1 (DeepSeek-V3.2, arXiv:2512.02556).

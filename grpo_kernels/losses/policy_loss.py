@@ -152,7 +152,7 @@ def loss_stats(
 def _policy_loss_stat(
     x: TokenInputs, evaluation: Evaluation, batch: TokenBatch, config: LossConfig
 ) -> Stat:
-    """The loss without its entropy bonus, as one sample per micro-batch."""
+    """Return the loss without its entropy bonus, as one sample per micro-batch."""
     total = (evaluation.loss * x.policy_weight).double().sum()
     if config.aggregation.per_micro_batch:
         total = total * batch.gradient_accumulation_steps
@@ -170,7 +170,7 @@ def _ratio_stats(ratio: Tensor) -> dict[str, Stat]:
 
 
 def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str, Stat]:
-    """How far the rollout engine's log-probabilities are from the trainer's."""
+    """Return statistics of the rollout engine's log-probabilities against the trainer's."""
     known = ~rollout_logprobs.isnan()
     difference = torch.where(known, evaluation.old_logprobs - rollout_logprobs, 0.0).double()
     count = known.double().sum()

@@ -44,7 +44,7 @@ class TokenInputs(NamedTuple):
     rollout_logprobs: Tensor | None
 
     def rows(self, index: slice | Tensor) -> TokenInputs:
-        """The same for a subset of the tokens."""
+        """Return the same for a subset of tokens."""
         if index == slice(0, self.logprobs.shape[0]):
             return self
         return TokenInputs(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def static_weights(batch: TokenBatch, config: LossConfig) -> Weights:
 
 
 def _per_token(weight: Tensor | float, batch: TokenBatch) -> Tensor:
-    """(T,) of the dtype of the advantages."""
+    """Return the weight per token, (T,), in the dtype of the advantages."""
     like = batch.advantages
     if isinstance(weight, Tensor) and not (weight.dim() == 0 and host.reading_is_free(weight)):
         return weight.to(like.dtype).expand(like.shape)
@@ -146,7 +146,7 @@ def evaluate(
 
 
 def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) -> Tensor:
-    """What each token adds to the loss, (T,): the loss is the sum."""
+    """Return each token's contribution to the loss, (T,): their sum is the loss."""
     policy = evaluation.loss * x.policy_weight
     if config.entropy_coef == 0:
         return policy
@@ -179,7 +179,7 @@ def run_stage(
 def _correction(
     x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rollout weight as it is, (T,) or (B,), and per token."""
+    """Return the rollout weight as it is, (T,) or (B,), and per token."""
     mode = config.correction_mode
     if x.rollout_logprobs is None or mode is None:
         return None, None

@@ -25,15 +25,15 @@ class ActiveRows:
         return 0 if self.rest is None else self.rest.numel()
 
     def take(self, values: Tensor) -> Tensor:
-        """(T, ...) values of these rows."""
+        """Return the (T, ...) values at these rows."""
         return values if self.index is None else values[self.index]
 
     def take_weights(self, weights: Weights) -> Weights:
-        """Their weights in the whole batch."""
+        """Return these rows' weights in the whole batch."""
         return Weights(*(None if weight is None else self.take(weight) for weight in weights))  # type: ignore[arg-type]
 
     def merge(self, values: Tensor, others: Tensor | float) -> Tensor:
-        """(T,) from (K,) values of these rows and (T - K,) of the others, or one for all others."""
+        """Merge (K,) values of these rows with (T - K,), or one, of the others into (T,)."""
         if self.index is None or self.rest is None:
             return values
         whole = values.new_zeros(values.numel() + self.rest.numel())

@@ -75,8 +75,8 @@ def compiled_policy_loss(
     ),
 )
 def policy_loss_op(*arguments):
-    """The () loss, log-probabilities, entropy and its gate (T,), and the gradients of the inputs
-    for a loss that is not scaled; one that is not needed is empty."""
+    """Return the () loss, the log-probabilities, entropy and its gate (T,), and the gradients of
+    the inputs for an unscaled loss; one that is not needed is empty."""
     inputs, (needs, tensors, per_token, steps, number, autocast, *rest) = _split(arguments)
     lora_scaling, logit_scale, softcap, *options = rest
     hidden, weight, bias, lora_a, lora_b = inputs
@@ -120,7 +120,7 @@ def _run(rows: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
 
 
 def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None:
-    """The gradient of (..., D) hidden states from that of the rows with one."""
+    """Return the gradient of (..., D) hidden states from that of the rows that have one."""
     if dhidden is None:
         return None
     batch, index = plan.batch, plan.active.index
@@ -135,14 +135,14 @@ def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None
 
 
 def _dtypes(inputs: tuple, autocast: torch.dtype | None) -> list[torch.dtype]:
-    """The dtypes that gradients are rounded to: that of the hidden states is as autocast's."""
+    """Return the dtypes that gradients are rounded to: for the hidden states autocast's."""
     cast = autocast is not None and inputs[0].dtype != torch.float64
     own = [torch.float32 if x is None else x.dtype for x in inputs]
     return [autocast if cast else own[0], *own[1:]]  # type: ignore[list-item]
 
 
 def _until_scaled(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a gradient before it is multiplied with the loss's own: fp16 would underflow."""
+    """Return a gradient's dtype before the loss's own gradient scales it: fp16 would underflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

@@ -62,7 +62,7 @@ class LossStage:
         return StatsGradients(None, output.dentropy, output.dlogp)
 
     def loss(self) -> Tensor:
-        """The () loss of all rows seen, summed in fp64 and in a fixed order."""
+        """Return the () loss of all rows seen, summed in fp64 and in a fixed order."""
         if not self._contributions:
             return self._inputs.logprobs.new_zeros(())
         parts = self._contributions
@@ -103,7 +103,7 @@ def _traced(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """``run_stage`` for this loss as a graph of operations, for any number of tokens.
+    """Trace ``run_stage`` for this loss into a graph of operations, for any number of tokens.
 
     It is traced on a thread of its own: inside a custom op torch switches autograd off, for the
     thread that runs it.
@@ -225,7 +225,7 @@ def _why_not(config: LossConfig, present: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
-    """The kernel of ``run_stage`` for this loss, derivative included.
+    """Return the generated kernel of ``run_stage`` for this loss, derivative included.
 
     It takes all fields of :class:`TokenInputs`, and reads those that are ``present``.
     """

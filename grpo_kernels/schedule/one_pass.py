@@ -69,7 +69,7 @@ def one_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
 
 
 def _head(head: Head, inputs: tuple[Tensor | None, ...]) -> Head:
-    """The head with the tensors that autograd has saved."""
+    """Return the head with the tensors that autograd has saved."""
     _, weight, bias, lora_a, lora_b = inputs
     assert weight is not None
     lora = head.lora
@@ -79,7 +79,7 @@ def _head(head: Head, inputs: tuple[Tensor | None, ...]) -> Head:
 
 
 def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * scale`` in ``dtype``; the first is used up."""
+    """Return ``gradient * scale`` in ``dtype``; ``gradient`` is used up."""
     # no sync, and a pass saved
     unit = host.reading_is_free(scale) and scale.item() == 1
     return (gradient if unit else gradient.mul_(scale)).to(dtype)
@@ -101,7 +101,7 @@ class _Swept(NamedTuple):
 
 
 def _swept(hidden: Tensor, plan: Plan) -> _Swept:
-    """The rows with a gradient: logits, statistics, loss and gradients, chunk by chunk."""
+    """Sweep the rows with a gradient: logits, statistics, loss and gradients, chunk by chunk."""
     active, batch = plan.active, plan.active.batch
     weights = active.take_weights(static_weights(plan.batch, plan.config))
     stage = plan.stage(batch, weights, plan.config, stats_dtype(hidden.dtype))

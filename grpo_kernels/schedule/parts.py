@@ -43,7 +43,7 @@ def measured(
 
 
 def _skipped(active: TokenBatch, batch: TokenBatch) -> Stat:
-    """The share of the caller's rows that got no backward."""
+    """Return the share of the caller's rows that got no backward."""
     total = 1
     for size in host.known(batch.layout):
         total *= size

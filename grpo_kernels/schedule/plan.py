@@ -125,7 +125,7 @@ class Plan:
         return ", ".join(forced + ([f"max_workspace_bytes={size}"] if size is not None else []))
 
     def smaller(self) -> Plan | None:
-        """One pass in smaller chunks, then two passes, which cut their tiles on their own."""
+        """Return the plan for less memory: one pass in smaller chunks, then two passes."""
         if self.schedule == "two_pass":
             return None
         rows = self.tile_rows // _FEWER_ROWS
@@ -160,7 +160,7 @@ class Plan:
         return self.stage.words + (f", because {why_not}" if why_not else "")
 
     def _rows_left_out(self) -> list[str]:
-        """What happens to the rows that get no gradient."""
+        """Say what happens to the rows that get no gradient."""
         known = "rows of zero advantage: not computed"
         if self.options.metric_rows == "all":
             waiting = self.active.waiting
@@ -244,7 +244,7 @@ def adding_costs_more(device: str, dtype: torch.dtype, tokens: int, num_chunks: 
 def _chunks(
     hidden: Tensor, batch: TokenBatch, config: LossConfig, route: Route
 ) -> tuple[list[slice], str | None]:
-    """The row ranges of one_pass, or why it cannot run."""
+    """Return the chunks of one_pass, or why it cannot run."""
     scope = config.scope(batch.rollout_logprobs is not None)
     if not route.backend.has_tiles:
         return [], "the eager reference forms all logits"

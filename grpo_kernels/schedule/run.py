@@ -62,7 +62,7 @@ def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
 
 
 def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
-    """The loss, and what metrics are made of."""
+    """Return the loss, and the values that metrics are made from."""
 
     def run(plan: Plan) -> LossParts:
         one = plan.schedule == "one_pass" and plan.needs.any

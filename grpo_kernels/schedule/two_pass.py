@@ -56,7 +56,7 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
 
 
 def _of_policy(stats: RowStats) -> Tensor:
-    """Log-probabilities as the policy's: renormalised where there is a sampling mask."""
+    """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
     return stats.logp if stats.masked_logp is None else stats.masked_logp
 
 
@@ -73,7 +73,7 @@ def with_rest(
 
 
 def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor]:
-    """The policy's log-probabilities of the targets, and its entropy."""
+    """Return the policy's log-probabilities of the targets, and its entropy."""
     head = rows.head
     if not plan.route.backend.has_tiles:
         rows.check_values()
@@ -113,7 +113,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _gradients(rows: Rows, stats: RowStats, outer: StatsGradients, plan: Plan) -> Gradients:
-    """Gradients from the statistics of the rows and the gradients of these."""
+    """Compute gradients from the rows' statistics and the gradients of these."""
     if rows.sampling_mask is not None:
         outer = StatsGradients(None, outer.dentropy, outer.dlogp)
     chosen = rows.chosen(outer.nonzero)

@@ -69,7 +69,7 @@ class Outcome:
 
 
 def outcomes() -> Iterator[Outcome]:
-    """Every check that this machine can run, one after the other."""
+    """Yield every check that this machine can run, one after the other."""
     for device in device_types():
         for backend in BACKENDS.values():
             for dtype in DTYPES:
@@ -91,7 +91,7 @@ def _check(backend: str, device: str, dtype: torch.dtype) -> Iterator[Outcome]:
 
 
 def _worst(what: str, backend: str, device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The error that is nearest to, or farthest over, what is allowed."""
+    """Return the error that is nearest to its bound, or farthest over it."""
     pairs = [
         pair
         for index in range(len(_SHAPES))

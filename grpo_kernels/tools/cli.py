@@ -17,7 +17,7 @@ _OPTIONAL = ("psutil", "transformers")  # of the extra `tools`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code: 0, or 1 when a check failed.
+    """Run a subcommand and return its exit code: 0, or 1 when a check failed.
 
     What is wrong with an argument ends in one line on stderr and exit code 2.
     """
@@ -95,7 +95,7 @@ def _device_text(device: dict[str, Any]) -> str:
 
 
 def _reasons(defaults: list[dict[str, Any]]) -> list[str]:
-    """Why nothing runs, where nothing does."""
+    """Say why nothing runs, where nothing does."""
     failed = (reason for row in defaults if row["backend"] is None for reason in row["reasons"])
     return list(dict.fromkeys(failed))
 

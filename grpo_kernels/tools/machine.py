@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def facts() -> dict[str, Any]:
-    """Everything that ``grpo-kernels info`` shows."""
+    """Return everything that ``grpo-kernels info`` shows."""
     return {
         "versions": versions(),
         "devices": devices(),
@@ -48,19 +48,19 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """By name; None for what is not installed."""
+    """Return versions by name; None for a package that is not installed."""
     found = {name: installed_version(name) for name in _PACKAGES}
     own = {"grpo-kernels": grpo_kernels.__version__, "python": platform.python_version()}
     return {**own, **found, "cuda": torch.version.cuda, "rocm": torch.version.hip}
 
 
 def device_types() -> list[str]:
-    """Those that tensors can be on here."""
+    """Return the types of devices that tensors can be on here."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, then every GPU."""
+    """Return the CPU, then every GPU."""
     found: list[dict[str, Any]] = [
         {
             "device": "cpu",
@@ -84,7 +84,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def device_memory(device: str) -> int:
-    """Bytes of memory in all, of the first device of this type."""
+    """Return the total memory, in bytes, of the first device of this type."""
     if device == "cpu":
         import psutil
 
@@ -93,17 +93,17 @@ def device_memory(device: str) -> int:
 
 
 def unavailable_backends() -> dict[str, str | None]:
-    """Every backend, with the reason why it cannot run here; None for those that can."""
+    """Return the reason why each backend cannot run here; None for those that can."""
     return {name: backend.unavailable() for name, backend in BACKENDS.items()}
 
 
 def _native_isas() -> list[str]:
-    """Instruction sets that the native kernels can use here, the one in use first."""
+    """Return the instruction sets that the native kernels can use here, the one in use first."""
     return cpu.isas() if cpu.unavailable() is None else []
 
 
 def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``backend="auto"`` takes, and the rows of its logits tile."""
+    """Return the choice of ``backend="auto"``, and the rows of its logits tile."""
     where = torch.device(device)
     answer: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
     try:
@@ -119,7 +119,7 @@ def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Of a distribution; None where it is not installed."""
+    """Return a distribution's version; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -127,7 +127,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """As the processor calls itself."""
+    """Return the processor's own name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -83,7 +83,7 @@ class BadArgumentError(ValueError):
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns of equal width: the first to the left, the others to the right."""
+    """Return lines with columns of equal width: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -95,5 +95,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """As a person reads it."""
+    """Return the seconds in a form for people."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -67,7 +67,7 @@ class LinearConfig:
         }
 
     def of_one_part(self) -> LinearConfig:
-        """Tiles as wide as a part: the same stretches, in the same steps, with fewer registers."""
+        """Return tiles as wide as a part: same splits and steps, fewer registers."""
         part = self.block_v // self.parts
         return replace(self, block_v=part, parts=1, tiles=self.tiles * self.parts)
 
@@ -100,7 +100,7 @@ class LinearCase:
 
     @staticmethod
     def of(hidden: Tensor, head: Head, precision: str) -> LinearCase:
-        """For ``hidden`` (T, D) before ``head``."""
+        """Return the key of ``hidden`` (T, D) before ``head``."""
         columns, depth = head.weight.shape
         return LinearCase(
             device=hidden.device,
@@ -134,12 +134,12 @@ class LinearCase:
 
 
 def default_config(device: str) -> LinearConfig:
-    """The tile where none was tuned, by the class of the device."""
+    """Return the untuned tile of a class of devices."""
     return _DEVICES.get(device, _ANY_DEVICE)
 
 
 def width_class(depth: int) -> str:
-    """``"narrow"`` or ``"wide"``, of a hidden size."""
+    """Return the class of a hidden size, ``"narrow"`` or ``"wide"``."""
     return "narrow" if depth <= _NARROW else "wide"
 
 

@@ -33,11 +33,11 @@ class RowConfig:
         return {"num_warps": self.num_warps, "enable_fp_fusion": False}
 
     def lanes(self, dtype: torch.dtype) -> int:
-        """Columns that the threads load at once, 16 bytes each."""
+        """Return how many columns the threads load at once, 16 bytes each."""
         return self.num_warps * 32 * (16 // dtype.itemsize)
 
     def columns(self, dtype: torch.dtype) -> int:
-        """Columns of a tile."""
+        """Return the number of columns of a tile."""
         return self.lanes(dtype) * self.depth
 
 
@@ -46,7 +46,7 @@ DEFAULT_ROW_CONFIG = RowConfig(num_warps=4, depth=4)
 
 @functools.cache
 def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.device) -> RowConfig:
-    """Tile of ``kernel``, one of ``ROW_KERNELS``, on (C, ``columns``) logits of ``dtype``."""
+    """Return the tile of one of ``ROW_KERNELS`` on (C, ``columns``) logits of ``dtype``."""
     assert kernel in ROW_KERNELS
     key = (device_class(device), kernel, bits(dtype), vocabulary_class(columns))
     tuned = ROW_CONFIGS.get(key)
@@ -54,13 +54,13 @@ def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.devi
 
 
 def gpu_chunk_rows(dtype: torch.dtype, columns: int, device: torch.device) -> int:
-    """Rows of a logits tile of ``dtype`` with ``columns`` columns."""
+    """Return the rows of a logits tile of ``dtype`` with ``columns`` columns."""
     key = (device_class(device), bits(dtype), vocabulary_class(columns))
     return CHUNK_ROWS.get(key, DEFAULT_CHUNK_ROWS)
 
 
 def device_class(device: torch.device) -> str:
-    """What one tuning is good for: ``"sm_90"``, ``"gfx942"``; without such a device its type."""
+    """Return the class of GPUs that share a tuning, ``"sm_90"`` or ``"gfx942"``; else the type."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return device.type
     # torch.compile folds this call; it would stop at get_device_capability
@@ -71,10 +71,10 @@ def device_class(device: torch.device) -> str:
 
 
 def bits(dtype: torch.dtype) -> int:
-    """Of a logit; both 16-bit dtypes share their entries."""
+    """Return the bits of a logit; both 16-bit dtypes share their entries."""
     return dtype.itemsize * 8
 
 
 def vocabulary_class(columns: int) -> str:
-    """``"small"``, ``"medium"`` or ``"large"``."""
+    """Return the class of a vocabulary, ``"small"``, ``"medium"`` or ``"large"``."""
     return next((name for name, most in _UP_TO.items() if columns <= most), "large")

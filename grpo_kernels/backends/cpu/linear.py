@@ -79,13 +79,13 @@ class NativeHeadRows(NativeRows, FormsLogits):
         self._linear = NativeLinear(isa_rank)
 
     def forms(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
-        """Whether ``logits_stats`` is the way; what torch multiplies as exactly is left to it."""
+        """Return whether to use ``logits_stats``; where torch is as exact, it forms the logits."""
         return dtype != torch.float32 and logits_dtype == torch.float32 and dtype in DTYPES
 
     def logits_stats(
         self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
     ) -> RowStats:
-        """Fills ``out`` (C, V) with the raw logits; the statistics have ``NativeLinear``'s bits."""
+        """Fill ``out`` (C, V) with the raw logits; the statistics have ``NativeLinear``'s bits."""
         return self._linear(hidden, head, target, "fp32", extras, out)
 
 

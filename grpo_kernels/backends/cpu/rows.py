@@ -90,7 +90,7 @@ class _Gradient(ctypes.Structure):
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or one sentence that says why there is none."""
+    """Load the library, or return one sentence that says why there is none."""
     spec = importlib.util.find_spec("grpo_kernels._native")
     if spec is None or spec.origin is None:
         return "the native CPU extension was not built when grpo-kernels was installed"
@@ -112,8 +112,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def _check_status(status: int, function: Any, arguments: tuple) -> None:
-    """Raises torch.OutOfMemoryError where a kernel found no memory for what it needs beside its
-    arguments."""
+    """Raise torch.OutOfMemoryError where a kernel could not allocate its workspace."""
     if status == _DONE:
         return
     tile = arguments[0].tile if isinstance(arguments[0], Linear) else arguments[0]
@@ -130,13 +129,13 @@ def library() -> ctypes.CDLL:
 
 
 def unavailable() -> str | None:
-    """None when the native row kernels can run here, else one sentence that says why not."""
+    """Return one sentence that says why the native row kernels cannot run here, or None."""
     library = _load()
     return library if isinstance(library, str) else None
 
 
 def isas() -> list[str]:
-    """What this machine can run, best first, of "amx", "avx512", "avx2" and "baseline"."""
+    """Return what this machine can run of "amx", "avx512", "avx2" and "baseline", best first."""
     names: list[str] = []
     while (name := library().grpo_isa(len(names))) is not None:
         names.append(name.decode())
@@ -144,7 +143,7 @@ def isas() -> list[str]:
 
 
 def isa() -> str:
-    """The instruction set that ``NATIVE_ROWS`` uses."""
+    """Return the instruction set that ``NATIVE_ROWS`` uses."""
     return isas()[0]
 
 
@@ -211,12 +210,12 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def stats_pointers(stats: RowStats) -> Stats:
-    """The C view of the fields that the kernels fill."""
+    """Return the C view of the fields that the kernels fill."""
     return Stats(*(pointer(field) for field in stats[: len(Stats._fields_)]))
 
 
 def empty_stats(rows: int, extras: bool) -> RowStats:
-    """Uninitialised results."""
+    """Return uninitialised statistics."""
     logp, entropy = torch.empty(rows), torch.empty(rows)
     lse = torch.empty(rows, dtype=torch.float64)
     if not extras:

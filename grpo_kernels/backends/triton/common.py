@@ -27,7 +27,7 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
-    """What multiplies a row's (capped) logits: ``outer``, over the row's own temperature if any."""
+    """Return the factor on a row's (softcapped) logits: ``outer``, over its temperature if any."""
     if ROW_TEMPERATURE:
         outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
     return outer
@@ -35,7 +35,7 @@ def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
 
 @triton.jit
 def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
-    """What the factor of :func:`row_factor` multiplies, of raw logits ``x``; any shape."""
+    """Return the input of the factor of :func:`row_factor`, from raw logits ``x`` of any shape."""
     x = x.to(tl.float32)
     if HAS_SOFTCAP:
         x = tanh(x * inner)
@@ -44,7 +44,7 @@ def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
-    """z of raw logits ``x``; any shape."""
+    """Return the scores z of raw logits ``x``, of any shape."""
     return bounded(x, inner, HAS_SOFTCAP) * factor
 
 
@@ -92,7 +92,7 @@ def folded(y, base, total, moment, squares, f2, AXIS: tl.constexpr, EXTRAS: tl.c
 
 @triton.jit
 def softmax_results(d_target, peak, total, moment):
-    """logp, entropy and fp64 lse from the sums of :func:`rebased`, of scores z and their peak."""
+    """Return logp, entropy and fp64 lse from sums of :func:`rebased` and the peak of scores z."""
     log_total = tl.log(total)
     moment = moment * LN2
     lse = peak.to(tl.float64) + log_total.to(tl.float64)
@@ -113,7 +113,7 @@ def store_extras(
     max_logit_ptr,
     min_logit_ptr,
 ):
-    """The statistics beyond those of every call. A NaN among the logits shows in all of them."""
+    """Store the optional statistics. A NaN among the logits shows in all of them."""
     collision = squares / (total * total)
     tl.store(sum_sq_probs_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
     tl.store(is_top1_ptr + at, is_top1, mask=mask)
@@ -122,7 +122,7 @@ def store_extras(
 
 
 def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
-    """Uninitialised, each of its own storage: outputs of an op may not share their memory."""
+    """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
 
     def empty(name: str) -> Tensor:
         return torch.empty(rows, dtype=dtype_of(name, torch.float32), device=device)
@@ -131,12 +131,12 @@ def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:
-    """What :func:`empty_stats` made as kernel arguments."""
+    """Return the statistics of :func:`empty_stats` as kernel arguments."""
     return {f"{name}_ptr": getattr(stats, name) for name in (*_STATS, *EXTRAS)}
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
-    """Kernel arguments of ``transform``: ``z = outer * x``, or ``outer * tanh(inner * x)``.
+    """Return ``transform`` as arguments: ``z = outer * x`` or ``outer * tanh(inner * x)``.
 
     Raises:
         ValueError: a per-row temperature of the wrong shape, dtype or device.
@@ -180,7 +180,7 @@ def check_tile(tile: Tile) -> None:
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Makes the tensor's GPU the current one: Triton launches on the current device."""
+    """Make the tensor's GPU the current one: Triton launches on the current device."""
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

@@ -36,7 +36,7 @@ def write_gradient(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The gradient of a row's raw logits, over them."""
+    """Write the gradient of a row's raw logits over them."""
     active = dlogp != 0.0
     if HAS_DENTROPY:
         active = active | (dentropy != 0.0)
@@ -114,7 +114,7 @@ def _dlogits_kernel(
 
 
 def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Where the gradient of ``logits`` is written: in their storage."""
+    """Return the view of the logits' storage that their gradient is written to."""
     half_of_fp32 = logits.dtype == torch.float32 and out_dtype.itemsize == 2
     if out_dtype != logits.dtype and not half_of_fp32:
         raise ValueError(

@@ -34,7 +34,7 @@ def linear_stats(
     extras: bool,
     config: LinearConfig | None = None,  # the table's
 ) -> RowStats:
-    """Statistics of every row of a 16-bit head; see :class:`RowStats`."""
+    """Return the statistics of every row of a 16-bit head; see :class:`RowStats`."""
     config = config or linear_config(hidden, head, precision)
     weight = head.weight.to(hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -54,7 +54,7 @@ def linear_stats(
 
 
 def _packed(hidden: Tensor) -> Tensor:
-    """Rows without gaps between them, the first on a 16-byte boundary: which kernel runs on a row
+    """Return the rows without gaps, the first on a 16-byte boundary: which kernel runs on a row
     must not depend on where in memory its batch lies."""
     if hidden.is_contiguous() and hidden.data_ptr() % 16 == 0:
         return hidden
@@ -66,7 +66,7 @@ def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
 
 
 def _pieces(rows: int, stretches: int) -> list[slice]:
-    """Row ranges whose sums fit into ``_PARTIAL_BYTES``."""
+    """Return ranges of rows whose sums fit into ``_PARTIAL_BYTES``."""
     fitting = _PARTIAL_BYTES // (4 * 3 * stretches)
     size = max(1, fitting // _PIECE_ROWS) * _PIECE_ROWS
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
@@ -80,7 +80,7 @@ def _piece(
     stats: RowStats,
     config: LinearConfig,
 ) -> None:
-    """Fills ``stats``."""
+    """Fill ``stats`` for one range of rows."""
     (rows, depth), columns = hidden.shape, head.weight.shape[0]
     extras = stats.is_top1 is not None
     stretches = triton.cdiv(columns, config.stretch)
@@ -114,7 +114,7 @@ def _piece(
 def _partials(
     stretches: int, rows: int, device: torch.device, extras: bool
 ) -> dict[str, Tensor | None]:
-    """Uninitialised sums, by the kernels' names."""
+    """Return uninitialised sums by the kernels' names."""
     shape, names = (stretches, rows), ("peak", "total", "moment", "squares", "least")
     sums = torch.empty(5 if extras else 3, *shape, device=device).unbind(0)
     best = torch.empty(shape, dtype=torch.int32, device=device) if extras else None
@@ -123,7 +123,7 @@ def _partials(
 
 
 def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str, object]:
-    """What the kernel is specialised on besides its flags."""
+    """Return the constants that the kernel is specialised on, besides its flags."""
     return {
         "ROUND_TO": _ROUNDED.get(logits),
         "EVEN_D": depth % config.block_d == 0,

@@ -43,7 +43,7 @@ def _product(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """x @ weight.T for a tile, fp32 (BLOCK_T, BLOCK_V)."""
+    """Compute x @ weight.T for a tile, fp32 (BLOCK_T, BLOCK_V)."""
     rows = first_row + tl.arange(0, BLOCK_T)
     columns = first_column + tl.arange(0, BLOCK_V)
     offs_d = tl.arange(0, BLOCK_D)
@@ -70,7 +70,7 @@ def _product(
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """fp32 ``x`` with the digits of ``DTYPE``."""
+    """Round fp32 ``x`` to the digits of ``DTYPE``."""
     if UPCAST and DTYPE.is_bf16():  # Triton's interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)

@@ -25,7 +25,7 @@ _TANH_4 = tl.constexpr(-0.00665357197)
 
 @triton.jit
 def precise_exp(x):
-    """exp to about 2 ulp for any fp32 ``x``; the hardware's loses ``|x|`` ulp."""
+    """Compute exp to about 2 ulp for any fp32 ``x``; the hardware's loses ``|x|`` ulp."""
     x = tl.maximum(x, -_EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, _EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     n = tl.floor(x * LOG2_E + 0.5)
@@ -37,7 +37,7 @@ def precise_exp(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), also accurate near 0 (Kahan): the rounding error of 1 + x is divided out."""
+    """Compute log(1 + x), also near 0 (Kahan): the rounding error of 1 + x is divided out."""
     shifted = 1.0 + x
     # 1 + x = 1, inf and NaN are their own answers; 1 + x = 0 gives -inf by the quotient
     plain = (shifted == 1.0) | (shifted == float("inf"))
@@ -47,7 +47,7 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    """tanh of fp32 ``x`` to about 4 ulp, also near 0; NaN stays NaN."""
+    """Compute tanh of fp32 ``x`` to about 4 ulp, also near 0; NaN stays NaN."""
     square = x * x
     poly = _TANH_3 + square * _TANH_4
     poly = _TANH_2 + square * poly

@@ -34,7 +34,7 @@ _VALUES = [f"value{index}_ptr" for index in range(MAX_VALUES)]
 
 @triton.jit
 def _value(value_ptr, row):
-    """One value as a vector of one, which is what printed functions work on; 0 for None."""
+    """Load a value as a vector of one, which generated functions work on; 0 for None."""
     if value_ptr is None:
         value = tl.zeros((1,), tl.float32)
     else:

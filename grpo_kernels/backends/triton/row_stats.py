@@ -38,8 +38,8 @@ def row_sums(
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The row's peak, its sums relative to it, whether an earlier column equals the target's score
-    and the least score; the last three only with ``EXTRAS``.
+    """Return the row's peak, its sums relative to it, whether an earlier column equals the target's
+    score, and the least score; the last three only with ``EXTRAS``.
 
     A thread holds whole columns of a tile (depth, lanes), and each lane has sums of its own: so
     nothing crosses threads until the row's end.
@@ -94,7 +94,7 @@ def write_statistics(
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Stores what every call wants; returns it, the target's score and the row's sums."""
+    """Store the statistics of every call; return them, the target's score and the row's sums."""
     z_target = scores(tl.load(logits_ptr + target), inner, factor, HAS_SOFTCAP)
     sums = row_sums(
         logits_ptr, num_columns, target, z_target, inner, factor,

@@ -52,7 +52,7 @@ def weighted_sum(
     values: Tensor,  # (T,) fp32
     weights: Tensor,  # (T,) fp32
 ) -> Tensor:
-    """``sum_t values_t weights_t``, (), fp32. The same inputs give the same bits."""
+    """Return ``sum_t values_t weights_t``, () fp32. The same inputs give the same bits."""
     _check_vector("values", values)
     _check_vector("weights", weights)
     if values.shape != weights.shape:

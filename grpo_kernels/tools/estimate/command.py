@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The question and its answer as plain data."""
+    """Return the question and its answer as plain data."""
     head, tokens, device = _head(arguments), arguments.tokens, arguments.device
     tflops, source = _rate(arguments, head.dtype)
     memory = arguments.gpu_memory
@@ -218,7 +218,7 @@ def _head(arguments: argparse.Namespace) -> HeadShape:
 
 
 def _name(model: str | None) -> str | None:
-    """The folder's."""
+    """Return the folder's name."""
     if model is None:
         return None
     path = Path(model).expanduser().resolve()
@@ -249,7 +249,7 @@ def _read_config(model: str) -> Any:
 
 
 def _rate(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[float | None, str]:
-    """TFLOP/s that GEMMs reach, None where nothing is known, and where the number is from."""
+    """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
     row, column = None, 1 if dtype == torch.float32 else 0
     if arguments.gpu is not None:
         if arguments.tflops is not None:

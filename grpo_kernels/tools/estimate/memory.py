@@ -126,13 +126,13 @@ class _Call:
         return min(self.tokens, chunk_height(self.tokens, self.fit))
 
     def library(self, fp32_gemms: bool) -> int:
-        """Bytes that the GEMM library of a CPU keeps."""
+        """Return the bytes that the GEMM library of a CPU keeps."""
         shared = self.on_cpu and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
         return _MKL_PANELS if shared and fp32_gemms else 0
 
 
 def _eager(call: _Call) -> int:
-    """Full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, and autograd."""
+    """Estimate full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, autograd."""
     head, elements = call.head, call.tokens * call.head.vocabulary
     logits, wide = elements * head.width, elements * _WIDE
     base = head.cast + call.library(head.width == _WIDE)  # autocast keeps its copy to the end
@@ -149,7 +149,7 @@ def _eager(call: _Call) -> int:
 
 
 def _trl(call: _Call) -> int:
-    """The backward of ``ChunkedLogProbFunction``: tiles of logits, gradients summed in fp32."""
+    """Estimate the backward of ``ChunkedLogProbFunction``: tiles of logits, fp32 gradient sums."""
     head, hidden = call.head, call.tokens * call.head.hidden
     rows, columns = min(call.tokens, _TRL_ROWS), min(head.vocabulary, _TRL_COLUMNS)
     several = call.tokens > rows or head.vocabulary > columns
@@ -171,7 +171,7 @@ def _trl(call: _Call) -> int:
 
 
 def _one_pass(call: _Call) -> int:
-    """Gradients in the forward, chunk by chunk; the backward scales them."""
+    """Estimate gradients in the forward, chunk by chunk, which the backward scales."""
     head, fp16 = call.head, call.head.dtype == torch.float16
     single = call.tokens <= call.fit  # the weight's gradient is one GEMM, rounded once
     dhidden = call.tokens * head.hidden * (_WIDE if fp16 else head.width)
@@ -184,7 +184,7 @@ def _one_pass(call: _Call) -> int:
 
 
 def _two_pass(call: _Call) -> int:
-    """Statistics first; the backward forms the logits of a slice of the vocabulary at a time."""
+    """Estimate statistics first, and a backward that forms the logits slice by slice."""
     head = call.head
     rows, columns = tile_shape(call.tokens, head.vocabulary, call.fit * head.vocabulary)
     tile = min(rows, call.tokens) * columns * call.logit
@@ -205,12 +205,12 @@ def _two_pass(call: _Call) -> int:
 
 
 def _dhidden(call: _Call) -> int:
-    """Bytes of the gradient of the hidden states, as it is returned."""
+    """Return the bytes of the gradient of the hidden states, as it is returned."""
     return call.tokens * call.head.hidden * call.head.width
 
 
 def _dweight(call: _Call) -> int:
-    """Bytes of the gradient of the weight, as it is returned."""
+    """Return the bytes of the gradient of the weight, as it is returned."""
     return call.head.trained * call.head.weight_width
 
 

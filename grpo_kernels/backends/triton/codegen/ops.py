@@ -102,7 +102,7 @@ Operand = Callable[[Any, torch.dtype], str]  # a node or number and its dtype ->
 
 
 def operation_name(node: Node) -> str:
-    """aten name without overload and without the underscore of the in-place form."""
+    """Return the aten name without overload and without the underscore of the in-place form."""
     if node.op == "get_attr":
         raise UntraceableError(
             f"{node.target}: a tensor made or closed over by the function; expected Python numbers"
@@ -111,21 +111,21 @@ def operation_name(node: Node) -> str:
 
 
 def schema_of(node: Node) -> torch.FunctionSchema:
-    """The aten schema of a node; refuses what is no aten operation."""
+    """Return the aten schema of a node; refuses what is no aten operation."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         raise UntraceableError(f"{node.op} {node.target}: not an operation on the inputs")
     return node.target._schema
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The node's arguments that are set, by their schema names."""
+    """Return the node's arguments that are set, by their schema names."""
     names = [argument.name for argument in schema_of(node).arguments]
     bound = dict(zip(names, node.args, strict=False))
     return {k: v for k, v in {**bound, **node.kwargs}.items() if v is not None}
 
 
 def render(node: Node, operand: Operand) -> str:
-    """The Triton expression of one aten node.
+    """Return the Triton expression of one aten node.
 
     Raises:
         UntraceableError: the operation, or one of its arguments, has no rendering.
@@ -152,7 +152,7 @@ def render(node: Node, operand: Operand) -> str:
 
 
 def literal(value: Any, dtype: torch.dtype) -> str:
-    """A Python number as Triton reads it in an expression of ``dtype``."""
+    """Return a Python number as Triton reads it in an expression of ``dtype``."""
     if not isinstance(value, int | float):
         raise UntraceableError(f"constant {value!r}: expected a Python number")
     if dtype == torch.bool:
@@ -169,7 +169,7 @@ def literal(value: Any, dtype: torch.dtype) -> str:
 
 
 def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, torch.dtype]:
-    """Text and dtype of the operands."""
+    """Return the text and dtype of the operands."""
     dtype = node.meta["val"].dtype
     if name in COMPARISONS:
         return COMPARISONS[name], _promoted(given.values())
@@ -181,7 +181,7 @@ def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, tor
 
 
 def _promoted(values: Any) -> torch.dtype:
-    """torch's type promotion, for vectors of these dtypes and Python numbers."""
+    """Apply torch's type promotion to vectors of these dtypes and Python numbers."""
     dtype = torch.bool
     for value in values:
         if isinstance(value, Node):
@@ -220,7 +220,7 @@ def _power(node: Node, given: Mapping[str, Any], operand: Operand, dtype: torch.
 
 
 def _expect(node: Node, given: Mapping[str, Any], known: set[str]) -> None:
-    """Refuses set arguments that the rendering would ignore."""
+    """Refuse set arguments that the rendering would ignore."""
     for name in given.keys() - known - _HARMLESS:
         value = given[name]
         if name == "alpha" and value == 1:
@@ -229,7 +229,7 @@ def _expect(node: Node, given: Mapping[str, Any], known: set[str]) -> None:
 
 
 def value_of(node: Node) -> Tensor:
-    """The traced (fake) result of a node; refuses what is not a tensor of a known dtype."""
+    """Return the traced (fake) result of a node; refuses what is not a tensor of a known dtype."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype not in TRITON_DTYPES:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__

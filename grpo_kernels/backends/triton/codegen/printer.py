@@ -62,7 +62,7 @@ class _Printer:
         self.outputs = self._outputs()
 
     def print(self) -> str:
-        """The module's source.
+        """Return the module's source.
 
         Raises:
             UntraceableError: an operation the outputs depend on is not pointwise.
@@ -103,7 +103,7 @@ class _Printer:
         return list(results)
 
     def _assign(self, node: Node, expression: str) -> None:
-        """Names the node's value. Copies and repeated expressions get no line of their own."""
+        """Name the node's value. Copies and repeated expressions get no line of their own."""
         known = self.variables.get(expression)
         if known is None:
             known = f"v{len(self.lines)}"
@@ -112,7 +112,7 @@ class _Printer:
         self.names[node] = known
 
     def _operand(self, value: Any, dtype: torch.dtype) -> str:
-        """Text of an argument: a variable, converted where its dtype differs, or a number."""
+        """Return an argument's text: a variable, converted where its dtype differs, or a number."""
         if not isinstance(value, Node):
             return literal(value, dtype)
         name, own = self.names[value], value_of(value).dtype
@@ -131,8 +131,8 @@ def _indented(lines: Sequence[str]) -> str:
 
 
 def _refuse_shared_mutation(nodes: Sequence[Node]) -> None:
-    """In-place operations are fine on a value's own memory: the trace hands the changed value to
-    its later readers. It does not hand it to the views, nor change the caller's input."""
+    """Raise where an in-place operation changes memory that a view or the caller's input shares. On
+    a value's own memory it is fine: the trace hands the changed value to its later readers."""
     for node in nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             changed = node.args[0] if schema_of(node).is_mutable else None
@@ -141,7 +141,7 @@ def _refuse_shared_mutation(nodes: Sequence[Node]) -> None:
 
 
 def _is_private(node: Node) -> bool:
-    """Whether no input and no view shares this value's memory."""
+    """Return whether no input and no view shares this value's memory."""
     if node.op != "call_function" or operation_name(node) in VIEWS:
         return False
     users = [user for user in node.users if user.op == "call_function"]
@@ -149,8 +149,8 @@ def _is_private(node: Node) -> bool:
 
 
 def _needed(outputs: Sequence[Node]) -> set[Node]:
-    """The nodes whose values reach an output. What only lends its shape (the ``like`` of a
-    ``full_like``) is not among them, so the sum in front of a backward pass is never printed."""
+    """Return the nodes whose values reach an output. What only lends its shape (the ``like`` of a
+    ``full_like``) is not among them, so the sum in front of a backward pass is never generated."""
     needed: set[Node] = set()
     pending = list(outputs)
     while pending:
@@ -172,5 +172,5 @@ def _value_inputs(node: Node) -> list[Node]:
 
 
 def print_kernel(graph_module: GraphModule, input_names: Sequence[str], length: int) -> str:
-    """Triton source of the kernel that computes a graph traced on vectors of ``length``."""
+    """Return the Triton source of a kernel for a graph traced on vectors of ``length``."""
     return _Printer(graph_module, input_names, length).print()

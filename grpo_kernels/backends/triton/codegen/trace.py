@@ -56,7 +56,7 @@ class PointwiseKernel:
     def trace(
         cls, fn: PointwiseFunction, num_inputs: int, names: Sequence[str] | None = None
     ) -> PointwiseKernel:
-        """Traces ``fn(*inputs)`` on fp32 vectors.
+        """Trace ``fn(*inputs)`` on fp32 vectors.
 
         Args:
             fn: takes ``num_inputs`` fp32 (T,) tensors and returns a tuple of (T,) tensors, each
@@ -96,7 +96,7 @@ class PointwiseKernel:
         return getattr(_load(self.source), VALUES_NAME)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Runs on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
+        """Run on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
         inputs = self._checked(inputs)
         outputs = tuple(torch.empty_like(inputs[0], dtype=dtype) for dtype in self.output_dtypes)
         length = inputs[0].numel()
@@ -130,7 +130,7 @@ class PointwiseKernel:
 
 
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
-    """Graph of core aten operations, with the fake results in ``node.meta["val"]``."""
+    """Return the graph of core aten operations, with the fake results in ``node.meta["val"]``."""
     trace = make_fx(
         _outputs_of(fn),
         decomposition_table=dict(core_aten_decompositions()),
@@ -156,7 +156,7 @@ def _outputs_of(fn: PointwiseFunction) -> PointwiseFunction:
 
 @functools.cache
 def _load(source: str) -> types.ModuleType:
-    """A printed module, built once per content."""
+    """Load a generated module, built once per content."""
     name = f"grpo_kernels_pointwise_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     filename = f"<{name}>"
     # triton.jit reads the source back through inspect, which asks linecache
