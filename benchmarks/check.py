@@ -31,13 +31,13 @@ class Check:
 
 
 def reference_dtype(case: Case, device: str) -> torch.dtype:
-    """fp64, or fp32 where that would take longer than everything else."""
+    """Return fp64, or fp32 where that would take longer than everything else."""
     product = case.tokens * case.model.vocabulary * case.model.hidden
     return torch.float64 if product <= _FP64_PRODUCT[device] else torch.float32
 
 
 def reference(problem: Problem) -> Result:
-    """Everything the work asks for, in blocks of rows."""
+    """Compute everything that the work asks for, in chunks of rows."""
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
     rows = exact.hidden.flatten(0, 1), exact.target.flatten()
     logprobs, entropy = statistics(*rows, exact.weight, problem.softcap)
@@ -55,7 +55,7 @@ def reference(problem: Problem) -> Result:
 
 
 def compare(result: Result, exact: Result, problem: Problem) -> Check:
-    """Errors of the outputs that the work asks for; a NaN or a missing one fails."""
+    """Return the errors of the outputs that the work asks for; a NaN or a missing one fails."""
     errors = {}
     for name in problem.work.outputs:
         actual, expected = getattr(result, name), getattr(exact, name)
@@ -75,7 +75,7 @@ def compare(result: Result, exact: Result, problem: Problem) -> Check:
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of ``exact``, in blocks: no copy of a large tensor."""
+    """Return the norm of the difference over the norm of ``exact``, in chunks: no large copies."""
     if actual.shape != exact.shape:
         return float("inf")
     difference = total = 0.0
@@ -86,7 +86,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def same_bits(a: Result, b: Result, problem: Problem) -> bool:
-    """Two results of one problem, where it asks for them."""
+    """Compare two results of one problem bit by bit, where the problem asks for it."""
     return all(
         torch.equal(*(_valid(getattr(x, name), name, problem) for x in (a, b)))
         for name in problem.work.outputs
@@ -94,7 +94,7 @@ def same_bits(a: Result, b: Result, problem: Problem) -> bool:
 
 
 def same_rows(part: Result, whole: Result, half: Problem) -> bool:
-    """Whether the rows of half a batch have the bits they have in the whole batch.
+    """Return whether the rows of half a batch have the same bits as in the whole batch.
 
     Log-probabilities without a gradient; in training the gradient of the rows, where half of a
     normaliser (a power of two) only changes exponents.
@@ -116,7 +116,7 @@ def _valid(x: Tensor, name: str, problem: Problem) -> Tensor:
 
 
 def _loss(problem: Problem, logprobs: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The loss and its gradient with respect to the log-probabilities (B, L)."""
+    """Return the loss and its gradient with respect to the log-probabilities (B, L)."""
     kind = problem.work.kind
     if kind == "backward":
         return None, problem.dlogprobs.to(logprobs)

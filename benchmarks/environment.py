@@ -32,7 +32,7 @@ _PACKAGES = (
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What is needed to repeat a run on ``device``, "cpu" or "cuda"."""
+    """Return the facts needed to repeat a run on ``device``, "cpu" or "cuda"."""
     gpu = device == "cuda"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -50,12 +50,12 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit, from the variable COMMIT or git; without either, a digest of the sources."""
+    """Return the commit, from the variable COMMIT or git; else a digest of the sources."""
     return os.environ.get("COMMIT") or _git("rev-parse", "HEAD") or f"src-{_digest()}"
 
 
 def slug(name: str) -> str:
-    """A device's name as a folder's."""
+    """Return a device's name in a form that a folder can have."""
     plain = re.sub(r"\((R|TM)\)", "", name, flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
 

@@ -23,7 +23,7 @@ def statistics(
     weight: Tensor,  # (V, D)
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(T,) log-probabilities and entropies."""
+    """Return (T,) log-probabilities and entropies."""
     logprobs, entropy = hidden.new_empty(len(hidden)), hidden.new_empty(len(hidden))
     for block in _blocks(hidden):
         logps = capped(torch.mm(hidden[block], weight.t()), softcap).log_softmax(-1)
@@ -38,7 +38,7 @@ def sample(
     softcap: float | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """(T,) a token from each row's distribution."""
+    """Sample a token from each row's distribution, (T,)."""
     target = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     for block in _blocks(hidden):
         probs = capped(torch.mm(hidden[block], weight.t()), softcap).softmax(-1)
@@ -53,7 +53,7 @@ def gradients(
     softcap: float | None,
     dlogprobs: Tensor,  # (T,)
 ) -> tuple[Tensor, Tensor]:
-    """dhidden (T, D) and dweight (V, D); autograd derives what lies between the products."""
+    """Return dhidden (T, D) and dweight (V, D); autograd derives what lies between the GEMMs."""
     dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
     for block in _blocks(hidden):
         logits = torch.mm(hidden[block], weight.t()).requires_grad_()

@@ -12,7 +12,7 @@ from benchmarks.results import Memory
 
 
 def measure_memory(run: Callable[[Problem], Result], problem: Problem) -> tuple[Memory, Result]:
-    """Calls once. On a CPU this has to be a fresh process: an old one has memory to reuse."""
+    """Measure one call. On a CPU this needs a fresh process: an old one has memory to reuse."""
     peak = _cuda_growth if problem.hidden.device.type == "cuda" else _resident_growth
     result, growth = peak(run, problem)
     return Memory(growth - result.nbytes, result.nbytes), result
@@ -35,7 +35,7 @@ def _resident_growth(run: Callable[[Problem], Result], problem: Problem) -> tupl
 
 
 def _status(field: str) -> int:
-    """Bytes of a field of this process's memory. (``ru_maxrss`` would include the parent's.)"""
+    """Return a memory field of this process in bytes. (``ru_maxrss`` includes the parent's.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -55,7 +55,7 @@ class Problem:
         )
 
     def half(self) -> Problem:
-        """The first half of the sequences: half of the valid tokens, so half of the normaliser."""
+        """Return the first half of the sequences: half of the tokens and of the normaliser."""
         count = self.target.shape[0] // 2
         parts = {
             field.name: _leaf(getattr(self, field.name), slice(count))
@@ -100,7 +100,7 @@ class Inputs:
 
 
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
-    """Random inputs of ``case``.
+    """Return random inputs of ``case``.
 
     ``exact=False`` leaves out the product behind the old log-probabilities; for measurements of
     memory, so that no library keeps a buffer from it.
@@ -111,7 +111,7 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
 
 
 def assemble(case: Case, inputs: Inputs) -> Problem:
-    """``inputs`` as the batch of ``case``, with all else that belongs to a batch."""
+    """Return ``inputs`` as the batch of ``case``, with everything else that a batch needs."""
     work, device = case.work, inputs.target.device
     trains = work.kind != "forward"
     generator = torch.Generator().manual_seed(1)
@@ -135,7 +135,7 @@ def assemble(case: Case, inputs: Inputs) -> Problem:
 def _make_inputs(
     model: Model, sequences: int, length: int, dtype: str, device: str, exact: bool
 ) -> Inputs:
-    """Logits of standard deviation 2, with the target's raised to a probability of 0.002 to 0.998.
+    """Return inputs: logits of standard deviation 2, target probabilities of 0.002 to 0.998.
 
     So peaked is a policy in RL, and so large are its logits that 16 bits round them visibly.
     """
@@ -160,14 +160,14 @@ def _make_inputs(
 
 
 def detached(problem: Problem, dtype: torch.dtype) -> Problem:
-    """The same values in ``dtype``, without gradients."""
+    """Return the same values in ``dtype``, without gradients."""
     return replace(
         problem, hidden=problem.hidden.detach().to(dtype), weight=problem.weight.detach().to(dtype)
     )
 
 
 def _mask(case: Case) -> Tensor:
-    """(B, L): all valid, or every other sequence three quarters full and its neighbour one."""
+    """Return the mask (B, L): all valid, or every other sequence three quarters full."""
     mask = torch.ones(case.sequences, case.length, dtype=torch.bool)
     if case.work.rows == "masked":
         mask[0::2, 3 * case.length // 4 :] = False
@@ -176,7 +176,7 @@ def _mask(case: Case) -> Tensor:
 
 
 def _advantages(case: Case) -> Tensor:
-    """(B,): of both signs, or zero for every other sequence."""
+    """Return (B,) advantages of both signs, or zero for every other sequence."""
     advantages = torch.linspace(-1.0, 1.5, case.sequences)
     if case.work.rows == "zero":
         advantages[0::2] = 0
@@ -184,8 +184,9 @@ def _advantages(case: Case) -> Tensor:
 
 
 def _log_ratios(case: Case, generator: torch.Generator) -> Tensor:
-    """(B, L): two fifths are clipped, and none is so near to its bound that rounding the logits to
-    16 bits would move it across. A loss of sequence ratios gets one value per sequence."""
+    """Return (B, L) log-ratios: two fifths are clipped, and none is so near to its bound that
+    rounding the logits to 16 bits would move it across. A loss of sequence ratios gets one value
+    per sequence."""
     of_tokens = case.work.loss is None or case.work.loss.scope(False) == "token"
     width = case.length if of_tokens else 1
     choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)

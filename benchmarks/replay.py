@@ -27,6 +27,6 @@ CLOCK = Clock()
 
 
 def replay(benchmark: Any, seconds: list[float]) -> None:
-    """Hands the samples to the ``benchmark`` fixture, whose timer is ``CLOCK.read``."""
+    """Hand the samples to the ``benchmark`` fixture, whose timer is ``CLOCK.read``."""
     samples = iter(seconds)
     benchmark.pedantic(lambda: CLOCK.advance(next(samples)), rounds=len(seconds))

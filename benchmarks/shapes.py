@@ -78,7 +78,7 @@ class Case:
         return (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
 
     def facts(self) -> dict[str, Any]:
-        """As a result file has them."""
+        """Return the facts as a result file holds them."""
         model = self.model
         return {
             "work": self.work.name,

@@ -18,7 +18,7 @@ class Entry:
     slow: bool = False  # also the providers that compile for long or need a process; all rounds
 
     def too_large(self, device: str) -> str | None:
-        """Why the case is not measured on this machine; None where it fits."""
+        """Return why the case is not measured on this machine; None where it fits."""
         needed = self.case.least_bytes
         if needed <= 0.8 * device_memory(device):
             return None
@@ -38,7 +38,7 @@ def _quick() -> list[Entry]:
 
 
 def _cpu() -> list[Entry]:
-    """One real head, what matters most at first, and then every work at the small one."""
+    """Return one real head, most important cases first, then every work at the small one."""
     head = "qwen2.5-0.5b"
     works = ("logprobs-grad", "nll", "gspo-kl", "dapo-frozen", "dapo-masked", "dapo-zero")
     return [
@@ -58,7 +58,7 @@ _HEADS = ("qwen3-8b", "gemma-2-2b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"
 
 
 def _gpu() -> list[Entry]:
-    """What matters most, for a machine that is there for minutes."""
+    """Return the most important cases, for a machine that is there for minutes."""
     head = "qwen3-1.7b"
     tokens = (1024, 2048, 4096, 16384, 32768, 65536)
     first = ("dapo", "logprobs-entropy", "logprobs-grad", "nll")
@@ -80,7 +80,7 @@ def _gpu() -> list[Entry]:
 
 
 def _gpu_full() -> list[Entry]:
-    """Every work and head over all lengths."""
+    """Return every work and head over all lengths."""
     tokens = (1024, 4096, 16384, 65536)
     every = [
         entry(work, model, count, "bf16", slow=count == 4096)
@@ -94,7 +94,7 @@ def _gpu_full() -> list[Entry]:
 
 
 def _gpu_forward() -> list[Entry]:
-    """Every real head without a gradient."""
+    """Return every real head without a gradient."""
     counts = (8192, 4096, 32768)
     heads = ("qwen3-1.7b", *_HEADS)
     return [entry("logprobs-entropy", model, count, "bf16") for count in counts for model in heads]
@@ -117,7 +117,7 @@ def _policies(model: str, tokens: int, work: str = _VALUES) -> list[Entry]:
 
 
 def _briefly(entries: list[Entry], *slow: str) -> list[Entry]:
-    """With the slow providers in the dtypes ``slow`` only."""
+    """Return the entries with the slow providers in the dtypes ``slow`` only."""
     return [replace(each, slow=each.case.dtype in slow) for each in entries]
 
 

@@ -73,7 +73,7 @@ def test_memory_is_as_estimated(
 
 
 def _measure(case: Case, name: str, device: str) -> Memory:
-    """A fresh process on a CPU; on a GPU a second call, when libraries have their workspaces."""
+    """Measure in a fresh process on a CPU, on a GPU in a second call, after warm-up."""
     if device == "cpu":
         memory = memory_alone(case, PROVIDERS[name])
         assert memory is not None, "the process failed"

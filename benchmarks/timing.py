@@ -14,13 +14,13 @@ _FLUSH_BYTES = 256 << 20  # more than any L2
 
 
 def make_timer(device: str) -> Callable[[Callable[[], Any]], float]:
-    """A function from a call to its seconds; freeing the call's result is not part of them."""
+    """Return a timer: call -> seconds, without the time to free the call's result."""
     return _DeviceTimer() if device == "cuda" else _wall_seconds
 
 
 @contextlib.contextmanager
 def quick_collections() -> Iterator[None]:
-    """Inside, collecting garbage does not walk through all that is loaded by now."""
+    """Keep garbage collection from walking through everything that is loaded by now."""
     gc.collect()
     gc.freeze()
     try:

@@ -74,7 +74,7 @@ def make_problem(case: Case, device: str) -> Problem:
 
 
 def _row(provider: Provider, case: Case, device: str) -> AccuracyRow:
-    """Before any measurement."""
+    """Return the row of a result file as it is before any measurement."""
     unable = "it has no results" if not provider.checked else None
     return AccuracyRow(
         provider.name,
@@ -85,7 +85,7 @@ def _row(provider: Provider, case: Case, device: str) -> AccuracyRow:
 
 
 def _able(provider: Provider, case: Case) -> Case:
-    """The case, without the entropy where the provider has none."""
+    """Return the case, without the entropy where the provider cannot compute it."""
     if provider.unable(case) is None or case.work.kind == "loss":
         return case
     return replace(case, work=WORKS["logprobs"])
@@ -135,7 +135,7 @@ def _compare_gradients(row: AccuracyRow, result: Result, exact: Result, problem:
 
 
 def _difference(actual: Tensor | None, exact: Tensor | None) -> list[float]:
-    """By token; not a number where either is none."""
+    """Return the difference of each token; NaN where either value is none."""
     assert actual is not None and exact is not None, "a result is missing"
     if actual.shape != exact.shape:
         raise ValueError(f"expected the shape {tuple(exact.shape)}, got {tuple(actual.shape)}")

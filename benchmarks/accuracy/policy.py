@@ -29,7 +29,7 @@ _BEHIND = {True: (2.0, 10.0), False: (0.0, 2.0)}
 
 
 def make_policy(case: Case, device: str) -> Inputs:
-    """The inputs of ``case``, the same for every run on a device."""
+    """Return the inputs of ``case``, the same for every run on a device."""
     model, generator = case.model, torch.Generator(device).manual_seed(_SEED)
     weight = torch.empty(model.vocabulary, model.hidden, device=device)
     weight.normal_(std=_ROW_NORM / model.hidden**0.5, generator=generator)
@@ -50,7 +50,7 @@ def make_policy(case: Case, device: str) -> Inputs:
 
 
 def _hidden(tokens: int, model: Model, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """(T, D) fp32: noise, and as much of each favourite's row as its odds ask for."""
+    """Return (T, D) fp32 states: noise plus each favourite's row of the head, by its odds."""
 
     def draw(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, device=weight.device)
@@ -75,6 +75,6 @@ def _hidden(tokens: int, model: Model, weight: Tensor, generator: torch.Generato
 
 
 def _between(ranges: dict[bool, tuple[float, float]], decided: Tensor, share: Tensor) -> Tensor:
-    """(T,) a value ``share`` of the way through the range of decided or of open tokens."""
+    """Return (T,) values ``share`` of the way through the range of decided or of open tokens."""
     low, high = (torch.where(decided, ranges[True][end], ranges[False][end]) for end in (0, 1))
     return low + share * (high - low)

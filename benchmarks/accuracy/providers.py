@@ -21,7 +21,7 @@ def _upcast(
 def _rounded_twice(
     hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The product gives logits in the input dtype, and what follows in fp32 returns to it."""
+    """Round the logits to the input dtype, and what follows them in fp32 as well."""
     logprobs, entropy = head(hidden, weight, target, softcap, with_entropy)
     return logprobs.to(hidden.dtype), None if entropy is None else entropy.to(hidden.dtype)
 

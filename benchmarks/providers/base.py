@@ -30,19 +30,19 @@ class Provider:
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
 
     def absent(self, device: str) -> str | None:
-        """None when it can run here, else why not."""
+        """Return why it cannot run here, or None."""
         if self.package is not None and installed_version(self.package) is None:
             return f"{self.package} is not installed"
         return self.missing(device)
 
 
 def needs_gpu(device: str) -> str | None:
-    """A ``missing`` for providers of GPU kernels."""
+    """Return a ``missing`` for providers that need a GPU."""
     return None if device == "cuda" else "needs a GPU"
 
 
 def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = None, **values):
-    """The result whose gradients follow from ``root``, which hangs on the problem's leaves."""
+    """Return the result with the gradients of ``root`` for the problem's leaves."""
     leaves = {"dhidden": problem.hidden, "dweight": problem.weight}
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     gradients = torch.autograd.grad(root, tuple(wanted.values()), upstream)

@@ -26,7 +26,7 @@ CrossEntropy = Callable[[Problem, str], Tensor]
 
 
 def loss_arguments(config: LossConfig) -> dict[str, Any]:
-    """The arguments that TRL's and Liger's GRPO losses share."""
+    """Return the arguments that TRL's and Liger's GRPO losses share."""
     named, clip = config.loss, config.surrogate
     assert isinstance(clip, Clip)
     return dict(
@@ -43,7 +43,7 @@ def loss_arguments(config: LossConfig) -> dict[str, Any]:
 
 
 def run_cross_entropy(call: CrossEntropy) -> Callable[[Problem], Result]:
-    """Every work on top of a linear cross entropy that is differentiable for each token."""
+    """Run any work on top of a linear cross entropy that is differentiable for each token."""
 
     def run(problem: Problem) -> Result:
         kind = problem.work.kind
@@ -58,7 +58,7 @@ def run_cross_entropy(call: CrossEntropy) -> Callable[[Problem], Result]:
 
 
 def no_entropy(case: Case) -> str | None:
-    """An ``unable`` for cross entropies."""
+    """Serve as the ``unable`` of cross entropies, which give no entropy."""
     return "no entropy" if case.work.entropy else None
 
 
@@ -67,13 +67,13 @@ def no_softcap(case: Case) -> str | None:
 
 
 def lacking(*distributions: str) -> str | None:
-    """Those that are not installed, as the reason to be absent."""
+    """Return the reason to be absent: the modules that are not installed."""
     missing = [name for name in distributions if installed_version(name) is None]
     return f"needs {', '.join(missing)}" if missing else None
 
 
 def needs_hopper(device: str, or_newer: bool = False) -> str | None:
-    """A ``missing`` for kernels of one generation of GPUs, compute capability 9.0."""
+    """Return a ``missing`` for kernels of one GPU generation, compute capability 9.0."""
     if device != "cuda":
         return needs_gpu(device)
     found = torch.cuda.get_device_capability()

@@ -18,7 +18,7 @@ def _run(problem: Problem) -> Result:
 
 @functools.lru_cache(maxsize=1)
 def _compiled(case: Case) -> Head:
-    """The head compiled anew for a case, so that it meets no graph, and no limit, of another."""
+    """Compile the head anew for a case, so that no other case's graph or limit affects it."""
     torch._dynamo.reset()
     return torch.compile(head, dynamic=False)
 

@@ -22,7 +22,7 @@ def head(
     softcap: float | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, L) fp32 log-probabilities and entropies, as most training scripts write them."""
+    """Return (B, L) fp32 log-probabilities and entropies, as most training scripts write them."""
     logits = torch.nn.functional.linear(hidden, weight)  # (B, L, V)
     logps = capped(logits, softcap).log_softmax(-1, dtype=torch.float32)
     entropy = None
@@ -33,7 +33,7 @@ def head(
 
 
 def run_with(call: Head, entropy_metric: bool = False) -> Callable[[Problem], Result]:
-    """Every work on top of a head that gives differentiable log-probabilities (B, L).
+    """Run any work on top of a head that gives differentiable log-probabilities (B, L).
 
     ``entropy_metric``: a loss also computes the entropies, for the log.
     """
@@ -52,7 +52,7 @@ def run_with(call: Head, entropy_metric: bool = False) -> Callable[[Problem], Re
 
 
 def finish(problem: Problem, logprobs: Tensor, entropy: Tensor | None = None) -> Result:
-    """What follows differentiable log-probabilities (B, L): the work's loss, and its gradients."""
+    """Compute the work's loss and its gradients from differentiable log-probabilities (B, L)."""
     kind = problem.work.kind
     if kind == "backward":
         return with_gradients(problem, logprobs, problem.dlogprobs, logprobs=logprobs)

@@ -49,7 +49,7 @@ def _chunked(problem: Problem) -> Result:
 
 @contextmanager
 def _tf32_products(problem: Problem) -> Iterator[None]:
-    """For 16-bit inputs on a GPU: it multiplies their gradients in fp32, which is slow without."""
+    """Allow TF32 for 16-bit inputs on a GPU: Liger multiplies their gradients in fp32."""
     before = torch.get_float32_matmul_precision()
     if problem.hidden.is_cuda and problem.case.dtype != "fp32":
         torch.set_float32_matmul_precision("high")

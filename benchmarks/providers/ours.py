@@ -43,7 +43,7 @@ def run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
 
 
 def _call(function: Callable[..., Any], problem: Problem, settings: dict[str, Any]) -> Any:
-    """``linear_policy_loss``, or ``explain`` for the same arguments."""
+    """Call ``linear_policy_loss``, or ``explain`` with the same arguments."""
     mean = problem.work.kind == "mean"
     if mean:
         problem = replace(problem, advantages=torch.ones_like(problem.advantages))

@@ -75,11 +75,11 @@ class _Model:
         return self._embeddings
 
     def forward(self) -> None:
-        """What TRL replaces."""
+        """Do nothing: TRL replaces this method."""
 
 
 def _logprobs(problem: Problem) -> tuple[Tensor, Tensor, None]:
-    """As its trainer calls its fused head, which leaves out the masked tokens on a GPU."""
+    """Call the fused head as TRL's trainer does, which leaves out the masked tokens on a GPU."""
     from trl.trainer.utils import add_fused_lm_head
 
     model: Any = _Model(problem)
@@ -90,7 +90,7 @@ def _logprobs(problem: Problem) -> tuple[Tensor, Tensor, None]:
 
 
 def _trainer(problem: Problem) -> SimpleNamespace:
-    """As much of a trainer as TRL's loss reads; the model call becomes the head alone."""
+    """Return as much of a trainer as TRL's loss reads; the head alone stands in for the model."""
     settings = loss_arguments(problem.loss)
     one_process = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
@@ -112,7 +112,7 @@ def _trainer(problem: Problem) -> SimpleNamespace:
 
 
 def _missing(device: str) -> str | None:
-    """What its modules import besides torch and transformers."""
+    """Return which modules that TRL imports are missing, besides torch and transformers."""
     return lacking("accelerate", "datasets", "jinja2", "pandas", "pyarrow")
 
 

@@ -25,19 +25,19 @@ class Engine:
     settings: Callable[[TrainingConfig, str], dict[str, Any]]  # fields of GRPOConfig
 
     def absent(self) -> str | None:
-        """None when it can run here, else why not."""
+        """Return why it cannot run here, or None."""
         missing = self.sent and importlib.util.find_spec("vllm") is None
         return NOT_INSTALLED if missing else None
 
 
 def longest(config: TrainingConfig) -> int:
-    """Tokens that an engine has room for in a sequence."""
+    """Return the number of tokens that an engine has room for in a sequence."""
     tokens = config.prompt_tokens + config.completion_tokens
     return tokens + -tokens % _BLOCK
 
 
 def vllm_arguments(config: TrainingConfig, device: str) -> dict[str, Any]:
-    """Arguments of the engine, colocated and as a server alike."""
+    """Return the arguments of the engine, the same for a colocated one and a server."""
     settings: dict[str, Any] = {"max_num_seqs": config.sequences}
     if device == "cpu":  # small and quick to start
         settings |= {"enforce_eager": True, "block_size": _BLOCK, "kv_cache_memory_bytes": _CACHE}
@@ -45,7 +45,7 @@ def vllm_arguments(config: TrainingConfig, device: str) -> dict[str, Any]:
 
 
 def memory_share(device: str) -> float:
-    """Of the device, for vLLM."""
+    """Return vLLM's share of the device's memory."""
     return 0.1 if device == "cpu" else 0.3
 
 

@@ -29,7 +29,7 @@ WARM_UP = 2  # steps: in the first one weights are sent that are no update
 
 
 def run(engine: Engine, config: TrainingConfig, device: str, steps: int) -> dict[str, Any]:
-    """Seconds of ``steps`` steps by phase, tokens, and what an update has to carry."""
+    """Return the seconds of ``steps`` steps by phase, the tokens, and the bytes of an update."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = engine.settings(config, device)

@@ -20,7 +20,7 @@ _COMMAND = "from grpo_trainer.cli.train import main; main()"
 
 @contextmanager
 def served(config: TrainingConfig, device: str, folder: Path) -> Iterator[int]:
-    """The port of ``grpo-train serve`` with the model of ``config``."""
+    """Yield the port of ``grpo-train serve`` with the model of ``config``."""
     make_model(config).save_pretrained(folder / "model")
     make_tokenizer(config).save_pretrained(folder / "model")
     port = _free_port()

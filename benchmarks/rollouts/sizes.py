@@ -19,13 +19,13 @@ _GPU = {
 
 
 def sizes(device: str) -> dict[str, TrainingConfig]:
-    """From the smallest to the largest."""
+    """Return the model sizes, smallest first."""
     return _GPU if device == "cuda" else _CPU
 
 
 def pairs(device: str, full: bool) -> list[tuple[Engine, str]]:
-    """What is measured: every engine on the largest model, and on the others those that are sent
-    weights. Not ``full``: every engine on the smallest."""
+    """Return the pairs to measure: every engine on the largest model, and on the others the engines
+    that are sent weights. Not ``full``: every engine on the smallest."""
     first, *_, last = names = list(sizes(device))
     if not full:
         return [(engine, first) for engine in ENGINES]

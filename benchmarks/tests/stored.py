@@ -43,7 +43,7 @@ def memory(extra: int) -> dict[str, Any]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """One of each kind: timed, alone, failed, absent, unable."""
+    """Return one row of each kind: timed, alone, failed, absent, unable."""
     return [
         row("trl", [4.0, 4.4, 3.9], errors=ERRORS, memory=memory(1000), repeatable=True),
         row("eager", [2.6, 2.5, 2.7], errors=ERRORS, memory=memory(1300), alone=True),
@@ -56,7 +56,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    """Of dapo before the head of Qwen2.5-0.5B, unless told otherwise."""
+    """Return a table of dapo before the head of Qwen2.5-0.5B, unless told otherwise."""
     model = MODELS["qwen2.5-0.5b"]
     return {
         "work": "dapo",
@@ -74,7 +74,7 @@ def table(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
 
 
 def accuracy(**changes: Any) -> dict[str, Any]:
-    """Four tokens: two likely, one open, one rare."""
+    """Return four tokens: two likely, one open, one rare."""
     ours = {"logprobs": [1e-7, -3e-7, 2e-6, -4e-6], "entropy": [1e-7, 1e-7, 2e-6, 4e-6]}
     return {
         "model": "small",

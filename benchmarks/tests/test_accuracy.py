@@ -92,7 +92,7 @@ def test_ours_is_as_exact_as_eager_in_fp32(dtype):
 
 @pytest.fixture(scope="module")
 def gradients():
-    """By dtype, figures of a loss and its gradients."""
+    """Return the errors of a loss and its gradients, by dtype."""
     names = ("ours", "ours-input", "ours-two-pass", "eager", "eager-fp32")
     found = {}
     for dtype in DTYPES:

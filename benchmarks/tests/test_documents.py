@@ -39,7 +39,7 @@ DOCUMENTS = [
 
 
 def typed_numbers(document: str) -> list[str]:
-    """What looks measured and stands outside of blocks and code, with its line."""
+    """Return typed numbers that look measured and stand outside of blocks and code, by line."""
     written = _BLOCK.sub(lambda block: "\n" * block[0].count("\n"), document)
     return [
         f"line {index}: {match[0].strip()}"

@@ -41,14 +41,14 @@ def raising_later(job):
 
 
 def dawdling(job):
-    """Its completions are shorter, so its steps have less work."""
+    """Run the job with shorter completions, so that its steps have less work."""
     return OURS.build(
         dataclasses.replace(job, config=dataclasses.replace(job.config, completion_tokens=5))
     )
 
 
 def incomplete(job):
-    """As when a baseline is installed without what it imports."""
+    """Fail as a baseline does when a module that it imports is missing."""
     try:
         importlib.import_module("no_such_module")
     except ImportError as error:

@@ -139,7 +139,7 @@ def test_every_kernel_dtype_and_vocabulary_is_a_setting() -> None:
 
 
 def entries() -> list[Entry]:
-    """Of three kernels and the chunks; the second value is twice as fast."""
+    """Return entries of three kernels and the chunks; the second value is twice as fast."""
     made = []
     contests = {
         "stats": [(4, 4), (8, 2)],

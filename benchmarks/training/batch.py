@@ -41,7 +41,7 @@ class Reference:
 
 
 def make_reference(config: TrainingConfig, device: str) -> Reference:
-    """At the initial weights."""
+    """Return the reference at the initial weights."""
     model = make_model(config).to(device)
     batch = _make_batch(config, model, device)
     loss = 0.0
@@ -54,7 +54,7 @@ def make_reference(config: TrainingConfig, device: str) -> Reference:
 
 
 def compare(model: PreTrainedModel, loss: Tensor, exact: Reference) -> dict[str, float]:
-    """Relative errors of the loss and of the gradient of all weights together."""
+    """Return the relative errors of the loss and of the gradient of all weights together."""
     difference = total = 0.0
     for name, parameter in model.named_parameters():
         expected = exact.gradients[name]
@@ -68,7 +68,7 @@ def compare(model: PreTrainedModel, loss: Tensor, exact: Reference) -> dict[str,
 
 
 def failure(errors: dict[str, float], dtype: str) -> str | None:
-    """Why the errors are too large, if they are; NaN is."""
+    """Return why the errors are too large, or None; NaN is too large."""
     allowed = TOLERANCE[dtype]
     bad = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= allowed]
     return f"error of {', '.join(bad)}; allowed {allowed:.0e}" if bad else None
@@ -93,7 +93,7 @@ def _make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> 
 
 
 def _row_loss(model: PreTrainedModel, batch: SharedBatch, row: int) -> Tensor:
-    """What one sequence adds to the loss."""
+    """Return one sequence's contribution to the loss."""
     prompt, completion = batch.prompt_ids[row], batch.completion_ids[row : row + 1]
     ids = torch.cat([prompt[None], completion], dim=1)
     tokens = TokenBatch.from_padded(

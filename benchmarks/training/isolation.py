@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def own_globals(mine: dict[str, Any]) -> Iterator[None]:
-    """The model's module has the names of ``mine``; what the block replaces is added to them.
+    """Give the model's module the names of ``mine``; the block's replacements are added to them.
 
     Liger replaces functions and classes of the module of every model of its kind.
     """

@@ -54,7 +54,7 @@ class PausedTraining:
         self._wait()
 
     def step(self) -> Step:
-        """Runs to the start of the next step."""
+        """Run to the start of the next step."""
         self._generate = 0.0
         start = self._clock()
         self._resume.release()
@@ -64,7 +64,7 @@ class PausedTraining:
         return Step(generate=self._generate, train=seconds - self._generate, memory=memory)
 
     def close(self) -> None:
-        """Ends ``train()`` where it stands."""
+        """End ``train()`` where it stands."""
         self._closing = True
         self._resume.release()
         self._thread.join()

@@ -53,7 +53,7 @@ class TrainerProvider:
     inputs: Callable[[SharedBatch], Any]  # what its ``compute_loss`` takes
 
     def absent(self, device: str) -> str | None:
-        """None when it can run here, else why not."""
+        """Return none when it can run here, else why not."""
         missing = [name for name in self.requires if not _installed(name)]
         if missing:
             return not_installed(*missing)
@@ -61,7 +61,7 @@ class TrainerProvider:
 
 
 def missing_module(error: BaseException) -> str | None:
-    """The module that is not installed, if that is behind an error: a baseline may need more."""
+    """Return the missing module behind an error, if any: a baseline may need more than itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError) and cause.name and not _installed(cause.name):
@@ -79,7 +79,7 @@ def _installed(name: str) -> bool:
 
 
 def _settings(job: Job) -> dict[str, Any]:
-    """Arguments that our configuration and TRL's have in common."""
+    """Return the arguments that our configuration and TRL's have in common."""
     config = job.config
     return {
         "output_dir": tempfile.mkdtemp(dir=job.folder),  # which belongs to one run

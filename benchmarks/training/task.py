@@ -78,14 +78,14 @@ FULL_GPU = TrainingConfig(
 
 
 def choose(device: str, full: bool) -> TrainingConfig:
-    """The shapes of a suite."""
+    """Return the shapes of a suite."""
     if not full:
         return QUICK
     return FULL_GPU if device == "cuda" else FULL
 
 
 def make_model(config: TrainingConfig) -> PreTrainedModel:
-    """The initial policy: fp32, the same random weights at every call."""
+    """Return the initial policy: fp32, the same random weights at every call."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     with torch.random.fork_rng():
@@ -108,7 +108,7 @@ def make_model(config: TrainingConfig) -> PreTrainedModel:
 
 
 def make_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerFast:
-    """One word per entry of the vocabulary: ``w0 w1 w2 ...``."""
+    """Return one word per entry of the vocabulary: ``w0 w1 w2 ...``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +122,7 @@ def make_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerFast:
 
 
 def make_dataset(config: TrainingConfig, steps: int) -> Dataset:
-    """Prompts of one length, enough for so many steps."""
+    """Return prompts of one length, enough for so many steps."""
     from datasets import Dataset
 
     draw = random.Random(SEED)
@@ -134,5 +134,5 @@ def make_dataset(config: TrainingConfig, steps: int) -> Dataset:
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Differs within a group, so that hardly an advantage is 0."""
+    """Reward differently within a group, so that hardly any advantage is 0."""
     return [sum(ids) % 1009 / 1009 for ids in completion_ids]

@@ -17,12 +17,12 @@ _TOLERANCE = 1e-2  # of 16-bit gradients whose sums differ in order
 
 
 def chunk_rows() -> list[int]:
-    """The default first."""
+    """Return the numbers of rows to try, the default first."""
     return list(dict.fromkeys([DEFAULT_CHUNK_ROWS, *_ROWS]))
 
 
 def candidates(problem: Problem, precision: str) -> list[Candidate]:
-    """For one head. ``precision`` decides the dtype of the logits."""
+    """Return the candidates for one head. ``precision`` decides the dtype of the logits."""
     want = _run(problem, precision, DEFAULT_CHUNK_ROWS)
     return [_candidate(problem, precision, rows, want) for rows in chunk_rows()]
 
@@ -57,5 +57,5 @@ def _run(problem: Problem, precision: str, rows: int) -> Result:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """The precision that keeps the logits of 16-bit inputs in ``dtype``."""
+    """Return the precision that keeps the logits of 16-bit inputs in ``dtype``."""
     return "fp32" if dtype == torch.float32 else "input"

@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def finish(data: dict[str, Any], dry_run: bool) -> int:
-    """The table from measurements."""
+    """Write the table from the measurements; return the exit code."""
     entries = [load_entry(entry) for entry in data["entries"]]
     new = updated(table.read(), data, entries)
     if dry_run:

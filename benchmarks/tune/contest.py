@@ -40,7 +40,7 @@ class Trial:
 
 
 def hold(candidates: Sequence[Candidate], seconds: Timer, lost: Callable[[], bool]) -> list[Trial]:
-    """Measures all of them; the first is the default.
+    """Measure all of them; the first is the default.
 
     The fastest of many is partly the luckiest, so the fastest few are timed again beside the
     default, and only that counts. A default that fails is alone: nothing is tuned on top of it.
@@ -66,7 +66,7 @@ def hold(candidates: Sequence[Candidate], seconds: Timer, lost: Callable[[], boo
 
 
 def choose(trials: Sequence[Trial]) -> tuple[int, ...]:
-    """The value to use: the default's, unless another is faster by more than the margin."""
+    """Return the value to use: the default's, unless another is faster by more than the margin."""
     times = _final_medians(trials)
     default = trials[0].value
     winner = min(times, key=lambda value: times[value], default=default)
@@ -75,7 +75,7 @@ def choose(trials: Sequence[Trial]) -> tuple[int, ...]:
 
 
 def gain(trials: Sequence[Trial]) -> float:
-    """Time of the default over that of the chosen value."""
+    """Return the default's time over that of the chosen value."""
     times = _final_medians(trials)
     return times[trials[0].value] / times[choose(trials)] if times else 1.0
 
@@ -100,6 +100,6 @@ def _time(candidate: Candidate, seconds: Timer) -> float:
 def _turns(
     pairs: Sequence[tuple[Candidate, Trial]], rounds: int
 ) -> Iterator[tuple[Candidate, Trial]]:
-    """Each once per round, every other round backwards."""
+    """Yield each pair once per round, every other round backwards."""
     for index in range(rounds):
         yield from pairs if index % 2 == 0 else reversed(pairs)

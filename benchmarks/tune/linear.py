@@ -52,7 +52,7 @@ class Forward:
 
 
 def linear_configs(device_class: str) -> list[LinearConfig]:
-    """The default first."""
+    """Return the configs to try, the default first."""
     default = default_config(device_class)
     shapes = _ENGINE_SHAPES if default.descriptors else _POINTER_SHAPES
     keys = ("block_t", "block_v", "block_d", "num_warps", "num_stages", "parts")
@@ -68,7 +68,7 @@ def linear_configs(device_class: str) -> list[LinearConfig]:
 def make_forward(
     model: Model, rows: int, precision: str, device: torch.device, dtype: torch.dtype
 ) -> Forward:
-    """Logits of standard deviation 2."""
+    """Return a forward on logits of standard deviation 2."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.empty(rows, model.hidden, dtype=dtype, device=device)
     weight = torch.empty(model.vocabulary, model.hidden, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ def make_forward(
 
 
 def candidates(problem: Forward, device_class: str) -> list[Candidate]:
-    """Every tile of the fused product, and the library's product."""
+    """Return every tile of the fused GEMM, and the library's GEMM."""
     fused = [_fused(problem, config) for config in linear_configs(device_class)]
     return [*fused, _tiles(problem)]
 

@@ -29,7 +29,7 @@ _TOLERANCE = 1e-5  # of fp32 statistics: their sums differ in order
 
 
 def row_configs() -> list[RowConfig]:
-    """The default first."""
+    """Return the configs to try, the default first."""
     every = (RowConfig(*pair) for pair in product(_WARPS, _DEPTHS))
     kept = (config for config in every if config.num_warps * config.depth <= _LARGEST_TILE)
     return list(dict.fromkeys([DEFAULT_ROW_CONFIG, *kept]))
@@ -50,12 +50,12 @@ class Tile:
     dloss: Tensor  # (C, V), 16-bit; that of the loss
 
     def of(self, logits: Tensor) -> LogitsTile:
-        """What the kernels get."""
+        """Return the tile as the kernels get it."""
         return LogitsTile(logits, self.target, Transform())
 
 
 def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int) -> Tile:
-    """Random logits of standard deviation 2; every row has a gradient."""
+    """Return random logits of standard deviation 2; every row has a gradient."""
     generator = torch.Generator(device).manual_seed(0)
     source = torch.empty(rows, columns, dtype=dtype, device=device)
     source.normal_(std=2.0, generator=generator)
@@ -82,7 +82,7 @@ def make_tile(dtype: torch.dtype, columns: int, device: torch.device, rows: int)
 
 
 def _loss_of(target: Tensor, logp: Tensor) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
-    """The default loss with a KL term, which reads two values more."""
+    """Return the default loss with a KL term, which reads two more values."""
     config, ends = LossConfig(beta=0.04), torch.tensor([0, target.numel()], device=target.device)
     batch = TokenBatch.from_packed(
         target, logp.new_ones(1), ends, old_logprobs=logp, ref_logprobs=logp
@@ -92,13 +92,13 @@ def _loss_of(target: Tensor, logp: Tensor) -> tuple[RowFunction, tuple[Tensor | 
 
 
 def tile_rows(dtype: torch.dtype, columns: int, free: int) -> int:
-    """Rows of a tile whose copies take half of ``free`` bytes at most."""
+    """Return how many rows a tile may have if its copies take half of ``free`` bytes at most."""
     copies = 4  # source, work and the defaults' gradients
     return max(1, min(DEFAULT_CHUNK_ROWS, free // (2 * copies * columns * dtype.itemsize)))
 
 
 def candidates(kernel: str, tile: Tile) -> list[Candidate]:
-    """Of ``kernel``, one of ``ROW_KERNELS``."""
+    """Return the candidates of ``kernel``, one of ``ROW_KERNELS``."""
     make = {"stats": _stats, "dlogits": _dlogits, "loss": _loss}[kernel]
     return [make(tile, config) for config in row_configs()]
 
@@ -157,7 +157,7 @@ def _value(config: RowConfig) -> tuple[int, ...]:
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
-    """NaN where one is."""
+    """Return the largest difference; NaN where any is."""
     return float(
         torch.stack([(x.float() - y.float()).abs().amax() for x, y in _blocks(a, b)]).amax()
     )
@@ -168,5 +168,5 @@ def _largest(x: Tensor) -> float:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of rows, so that no large copy is made."""
+    """Return ranges of rows, so that no large copy is made."""
     return zip(*(tensor.split(_BLOCK_ROWS) for tensor in tensors), strict=True)

@@ -76,7 +76,7 @@ class Entry:
 
 
 def settings() -> list[Setting]:
-    """In the order of their weight."""
+    """Return the settings, most important first."""
     chosen = []
     for dtype in _DTYPES:
         for head in _LINEAR_HEADS:
@@ -92,7 +92,7 @@ Maker = Callable[[Setting], list[Candidate]]
 def sweep(
     chosen: Sequence[Setting], make: Maker, seconds: Timer, lost: Callable[[], bool], end: float
 ) -> Iterator[Entry]:
-    """Every setting; none is begun after ``end``, by ``time.monotonic()``."""
+    """Yield a result for every setting; none begins after ``end``, by ``time.monotonic()``."""
     why: str | None = None
     for setting in chosen:
         entry = _entry(setting)
@@ -113,7 +113,7 @@ def sweep(
 
 
 def measure() -> tuple[Maker, Timer, Callable[[], bool]]:
-    """How a sweep measures on this machine's GPU."""
+    """Return the measuring functions for this machine's GPU."""
     gc.collect()
     gc.freeze()  # the timer collects before each sample: of what is new since then
     return gpu_candidates, make_timer("cuda"), lambda: device_is_lost("cuda")
@@ -138,13 +138,13 @@ def gpu_candidates(setting: Setting) -> list[Candidate]:
 
 
 def facts() -> dict[str, Any]:
-    """Where the entries come from."""
+    """Return the facts about where the entries come from."""
     device = torch.device("cuda", torch.cuda.current_device())
     return {"device_class": device_class(device), "environment": environment("cuda")}
 
 
 def updated(table: Table, source: dict[str, Any], entries: Sequence[Entry]) -> Table:
-    """``table`` with the entries of one device."""
+    """Return ``table`` with the entries of one device."""
     made, known = [entry for entry in entries if not entry.skipped], source["environment"]
     versions = {name: str(known["versions"][name]) for name in ("torch", "triton")}
     told = {"device": known["device"], "date": known["date"][:10], "commit": known["commit"][:12]}

@@ -61,7 +61,7 @@ class Table:
         facts: dict[str, str],
         entries: Mapping[str, Mapping[tuple[Any, ...], Any]],
     ) -> Table:
-        """All entries of one device replaced, so that the facts hold for each of them.
+        """Return the table with all entries of one device replaced: its facts hold for each.
 
         ``entries`` has those of each dictionary but the first, by its name; their keys lack the
         device.
@@ -74,7 +74,7 @@ class Table:
         return replace(self, measured_on={**self.measured_on, device_class: facts}, **changed)
 
     def text(self) -> str:
-        """The file; formatted as ruff would."""
+        """Return the file's text, formatted as ruff would."""
         parts = [_HEADER]
         for name, comment, kind in _PARTS:
             entries = getattr(self, name.lower())
@@ -86,13 +86,13 @@ class Table:
 
 
 def read(path: Path = PATH) -> Table:
-    """The file as it is on disk."""
+    """Return the table in a file on disk."""
     values = runpy.run_path(str(path))
     return Table(**{name.lower(): values[name] for name, _, _ in _PARTS})
 
 
 def dict_text(entries: Mapping[Any, Any], indent: str = "") -> str:
-    """A dictionary as code, one entry a line, sorted."""
+    """Return a dictionary as code, one entry per line, sorted."""
     if not entries:
         return "{}"
     inner = f"{indent}    "
