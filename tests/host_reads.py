@@ -60,7 +60,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The reads within it, by name, on CPU tensors that are treated as if they were a GPU's.
+    """Count the reads by name, on CPU tensors that are treated as if they were a GPU's.
 
     What the package reads only where that is free asks ``host.reading_is_free``; here it is not.
     What the host knows is in tensors that stay on the CPU, which cost no wait.

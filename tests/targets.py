@@ -9,7 +9,7 @@ from grpo_kernels import available_backends
 
 
 def targets(*without: str) -> list:
-    """(backend, device) parameters: all on this CPU, and on a GPU those that run there."""
+    """Return (backend, device) parameters: all on this CPU, and on a GPU those that run there."""
     cpu = [
         pytest.param(name, torch.device("cpu"), id=f"{name}-cpu")
         for name in available_backends()

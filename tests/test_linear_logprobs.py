@@ -47,7 +47,7 @@ def head_options(name: str, problem: Problem) -> dict[str, object]:
 
 
 def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
-    """All outputs, and the gradients of a random combination of logprobs and entropy."""
+    """Return all outputs, and the gradients of a random combination of logprobs and entropy."""
     target = torch.where(problem.mask, problem.target, -100)
     out = linear_logprobs(
         problem.hidden, problem.weight, target, bias=problem.bias, outputs=OUTPUTS,

@@ -53,7 +53,7 @@ def python_block(text: str, mentioning: str) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each ``grpo-train`` command."""
+    """Return the words of each ``grpo-train`` command."""
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
     return [words[1:] for words in split if words[:1] == ["grpo-train"]]
@@ -78,7 +78,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the files that the documents name."""
+    """Return a working directory with the files that the documents name."""
     write_policy(tmp_path / "path" / "to" / "model", seed=0)
     rows = [{"prompt": f"{n:03d}=", "answer": f"{n}"} for n in range(100, 116)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
@@ -164,7 +164,7 @@ def test_counts_and_a_buffer_for_the_gradient() -> None:
 
 @pytest.fixture
 def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLoss]:
-    """What the block on a loss of one's own registers."""
+    """Register the loss in the docs' block on a loss of one's own."""
     (tmp_path / "own_loss.py").write_text(python_block(KERNELS, "class PowerClip"))
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("own_loss")

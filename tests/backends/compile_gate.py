@@ -43,7 +43,7 @@ SHARED_LIMITS = {
 
 
 def kernels() -> dict[str, JITFunction]:
-    """Every ``triton.jit`` function of the package whose name ends in ``_kernel``."""
+    """Return every ``triton.jit`` function of the package whose name ends in ``_kernel``."""
     found = {}
     for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
         for name, value in vars(importlib.import_module(info.name)).items():
@@ -53,7 +53,7 @@ def kernels() -> dict[str, JITFunction]:
 
 
 def compile_case(case: Case, target: str) -> dict[str, Any]:
-    """Resource usage of one variant on one target: registers, stack, spills, shared memory."""
+    """Compile one variant for one target; return registers, stack, spills, shared memory."""
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
     pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
@@ -101,12 +101,12 @@ def report(target: str) -> None:
 
 
 def command(argument: str) -> list[str]:
-    """Runs this module in another process, from the root of the repository."""
+    """Run this module in another process, from the root of the repository."""
     return [sys.executable, "-m", "tests.backends.compile_gate", argument]
 
 
 def print_table() -> None:
-    """The most that any variant of a kernel takes; a star where it is over a limit."""
+    """Print the most that any variant of a kernel takes; a star where it is over a limit."""
     print("| kernel | target | variants | registers | stack | spilled | shared memory | limit |")
     print("|---|---|---|---|---|---|---|---|")
     for target in TARGETS:
@@ -123,7 +123,7 @@ def print_table() -> None:
 
 
 def fits(result: dict[str, Any]) -> bool:
-    """Nothing is kept in memory for want of registers, and shared memory suffices."""
+    """Return whether nothing spills, and shared memory suffices."""
     clean = result["stack"] == 0 and result["spilled"] == 0
     return clean and result["shared"] <= result["shared_limit"]
 

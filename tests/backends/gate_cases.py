@@ -62,7 +62,7 @@ def _row_types(**more: str) -> dict[str, str]:
 
 
 def _configs(kernel: str, dtype: torch.dtype, target: str) -> list[RowConfig]:
-    """What may be launched on ``target``: the default first, then what was tuned there."""
+    """Return what may be launched on ``target``: the default first, then what was tuned there."""
     tuned = [
         RowConfig(*v) for k, v in ROW_CONFIGS.items() if k[:3] == (target, kernel, bits(dtype))
     ]
@@ -78,7 +78,7 @@ def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict
 
 
 def _variants(*names: str, thorough: bool) -> list[dict[str, bool]]:
-    """Every setting of the flags, or all off and all on."""
+    """Return every setting of the flags, or all off and all on."""
     count = len(names)
     settings = itertools.product((False, True), repeat=count)
     chosen = settings if thorough else ((False,) * count, (True,) * count)
@@ -120,7 +120,7 @@ def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) 
 
 
 def _row_loss_cases(target: str) -> Iterator[Case]:
-    """Statistics, a loss with all of its inputs, and the gradient."""
+    """Yield the statistics, a loss with all of its inputs, and the gradient."""
     values = {f"value{index}_ptr": "*fp32" for index in range(row_loss.MAX_VALUES)}
     kernel = row_loss._row_loss_kernel
     for dtype, out in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")):
@@ -137,7 +137,7 @@ def _row_loss_cases(target: str) -> Iterator[Case]:
 
 
 def _loss(has_dentropy: bool) -> Any:
-    """A loss of eight inputs with its derivative, printed."""
+    """Return a generated loss of eight inputs with its derivative."""
 
     def fn(logp: torch.Tensor, entropy: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         advantage, weight, old, reference, rollout, other = x
@@ -161,7 +161,7 @@ _EXTRAS |= {"is_top1_ptr": "*i1"}
 
 
 def _linear_cases(target: str) -> Iterator[Case]:
-    """The fused product: every kind of epilogue, with all of a head's options or none of them."""
+    """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
     tuned = [LinearConfig(*v) for k, v in LINEAR_CONFIGS.items() if k[0] == target and v]
     first, *others = dict.fromkeys([default_config(target), *tuned])
     names = ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
@@ -174,7 +174,7 @@ def _linear_cases(target: str) -> Iterator[Case]:
 
 
 def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Case:
-    """``OPTIONS``: a bias, row temperatures, and a D that is no multiple of the tile."""
+    """Return a case. ``OPTIONS``: a bias, row temperatures, a D that is no multiple of the tile."""
     config = config.of_one_part() if flags["EXTRAS"] else config
     some = flags["OPTIONS"]
     optional = {"bias_ptr": f"*{dtype}", "temperature_ptr": "*fp32"} if some else {}
@@ -217,7 +217,7 @@ def _merge_cases() -> Iterator[Case]:
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
-    """``constants`` with the pointers that are not passed."""
+    """Return ``constants`` with the pointers that are not passed."""
     pointers = (name for name in kernel.arg_names if name.endswith("_ptr") and name not in types)
     return {**constants, **dict.fromkeys(pointers)}
 
@@ -233,7 +233,7 @@ def _reduce_cases() -> Iterator[Case]:
 
 
 def _pointwise_case() -> Case:
-    """A printed kernel with the shared device functions and every kind of expression."""
+    """Return a generated kernel with the shared device functions and every kind of expression."""
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ratio = (x - y).clamp(-20, 20).exp()

@@ -17,7 +17,7 @@ DTYPES = (FP32, BF16, FP16)
 def problem(
     tokens: int, depth: int, columns: int, dtype: torch.dtype, bias: bool = True, size: float = 1.0
 ) -> tuple[Tensor, Head, Tensor]:
-    """Hidden states, a head whose logits have about standard deviation 3, and targets."""
+    """Return hidden states, a head whose logits have about standard deviation 3, and targets."""
     hidden = torch.randn(tokens, depth).to(dtype)
     weight = (3 * size * depth**-0.5 * torch.randn(columns, depth)).to(dtype)
     own_bias = torch.randn(columns).to(dtype) if bias else None
@@ -27,7 +27,7 @@ def problem(
 
 
 def logits_of(hidden: Tensor, head: Head, precision: str, wide: torch.dtype) -> Tensor:
-    """Raw logits computed in ``wide``, rounded where ``precision`` says so."""
+    """Return raw logits computed in ``wide``, rounded where ``precision`` says so."""
     logits = hidden.to(wide) @ head.weight.to(wide).t()
     if precision == "input":
         logits = logits.to(hidden.dtype)

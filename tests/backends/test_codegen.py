@@ -35,7 +35,7 @@ def device(device: torch.device) -> torch.device:
 
 
 def with_gradient(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(lp, ...) -> the per-token loss and its derivative with respect to lp."""
+    """Return a function (lp, ...) -> the per-token loss and its derivative with respect to lp."""
 
     def both(lp: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         lp = lp.detach().requires_grad_()
@@ -52,7 +52,7 @@ def assert_as_torch(
     kernel: PointwiseKernel,
     relative: bool = False,
 ) -> None:
-    """Same NaNs and infinities as torch; errors against fp64 within twice torch's fp32 errors.
+    """Check for torch's NaNs and infinities, and errors against fp64 of at most twice torch fp32's.
 
     ``relative`` compares relative errors, for a single operation: sums cancel.
     """
@@ -167,7 +167,7 @@ def test_operation_at_extremes(name: str, device: torch.device) -> None:
 
 
 def _configs() -> dict[str, LossConfig]:
-    """Every registered loss of token scope, plain and with the options of the stage."""
+    """Return every registered loss of token scope, plain and with the options of the stage."""
     extras = {"beta": 0.04, "entropy_coef": 0.01}
     correction = {"rollout_correction_mode": "token_mask", "rollout_correction_min": 0.5}
     configs = {}

@@ -47,7 +47,7 @@ def seed() -> None:
 def check(
     linear: NativeLinear, hidden: Tensor, head: Head, target: Tensor, precision: str = "fp32"
 ) -> RowStats:
-    """Statistics against fp64: an error of at most twice eager's, plus roundings of the largest."""
+    """Check statistics against fp64: at most twice eager's error, plus roundings of the largest."""
     stats = linear(hidden, head, target, precision, extras=True)
     exact, eager = (
         statistics(logits_of(hidden, head, precision, wide), target, head.transform)

@@ -21,7 +21,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 @contextmanager
 def at_most(more: int) -> Iterator[None]:
-    """Within it the process gets ``more`` bytes of addresses."""
+    """Limit the process to ``more`` further bytes of addresses."""
     import resource
 
     with open("/proc/self/statm") as file:

@@ -46,7 +46,7 @@ def eager(
     grads: tuple[Tensor, ...],
     dtype: torch.dtype,
 ) -> tuple[RowStats, Tensor]:
-    """Statistics and logit gradient by autograd, computed in ``dtype``."""
+    """Compute statistics and logit gradient by autograd, in ``dtype``."""
     logits = logits.detach().to(dtype).requires_grad_()
     temperature = transform.temperature
     if isinstance(temperature, Tensor):
@@ -67,7 +67,7 @@ def eager(
 
 
 def assert_within_twice_eager(actual: Tensor, eager: Tensor, exact: Tensor, what: str) -> None:
-    """Largest error at most twice eager's, plus two roundings of the largest value."""
+    """Allow twice eager's largest error, plus two roundings of the largest value."""
     if exact.numel() == 0:
         return
     slack = 2 * torch.finfo(actual.dtype).eps * exact.abs().max() + torch.finfo(exact.dtype).eps
@@ -76,7 +76,7 @@ def assert_within_twice_eager(actual: Tensor, eager: Tensor, exact: Tensor, what
 
 
 def poisoned(logits: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """The logits as a view of a wider allocation of NaN, and that allocation."""
+    """Return the logits as a view of a wider allocation of NaN, and that allocation."""
     storage = torch.full((logits.shape[0], logits.shape[1] + padding), math.nan, dtype=logits.dtype)
     view = storage[:, : logits.shape[1]]
     view.copy_(logits)
@@ -91,7 +91,7 @@ def check(
     out_dtype: torch.dtype,
     padding: int = 0,
 ) -> None:
-    """Statistics and gradient against fp64, the tile intact after the first, its padding always."""
+    """Check statistics and gradient against fp64, and what must stay: the logits, the padding."""
     grads = torch.randn(2, logits.shape[0]).unbind()
     exact_stats, exact_dlogits = eager(logits, target, transform, grads, torch.float64)
     eager_stats, eager_dlogits = eager(logits, target, transform, grads, torch.float32)
@@ -114,7 +114,7 @@ def check(
 
 
 def tile(count: int, vocab: int, dtype: torch.dtype, spread: float = 4.0) -> tuple[Tensor, Tensor]:
-    """Random logits (count, vocab) and targets; every other target is the argmax."""
+    """Return random logits (count, vocab) and targets; every other target is the argmax."""
     logits = (spread * torch.randn(count, vocab)).to(dtype)
     target = torch.randint(vocab, (count,))
     target[::2] = logits[::2].float().argmax(-1)

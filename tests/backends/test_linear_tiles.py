@@ -33,7 +33,7 @@ KEY = ("sm_90", "linear", 32, "narrow", "medium")
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU on which one class of heads was tuned, and another is better off with tiles."""
+    """Fake a GPU on which one class of heads was tuned, and another is faster with tiles."""
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -25,7 +25,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU with one tuned entry of each kind."""
+    """Fake a GPU with one tuned entry of each kind."""
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -61,7 +61,7 @@ class Case:
         return options
 
     def scores(self, **options) -> Tensor:
-        """(T, V) in fp64."""
+        """Return (T, V) scores in fp64."""
         z = self.hidden.double() @ self.weight.double().t() + self.bias.double()
         z = z * options.get("logit_scale", 1.0)
         if "softcap" in options:

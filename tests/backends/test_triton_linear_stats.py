@@ -55,7 +55,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem(
     rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, bias, target; every other row likes its target."""
+    """Return hidden, weight, bias, target; every other row likes its target."""
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
     hidden = torch.randn(rows, depth, generator=generator)
     weight = torch.randn(columns, depth, generator=generator)
@@ -67,12 +67,12 @@ def problem(
 
 
 def fields(*stats: RowStats) -> list[tuple[Tensor, ...]]:
-    """What both have, pair by pair."""
+    """Return the fields that both have, pair by pair."""
     return [pair for pair in zip(*stats, strict=True) if all(x is not None for x in pair)]
 
 
 def exact(hidden: Tensor, head: Head, target: Tensor, dtype: torch.dtype) -> RowStats:
-    """Eager statistics in ``dtype``."""
+    """Compute eager statistics in ``dtype``."""
     transform = head.transform
     z = hidden.to(dtype) @ head.weight.to(dtype).t()
     if head.bias is not None:

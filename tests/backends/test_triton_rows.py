@@ -30,7 +30,7 @@ def device(device: torch.device) -> torch.device:
 
 
 def eager(x: Tensor, target: Tensor, transform: Transform) -> tuple[Tensor, ...]:
-    """The fields of RowStats in x's dtype, differentiable."""
+    """Compute the fields of RowStats in x's dtype, differentiable."""
     z = x * transform.logit_scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -60,7 +60,7 @@ def eager_dlogits(
 
 
 def assert_twice_eager(ours: Tensor, eager32: Tensor, exact: Tensor, slack: float = 0.0) -> None:
-    """Largest error at most twice eager's (an ulp of the largest value is always granted)."""
+    """Allow twice eager's largest error, or an ulp of the largest value."""
     assert torch.isfinite(ours).all()
     if not exact.numel():
         return
@@ -77,7 +77,7 @@ def check(
     out_dtype: torch.dtype | None = None,
     with_entropy: bool = True,
 ) -> RowStats:
-    """Statistics and gradient of one tile, values and gradients; returns the statistics."""
+    """Check statistics and gradient of one tile; return the statistics."""
     out_dtype = out_dtype or logits.dtype
     x32, x64 = logits.float(), logits.double()
     before, whole = logits.clone(), Tile(logits, target, transform)

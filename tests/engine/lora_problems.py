@@ -27,7 +27,7 @@ class LoRAProblem:
     def to(
         self, device: torch.device | str, dtype: torch.dtype, factors: torch.dtype
     ) -> LoRAProblem:
-        """The same values as fresh leaves, the adapter's in a dtype of its own."""
+        """Return the same values as fresh leaves, the adapter's in a dtype of its own."""
         a, b = (x.detach().to(device, factors).requires_grad_() for x in (self.lora.a, self.lora.b))
         return LoRAProblem(self.problem.to(device, dtype), replace(self.lora, a=a, b=b))
 
@@ -42,13 +42,13 @@ class LoRAProblem:
         return self.problem.weight + self.lora.scaling * self.lora.b @ self.lora.a
 
     def frozen(self) -> LoRAProblem:
-        """The same with a base that needs no gradient."""
+        """Return the same with a base that needs no gradient."""
         base = {name: getattr(self.problem, name).detach() for name in ("weight", "bias")}
         return replace(self, problem=replace(self.problem, **base))
 
 
 def lora_problem(rank: int = 3, size: float = 0.3, **shape: int) -> LoRAProblem:
-    """In fp64, with values that bf16 holds exactly."""
+    """Make a problem in fp64, with values that bf16 holds exactly."""
     problem = make_problem(**shape)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(11)
     columns, depth = problem.weight.shape

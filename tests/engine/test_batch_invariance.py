@@ -45,7 +45,7 @@ def posed(dtype: torch.dtype, device: torch.device, depth: int, columns: int) ->
 def statistics(
     problem: Problem, rows: Tensor, backend: str, sets: list[list[int]], **kwargs: object
 ) -> dict[str, Tensor]:
-    """Of some rows, in this order, in tiles of 16 rows; -1 stands for a masked row."""
+    """Return the statistics of some rows, in this order, in tiles of 16; -1 is a masked row."""
     masked = rows < 0
     hidden, target = problem.hidden[0][rows], problem.target[0][rows]
     device, columns = hidden.device, problem.weight.shape[0]

@@ -36,7 +36,7 @@ HEADS: dict[str, dict[str, object]] = {
 def run(
     posed: LoRAProblem, head: str = "plain", merged: bool = False, **kwargs: object
 ) -> dict[str, Tensor]:
-    """All outputs, and the gradients of a random combination of logprobs and entropy."""
+    """Return all outputs, and the gradients of a random combination of logprobs and entropy."""
     problem = posed.problem
     options = dict(HEADS[head])
     if options.get("temperature") == "per token":

@@ -25,7 +25,7 @@ def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradients(
     dtype: torch.dtype, device: torch.device, backend: str, **options: object
 ) -> list[Tensor]:
-    """Of hidden, weight and bias, through logprobs and entropy; row 3 has no target."""
+    """Return the gradients of hidden, weight and bias; row 3 has no target."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((T, D), (V, D), (V,))
     values = (torch.randn(shape, generator=generator) * 0.5 for shape in shapes)

@@ -29,7 +29,7 @@ HEADS: dict[str, dict[str, object]] = {
 
 
 def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> SamplingMask:
-    """Sets of very different sizes: none, one, some, all; ids out of order and some twice."""
+    """Return masks of very different sizes: none, one, some, all; ids out of order, some twice."""
     g = torch.Generator().manual_seed(3)
     sizes = [(0, 1, 5, columns)[row % 4] for row in range(rows)]
     lists = [torch.randint(0, columns, (size,), generator=g).tolist() for size in sizes]
@@ -38,7 +38,7 @@ def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> 
 
 
 def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
-    """Masked log-probabilities, and the gradients of a combination of all that have one."""
+    """Return masked log-probabilities, and the gradients of a combination of all that have one."""
     target = torch.where(problem.mask, problem.target, -100)
     options = dict(HEADS[head])
     g = torch.Generator().manual_seed(7)

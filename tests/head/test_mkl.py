@@ -18,7 +18,7 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (33, 17, 70), (64, 1, 9), (1, 40, 3), (5, 4, 0),
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool, gap: int) -> Tensor:
-    """Random values in either layout, with ``gap`` unused elements behind each row of memory."""
+    """Return random values in either layout, ``gap`` unused elements behind each row of memory."""
     shape = (columns, rows) if transposed else (rows, columns)
     memory = torch.full((shape[0], shape[1] + gap), float("nan"), dtype=dtype)
     memory[:, : shape[1]] = torch.randn(shape)

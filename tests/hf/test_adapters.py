@@ -19,7 +19,7 @@ from tests.hf.test_families import (
 
 
 def adapted(family: str, **lora: object) -> PreTrainedModel:
-    """A model under LoRA, with weights that make a difference."""
+    """Return a model under LoRA, with weights that make a difference."""
     peft = pytest.importorskip("peft")
     model = tiny_model(family)
     add_fused_head(model)

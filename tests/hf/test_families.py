@@ -91,7 +91,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 def logprobs_fn(ids: Tensor) -> HeadFn:
-    """Log-probabilities of ``ids[:, 1:]``."""
+    """Return log-probabilities of ``ids[:, 1:]``."""
 
     def logprobs(hidden: Tensor, head: Head) -> Tensor:
         out = linear_logprobs(hidden[:, :-1], head, ids[:, 1:])

@@ -44,7 +44,7 @@ LENGTHS = (5, 0, 7, 1)
 def make_batch(
     delta: float = 0.3, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[Tensor, Tensor, TokenBatch]:
-    """fp64 log-probabilities and entropies (T,), and a batch that drifted by about ``delta``."""
+    """Return fp64 log-probabilities and entropies (T,), and a batch drifted by about ``delta``."""
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
 
@@ -146,7 +146,7 @@ def test_finite_at_huge_log_ratios(
 def permuted(
     batch: TokenBatch, order: list[int], *vectors: Tensor
 ) -> tuple[TokenBatch, list[Tensor], Tensor]:
-    """The batch with its sequences in another order, and the token index that did it."""
+    """Return the batch with its sequences in another order, and the token index that did it."""
     offsets = batch.cu_seqlens.tolist()
     pieces = [torch.arange(offsets[i], offsets[i + 1]) for i in order]
     index = torch.cat(pieces)

@@ -12,7 +12,7 @@ State = dict[type, dict[str, object]]
 
 @contextmanager
 def accelerate_state(wanted: State) -> Iterator[State]:
-    """Puts accelerate's process-wide state aside, so that other tests and ours do not meet.
+    """Put accelerate's process-wide state aside, so that other tests and ours do not meet.
 
     Yields the state, filled on exit with what the block left behind.
     """

@@ -24,7 +24,7 @@ class Rollouts:
 
 
 def make_rollouts(seed: int = 0, *, env_mask: bool = True, unknown: bool = True) -> Rollouts:
-    """Ragged rollouts; sequence 7 is cut off, so TRL masks all of it."""
+    """Return ragged rollouts; sequence 7 is cut off, so TRL masks all of it."""
     g = torch.Generator().manual_seed(seed)
 
     def tokens(length: int) -> list[int]:

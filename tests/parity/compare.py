@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
 
 
 def config(**fields: object) -> LossConfig:
-    """A loss at the temperature and length that the TRL trainer was built with."""
+    """Return a loss at the temperature and length that the TRL trainer was built with."""
     fields.setdefault("rollout_correction_mode", None)
     if fields.get("loss_type") == "cispo":
         fields.setdefault("epsilon_high", 1.15)  # the bound itself; near enough to be reached
@@ -41,7 +41,7 @@ def config(**fields: object) -> LossConfig:
 
 
 def token_batch(trl: Trl, inputs: Inputs, *, training: bool = True) -> TokenBatch:
-    """TRL's micro-batch as a :class:`TokenBatch`."""
+    """Return TRL's micro-batch as a :class:`TokenBatch`."""
     items = inputs["num_items_in_batch"].double() / trl.num_processes
     steps = trl.trainer.current_gradient_accumulation_steps if training else 1
     if training:
@@ -63,7 +63,7 @@ def loss_mask(inputs: Inputs) -> Tensor:
 
 
 def hidden_states(trl: Trl, inputs: Inputs) -> Tensor:
-    """(B, L, D) last hidden states that predict the completions."""
+    """Return the (B, L, D) last hidden states that predict the completions."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     hidden = trl.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -73,7 +73,7 @@ def hidden_states(trl: Trl, inputs: Inputs) -> Tensor:
 def our_losses(
     hidden: Tensor, weight: Tensor, batch: TokenBatch, loss: LossConfig
 ) -> dict[str, PolicyLossOutput]:
-    """Every way to compute the loss: both schedules, and the two public functions one by one."""
+    """Compute the loss in every way: both schedules, and the two public functions one by one."""
     scope = explain(hidden, weight, batch, loss).scope
     schedules = ["two_pass"] if scope == "batch" else ["one_pass", "two_pass"]
     outputs = {
@@ -104,7 +104,7 @@ def assert_parity(
     trl_loss: LossConfig | None = None,
     metrics: tuple[str, ...] | None = None,
 ) -> None:
-    """Loss, the gradient of every parameter, and every logged metric equal TRL's.
+    """Check that loss, the gradient of every parameter, and every logged metric equal TRL's.
 
     ``trl_loss`` is the same loss under TRL's name, where that differs; ``metrics`` restricts the
     comparison to those that are defined alike.
@@ -133,7 +133,7 @@ def assert_parity(
 
 
 def through_model(trl: Trl, hidden: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The head's gradients carried back to every parameter of the model."""
+    """Carry the head's gradients back to every parameter of the model."""
     dhidden, dweight = gradients
     named = dict(trl.model.named_parameters())
     del named["lm_head.weight"]

@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def complete(prompt_ids: list[list[int]]) -> list[list[int]]:
-    """Completions that depend on the prompt and the row only; some are cut off."""
+    """Return completions that depend on the prompt and the row only; some are cut off."""
     completions = []
     for row, prompt in enumerate(prompt_ids):
         length = 1 + (sum(prompt) + row) % LONGEST
@@ -65,7 +65,7 @@ def two_rewards() -> list[Any]:
 
 
 def trl_logs(model: PreTrainedModel, folder: Path, **settings: Any) -> list[dict[str, float]]:
-    """What TRL's trainer logs, a row per step."""
+    """Return the logs of TRL's trainer, a row per step."""
     peft_config = settings.pop("peft_config", None)
     tokenizer = tiny_tokenizer()
 
@@ -92,7 +92,7 @@ def trl_logs(model: PreTrainedModel, folder: Path, **settings: Any) -> list[dict
 
 
 def our_logs(model: PreTrainedModel, folder: Path, **settings: Any) -> list[dict[str, float]]:
-    """What ours logs."""
+    """Return the logs of our trainer."""
     peft_config = settings.pop("peft_config", None)
     with accelerate_state({}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ class _Script:
 
 
 def start_at_same_adapter(model: torch.nn.Module) -> None:
-    """A new adapter is random; here it is the same in both runs."""
+    """Set the adapter, random when new, to the same weights in both runs."""
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -100,7 +100,7 @@ class Trl:
         )
 
     def build_again(self, **changes: object) -> trl.GRPOTrainer:
-        """Another trainer of the same model, for settings that TRL checks on construction."""
+        """Make another trainer of the same model: TRL checks some settings on construction."""
         args = copy.copy(self.trainer.args)
         for name, value in changes.items():
             setattr(args, name, value)
@@ -114,7 +114,7 @@ class Trl:
             return self.trainer.accelerator.num_processes
 
     def accumulate(self, gradient_accumulation_steps: int, steps_per_generation: int) -> None:
-        """Sets the accumulation window and the generation batch, in micro-batches."""
+        """Set the accumulation window and the generation batch, in micro-batches."""
         self.trainer.current_gradient_accumulation_steps = gradient_accumulation_steps
         self.trainer.args.gradient_accumulation_steps = gradient_accumulation_steps
         self.trainer.args.steps_per_generation = steps_per_generation
@@ -122,7 +122,7 @@ class Trl:
     def generate(
         self, config: LossConfig, *, on_policy: bool = False, training: bool = True
     ) -> tuple[Inputs, dict[str, float]]:
-        """The generation batch that TRL makes of the rollouts, and the metrics it logs."""
+        """Return the generation batch that TRL makes of the rollouts, and the metrics it logs."""
         trainer = self.trainer
         with self._at(self.rollout_state), self._configured(config), self._mode(training) as mode:
             trainer.num_iterations = 1 if on_policy else 2
@@ -137,7 +137,7 @@ class Trl:
     def loss(
         self, inputs: Inputs, config: LossConfig, *, training: bool = True
     ) -> tuple[Tensor, dict[str, float]]:
-        """TRL's loss of one micro-batch, with its graph, and the metrics it logs."""
+        """Return TRL's loss of one micro-batch, with its graph, and the metrics it logs."""
         self.model.load_state_dict(self.current_state)
         with self._configured(config), self._mode(training) as mode:
             self.trainer._metrics[mode].clear()
@@ -145,7 +145,7 @@ class Trl:
             return loss, _logged(self.trainer._metrics[mode])
 
     def head_outputs(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropy (B, L) of the completions."""
+        """Return log-probabilities and entropy (B, L) of the completions."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         length = inputs["completion_ids"].shape[1]
@@ -156,16 +156,16 @@ class Trl:
         return logprobs, entropy
 
     def split(self, inputs: Inputs) -> list[Inputs]:
-        """The micro-batches of a generation batch."""
+        """Return the micro-batches of a generation batch."""
         return split_tensor_dict(inputs, STEPS_PER_GENERATION)
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradients of every parameter of the model."""
+        """Return the gradients of every parameter of the model."""
         named = dict(self.model.named_parameters())
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
     def _noisy_logprobs(self) -> list[list[float | None]]:
-        """What the engine reports: the trainer's log-probabilities plus the rollouts' noise."""
+        """Return the engine's report: the trainer's log-probabilities plus the rollouts' noise."""
         prompts = self.rollouts.prompt_ids
         reported = []
         for prompt, completion, noise in zip(
@@ -209,7 +209,7 @@ class Trl:
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[str]:
-        """TRL's mode. It makes tensors of Python numbers too, in the default dtype."""
+        """Set TRL's mode. It makes tensors of Python numbers too, in the default dtype."""
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         self.model.train(training)
@@ -223,7 +223,7 @@ class Trl:
 
     @contextmanager
     def _configured(self, config: LossConfig) -> Iterator[None]:
-        """Sets every field of ``config`` where TRL reads it: on the trainer or its arguments."""
+        """Set every field of ``config`` where TRL reads it: on the trainer or its arguments."""
         trainer, args = self.trainer, self.trainer.args
         fields = {name: getattr(config, name) for name in LossConfig.__dataclass_fields__}
         settings = vars(Clip()) | vars(config.surrogate)
@@ -263,7 +263,7 @@ def _eager_logprobs(
     logits_to_keep: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, None]:
-    """Stands in for ``_get_per_token_logps_and_entropies``, in the model's own dtype."""
+    """Stand in for ``_get_per_token_logps_and_entropies``, in the model's own dtype."""
     hidden = model.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     logits = hidden[:, -logits_to_keep - 1 : -1] @ model.lm_head.weight.T / self.temperature
     logprobs = logits.log_softmax(-1)

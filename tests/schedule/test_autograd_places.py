@@ -51,13 +51,13 @@ class Model(nn.Module):
 
 
 def posed(device: torch.device | str = "cpu") -> tuple[Tensor, TokenBatch]:
-    """Inputs of a model, and the batch."""
+    """Return inputs of a model, and the batch."""
     problem = make_problem().to(device, torch.float32)
     return problem.hidden.detach(), problem.batch(num_items_in_batch=17.0)
 
 
 def expected(schedule: str, device: torch.device | str = "cpu") -> tuple[Model, list[Tensor]]:
-    """A model, and the gradients it should have."""
+    """Return a model, and the gradients it should have."""
     model = Model(schedule).to(device)
     model(*posed(device)).backward()
     return model, model.gradients()
@@ -192,7 +192,7 @@ def test_each_input_alone_gets_its_gradient(schedule: str, wanted: str) -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    """Half of the sequences; what a token-sum loss divides by is a process's share."""
+    """Run half of the sequences; what a token-sum loss divides by is a process's share."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     problem = make_problem().to("cpu", torch.float32)
@@ -221,7 +221,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
 
 
 def scalar(kind: str, problem: Problem) -> Callable[[Tensor], Tensor]:
-    """A function of hidden states that runs kernels."""
+    """Return a function of hidden states that runs kernels."""
     batch = problem.batch()
 
     def loss(hidden: Tensor) -> Tensor:

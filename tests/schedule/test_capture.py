@@ -27,14 +27,14 @@ LOSSES = ("dapo", "gspo", "vespo", "cispo")
 
 
 def posed(seed: int, device: str, dtype: torch.dtype = torch.float32) -> Problem:
-    """Problems that differ in all values, but not in the lengths."""
+    """Return problems that differ in all values, but not in the lengths."""
     problem = make_problem(4, 9, seed=seed).to(device, dtype)
     problem.mask.copy_(make_problem(4, 9, seed=0).mask)
     return problem
 
 
 def batch_of(problem: Problem) -> TokenBatch:
-    """Without any transfer: the lengths are given, and what may change is a tensor."""
+    """Make a batch without a transfer: lengths are given, what may change is a tensor."""
     lengths = tuple(problem.mask.sum(1).tolist())
     items = torch.full((), 17.0, device=problem.target.device) * problem.advantages[0].exp()
     return problem.batch(lengths=lengths, num_items_in_batch=items)
@@ -115,7 +115,7 @@ def test_overwritten_batch_gives_the_other_ones_loss() -> None:
 
 
 def without_values(batch: TokenBatch) -> TokenBatch:
-    """The batch on a device whose values nobody can read; what the host knows stays there."""
+    """Return the batch on a device whose values cannot be read; what the host knows stays there."""
     kept = (*HOST_FIELDS, *SCALAR_FIELDS)
     moved = {
         field.name: value.to("meta")

@@ -36,7 +36,7 @@ def _forget() -> Iterator[None]:
 
 
 def whole(function: Callable) -> Callable:
-    """Compiled to one graph, which runs as it is; an error if there would be two."""
+    """Compile to one graph, which runs as it is; raise if there would be two."""
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
@@ -45,14 +45,14 @@ def graphs() -> int:
 
 
 def loss_of(hidden: Tensor, *args: object, **options: object) -> PolicyLossOutput:
-    """A model, as far as a compiler cares, and the loss."""
+    """Compute the loss of a model, as far as a compiler sees one."""
     return linear_policy_loss(torch.tanh(hidden), *args, **options)  # type: ignore[arg-type]
 
 
 def assert_same_bits(
     compiled: Callable, eager: Callable, problem: Problem, *args: object, **options: object
 ) -> LossRun:
-    """In loss, gradients and metrics; the factor is a power of two, which rounds nothing."""
+    """Check loss, gradients and metrics; the factor is a power of two, which rounds nothing."""
     got, expected = (
         run(problem, *args, scale=2.0, function=function, **options)  # type: ignore[arg-type]
         for function in (compiled, eager)

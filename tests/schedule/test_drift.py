@@ -49,7 +49,7 @@ class Policy(nn.Module):
         self.head = normal(VOCAB, HIDDEN, std=4 * HIDDEN**-0.5)
 
     def forward(self, prompt: Tensor, last: Tensor, place: Tensor) -> Tensor:
-        """(B, L, D) of prompts (B,), the tokens before (B, L), and places (L,)."""
+        """Return (B, L, D) states of prompts (B,), the tokens before (B, L), and places (L,)."""
         x = self.prompt[prompt].unsqueeze(1) + self.token[last] + self.place[place]
         return 1.5 * torch.tanh(x @ self.layer)
 
@@ -64,7 +64,7 @@ class Rollout:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """The values of bf16 in fp32; the gradient passes unrounded."""
+    """Round to bf16's values in fp32; the gradient passes unrounded."""
     return x + (x.detach().bfloat16().float() - x.detach())
 
 
@@ -73,13 +73,13 @@ def full_logps(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def eager(hidden: Tensor, head: Tensor, batch: TokenBatch) -> Tensor:
-    """Full fp32 logits of bf16 values, gradients in fp32."""
+    """Compute full fp32 logits of bf16 values, gradients in fp32."""
     logps = full_logps(hidden.flatten(0, 1), head)
     return policy_loss(logps.gather(-1, batch.target[:, None]).squeeze(-1), batch, CONFIG).loss
 
 
 def rounded_logits(hidden: Tensor, head: Tensor, batch: TokenBatch) -> Tensor:
-    """Eager as many write it: the product gives bf16, and the softmax is taken in fp32."""
+    """Compute eager as many write it: the GEMM gives bf16, the softmax is taken in fp32."""
     logits = rounded(hidden).flatten(0, 1) @ rounded(head).t() + OFFSET
     logps = rounded(logits).log_softmax(-1).gather(-1, batch.target[:, None]).squeeze(-1)
     return policy_loss(logps, batch, CONFIG).loss
@@ -98,7 +98,7 @@ def fused(backend: str) -> Head:
 
 @torch.no_grad()
 def sample(policy: Policy, generator: torch.Generator) -> Rollout:
-    """Groups of completions, with the advantage of being right more often than the group is."""
+    """Sample groups of completions; the advantage is of being right more often than the group."""
     device = policy.head.device
     prompts = torch.randperm(2 * PROMPTS, generator=generator)[:PROMPTS]
     prompt = prompts.repeat_interleave(GROUP).to(device)
@@ -118,7 +118,7 @@ def sample(policy: Policy, generator: torch.Generator) -> Rollout:
 
 
 def train(head: Head, device: torch.device, rollouts: list[Rollout] | None = None) -> Tensor:
-    """(STEPS,) mean entropies before each step. Without rollouts it samples, and fills the list."""
+    """Train, without rollouts on samples that fill the list; return (STEPS,) mean entropies."""
     policy, generator = Policy().to(device), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4, weight_decay=0.0)
     samples, rollouts = not rollouts, [] if rollouts is None else rollouts
@@ -139,7 +139,7 @@ def train(head: Head, device: torch.device, rollouts: list[Rollout] | None = Non
 
 
 def dithered(hidden: Tensor, head: Tensor, batch: TokenBatch) -> Tensor:
-    """Eager with gradients as noisy as those of bf16: the actor, on nobody's side."""
+    """Compute eager with gradients as noisy as bf16's: the actor, on nobody's side."""
 
     def noisy(gradient: Tensor) -> Tensor:
         noise = torch.rand(gradient.shape, generator=generator).to(gradient)
@@ -154,14 +154,14 @@ def dithered(hidden: Tensor, head: Tensor, batch: TokenBatch) -> Tensor:
 
 @functools.cache
 def exact(device: torch.device) -> tuple[Tensor, list[Rollout]]:
-    """Entropies of eager fp32, and what the actor sampled."""
+    """Return the entropies of eager fp32, and the rollouts that the actor sampled."""
     rollouts: list[Rollout] = []
     train(dithered, device, rollouts)
     return train(eager, device, rollouts), rollouts
 
 
 def drift(head: Head, device: torch.device) -> tuple[float, float]:
-    """The largest mean difference of a quarter of the steps, and the change by a straight line."""
+    """Return the largest mean difference of a quarter of the steps, and a straight fit's change."""
     curve, rollouts = exact(device)
     difference = train(head, device, rollouts) - curve
     time = torch.linspace(-0.5, 0.5, STEPS, dtype=torch.float64)

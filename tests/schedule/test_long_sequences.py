@@ -20,7 +20,7 @@ SEQUENCE_LOSSES = [name for name in LOSSES if config_for(name).scope(True) == "s
 
 
 def ragged(long: int = LONG) -> Problem:
-    """A short, a long, an empty and a one-token sequence."""
+    """Return a short, a long, an empty and a one-token sequence."""
     problem = make_problem(4, long, HIDDEN, VOCABULARY)
     problem.mask.zero_()
     problem.mask[0, 2:7] = True

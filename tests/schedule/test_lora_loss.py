@@ -51,7 +51,7 @@ def loss_of(posed: LoRAProblem, config: LossConfig, **kwargs: object) -> PolicyL
 
 
 def run(posed: LoRAProblem, config: LossConfig, merged: bool = False, **kwargs: object) -> LossRun:
-    """Loss, metrics, and the gradients of head and adapter."""
+    """Return loss, metrics, and the gradients of head and adapter."""
     head = {"weight": posed.merged} if merged else {"lora": posed.lora}
     leaves = {name.removeprefix("d"): leaf for name, leaf in zip(NAMES, posed.leaves, strict=True)}
     batch = posed.problem.batch(**kwargs.pop("batch", {}))  # type: ignore[arg-type]

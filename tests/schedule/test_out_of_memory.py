@@ -57,7 +57,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Problem, TokenBatch]:
-    """A problem whose tokens are all valid; those of one sequence have no advantage."""
+    """Return a problem whose tokens are all valid; those of one sequence have no advantage."""
     problem = make_problem(4, T // 4, D, V, seed=3).to("cpu", dtype)
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.0])
     changes = dict(advantages=advantages, mask=None, ref_logprobs=None, rollout_logprobs=None)
@@ -65,7 +65,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Problem, TokenBatch]:
 
 
 def loss_of(name: str = "dapo", dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
-    """Loss, gradients and the mean entropy."""
+    """Return loss, gradients and the mean entropy."""
     problem, batch = inputs(dtype)
     options = dict(backend="chunked", max_workspace_bytes=TILE) | options
     got = run(problem, LossConfig(loss_type=name), batch, **options)

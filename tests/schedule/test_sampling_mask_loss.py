@@ -33,13 +33,13 @@ LOSSES = {
 
 
 def sampling_mask_of(problem: Problem) -> SamplingMask:
-    """The twelve likeliest ids of each token, as a top-k sampler keeps them."""
+    """Return the twelve likeliest ids of each token, as a top-k sampler keeps them."""
     logits = problem.hidden.detach().double() @ problem.weight.detach().double().t()
     return SamplingMask.from_padded(logits.topk(12).indices)
 
 
 def by_hand(problem: Problem, config: LossConfig, batch: TokenBatch) -> dict:
-    """policy_loss on the masked log-probabilities of the eager reference."""
+    """Compute policy_loss on the masked log-probabilities of the eager reference."""
     out = linear_logprobs(
         problem.hidden.reshape(-1, problem.hidden.shape[-1])[batch.rows], problem.weight,
         batch.target, bias=problem.bias, temperature=config.temperature,

@@ -155,7 +155,7 @@ def test_with_counts_values_are_checked_on_the_device(
 
 
 def spied_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each product of a weight gradient sees."""
+    """Record how many rows each GEMM of a weight gradient sees."""
     seen: list[int] = []
     from grpo_kernels.engine import gradients
 
@@ -286,7 +286,7 @@ def test_gradients_that_are_nan_are_not_dropped() -> None:
 
 
 def restricted(problem: Problem, config: LossConfig, batch: TokenBatch, keep: Tensor) -> dict:
-    """Metrics of the rows ``keep`` alone: a batch of their sequences, through the reference."""
+    """Return the metrics of a batch of the rows ``keep`` alone, by the reference."""
     whole = linear_logprobs(
         problem.hidden.reshape(-1, 16)[batch.rows], problem.weight, batch.target,
         bias=problem.bias, outputs=("logprobs", "entropy"), backend="reference",

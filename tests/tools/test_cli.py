@@ -135,7 +135,7 @@ def test_check_reports_an_exception(capsys, monkeypatch):
 
 
 def only_one(monkeypatch, run) -> None:
-    """One check for each backend on the CPU."""
+    """Leave one check for each backend on the CPU."""
     selfcheck._eager.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(selfcheck, "_RUNS", {"linear_logprobs": run})

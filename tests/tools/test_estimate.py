@@ -90,7 +90,7 @@ class OnAGpu(Backend):
 
 
 def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: str) -> int:
-    """Bytes at the peak of the schedule's gradients, on tensors without storage."""
+    """Return the peak bytes of the schedule's gradients, on tensors without storage."""
     # on a GPU, a GEMM writes its result and nothing else
     for module in ("sweep", "recompute"):
         place = sys.modules[f"grpo_kernels.engine.{module}"]

@@ -28,7 +28,7 @@ class Page(NamedTuple):
 
 
 def chromium() -> str:
-    """The browser; the test is skipped where there is none."""
+    """Return the browser; skip the test where there is none."""
     found = [path for name in _NAMES if (path := shutil.which(name))]
     if not found:
         pytest.skip(f"THE REPORT IS NOT CHECKED: none of {', '.join(_NAMES)} is installed")
@@ -38,7 +38,7 @@ def chromium() -> str:
 def open_page(
     path: Path, folder: Path, dark: bool = False, size: tuple[int, int] = (1400, 1000)
 ) -> Page:
-    """Loads ``path``; the browser keeps its profile in ``folder``."""
+    """Load ``path``; the browser keeps its profile in ``folder``."""
     picture = folder / "page.png"
     command = [
         chromium(), *_OPTIONS, f"--user-data-dir={folder / 'profile'}",

@@ -37,7 +37,7 @@ def main(runs: list[Path]) -> None:
 
 
 def live_view(folder: Path) -> str:
-    """What a terminal shows four fifths into the run, by its log."""
+    """Return what a terminal shows four fifths into the run, by its log."""
     history = [row for row in load_run(folder).history if "num_tokens" in row]
     args = GRPOConfig(output_dir=str(folder), use_cpu=True)
     state = TrainerState(max_steps=history[-1]["step"], is_world_process_zero=False)

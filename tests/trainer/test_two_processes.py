@@ -37,7 +37,7 @@ def launch(launcher: str, names: list[str], folder: Path) -> dict[str, dict[str,
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> tuple[dict, dict]:
-    """Of one process, and of two."""
+    """Return the results of one process, and of two."""
     names = list(two_processes.RUNS)
     others = [name for name in names if name not in BY_ACCELERATE]
     together = launch("torchrun", others, tmp_path_factory.mktemp("torchrun"))

@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def make_tool_tokenizer(calls: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """One token per character, three special ones, ``PAIRS``, and one for each of ``calls``."""
+    """Return a tokenizer of characters, three special tokens, ``PAIRS``, and one per call."""
     symbols = [*SPECIAL, *sorted(set(string.printable) - set("\r\x0b\x0c\t")), *PAIRS, *calls]
     tokenizer = Tokenizer(WordLevel({symbol: i for i, symbol in enumerate(symbols)}, "<pad>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -50,7 +50,7 @@ def make_tool_tokenizer(calls: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 def make_small_policy(vocabulary: int, positions: int = 512, seed: int = 0) -> Qwen3ForCausalLM:
-    """One layer of width 16 with random weights."""
+    """Return one layer of width 16 with random weights."""
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8,
@@ -62,12 +62,12 @@ def make_small_policy(vocabulary: int, positions: int = 512, seed: int = 0) -> Q
 
 
 def call(name: str, **arguments: object) -> str:
-    """A call as the model writes it."""
+    """Return a call as the model writes it."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def add(a: int, b: int) -> int:
-    """Adds.
+    """Add.
 
     Args:
         a: one number.
@@ -81,12 +81,12 @@ def question(text: str = "q") -> list[dict[str, str]]:
 
 
 def results(text: str) -> list[str]:
-    """What tools answered in the conversation so far."""
+    """Return the answers of tools in the conversation so far."""
     return [part.split("<|end|>")[0] for part in text.split("<|start|>tool\n")[1:]]
 
 
 def then(*turns):
-    """A script: one turn after the other."""
+    """Return a script: one turn after the other."""
     return lambda text: turns[len(results(text))]
 
 

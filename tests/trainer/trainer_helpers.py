@@ -40,12 +40,12 @@ class CannedEngine:
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters, flat, as a copy."""
+    """Return all parameters, flat, as a copy."""
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
 def logged(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    """Everything the run logged that does not depend on the clock or on where it began."""
+    """Return everything the run logged that does not depend on the clock or on where it began."""
     rows = [
         {name: value for name, value in row.items() if not _differs_between_runs(name)}
         for row in trainer.state.log_history

@@ -72,7 +72,7 @@ def lengths_reward(completion_ids, **kwargs):
 
 
 def rare_reward(prompts, completion_ids, **kwargs):
-    """Tells the completions of every third prompt apart."""
+    """Reward the completions of every third prompt differently."""
     rewards = lengths_reward(completion_ids)
     return [
         value if int(prompt[:2]) % 3 == 0 else 1.0
@@ -81,7 +81,7 @@ def rare_reward(prompts, completion_ids, **kwargs):
 
 
 def longer_prompts(prompts, completions, rewards, metas):
-    """The first prompt grows, the second is one of the dataset, others stay."""
+    """Let the first prompt grow; the second is one of the dataset, others stay."""
     assert all(len(group) == 4 for group in completions) and len(set(rewards)) > 1
     return [f"1{prompts[0]}", None, *prompts[2:]]
 
@@ -125,7 +125,7 @@ def run(name: str, folder: str, processes: int) -> dict[str, Any]:
 
 
 def check_refusals(trainer: GRPOTrainer, out: Path) -> None:
-    """What one process finds, all raise."""
+    """Check that all processes raise what one of them finds."""
 
     def refused(message: str, **resume: Any) -> None:
         trainer.accelerator.wait_for_everyone()
@@ -165,7 +165,7 @@ def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
 
 
 def make_tool_trainer(args: GRPOConfig) -> GRPOTrainer:
-    """No call, one, or one too many to fit: one process has ended while the other goes on."""
+    """Make no call, one, or one too many to fit: one process has ended while the other goes on."""
 
     def script(text: str, row: int) -> str:
         wanted, done = int(text.split("user\n")[1][0]), len(results(text))

@@ -84,7 +84,7 @@ class StubServer:
 
 
 def choices(prompts: list[list[int]] | list[str], n: int) -> list[dict[str, Any]]:
-    """What a server answers, last one first."""
+    """Return a server's answer, last choice first."""
     made = [
         {
             "index": index,
@@ -98,7 +98,7 @@ def choices(prompts: list[list[int]] | list[str], n: int) -> list[dict[str, Any]
 
 
 def ids_of(prompt: list[int] | str) -> list[int]:
-    """A text is as many tokens as it has words."""
+    """Return as many tokens as the text has words."""
     return list(range(len(prompt.split()))) if isinstance(prompt, str) else prompt
 
 

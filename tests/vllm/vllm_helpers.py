@@ -28,7 +28,7 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 13] * 7]  # one of them fills a block of the 
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
-    """Two layers, with weights so large that no two of its distributions are alike."""
+    """Return two layers, with weights so large that no two of its distributions are alike."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -49,7 +49,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase, tied: bool, seed: int = 0) ->
 
 
 def change(model: torch.nn.Module) -> None:
-    """Other weights."""
+    """Change all weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -63,7 +63,7 @@ def difference(
     logprobs: list[list[float]],
     temperature: float = 1.0,
 ) -> float:
-    """The largest one between these log-probabilities and the model's."""
+    """Return the largest difference between these log-probabilities and the model's."""
     largest = 0.0
     for prompt, ids, values in zip(prompts, token_ids, logprobs, strict=True):
         with torch.no_grad():
@@ -78,7 +78,7 @@ def difference(
 def differences_over_kept(
     model: torch.nn.Module, prompts: list[list[int]], found: Completions, **filters
 ) -> float:
-    """The largest difference of log-probabilities over the kept ids.
+    """Return the largest difference of log-probabilities over the ids of the sampling mask.
 
     Raises AssertionError where those are not what ``filters`` leave.
     """
@@ -95,7 +95,7 @@ def differences_over_kept(
 
 
 def kept_ids(logits: torch.Tensor, top_k: int, top_p: float = 1.0) -> set[int]:
-    """Of one token, by the definitions of the filters."""
+    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
     p = logits.softmax(-1)
     order = p.argsort(descending=True)[:top_k].tolist()
     chosen = p[order] / p[order].sum()
@@ -104,7 +104,7 @@ def kept_ids(logits: torch.Tensor, top_k: int, top_p: float = 1.0) -> set[int]:
 
 
 def worst_mismatch(trainer: Trainer, steps: int) -> float:
-    """The largest difference between engine and policy that ``steps`` steps have logged."""
+    """Return the largest difference between engine and policy that ``steps`` steps have logged."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == steps
     return max(row["sampling/sampling_logp_difference/max"] for row in rows)

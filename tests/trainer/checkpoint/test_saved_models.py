@@ -15,7 +15,7 @@ from grpo_trainer.checkpoint.files import model_aside
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Contents by name, without what is still aside."""
+    """Return the contents by name, without what is still aside."""
     return {
         path.name: path.read_text()
         for path in sorted(folder.rglob("*"))

@@ -30,7 +30,7 @@ def ask(
     kind: str = "http",
     **scope,
 ) -> int:
-    """The status of the answer; 200 is that of vLLM."""
+    """Return the status of the answer; 200 is that of vLLM."""
     sent = []
 
     async def vllm(scope, receive, send) -> None:

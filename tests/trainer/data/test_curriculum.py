@@ -20,19 +20,19 @@ GROUPS = {"dynamic_prompts_form": "groups"}
 
 
 def harder(prompts, completions, rewards, metas):
-    """The first prompt grows, the second makes room for the dataset's next."""
+    """Let the first prompt grow; the second makes room for the dataset's next."""
     return [f"9{prompts[0]}", None]
 
 
 def hint(prompts, completions, rewards, metas):
-    """A number before those that went badly, another one before those that went well."""
+    """Prefix prompts that went badly with one number, those that went well with another."""
     numbers = [1 if reward < 3.5 else 2 for reward in rewards]
     return [f"{number}{prompt}" for number, prompt in zip(numbers, prompts, strict=True)]
 
 
 @pytest.fixture
 def train(make_args, policy, tokenizer, dataset):
-    """Trains, and says which prompts were trained on, with their answers."""
+    """Train; say which prompts were trained on, with their answers."""
 
     def run(function, resume=None, **changes):
         seen = []

@@ -23,7 +23,7 @@ def test_groups_with_signal():
 
 @pytest.fixture
 def train(make_trainer):
-    """Trains on prompts of which ``useful`` says which tell their completions apart."""
+    """Train on prompts of which ``useful`` says which tell their completions apart."""
 
     def run(useful, **changes):
         drawn = []

@@ -14,7 +14,7 @@ from grpo_trainer.experience.rollout_func import FunctionSource
 
 
 def rollout(prompts, trainer):
-    """Two tokens of the policy, two of somebody else."""
+    """Return two tokens of the policy and two of somebody else."""
     count = len(prompts)
     ids = [[3 + row, 4, 5, 1] for row in range(count)]
     return {
@@ -129,7 +129,7 @@ def test_wrong_functions(train, make_args, policy, dataset):
             train(function)
 
     def tool() -> str:
-        """Does nothing."""
+        """Do nothing."""
         return ""
 
     with pytest.raises(ValueError, match="rollout_func: expected neither tools nor"):

@@ -35,7 +35,7 @@ def lengths_reward(completion_ids, **kwargs):
 
 
 def pretrained(policy: PreTrainedModel, **lora) -> PreTrainedModel:
-    """A policy with an adapter that was trained before."""
+    """Return a policy with an adapter that was trained before."""
     torch.manual_seed(3)
     model = peft.get_peft_model(copy.deepcopy(policy), peft.LoraConfig(**(LORA | lora)))
     with torch.no_grad():
@@ -47,7 +47,7 @@ def pretrained(policy: PreTrainedModel, **lora) -> PreTrainedModel:
 
 @pytest.fixture
 def make(make_args, policy, tokenizer, dataset):
-    """A trainer on canned completions, with a new adapter unless there is a model."""
+    """Return a trainer on canned completions, with a new adapter unless there is a model."""
 
     def trainer(model=None, lora=None, **changes) -> GRPOTrainer:
         changes = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"} | changes

@@ -12,7 +12,7 @@ from grpo_trainer.monitor.phases import Phases
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-    """Seconds that pass at each look at the clock."""
+    """Fake a clock on which seconds pass at each look."""
     now = [0.0]
 
     def look() -> float:

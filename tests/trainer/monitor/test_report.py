@@ -28,7 +28,7 @@ SICK = "</script><img src=http://example.com/x.png>"  # what a page must not tak
 
 
 def history(**changes) -> list[dict]:
-    """A run in good health, but for what ``changes`` say: step -> value."""
+    """Return a run in good health, but for what ``changes`` say: step -> value."""
     curves = {
         "reward": lambda step: step / 100,
         "reward_std": lambda step: 0.2,
@@ -61,7 +61,7 @@ def history(**changes) -> list[dict]:
 
 
 def run(folder: Path, name: str = "run", **changes) -> RunRecord:
-    """A run on disk, with completions of two prompts."""
+    """Return a run on disk, with completions of two prompts."""
     for step in STEPS:
         prompts = ["1 + 1 =", SICK] * 4
         columns = {
@@ -87,13 +87,13 @@ def run(folder: Path, name: str = "run", **changes) -> RunRecord:
 
 
 def visible(page: Page) -> str:
-    """The text of a page, without its code."""
+    """Return the text of a page, without its code."""
     body = page.dom.partition("<body>")[2]
     return re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<(script|style).*?</\1>", " ", body))
 
 
 def lines(page: Page) -> int:
-    """Curves that are drawn."""
+    """Return the curves that are drawn."""
     return len(re.findall(r'<path class="js-line"[^>]* d="M[^"]{8,}', page.dom))
 
 

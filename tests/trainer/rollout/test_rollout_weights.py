@@ -126,7 +126,7 @@ def size_of(tensors) -> int:
 
 
 def drained(model) -> Alive:
-    """What exists while an engine takes the weights one by one."""
+    """Record what exists while an engine takes the weights one by one."""
     with Alive() as alive:
         for _ in policy_weights(model):
             pass

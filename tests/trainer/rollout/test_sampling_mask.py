@@ -25,7 +25,7 @@ FILTERS = [
 
 
 def kept_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
-    """Of one token, by the definitions of the filters."""
+    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
     p = (logits.double() / temperature).softmax(-1)
     order = p.argsort(descending=True)[:top_k].tolist()
     chosen = p[order] / p[order].sum()
@@ -36,7 +36,7 @@ def kept_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperatur
 
 @pytest.fixture
 def sharp(policy):
-    """With distributions far from uniform."""
+    """Return a policy whose distributions are far from uniform."""
     with torch.no_grad():
         policy.lm_head.weight.mul_(20)
     return policy.eval()

@@ -36,7 +36,7 @@ class Counter:
         return f" at {start}" if start else None
 
     def step(self, by: int) -> int:
-        """Counts.
+        """Count.
 
         Args:
             by: how far.
@@ -57,7 +57,7 @@ class Lamp:
         self._on = False
 
     async def switch(self) -> str:
-        """Switches."""
+        """Switch."""
         self._on = not self._on
         return "on" if self._on else "off"
 
@@ -68,7 +68,7 @@ class JudgedLamp(Lamp):
 
 
 def step_script(text: str) -> str:
-    """Two steps, as wide as the number in the prompt."""
+    """Return two steps, as wide as the number in the prompt."""
     if len(results(text)) == 2:
         return "end"
     return call("step", by=int(text.split("at ")[1][0]) if "at " in text else 1)
@@ -127,7 +127,7 @@ def test_what_hangs_in_an_environment_stays_in_it():
         def reset(self, **row: object) -> None: ...
 
         def wait(self) -> None:
-            """Never answers."""
+            """Block forever."""
             release.wait()
 
     play = Play(
@@ -144,7 +144,7 @@ def test_what_hangs_in_an_environment_stays_in_it():
 
 class NoReset:
     def step(self) -> None:
-        """Steps."""
+        """Step."""
 
 
 class AsyncReset:
@@ -159,7 +159,7 @@ class NoDocstring:
 
 class Adds(Lamp):
     def add(self) -> None:
-        """Has the name of a tool."""
+        """Have the name of a tool."""
 
 
 @pytest.mark.parametrize(

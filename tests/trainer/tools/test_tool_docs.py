@@ -33,7 +33,7 @@ def block(mentioning: str) -> str:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a block with a scripted engine in the trainer; gives what the run logged."""
+    """Run a block with a scripted engine in the trainer; return what the run logged."""
     monkeypatch.chdir(tmp_path)
     tokenizer = make_tool_tokenizer()
 

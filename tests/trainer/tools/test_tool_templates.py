@@ -50,7 +50,7 @@ def test_a_response_template_reads_calls():
 
 
 def no_hint(a) -> int:
-    """Adds.
+    """Add.
 
     Args:
         a: a number.

@@ -25,7 +25,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay
 
 
 def script(text: str, row: int) -> str:
-    """Calls as often as the prompt's first digit says; every fourth call fails."""
+    """Call as often as the prompt's first digit says; every fourth call fails."""
     wanted, done = int(text.split("user\n")[1][0]), len(results(text))
     if done == wanted:
         return "sum " + str(len(text) * row % 7)
@@ -56,7 +56,7 @@ def make(make_args):
 
 
 def tool_positions(trainer, batch):
-    """(B, L) where ``target`` would be a token that the template or a tool wrote."""
+    """Return (B, L), true where ``target`` would be a token of the template or a tool."""
     marks = trainer.processing_class.convert_tokens_to_ids(["<|start|>", "<|end|>"])
     inside = torch.zeros_like(batch.target, dtype=torch.bool)
     for row, ids in enumerate(batch.input_ids.tolist()):
@@ -163,7 +163,7 @@ def test_a_policy_that_calls_by_itself(make_args):
 
 
 def _padding(batch):
-    """Positions that predict nothing, at the end of each row."""
+    """Return the positions that predict nothing, at the end of each row."""
     real = batch.attention_mask.bool()
     return ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
 

@@ -85,12 +85,12 @@ def test_async_tools_run_together_and_answers_keep_their_order():
     both = asyncio.Event()
 
     async def first() -> str:
-        """Waits for the second."""
+        """Wait for the second."""
         await both.wait()
         return "one"
 
     async def second() -> str:
-        """Lets the first go on."""
+        """Let the first go on."""
         both.set()
         return "two"
 
@@ -102,7 +102,7 @@ def test_async_tools_run_together_and_answers_keep_their_order():
 
 def test_errors_are_answers():
     def fails(kind: str) -> str:
-        """Fails.
+        """Fail.
 
         Args:
             kind: how.
@@ -112,7 +112,7 @@ def test_errors_are_answers():
         raise KeyError(kind)
 
     async def later() -> str:
-        """Fails later."""
+        """Fail later."""
         raise OSError("gone")
 
     turn = "".join(
@@ -142,12 +142,12 @@ def test_time_limit():
     release = threading.Event()
 
     def hangs() -> str:
-        """Never answers."""
+        """Block forever."""
         release.wait()
         return "late"
 
     async def waits() -> str:
-        """Never answers either."""
+        """Block forever, too."""
         await asyncio.Event().wait()
         return ""
 
