@@ -74,7 +74,7 @@ class Route:
         return replace(self, linear_stats=None, options=options)
 
     def smaller(self) -> Route | None:
-        """Return the route with a smaller tile; None if there is none or it changes a row's bits."""
+        """Return a route with a smaller tile; None if there is none or it changes a row's bits."""
         rows = self.tile_rows // _FEWER_ROWS
         if not rows or self.linear_stats is not None or self.fixed_rows is not None:
             return None
