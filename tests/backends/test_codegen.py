@@ -1,4 +1,4 @@
-"""Printed Triton kernels against the torch functions they were traced from."""
+"""Generated Triton kernels against the torch functions they were traced from."""
 
 from __future__ import annotations
 

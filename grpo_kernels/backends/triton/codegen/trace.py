@@ -1,6 +1,6 @@
 """Compiles a torch function of (T,) vectors into one Triton kernel.
 
-The function is traced, with any ``torch.autograd.grad`` inside of it, and the trace is printed as
+The function is traced, with any ``torch.autograd.grad`` inside of it, and the trace is written as
 Triton source. So a loss and its derivative run in one launch without a second, hand-written copy.
 """
 
@@ -27,8 +27,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from grpo_kernels.backends.triton.codegen.generate import KERNEL_NAME, VALUES_NAME, generate_kernel
 from grpo_kernels.backends.triton.codegen.ops import UntraceableError
-from grpo_kernels.backends.triton.codegen.printer import KERNEL_NAME, VALUES_NAME, print_kernel
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -46,7 +46,7 @@ _DATA_DEPENDENT = (
 
 @dataclass(frozen=True)
 class PointwiseKernel:
-    """A printed kernel. Build one with :meth:`trace` and call it like the function it came from."""
+    """A generated kernel. Build one with :meth:`trace` and call it like its torch function."""
 
     source: str  # Triton
     input_names: tuple[str, ...]
@@ -62,7 +62,7 @@ class PointwiseKernel:
             fn: takes ``num_inputs`` fp32 (T,) tensors and returns a tuple of (T,) tensors, each
                 elementwise in the inputs. Python numbers that it closes over are constants.
             num_inputs: how many.
-            names: identifiers of the inputs in the printed source.
+            names: identifiers of the inputs in the generated source.
 
         Raises:
             UntraceableError: ``fn`` reduces, changes shapes, reads values in Python, closes over
@@ -77,7 +77,7 @@ class PointwiseKernel:
             )
         graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
         source, other = (
-            print_kernel(graph, names, length)
+            generate_kernel(graph, names, length)
             for graph, length in zip(graphs, _TRACE_LENGTHS, strict=True)
         )
         if source != other:
@@ -135,7 +135,7 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
         _outputs_of(fn),
         decomposition_table=dict(core_aten_decompositions()),
         tracing_mode="fake",
-        # a tensor that fn closes over becomes a node, which the printer refuses by name
+        # a tensor that fn closes over becomes a node, which the generator refuses by name
         _allow_non_fake_inputs=True,
     )
     try:

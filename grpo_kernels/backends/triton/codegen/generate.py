@@ -1,4 +1,4 @@
-"""Prints a traced graph of pointwise operations as a Triton kernel."""
+"""Generates a Triton kernel from a traced graph of pointwise operations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def {name}({pointers}, length, BLOCK: tl.constexpr):
 """
 
 
-class _Printer:
+class _Generator:
     """Writes the nodes that the outputs need, and no others, in the graph's order."""
 
     def __init__(self, graph_module: GraphModule, input_names: Sequence[str], length: int) -> None:
@@ -61,7 +61,7 @@ class _Printer:
         self.input_names = input_names
         self.outputs = self._outputs()
 
-    def print(self) -> str:
+    def generate(self) -> str:
         """Return the module's source.
 
         Raises:
@@ -171,6 +171,6 @@ def _value_inputs(node: Node) -> list[Node]:
     return node.all_input_nodes[1:] if name == "copy" else node.all_input_nodes
 
 
-def print_kernel(graph_module: GraphModule, input_names: Sequence[str], length: int) -> str:
+def generate_kernel(graph_module: GraphModule, input_names: Sequence[str], length: int) -> str:
     """Return the Triton source of a kernel for a graph traced on vectors of ``length``."""
-    return _Printer(graph_module, input_names, length).print()
+    return _Generator(graph_module, input_names, length).generate()
