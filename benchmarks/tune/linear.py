@@ -1,4 +1,4 @@
-"""Candidates for the forward without gradient: the fused product's tiles, or tiles of logits.
+"""Candidates for the forward without gradient: the fused GEMM's tiles, or tiles of logits.
 
 Needs Triton.
 """
@@ -20,7 +20,7 @@ from grpo_kernels.backends.triton.linear_launch import linear_stats
 from grpo_kernels.engine import Route, Rows, RunOptions, row_chunks, sweep
 from grpo_kernels.head import Head, Transform, logits_dtype
 
-# rows, columns, depth, warps, stages, parts; each compiles without spills where it is tried
+# rows, columns, depth, warps, stages, subtiles; each compiles without spills where it is tried
 _ENGINE_SHAPES = (
     (128, 256, 64, 8, 4, 2),
     (128, 128, 64, 4, 3, 2),
@@ -34,7 +34,7 @@ _POINTER_SHAPES = (
 )
 # How the vocabulary is shared out, of the first candidate.
 _SHARES = ({"tiles": 4}, {"tiles": 16}, {"group": 8}, {"group": 32})
-TILES_OF_LOGITS = ()  # the value of the library's product with row kernels
+TILES_OF_LOGITS = ()  # the value of the library's GEMM with row kernels
 # Of logp, entropy and lse. A sum of another order may round a 16-bit logit the other way.
 _TOLERANCES = {32: 3e-4, 16: 0.1}
 _SLICE = slice(5, 133)
@@ -55,11 +55,11 @@ def linear_configs(device_class: str) -> list[LinearConfig]:
     """Return the configs to try, the default first."""
     default = default_config(device_class)
     shapes = _ENGINE_SHAPES if default.descriptors else _POINTER_SHAPES
-    keys = ("block_t", "block_v", "block_d", "num_warps", "num_stages", "parts")
+    keys = ("block_t", "block_v", "block_d", "num_warps", "num_stages", "subtiles")
     found = [default]
     for shape in shapes:
         config = replace(default, **dict(zip(keys, shape, strict=True)))
-        found.append(replace(config, tiles=max(1, default.stretch // config.block_v)))
+        found.append(replace(config, tiles=max(1, default.split_columns // config.block_v)))
     if device_class == "sm_90":  # elsewhere the flat loop spills
         found += [replace(config, flat=1) for config in found]
     return list(dict.fromkeys([*found, *(replace(default, **share) for share in _SHARES)]))

@@ -159,14 +159,14 @@ def _value(config: RowConfig) -> tuple[int, ...]:
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference; NaN where any is."""
     return float(
-        torch.stack([(x.float() - y.float()).abs().amax() for x, y in _blocks(a, b)]).amax()
+        torch.stack([(x.float() - y.float()).abs().amax() for x, y in _chunks(a, b)]).amax()
     )
 
 
 def _largest(x: Tensor) -> float:
-    return float(torch.stack([block.abs().amax() for (block,) in _blocks(x)]).amax())
+    return float(torch.stack([chunk.abs().amax() for (chunk,) in _chunks(x)]).amax())
 
 
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Return ranges of rows, so that no large copy is made."""
     return zip(*(tensor.split(_BLOCK_ROWS) for tensor in tensors), strict=True)

@@ -154,7 +154,7 @@ def _loss(has_dentropy: bool) -> Any:
 
 _SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
 _EXTRA_SUMS = {"squares_ptr": "*fp32", "least_ptr": "*fp32", "best_ptr": "*i32"}
-_COUNTS = dict.fromkeys(("num_rows", "num_stretches"), "i32")
+_COUNTS = dict.fromkeys(("num_rows", "num_splits"), "i32")
 _BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
 _EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
 _EXTRAS |= {"is_top1_ptr": "*i1"}
@@ -175,7 +175,7 @@ def _linear_cases(target: str) -> Iterator[Case]:
 
 def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Case:
     """Return a case. ``OPTIONS``: a bias, row temperatures, a D that is no multiple of the tile."""
-    config = config.of_one_part() if flags["EXTRAS"] else config
+    config = config.of_one_subtile() if flags["EXTRAS"] else config
     some = flags["OPTIONS"]
     optional = {"bias_ptr": f"*{dtype}", "temperature_ptr": "*fp32"} if some else {}
     optional |= _EXTRA_SUMS if flags["EXTRAS"] else {}
@@ -207,7 +207,7 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 
 def _merge_cases() -> Iterator[Case]:
-    kernel = merge._merge_stretches_kernel
+    kernel = merge._merge_splits_kernel
     for some in (False, True):
         types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
         if some:

@@ -1,4 +1,4 @@
-"""Which tile the fused product gets, and whether it is used."""
+"""Which tile the fused GEMM gets, and whether it is used."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_where_tiles_of_logits_are_faster(hopper: None) -> None:
     assert not replace(CASE, dtype=torch.float32).pays
 
 
-def test_tiles_of_one_part_cover_the_same_stretch() -> None:
+def test_tiles_of_one_subtile_cover_the_same_split() -> None:
     config = default_config("sm_90")
-    one = config.of_one_part()
-    assert one.parts == 1 and one.stretch == config.stretch
-    assert one.block_v == config.block_v // config.parts
-    assert one.of_one_part() == one
+    one = config.of_one_subtile()
+    assert one.subtiles == 1 and one.split_columns == config.split_columns
+    assert one.block_v == config.block_v // config.subtiles
+    assert one.of_one_subtile() == one
 
 
 def test_width_classes() -> None:
@@ -80,10 +80,10 @@ def test_configs_are_powers_of_two() -> None:
     devices = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "any other")
     tuned = [LinearConfig(*values) for values in linear_tiles.LINEAR_CONFIGS.values() if values]
     for config in (*map(default_config, devices), UNALIGNED_CONFIG, TUNED, *tuned):
-        for name in ("block_t", "block_v", "block_d", "num_warps", "parts", "tiles"):
+        for name in ("block_t", "block_v", "block_d", "num_warps", "subtiles", "tiles"):
             size = getattr(config, name)
             assert size > 0 and size & (size - 1) == 0
-        assert config.parts in (1, 2) and {config.descriptors, config.flat} <= {0, 1}
+        assert config.subtiles in (1, 2) and {config.descriptors, config.flat} <= {0, 1}
     for _, kernel, bits, width, vocabulary in linear_tiles.LINEAR_CONFIGS:
         assert kernel in LINEAR_KERNELS and bits in (16, 32) and width in ("narrow", "wide")
         assert vocabulary in ("small", "medium", "large")

@@ -23,8 +23,8 @@ from grpo_kernels.testing import poisoned_allocations
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
-# many stretches, groups and steps over D at small sizes
-SMALL = LinearConfig(16, 32, 16, 4, 2, parts=2, tiles=2, group=2, descriptors=0)
+# many splits, groups and steps over D at small sizes
+SMALL = LinearConfig(16, 32, 16, 4, 2, subtiles=2, tiles=2, group=2, descriptors=0)
 
 
 def linear_stats(hidden: Tensor, head: Head, target: Tensor, extras: bool, **options) -> RowStats:
@@ -35,7 +35,7 @@ def linear_stats(hidden: Tensor, head: Head, target: Tensor, extras: bool, **opt
 HEADS = {
     "plain": Transform(),
     "scaled": Transform(logit_scale=0.3, temperature=0.7),
-    "capped": Transform(softcap=3.0, temperature=1.3),
+    "softcapped": Transform(softcap=3.0, temperature=1.3),
 }
 
 
@@ -160,12 +160,12 @@ def test_a_row_keeps_its_bits_in_every_batch(precision, device, small_tiles) -> 
         assert all(torch.equal(a, b[rows]) for a, b in fields(run(rows), whole))
 
 
-def test_long_batches_run_in_pieces(device, small_tiles, monkeypatch) -> None:
+def test_long_batches_run_in_chunks(device, small_tiles, monkeypatch) -> None:
     hidden, weight, bias, target = problem(70, 300, 40, torch.bfloat16, device)
     head = Head(weight, bias, Transform(temperature=torch.linspace(0.5, 2.0, 70, device=device)))
     whole = linear_stats(hidden, head, target, extras=True)
     monkeypatch.setattr(linear_launch, "_PARTIAL_BYTES", 0)
-    monkeypatch.setattr(linear_launch, "_PIECE_ROWS", 32)
+    monkeypatch.setattr(linear_launch, "_CHUNK_ROWS", 32)
     pieces = linear_stats(hidden, head, target, extras=True)
     assert all(torch.equal(a, b) for a, b in fields(pieces, whole))
 

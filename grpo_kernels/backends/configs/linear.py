@@ -1,4 +1,4 @@
-"""Tiles of the product whose logits stay on the chip, and whether that product is used at all.
+"""Tiles of the GEMM whose logits stay on the chip, and whether that GEMM is used at all.
 
 As in ``rows.py`` all depends on the device, the dtype and the head, never on the row count: a
 row's bits are the same in every batch.
@@ -21,10 +21,10 @@ _NARROW = 3072  # hidden sizes up to it; beyond: "wide"
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tile of the fused product.
+    """Tile of the fused GEMM.
 
     An entry of the table is these fields in this order, or ``()`` where tiles of logits from the
-    library's product are the faster.
+    library's GEMM are faster.
     """
 
     block_t: int
@@ -32,15 +32,15 @@ class LinearConfig:
     block_d: int
     num_warps: int
     num_stages: int
-    parts: int  # of a tile, 1 or 2, folded one after the other: fewer live registers
-    tiles: int  # of a stretch, the share of the vocabulary that one program folds
+    subtiles: int  # of a tile, 1 or 2, folded one after the other: fewer live registers
+    tiles: int  # of a split, the share of the vocabulary that one program folds
     group: int  # row blocks that run side by side
     descriptors: int  # 1: the copy engine (Hopper and later) brings the operands
     flat: int = 0  # 1: the loads of all tiles are one pipeline
 
     @property
-    def stretch(self) -> int:
-        """Columns of a stretch."""
+    def split_columns(self) -> int:
+        """Columns of a split."""
         return self.block_v * self.tiles
 
     @property
@@ -54,42 +54,42 @@ class LinearConfig:
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """What the kernel is specialised on."""
+        """The kernel's constants."""
         return {
             "DESCRIPTORS": bool(self.descriptors),
             "BLOCK_T": self.block_t,
             "BLOCK_V": self.block_v,
             "BLOCK_D": self.block_d,
-            "PARTS": self.parts,
+            "SUBTILES": self.subtiles,
             "TILES": self.tiles,
             "GROUP": self.group,
             "FLAT": bool(self.flat),
         }
 
-    def of_one_part(self) -> LinearConfig:
-        """Return tiles as wide as a part: same splits and steps, fewer registers."""
-        part = self.block_v // self.parts
-        return replace(self, block_v=part, parts=1, tiles=self.tiles * self.parts)
+    def of_one_subtile(self) -> LinearConfig:
+        """Return tiles as wide as a subtile: same splits and steps, fewer registers."""
+        subtile = self.block_v // self.subtiles
+        return replace(self, block_v=subtile, subtiles=1, tiles=self.tiles * self.subtiles)
 
 
-_HOPPER = LinearConfig(128, 256, 64, 8, 3, parts=2, tiles=8, group=16, descriptors=1)
-_AMPERE = LinearConfig(128, 128, 32, 8, 4, parts=2, tiles=16, group=16, descriptors=0)
+_HOPPER = LinearConfig(128, 256, 64, 8, 3, subtiles=2, tiles=8, group=16, descriptors=1)
+_AMPERE = LinearConfig(128, 128, 32, 8, 4, subtiles=2, tiles=16, group=16, descriptors=0)
 _DEVICES = {
     "sm_80": _AMPERE,
     "sm_90": _HOPPER,
     "sm_100": _HOPPER,
-    "sm_120": _AMPERE,  # half the shared memory of sm_100, and products of the older kind
-    "gfx942": LinearConfig(128, 128, 64, 8, 2, parts=1, tiles=16, group=16, descriptors=0),
+    "sm_120": _AMPERE,  # half the shared memory of sm_100, and the older kind of matrix units
+    "gfx942": LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0),
 }
 # Of devices that are not named; it fits into registers and shared memory everywhere.
-_ANY_DEVICE = LinearConfig(128, 128, 32, 8, 2, parts=1, tiles=16, group=16, descriptors=0)
+_ANY_DEVICE = LinearConfig(128, 128, 32, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)
 # Of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one.
-UNALIGNED_CONFIG = LinearConfig(64, 64, 32, 8, 1, parts=1, tiles=32, group=16, descriptors=0)
+UNALIGNED_CONFIG = LinearConfig(64, 64, 32, 8, 1, subtiles=1, tiles=32, group=16, descriptors=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCase:
-    """All that decides how the log-probabilities of a head are formed."""
+    """Everything that decides how the log-probabilities of a head are formed."""
 
     device: torch.device
     dtype: torch.dtype  # of the hidden states
@@ -113,7 +113,7 @@ class LinearCase:
 
     @property
     def key(self) -> tuple[str, str, int, str, str]:
-        """Of an entry of the table."""
+        """The key of the table's entry."""
         kernel = LINEAR_KERNELS[self.softcap]
         classes = width_class(self.depth), vocabulary_class(self.columns)
         return device_class(self.device), kernel, bits(self.logits), *classes
@@ -126,9 +126,9 @@ class LinearCase:
 
     @property
     def pays(self) -> bool:
-        """Whether the fused product is used, rather than tiles of logits from the library's.
+        """Whether the fused GEMM is used, rather than tiles of logits from the library's.
 
-        The library is the faster for fp32 inputs, and where the table says so.
+        The library is faster for fp32 inputs, and where the table says so.
         """
         return self.dtype.itemsize == 2 and LINEAR_CONFIGS.get(self.key) != ()
 

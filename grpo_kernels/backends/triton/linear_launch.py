@@ -1,7 +1,7 @@
-"""Log-probabilities without a gradient: softmax statistics in the epilogue of the logits product.
+"""Log-probabilities without a gradient: softmax statistics in the epilogue of the logits GEMM.
 
 See :mod:`linear_stats` for what runs. No logits tile is in memory, only a few sums for each row and
-stretch of the vocabulary.
+split of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.configs import LinearConfig, linear_config, row_stride
 from grpo_kernels.backends.triton.common import empty_stats, on_device, transform_arguments
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
-from grpo_kernels.backends.triton.merge import merge_stretches
+from grpo_kernels.backends.triton.merge import merge_splits
 from grpo_kernels.head import Head, logits_dtype
 
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# of the sums of the stretches; longer batches are launched in pieces
+# bound on the sums of the splits; longer batches are launched in chunks
 _PARTIAL_BYTES = 32 << 20
-_PIECE_ROWS = 2048  # or a multiple
+_CHUNK_ROWS = 2048  # or a multiple
 
 
 def linear_stats(
@@ -43,13 +43,13 @@ def linear_stats(
     hidden = _packed(hidden)
     logits = logits_dtype(hidden.dtype, precision)
     if extras:
-        config = config.of_one_part()
+        config = config.of_one_subtile()
     rows = hidden.shape[0]
     stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
     with on_device(hidden):
-        for piece in _pieces(rows, triton.cdiv(weight.shape[0], config.stretch)):
-            its_head, its_stats = head.rows(piece), stats.rows(piece)
-            _piece(hidden[piece], its_head, target[piece], logits, its_stats, config)
+        for chunk in _chunks(rows, triton.cdiv(weight.shape[0], config.split_columns)):
+            its_head, its_stats = head.rows(chunk), stats.rows(chunk)
+            _chunk(hidden[chunk], its_head, target[chunk], logits, its_stats, config)
     return stats
 
 
@@ -65,14 +65,14 @@ def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], list(block))
 
 
-def _pieces(rows: int, stretches: int) -> list[slice]:
+def _chunks(rows: int, splits: int) -> list[slice]:
     """Return ranges of rows whose sums fit into ``_PARTIAL_BYTES``."""
-    fitting = _PARTIAL_BYTES // (4 * 3 * stretches)
-    size = max(1, fitting // _PIECE_ROWS) * _PIECE_ROWS
+    fitting = _PARTIAL_BYTES // (4 * 3 * splits)
+    size = max(1, fitting // _CHUNK_ROWS) * _CHUNK_ROWS
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _piece(
+def _chunk(
     hidden: Tensor,
     head: Head,
     target: Tensor,
@@ -83,15 +83,15 @@ def _piece(
     """Fill ``stats`` for one range of rows."""
     (rows, depth), columns = hidden.shape, head.weight.shape[0]
     extras = stats.is_top1 is not None
-    stretches = triton.cdiv(columns, config.stretch)
+    splits = triton.cdiv(columns, config.split_columns)
     y_target = hidden.new_empty(rows, dtype=torch.float32)
-    partials = _partials(stretches, rows, hidden.device, extras)
+    partials = _partials(splits, rows, hidden.device, extras)
     transform = transform_arguments(head.transform, hidden)
     x, weight = hidden, head.weight
     if config.descriptors:
         x = _descriptor(x, config.block_t, config.block_d)
         weight = _descriptor(weight, config.block_v, config.block_d)
-    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * stretches,)](
+    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * splits,)](
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=head.bias,
@@ -101,21 +101,21 @@ def _piece(
         num_columns=columns,
         depth=depth,
         stride_wv=row_stride(head.weight),
-        num_stretches=stretches,
+        num_splits=splits,
         HAS_BIAS=head.bias is not None,
         EXTRAS=extras,
         **partials,
         **transform,
         **constants(config, depth, logits),
     )
-    merge_stretches(target, y_target, partials, transform, stats)
+    merge_splits(target, y_target, partials, transform, stats)
 
 
 def _partials(
-    stretches: int, rows: int, device: torch.device, extras: bool
+    splits: int, rows: int, device: torch.device, extras: bool
 ) -> dict[str, Tensor | None]:
     """Return uninitialised sums by the kernels' names."""
-    shape, names = (stretches, rows), ("peak", "total", "moment", "squares", "least")
+    shape, names = (splits, rows), ("peak", "total", "moment", "squares", "least")
     sums = torch.empty(5 if extras else 3, *shape, device=device).unbind(0)
     best = torch.empty(shape, dtype=torch.int32, device=device) if extras else None
     partials = {f"{name}_ptr": None for name in names} | {"best_ptr": best}

@@ -1,17 +1,17 @@
-"""Log-probabilities without a gradient: softmax statistics in the epilogue of the logits product.
+"""Log-probabilities without a gradient: softmax statistics in the epilogue of the logits GEMM.
 
-A program owns a block of rows and a stretch of the vocabulary. It forms one tile of fp32 logits
+A program owns a block of rows and a split of the vocabulary. It forms one tile of fp32 logits
 after the other and folds each into the sums of its rows, so that no logit leaves the chip. A second
-kernel (:mod:`merge`) merges the stretches in their order. What a stretch is depends on the
+kernel (:mod:`merge`) merges the splits in their order. What a split is depends on the
 head alone: a row's bits are the same in every batch.
 
 Each row keeps a running maximum. Sums relative to the target's logit would need none, but that
-logit would have to come first, from a product of another summation order, and rows whose target is
+logit would have to come first, from a GEMM of another summation order, and rows whose target is
 too improbable would have to be done again; the maximum costs one operation of about ten per logit.
 The target's own logit is picked in the few tiles that hold a target of the block.
 
-A tile is folded in two parts where one would not fit into the registers beside its temporaries.
-With extras a tile is a single part: the same parts in the same order, so the same bits.
+A tile is folded in two subtiles where one would not fit into the registers beside its temporaries.
+With extras a tile is a single subtile: the same subtiles in the same order, so the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _product(
+def _matmul(
     x_ptr,
     weight_ptr,
     first_row,
@@ -104,17 +104,17 @@ def linear_stats_kernel(
     target_ptr,  # (T,) int64
     temperature_ptr,  # (T,) or None
     y_target_ptr,  # (T,) fp32, the target's bounded logit
-    peak_ptr,  # (stretches, T) fp32, as the next two
+    peak_ptr,  # (splits, T) fp32, as the next two
     total_ptr,
     moment_ptr,
-    squares_ptr,  # (stretches, T) fp32 or None, as the next
+    squares_ptr,  # (splits, T) fp32 or None, as the next
     least_ptr,
-    best_ptr,  # (stretches, T) int32 or None
+    best_ptr,  # (splits, T) int32 or None
     num_rows,
     num_columns,
     depth,  # D
     stride_wv,
-    num_stretches,
+    num_splits,
     inner,
     outer,
     HAS_BIAS: tl.constexpr,
@@ -128,19 +128,19 @@ def linear_stats_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,  # 1 or 2, of a tile, folded one after the other
-    TILES: tl.constexpr,  # of a stretch
+    SUBTILES: tl.constexpr,  # 1 or 2, of a tile, folded one after the other
+    TILES: tl.constexpr,  # of a split
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
     FLAT: tl.constexpr,  # one pipeline of loads through all tiles
 ):
     pid = tl.program_id(0)
     num_blocks = tl.cdiv(num_rows, BLOCK_T)
-    first_block = pid // (GROUP * num_stretches) * GROUP
+    first_block = pid // (GROUP * num_splits) * GROUP
     group = tl.minimum(num_blocks - first_block, GROUP)
-    within = pid % (GROUP * num_stretches)
-    stretch = within // group
-    first_column = stretch * (TILES * BLOCK_V)
-    PART_V: tl.constexpr = BLOCK_V // PARTS
+    within = pid % (GROUP * num_splits)
+    split = within // group
+    first_column = split * (TILES * BLOCK_V)
+    SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
 
     first_row = (first_block + within % group) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
@@ -155,18 +155,18 @@ def linear_stats_kernel(
     tiles = tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)
     for tile in tl.range(0, tiles, flatten=FLAT):
         tile_column = first_column + tile * BLOCK_V
-        acc = _product(
+        acc = _matmul(
             x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
             DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
         )  # fmt: skip
-        parts = (acc,)
-        if PARTS == 2:
-            parts = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, PART_V)), (0, 2, 1)))
-        for part in tl.static_range(PARTS):
-            part_column = tile_column + part * PART_V
-            offs_v = part_column + tl.arange(0, PART_V)
+        subtiles = (acc,)
+        if SUBTILES == 2:
+            subtiles = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, SUBTILE_V)), (0, 2, 1)))
+        for subtile in tl.static_range(SUBTILES):
+            subtile_column = tile_column + subtile * SUBTILE_V
+            offs_v = subtile_column + tl.arange(0, SUBTILE_V)
             mask_v = offs_v < num_columns
-            x = parts[part]
+            x = subtiles[subtile]
             if ROUND_TO is not None:
                 x = _rounded(x, ROUND_TO, UPCAST)
             if HAS_BIAS:
@@ -174,7 +174,7 @@ def linear_stats_kernel(
                 if ROUND_TO is not None:
                     x = _rounded(x, ROUND_TO, UPCAST)
             y = bounded(x, inner, HAS_SOFTCAP)
-            here = (target >= part_column) & (target < part_column + PART_V)
+            here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
                 y_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], y, 0.0), axis=1)
                 tl.store(y_target_ptr + rows, y_target, mask=mask_t & here)
@@ -183,7 +183,7 @@ def linear_stats_kernel(
             sums = _fold(y, offs_v, mask_v, f2, sums, EXTRAS)
 
     peak, total, moment, squares, least, best = sums
-    at = stretch.to(tl.int64) * num_rows + rows
+    at = split.to(tl.int64) * num_rows + rows
     tl.store(peak_ptr + at, peak, mask=mask_t)
     tl.store(total_ptr + at, total, mask=mask_t)
     tl.store(moment_ptr + at, moment, mask=mask_t)

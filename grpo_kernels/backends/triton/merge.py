@@ -1,4 +1,4 @@
-"""Statistics of rows from sums over stretches of the vocabulary, added in the stretches' order."""
+"""Statistics of rows from sums over splits of the vocabulary, added in the splits' order."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from grpo_kernels.backends.triton.math import LOG2_E
 _BLOCK = 128
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # of these a new value brings no compilation
-COUNTS = ["num_rows", "num_stretches"]
+COUNTS = ["num_rows", "num_splits"]
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
-def _merge_stretches_kernel(
+def _merge_splits_kernel(
     target_ptr,  # (T,) int64
     temperature_ptr,  # (T,) or None
     y_target_ptr,  # (T,) fp32
-    peak_ptr,  # (stretches, T) fp32, as the next two
+    peak_ptr,  # (splits, T) fp32, as the next two
     total_ptr,
     moment_ptr,
-    squares_ptr,  # (stretches, T) fp32 or None, as the next
+    squares_ptr,  # (splits, T) fp32 or None, as the next
     least_ptr,
-    best_ptr,  # (stretches, T) int32 or None
+    best_ptr,  # (splits, T) int32 or None
     logp_ptr,  # (T,) fp32, as the other results
     entropy_ptr,
     lse_ptr,  # fp64
@@ -43,7 +43,7 @@ def _merge_stretches_kernel(
     max_logit_ptr,
     min_logit_ptr,
     num_rows,
-    num_stretches,
+    num_splits,
     outer,
     ROW_TEMPERATURE: tl.constexpr,
     EXTRAS: tl.constexpr,
@@ -59,7 +59,7 @@ def _merge_stretches_kernel(
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     best = tl.zeros((BLOCK,), tl.int32)
     at = rows
-    for _ in range(0, num_stretches):
+    for _ in range(0, num_splits):
         its_peak = tl.load(peak_ptr + at, mask=mask, other=0.0)
         its_total = tl.load(total_ptr + at, mask=mask, other=1.0)
         its_moment = tl.load(moment_ptr + at, mask=mask, other=0.0)
@@ -89,22 +89,22 @@ def _merge_stretches_kernel(
         )  # fmt: skip
 
 
-def merge_stretches(
+def merge_splits(
     target: Tensor,  # (T,) int64
     y_target: Tensor,  # (T,) fp32
-    partials: dict[str, Tensor | None],  # (stretches, T) each, by the kernels' names
+    partials: dict[str, Tensor | None],  # (splits, T) each, by the kernels' names
     transform: dict[str, object],  # of ``transform_arguments``
     stats: RowStats,  # (T,) each, filled
 ) -> None:
     peak = partials["peak_ptr"]
     assert peak is not None
-    stretches, rows = peak.shape
+    splits, rows = peak.shape
     names = ("temperature_ptr", "outer", "ROW_TEMPERATURE")
-    _merge_stretches_kernel[(triton.cdiv(rows, _BLOCK),)](
+    _merge_splits_kernel[(triton.cdiv(rows, _BLOCK),)](
         target_ptr=target,
         y_target_ptr=y_target,
         num_rows=rows,
-        num_stretches=stretches,
+        num_splits=splits,
         EXTRAS=stats.is_top1 is not None,
         BLOCK=_BLOCK,
         **partials,
