@@ -32,7 +32,7 @@ FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.f
 HEADS: dict[str, dict[str, object]] = {
     "plain": {},
     "scaled": {"temperature": 0.7, "logit_scale": 1.3},
-    "capped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
+    "softcapped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
     "per_token": {"temperature": "per token", "softcap": 5.0},
 }
 
@@ -142,8 +142,8 @@ def test_odd_shapes(backend: str, device: torch.device, vocab_size: int, rows: i
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_tiles_change_no_statistic(backend: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    whole = run(problem, "capped", backend=backend)
-    split = run(problem, "capped", backend=backend, max_workspace_bytes=53 * 4 * 3)
+    whole = run(problem, "softcapped", backend=backend)
+    split = run(problem, "softcapped", backend=backend, max_workspace_bytes=53 * 4 * 3)
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=2e-6, atol=2e-6)
 

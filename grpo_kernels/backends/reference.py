@@ -47,7 +47,7 @@ def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
     dtype, transform = logits_dtype(hidden.dtype, precision), head.transform
     exact = torch.autocast(hidden.device.type, enabled=False)
     with matmul_precision(hidden.device, precision), exact:
-        logits = _product(hidden, head, dtype)
+        logits = _matmul(hidden, head, dtype)
     if head.bias is not None:
         logits = logits + head.bias
     scores = logits.to(stats_dtype(hidden.dtype)) * transform.logit_scale
@@ -70,7 +70,7 @@ def _ranked(
     )
 
 
-def _product(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
+def _matmul(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
     """Return the (T, V) logits before the bias, rounded once if ``dtype`` rounds."""
     if head.lora is None:
         return hidden.to(dtype) @ head.weight.to(dtype).t()

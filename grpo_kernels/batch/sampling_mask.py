@@ -1,4 +1,4 @@
-"""SamplingMask: for each token the ids that sampling kept, in CSR form."""
+"""SamplingMask: for each token the ids that sampling could draw, in CSR form."""
 
 from __future__ import annotations
 

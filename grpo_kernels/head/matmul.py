@@ -97,9 +97,9 @@ def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
     as it is. ``head`` is that of :meth:`Head.to`.
     """
     if head.lora is None:
-        _product(hidden, head.weight, out)
+        _matmul(hidden, head.weight, out)
     elif out.dtype == stats_dtype(hidden.dtype):
-        _product(hidden, head.weight, out)
+        _matmul(hidden, head.weight, out)
         head.lora.add_to(out, hidden)
     else:
         _rounded_once(hidden, head.weight, head.lora, out)
@@ -114,12 +114,12 @@ def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -
         columns = slice(start, start + SLICE_COLUMNS)
         place = out[:, columns]
         exact = torch.empty_like(place, dtype=stats_dtype(hidden.dtype))
-        _product(hidden, weight[columns], exact)
+        _matmul(hidden, weight[columns], exact)
         lora.columns(columns).add_to(exact, hidden)
         place.copy_(exact)
 
 
-def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+def _matmul(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute ``out = hidden @ weight.T``."""
     if out.dtype == hidden.dtype:
         torch.mm(with_clear_row_ends(hidden), weight.t(), out=out)
@@ -206,7 +206,7 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
     """Return the same tensor, which is new; Linux is asked to back it by huge pages if it is large.
 
     The first write to each 4 KiB page of a new allocation is a page fault. For the hundreds of
-    megabytes of a logits tile these cost a twentieth of the products.
+    megabytes of a logits tile these cost a twentieth of the GEMMs.
     """
     madvise = _madvise()
     if madvise is None or tensor.device.type != "cpu" or tensor.nbytes < MIN_BYTES:

@@ -1,7 +1,7 @@
-"""Products of 16-bit CPU matrices whose fp32 accumulators are stored as they are.
+"""GEMMs of 16-bit CPU matrices whose fp32 accumulators are stored as they are.
 
 ``torch.mm`` rounds them to 16 bits on a CPU. oneMKL, which torch's x86 builds contain, has the
-product with an fp32 result as a C function; elsewhere there is none.
+GEMM with an fp32 result as a C function; elsewhere there is none.
 """
 
 from __future__ import annotations

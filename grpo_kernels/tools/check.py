@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Errors that count as exact, relative to the largest element: of values, and of gradients. In 16
 # bits these are one and a half units of the last place: the gradient of the logits is rounded
-# (Triton's interpreter cuts it off), and so is the product with it.
+# (Triton's interpreter cuts it off), and so is the GEMM with it.
 _VALUE_FLOOR = {torch.float64: 1e-12}
 _DEFAULT_VALUE_FLOOR = 1e-5
 _GRADIENT_FLOOR = {

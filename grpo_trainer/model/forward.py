@@ -42,7 +42,7 @@ def policy_loss_of(
 def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
     """Return log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
-    With sampling masks they are those over the kept ids, as the loss takes them.
+    With sampling masks they are renormalised over them, as the loss takes them.
     """
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 

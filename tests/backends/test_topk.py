@@ -22,7 +22,7 @@ INFINITY = float("inf")
 HEADS: dict[str, dict[str, object]] = {
     "plain": {},
     "scaled": {"temperature": 0.7, "logit_scale": 1.3},
-    "capped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.25},
+    "softcapped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.25},
     "per_token": {"temperature": "per token", "softcap": 5.0},
 }
 

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1e-3}
 HEADS: dict[str, dict[str, object]] = {
     "plain": {},
-    "capped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
+    "softcapped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
     "per_token": {"temperature": "per token"},
 }
 
@@ -116,7 +116,7 @@ def test_triton(narrow_slices: None, dtype: torch.dtype, precision: str) -> None
     posed = lora_problem(sequences=2, length=3, hidden_size=8, vocab_size=37)
     tile = 37 * 4 * 2  # two rows
     assert_accurate(
-        posed, dtype, "cpu", "capped",
+        posed, dtype, "cpu", "softcapped",
         backend="triton", precision=precision, max_workspace_bytes=tile,
     )  # fmt: skip
 

@@ -23,12 +23,12 @@ BACKENDS = [name for name in available_backends() if name != "reference"]
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
 HEADS: dict[str, dict[str, object]] = {
     "plain": {},
-    "capped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
+    "softcapped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
     "per_token": {"temperature": "per token", "softcap": 5.0},
 }
 
 
-def random_sets(rows: int, columns: int, device: torch.device | str = "cpu") -> SamplingMask:
+def random_masks(rows: int, columns: int, device: torch.device | str = "cpu") -> SamplingMask:
     """Return masks of very different sizes: none, one, some, all; ids out of order, some twice."""
     g = torch.Generator().manual_seed(3)
     sizes = [(0, 1, 5, columns)[row % 4] for row in range(rows)]
@@ -45,7 +45,7 @@ def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
     if options.get("temperature") == "per token":
         per_token = 0.5 + torch.rand(target.shape, generator=g)
         options["temperature"] = per_token.to(target.device)
-    sampling_mask = random_sets(target.numel(), problem.weight.shape[0], target.device)
+    sampling_mask = random_masks(target.numel(), problem.weight.shape[0], target.device)
     out = linear_logprobs(
         problem.hidden, problem.weight, target, bias=problem.bias, sampling_mask=sampling_mask,
         outputs=("masked_logprobs", "logprobs", "entropy"), **options, **kwargs,
@@ -78,7 +78,7 @@ def test_matches_fp64(backend: str, device: torch.device, head: str, dtype: torc
 
 def test_gradcheck() -> None:
     problem = make_problem(2, 3, hidden_size=4, vocab_size=11)
-    sampling_mask = random_sets(6, 11)
+    sampling_mask = random_masks(6, 11)
 
     def masked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear_logprobs(
@@ -137,8 +137,8 @@ def test_exact_near_all_and_near_none_of_the_mass(backend: str, gap: float) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_tiles_and_masked_rows(backend: str) -> None:
     problem = make_problem(vocab_size=37).to("cpu", torch.float32)
-    whole = run(problem, "capped", backend=backend)
-    split = run(problem, "capped", backend=backend, max_workspace_bytes=37 * 4 * 3)
+    whole = run(problem, "softcapped", backend=backend)
+    split = run(problem, "softcapped", backend=backend, max_workspace_bytes=37 * 4 * 3)
     assert whole["masked_logprobs"][~problem.mask].eq(0).all()
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=5e-6, atol=5e-6)
@@ -162,7 +162,7 @@ def test_opcheck() -> None:
         hidden=problem.hidden[0],
         head=Head(problem.weight, problem.bias, Transform(temperature=1.5)),
         target=problem.target[0],
-        sampling_mask=random_sets(5, problem.weight.shape[0]),
+        sampling_mask=random_masks(5, problem.weight.shape[0]),
     )
     options = RunOptions(backend="chunked", max_workspace_bytes=2 * 53 * 4)
     check_forward(rows, options, Wanted(extras=True))

@@ -1,4 +1,4 @@
-"""oneMKL's products with fp32 results against fp64."""
+"""oneMKL's GEMMs with fp32 results against fp64."""
 
 from __future__ import annotations
 

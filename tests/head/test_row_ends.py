@@ -1,4 +1,4 @@
-"""16-bit products on a CPU read past the ends of rows: nothing that lies there may show."""
+"""16-bit GEMMs on a CPU read past the ends of rows: nothing that lies there may show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = [name for name in available_backends() if name != "reference"]
 @pytest.mark.parametrize("outputs", (("logprobs",), ("logprobs", "rank")))
 @pytest.mark.parametrize("precision", ("fp32", "input"))
 def test_nan_stays_in_its_row(backend: str, outputs: tuple[str, ...], precision: str) -> None:
-    """Of such sizes torch's 16-bit product reads from the next row."""
+    """Of such sizes torch's 16-bit GEMM reads from the next row."""
     hidden, weight = torch.randn(33, 33).bfloat16(), torch.randn(257, 33).bfloat16()
     hidden[16] = float("nan")
     out = linear_logprobs(

@@ -170,8 +170,8 @@ def test_eager_counted_by_hand():
     assert estimate.growth == 3 * wide  # the log-softmax, its gradient, the logits' gradient
     assert estimate.total == estimate.inputs + estimate.returned + estimate.extra
     assert growth("eager", HeadShape(hidden=D, vocabulary=V), tokens) == 3 * wide
-    capped = HeadShape(hidden=D, vocabulary=V, softcap=True)
-    assert growth("eager", capped, tokens) == 3.5 * wide
+    softcapped = HeadShape(hidden=D, vocabulary=V, softcap=True)
+    assert growth("eager", softcapped, tokens) == 3.5 * wide
     # CUDA's fp16 kernel converts on its way; a CPU's does not
     fp16 = HeadShape(hidden=D, vocabulary=V, dtype=torch.float16)
     assert growth("eager", fp16, tokens) == 2.5 * wide

@@ -10,7 +10,7 @@ from vllm_helpers import (
     PROMPTS,
     change,
     difference,
-    differences_over_kept,
+    differences_over_mask,
     worst_mismatch,
 )
 
@@ -110,7 +110,7 @@ def test_sampling_mask(make_engine, policy, tokenizer):
     prompts = [prompt for prompt in PROMPTS for _ in range(8)]
     for filters in ({"top_k": 4}, {"top_k": 1}, {"top_k": 6, "top_p": 0.7}):
         found = engine.generate(prompts, sampling(tokenizer, sampling_mask_size=8, **filters))
-        assert differences_over_kept(policy, prompts, found, **filters) < CLOSE
+        assert differences_over_mask(policy, prompts, found, **filters) < CLOSE
 
 
 @pytest.mark.parametrize("tied", [False], indirect=True)

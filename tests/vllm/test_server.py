@@ -14,7 +14,7 @@ from vllm_helpers import (
     Server,
     change,
     difference,
-    differences_over_kept,
+    differences_over_mask,
     free_port,
     make_model,
     worst_mismatch,
@@ -150,7 +150,7 @@ def test_sampling_mask(client, policy):
     for filters in ({"top_k": 4}, {"top_k": 6, "top_p": 0.7}):
         answer = client.generate(PROMPTS, n=4, max_tokens=8, logprobs=8, **filters)
         found = Completions(answer["completion_ids"], answer["logprobs"], answer["sampling_mask"])
-        assert differences_over_kept(policy, prompts, found, **filters) < CLOSE
+        assert differences_over_mask(policy, prompts, found, **filters) < CLOSE
 
 
 def test_overlap(server, make_args, policy, tokenizer, dataset):

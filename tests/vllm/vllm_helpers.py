@@ -75,7 +75,7 @@ def difference(
     return largest
 
 
-def differences_over_kept(
+def differences_over_mask(
     model: torch.nn.Module, prompts: list[list[int]], found: Completions, **filters
 ) -> float:
     """Return the largest difference of log-probabilities over the ids of the sampling mask.
@@ -88,13 +88,13 @@ def differences_over_kept(
             logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits[0]
         rows = logits.double().cpu()[len(prompt) - 1 : -1]
         for row, token, value, left in zip(rows, ids, values, kept, strict=True):
-            assert token in left and set(left) == kept_ids(row, **filters)
+            assert token in left and set(left) == mask_ids(row, **filters)
             over_left = row[token] - row[left].logsumexp(0)
             largest = max(largest, abs(float(over_left) - value))
     return largest
 
 
-def kept_ids(logits: torch.Tensor, top_k: int, top_p: float = 1.0) -> set[int]:
+def mask_ids(logits: torch.Tensor, top_k: int, top_p: float = 1.0) -> set[int]:
     """Return the ids that sampling may draw for one token, by the definitions of the filters."""
     p = logits.softmax(-1)
     order = p.argsort(descending=True)[:top_k].tolist()

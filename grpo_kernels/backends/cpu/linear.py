@@ -26,7 +26,7 @@ from grpo_kernels.head import Head
 class NativeLinear:
     """``LinearStats`` for fp32, bf16 and fp16 on a CPU.
 
-    The product's sums are fp32. A row's bits depend neither on the other rows nor, without LoRA,
+    The GEMM sums in fp32. A row's bits depend neither on the other rows nor, without LoRA,
     on ``torch.get_num_threads()``. ``RowStats.lse`` is fp64, as that of ``NativeRows``.
     """
 

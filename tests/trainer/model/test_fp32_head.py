@@ -1,4 +1,4 @@
-"""cast_lm_head_to_fp32: the head's products are those of fp32 numbers, whatever the rest is."""
+"""cast_lm_head_to_fp32: the head's GEMMs are those of fp32 numbers, whatever the rest is."""
 
 from __future__ import annotations
 

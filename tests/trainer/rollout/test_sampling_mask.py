@@ -24,7 +24,7 @@ FILTERS = [
 ]
 
 
-def kept_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
+def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
     """Return the ids that sampling may draw for one token, by the definitions of the filters."""
     p = (logits.double() / temperature).softmax(-1)
     order = p.argsort(descending=True)[:top_k].tolist()
@@ -59,10 +59,10 @@ def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
             logits = sharp(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
         assert len(row) == len(sets)
         for token, at, left in zip(row, logits, sets, strict=True):
-            assert token in left and set(left) == kept_ids(at, **filters)
+            assert token in left and set(left) == mask_ids(at, **filters)
 
 
-def test_the_loss_takes_probabilities_over_the_kept_ids(sharp, make_args, tokenizer, dataset):
+def test_the_loss_takes_probabilities_over_the_sampling_mask(sharp, make_args, tokenizer, dataset):
     changes = {"use_sampling_mask": True, "top_k": 5, "top_p": 0.9, "temperature": 0.8, "beta": 0.1}
     args = make_args(num_iterations=2, report_to="none", max_steps=1, save_steps=1, **changes)
     args.save_strategy, args.lr_scheduler_type = "steps", "constant"
