@@ -102,7 +102,7 @@ class Inputs:
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
     """Return random inputs of ``case``.
 
-    ``exact=False`` leaves out the product behind the old log-probabilities; for measurements of
+    ``exact=False`` leaves out the GEMM behind the old log-probabilities; for measurements of
     memory, so that no library keeps a buffer from it.
     """
     return assemble(

@@ -65,9 +65,9 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Operations of the products that the work cannot avoid."""
+        """The operations of the GEMMs that the work needs."""
         rows = self.tokens if self.work.rows == "all" else self.tokens // 2
-        return 2.0 * self.work.products * rows * self.model.hidden * self.model.vocabulary
+        return 2.0 * self.work.gemms * rows * self.model.hidden * self.model.vocabulary
 
     @property
     def least_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What is computed: the pieces of a GRPO step that every provider is asked for."""
+"""The works: the parts of a GRPO step that every provider computes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Work:
         return (value, "dhidden") if self.frozen else (value, "dhidden", "dweight")
 
     @property
-    def products(self) -> int:
-        """Matrix products over the head that nobody can avoid."""
+    def gemms(self) -> int:
+        """The number of GEMMs over the head that every implementation needs."""
         return 1 if self.kind == "forward" else 2 if self.frozen else 3
 
 

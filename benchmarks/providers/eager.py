@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.exact import capped
+from benchmarks.exact import softcapped
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
 from grpo_kernels import policy_loss
@@ -24,7 +24,7 @@ def head(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (B, L) fp32 log-probabilities and entropies, as most training scripts write them."""
     logits = torch.nn.functional.linear(hidden, weight)  # (B, L, V)
-    logps = capped(logits, softcap).log_softmax(-1, dtype=torch.float32)
+    logps = softcapped(logits, softcap).log_softmax(-1, dtype=torch.float32)
     entropy = None
     if with_entropy:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from benchmarks.exact import capped
+from benchmarks.exact import softcapped
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, needs_gpu, with_gradients
 from benchmarks.providers.baselines import (
@@ -34,7 +34,7 @@ def _chunked(problem: Problem) -> Result:
         use_ref_model=problem.ref_logprobs is not None,
         **loss_arguments(problem.loss),
     )
-    with _tf32_products(problem):
+    with _tf32_gemms(problem):
         loss, _ = function(
             problem.hidden,
             problem.weight,
@@ -48,7 +48,7 @@ def _chunked(problem: Problem) -> Result:
 
 
 @contextmanager
-def _tf32_products(problem: Problem) -> Iterator[None]:
+def _tf32_gemms(problem: Problem) -> Iterator[None]:
     """Allow TF32 for 16-bit inputs on a GPU: Liger multiplies their gradients in fp32."""
     before = torch.get_float32_matmul_precision()
     if problem.hidden.is_cuda and problem.case.dtype != "fp32":
@@ -73,7 +73,7 @@ def _triton_loss(problem: Problem) -> Result:
     logits = torch.nn.functional.linear(hidden, problem.weight)  # (B, L + 1, V)
     settings = loss_arguments(problem.loss)
     loss, _ = triton_grpo_loss(
-        capped(logits, problem.softcap),
+        softcapped(logits, problem.softcap),
         problem.old_logprobs,
         problem.ref_logprobs,
         problem.target,

@@ -60,7 +60,7 @@ def test_no_measured_number_is_typed_by_hand(path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "It runs at 1.08x the floor.",
+        "It runs at 1.08x the bare GEMMs.",
         "2\u00d7 as fast",
         "a step takes 3 ms",
         "needs 1,050 MiB",

@@ -96,9 +96,9 @@ def test_ours_agree_with_the_reference(name, work, dtype):
 
 
 def test_bare_gemms_compute_only_what_matters():
-    for work, products in (("logprobs", 1), ("dapo-frozen", 2), ("dapo", 3)):
+    for work, gemms in (("logprobs", 1), ("dapo-frozen", 2), ("dapo", 3)):
         result = PROVIDERS["bare-gemms"].run(make_problem(case(work)))
-        assert len(list(result.tensors())) == products - 1
+        assert len(list(result.tensors())) == gemms - 1
 
 
 def test_wrong_results_are_reported_in_place_of_a_time():
