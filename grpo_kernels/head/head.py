@@ -9,7 +9,7 @@ and ``dB = dlogits^T U`` walk over the vocabulary; ``dX += s dU A`` and ``dA = s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ class Head:
 
     weight: Tensor  # (V, D)
     bias: Tensor | None = None  # (V,)
-    transform: Transform = Transform()  # frozen
+    transform: Transform = field(default_factory=Transform)  # torch 2.10 compiles no object
     lora: HeadLoRA | None = None
 
     @property

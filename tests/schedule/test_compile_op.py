@@ -120,7 +120,7 @@ def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> No
         config = LossConfig(loss_type=name, beta=0.01 * length, rollout_correction_mode=None)
         args = (problem, config, problem.batch(num_items_in_batch=17.0 + length))
         assert_same_bits(function, loss_of, *args, schedule=schedule)
-    assert graphs() <= 2
+    assert graphs() <= (2 if torch.__version__ >= "2.13" else 4)  # older ones compile each loss
 
 
 def test_skipped_rows_batch_scope_and_a_workspace_compiled() -> None:
