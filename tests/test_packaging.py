@@ -121,7 +121,8 @@ def test_the_trainer_without_its_packages_names_the_extra() -> None:
     )
 
 
-def test_the_oldest_torch_is_the_one_that_is_tested() -> None:
-    pinned = re.search(r"^torch==(\S+)$", (ROOT / "tests/oldest_torch.txt").read_text(), re.M)
+@pytest.mark.parametrize("file", ["oldest_torch.txt", "backends/old_triton.txt"])
+def test_the_oldest_version_is_the_one_that_is_tested(file: str) -> None:
+    pinned = re.search(r"^(torch|triton)==(\S+)$", (ROOT / "tests" / file).read_text(), re.M)
     assert pinned is not None
-    assert f'"torch>={pinned[1]}",' in (ROOT / "pyproject.toml").read_text()
+    assert f'"{pinned[1]}>={pinned[2]}' in (ROOT / "pyproject.toml").read_text()

@@ -32,4 +32,4 @@ fi
 cd "$root"
 "$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'
 PYTHONPATH=$root OMP_NUM_THREADS=1 TRITON_INTERPRET=0 exec "$venv/bin/python" -m pytest -n 2 \
-    -m "not slow" tests/engine tests/head tests/losses tests/schedule tests/test_linear_*.py
+    tests/engine tests/head tests/losses tests/schedule tests/test_linear_*.py

@@ -83,9 +83,6 @@ def _off(backend: Any, name: str) -> Iterator[None]:
         setattr(backend, name, True)
 
 
-# Before 2.10 torch adds a 16-bit product to an fp32 matrix in no single call.
-_ADDS_TO_FP32 = torch.__version__ >= "2.10"
-
 # Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
 SLICE_COLUMNS = 16384
 
@@ -147,10 +144,8 @@ def accumulate(
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif a.is_cuda and first and alpha == 1:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
-    elif a.is_cuda and _ADDS_TO_FP32:
-        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
     elif a.is_cuda:
-        _add_product(out, a, b, first, alpha)
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
     elif mkl.available(a.dtype):
         mkl.matmul(a, b, out, accumulate=not first, alpha=alpha)
     else:
@@ -159,17 +154,6 @@ def accumulate(
             rows = slice(start, start + SLICE_COLUMNS)
             place = out[rows]
             torch.addmm(place, a[rows].float(), wide, beta=beta, alpha=alpha, out=place)
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool, alpha: float) -> None:
-    """Compute what :func:`accumulate` says, from fp32 products of a slice of ``a`` at a time."""
-    for start in range(0, out.shape[0], SLICE_COLUMNS):
-        rows = slice(start, start + SLICE_COLUMNS)
-        product = torch.mm(a[rows], b, out_dtype=torch.float32).mul_(alpha)
-        if first:  # what lies in ``out`` may be NaN
-            out[rows] = product
-        else:
-            out[rows] += product
 
 
 # On a CPU oneDNN reads the columns of a 16-bit matrix in steps of so many, and multiplies those

@@ -93,6 +93,7 @@ def test_explain_refuses_what_the_op_refuses() -> None:
             call()
 
 
+@pytest.mark.skipif("triton" not in available_backends(), reason="the interpreter is off")
 def test_triton_is_known_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its distribution has other names on other platforms, and nightlies have others still."""
 
