@@ -82,7 +82,7 @@ GRPO_AMX void configure() {
   _tile_loadconfig(&config);
 }
 
-// Where the operands of a product of 32 rows and 32 tokens begin.
+// Where the operands of a GEMM of 32 rows and 32 tokens begin.
 struct Operands {
   const char* weight;
   const char* tokens;
@@ -91,7 +91,7 @@ struct Operands {
 
 // 32 rows, and 32 tokens or sixteen: the sums of `count` steps, on top of those before.
 template <bool kBothGroups>
-GRPO_AMX inline void tile_product(const Operands& from, int64_t count, bool add, float* out) {
+GRPO_AMX inline void tile_gemm(const Operands& from, int64_t count, bool add, float* out) {
   float* second = out + kGroupStride;
   float* lower = out + kRows * kRows;
   float* second_lower = second + kRows * kRows;
@@ -143,9 +143,9 @@ GRPO_AMX void block(const Linear& linear, const Chunk& chunk, int64_t row, int64
             stride};
         float* to = out + token * kBlockRows + first * kRows;
         if (chunk.padded - token > kRows) {
-          tile_product<true>(from, count, step > 0, to);
+          tile_gemm<true>(from, count, step > 0, to);
         } else {
-          tile_product<false>(from, count, step > 0, to);
+          tile_gemm<false>(from, count, step > 0, to);
         }
       }
     }
@@ -155,7 +155,7 @@ GRPO_AMX void block(const Linear& linear, const Chunk& chunk, int64_t row, int64
 
 }  // namespace
 
-const Product kAmxProduct = {512, kRows, packed_bytes, scratch_bytes, pack, block};
+const Gemm kAmxGemm = {512, kRows, packed_bytes, scratch_bytes, pack, block};
 
 bool amx_granted() {
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
@@ -170,7 +170,7 @@ bool amx_granted() {
 #else
 
 namespace grpo {
-const Product kAmxProduct = {};
+const Gemm kAmxGemm = {};
 bool amx_granted() { return false; }
 }  // namespace grpo
 

@@ -1,5 +1,5 @@
 // The forward of a linear head, chunk of tokens by chunk: pack the tokens, let the vocabulary
-// stream past in stretches, merge their sums in order.
+// stream past in splits, merge the sums of these in order.
 #include "linear.h"
 
 #include <memory>
@@ -31,9 +31,9 @@ class Array {
 // What one chunk needs; the next uses it again.
 class Workspace {
  public:
-  Workspace(const Linear& linear, const Product& product, int64_t padded)
-      : sums(ceil_div(linear.tile.columns, kStretchRows) * padded),
-        packed(product.packed_bytes(linear, padded)),
+  Workspace(const Linear& linear, const Gemm& gemm, int64_t padded)
+      : sums(ceil_div(linear.tile.columns, kSplitRows) * padded),
+        packed(gemm.packed_bytes(linear, padded)),
         target(padded),
         slope(padded),
         u(padded),
@@ -73,33 +73,33 @@ class Workspace {
   Array<int32_t> best;
 };
 
-void pack_chunk(const Linear& linear, const Chunk& chunk, const Product& product, void* packed,
+void pack_chunk(const Linear& linear, const Chunk& chunk, const Gemm& gemm, void* packed,
                 int32_t threads) {
   constexpr int64_t kElementsPerThread = 1 << 17;
-  const int64_t panels = ceil_div(chunk.count, product.panel_tokens);
+  const int64_t panels = ceil_div(chunk.count, gemm.panel_tokens);
   const int64_t useful = chunk.count * linear.depth / kElementsPerThread;
   share(panels, std::min<int64_t>(threads, useful), [&](const auto& next) {
     for (int64_t panel; (panel = next()) < panels;) {
-      product.pack(linear, chunk, panel * product.panel_tokens, packed);
+      gemm.pack(linear, chunk, panel * gemm.panel_tokens, packed);
     }
   });
 }
 
 void fold_chunk(const Linear& linear, const Chunk& chunk, const LinearKernels& kernels,
-                const Product& product, const Workspace& workspace, bool extras,
+                const Gemm& gemm, const Workspace& workspace, bool extras,
                 int32_t threads) {
   const int64_t columns = linear.tile.columns;
-  const int64_t stretches = ceil_div(columns, kStretchRows);
-  share(stretches, threads, [&](const auto& next) {
+  const int64_t splits = ceil_div(columns, kSplitRows);
+  share(splits, threads, [&](const auto& next) {
     const Array<float> block(kBlockRows * chunk.padded);
-    const Array<char> scratch(product.scratch_bytes(linear));
-    for (int64_t stretch; (stretch = next()) < stretches;) {
-      const int64_t end = std::min((stretch + 1) * kStretchRows, columns);
-      for (int64_t row = stretch * kStretchRows; row < end; row += kBlockRows) {
+    const Array<char> scratch(gemm.scratch_bytes(linear));
+    for (int64_t split; (split = next()) < splits;) {
+      const int64_t end = std::min((split + 1) * kSplitRows, columns);
+      for (int64_t row = split * kSplitRows; row < end; row += kBlockRows) {
         const int64_t rows = std::min(kBlockRows, end - row);
-        product.block(linear, chunk, row, rows, scratch.get(), block.get());
+        gemm.block(linear, chunk, row, rows, scratch.get(), block.get());
         kernels.fold(linear, chunk, row, rows, block.get(), workspace.partials(),
-                     stretch * chunk.padded, extras, workspace.at_target());
+                     split * chunk.padded, extras, workspace.at_target());
       }
     }
   });
@@ -109,15 +109,15 @@ void fold_chunk(const Linear& linear, const Chunk& chunk, const LinearKernels& k
 
 void linear_stats(const Linear& linear, const Stats& out, const LinearKernels& kernels,
                   int32_t threads) {
-  const Product& product = *kernels.product(linear.dtype);
+  const Gemm& gemm = *kernels.gemm(linear.dtype);
   const int64_t tokens = linear.tile.rows, lanes = kernels.lanes;
-  const Workspace workspace(linear, product,
-                            std::min(product.chunk_tokens, ceil_div(tokens, lanes) * lanes));
-  for (int64_t begin = 0; begin < tokens; begin += product.chunk_tokens) {
-    const int64_t count = std::min(product.chunk_tokens, tokens - begin);
+  const Workspace workspace(linear, gemm,
+                            std::min(gemm.chunk_tokens, ceil_div(tokens, lanes) * lanes));
+  for (int64_t begin = 0; begin < tokens; begin += gemm.chunk_tokens) {
+    const int64_t count = std::min(gemm.chunk_tokens, tokens - begin);
     const Chunk chunk = workspace.chunk(linear, begin, count, ceil_div(count, lanes) * lanes);
-    pack_chunk(linear, chunk, product, workspace.packed.get(), threads);
-    fold_chunk(linear, chunk, kernels, product, workspace, out.is_top1 != nullptr, threads);
+    pack_chunk(linear, chunk, gemm, workspace.packed.get(), threads);
+    fold_chunk(linear, chunk, kernels, gemm, workspace, out.is_top1 != nullptr, threads);
     for (int64_t at = 0; at < chunk.padded; at += lanes) {
       kernels.merge(linear, chunk, at, workspace.partials(), workspace.at_target(), out);
     }

@@ -2,7 +2,7 @@
 // provides for it.
 //
 // Logits are formed transposed, tokens side by side in a vector: every sum over the vocabulary is
-// then a sum of vectors. A block of logits lives in the cache between product and fold:
+// then a sum of vectors. A block of logits lives in the cache between GEMM and fold:
 //
 //   block[group][row][lane]: vocabulary row `row`, token `group * lanes + lane`
 //
@@ -15,7 +15,7 @@
 namespace grpo {
 
 constexpr int64_t kBlockRows = 128;     // vocabulary rows of a block
-constexpr int64_t kStretchRows = 1024;  // whole blocks, whose sums one thread folds
+constexpr int64_t kSplitRows = 1024;  // whole blocks, whose sums one thread folds
 
 // A low-rank update of the logits: logits += inner^T @ outer^T. A vector of tokens that begins at
 // any whole group can be loaded.
@@ -28,7 +28,7 @@ struct Update {
 
 constexpr int64_t kRankStep = 8;  // vectors of `inner` that stay in registers
 
-// logits = hidden @ weight^T + update + bias. `cpu.py` mirrors this.
+// logits = hidden @ weight^T + update + bias. `grpo_kernels/backends/cpu/rows.py` mirrors this.
 struct Linear {
   const void* hidden;  // (tile.rows, depth)
   const void* weight;  // (tile.columns, depth)
@@ -37,7 +37,7 @@ struct Linear {
   int64_t hidden_stride;
   int64_t weight_stride;
   int32_t dtype;          // of hidden and weight
-  int32_t rounded;        // the product with its update, then plus bias, are rounded to `dtype`
+  int32_t rounded;        // the GEMM with its update, then plus bias, are rounded to `dtype`
   Update update;
   Tile tile;              // its rows are the tokens; its fp32 logits are written, unless null
 };
@@ -48,13 +48,13 @@ struct Chunk {
   int64_t first;
   int64_t count;
   int64_t padded;         // count in whole groups
-  const void* packed;     // hidden, as the product wants it
+  const void* packed;     // hidden, in the layout of the GEMM
   const int32_t* target;  // -1: none
   const float* slope;     // Scores::slope
 };
 
 // One way to form logits.
-struct Product {
+struct Gemm {
   int64_t chunk_tokens;  // whole panels; they stay in L2 while the vocabulary streams past
   int64_t panel_tokens;  // whole groups, which are packed together
   // Bytes of `padded` packed tokens, and of what a thread needs in `block`.
@@ -68,7 +68,7 @@ struct Product {
                 float* block);
 };
 
-// Sums of each token of a chunk over each stretch: (stretches, padded tokens). Sums in
+// Sums of each token of a chunk over each split: (splits, padded tokens). Sums in
 // row_kernels.inc says what they are; `best` is the first block that holds `top`.
 struct Partials {
   double* e;
@@ -87,7 +87,7 @@ struct AtTarget {
 
 struct LinearKernels {
   int64_t lanes;
-  const Product* (*product)(int32_t dtype);
+  const Gemm* (*gemm)(int32_t dtype);
   // Folds a block into the sums that begin at `sums`, or starts them with it; uses the block up.
   void (*fold)(const Linear&, const Chunk&, int64_t row, int64_t rows, float* block,
                const Partials&, int64_t sums, bool extras, const AtTarget&);
@@ -99,8 +99,8 @@ struct LinearKernels {
 void linear_stats(const Linear&, const Stats&, const LinearKernels&, int32_t threads);
 
 #if defined(__x86_64__)
-// Products of bf16 in the matrix registers, in groups of sixteen tokens.
-extern const Product kAmxProduct;
+// GEMMs of bf16 in the matrix registers, in groups of sixteen tokens.
+extern const Gemm kAmxGemm;
 // Whether this machine has them, the compiler knew them and the system lets this process use them.
 bool amx_granted();
 #endif

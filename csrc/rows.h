@@ -2,7 +2,7 @@
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
 // fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
-// `grpo_kernels/logprob/cpu.py` mirrors these structs: change both, and kAbiVersion.
+// `grpo_kernels/backends/cpu/rows.py` mirrors these structs: change both, and kAbiVersion.
 #pragma once
 
 #include <cstdint>
@@ -58,17 +58,17 @@ struct Gradient {
 
 // z = slope * u, where u is the logit, or tanh(inner * logit) with a softcap.
 struct Scores {
-  bool capped;
+  bool softcapped;
   float inner;
   float slope;
   float dlogit;  // dz / dlogit, without the tanh's derivative
 
   Scores(const Tile& tile, int64_t row) {
     const double t = tile.row_temperature ? tile.row_temperature[row] : tile.temperature;
-    capped = tile.softcap != 0;
-    inner = capped ? float(tile.logit_scale / tile.softcap) : 1.0f;
+    softcapped = tile.softcap != 0;
+    inner = softcapped ? float(tile.logit_scale / tile.softcap) : 1.0f;
     dlogit = float(tile.logit_scale / t);
-    slope = capped ? float(tile.softcap / t) : dlogit;
+    slope = softcapped ? float(tile.softcap / t) : dlogit;
   }
 };
 
@@ -89,7 +89,7 @@ extern const RowKernels kBaseline;
 #if defined(__x86_64__)
 extern const RowKernels kAvx2;
 extern const RowKernels kAvx512;
-extern const RowKernels kAmx;  // kAvx512, but for products of bf16
+extern const RowKernels kAmx;  // kAvx512, but for GEMMs of bf16
 #endif
 
 }  // namespace grpo

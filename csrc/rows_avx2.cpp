@@ -20,7 +20,7 @@ namespace grpo::avx2 {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
-#include "product_fp32.inc"
+#include "gemm_fp32.inc"
 #include "fold.inc"
 }  // namespace grpo::avx2
 

@@ -21,7 +21,7 @@ namespace grpo::avx512 {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
-#include "product_fp32.inc"
+#include "gemm_fp32.inc"
 #include "fold.inc"
 }  // namespace grpo::avx512
 
@@ -33,10 +33,10 @@ namespace grpo {
 const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, &avx512::kLinear};
 
 namespace {
-const Product* amx_product(int32_t dtype) {
-  return dtype == kBFloat16 ? &kAmxProduct : avx512::product(dtype);
+const Gemm* amx_gemm(int32_t dtype) {
+  return dtype == kBFloat16 ? &kAmxGemm : avx512::gemm(dtype);
 }
-constexpr LinearKernels kAmxLinear = {avx512::kLanes, amx_product, avx512::fold, avx512::merge};
+constexpr LinearKernels kAmxLinear = {avx512::kLanes, amx_gemm, avx512::fold, avx512::merge};
 }  // namespace
 
 const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kAmxLinear};

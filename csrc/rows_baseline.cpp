@@ -12,7 +12,7 @@ namespace grpo::baseline {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
-#include "product_fp32.inc"
+#include "gemm_fp32.inc"
 #include "fold.inc"
 }  // namespace grpo::baseline
 
