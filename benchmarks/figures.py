@@ -141,7 +141,7 @@ BANDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of some values: of their sizes."""
+    """The median and the largest size of some values."""
 
     median: float
     maximum: float

@@ -51,7 +51,7 @@ print(", ".join([torch.cuda.get_device_name(), f"{memory:.0f} GiB", *versions,
 
 @dataclass(kw_only=True)
 class Step:
-    """What has become of one."""
+    """A step and its outcome."""
 
     name: str
     state: str  # "ok" | "failed" | "timeout"

@@ -91,7 +91,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a head gets, and what it makes of it."""
+    """The inputs of a head, and its outputs."""
 
     hidden: Tensor  # (B, L, D)
     weight: Tensor  # (V, D)

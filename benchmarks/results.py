@@ -81,7 +81,7 @@ class Memory:
 
 @dataclass
 class Row(Line):
-    """Of a case: time, memory, errors."""
+    """The measurement of a case: time, memory, errors."""
 
     seconds: list[float] = field(default_factory=list)  # a sample for each round
     memory: Memory | None = None
@@ -93,7 +93,7 @@ class Row(Line):
 
 @dataclass
 class AccuracyRow(Line):
-    """Of an accuracy table: the provider's value less the exact one, token by token.
+    """A row of an accuracy table: the provider's value less the exact one, token by token.
 
     Without a gradient log-probabilities and entropies, of a loss the rest.
     """
@@ -105,7 +105,7 @@ class AccuracyRow(Line):
 
 @dataclass
 class SavingsRow(Line):
-    """Of a savings table, where ``provider`` names a variant of ours."""
+    """A row of a savings table, where ``provider`` names a variant of ours."""
 
     base: str | None = None  # the variant whose time it is measured by
     seconds: list[float] = field(default_factory=list)
@@ -236,7 +236,7 @@ class RolloutsEntry(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """What the test suite gave on the machine."""
+    """The outcome of the test suite on the machine."""
 
     passed: int
     failed: int
@@ -258,7 +258,7 @@ class Run:
 
 
 class Device:
-    """What counts of a device's runs: of everything the newest."""
+    """The results of a device that count: of every case the newest."""
 
     def __init__(self, slug: str, runs: Iterable[Run]) -> None:
         self.slug, self.runs = slug, sorted(runs, key=lambda run: run.environment.date)

@@ -88,19 +88,19 @@ def linear_logprobs(
         hidden: (..., D) last hidden states; fp32, bf16, fp16 or fp64.
         weight: (V, D) LM-head weight of the same dtype (under autocast any), or a :class:`Head`,
             which has all that makes logits.
-        target: (...) int64 ids in [0, V); -100 marks a row that costs nothing and gives 0.
+        target: (...) int64 ids in [0, V); -100 marks a row that is skipped and gives 0.
         bias: (V,) or None.
         lora: an adapter of the head, or None. Its update is added to the logits in fp32; no (V, D)
             tensor is made of it.
         temperature: a float > 0, or one value per row, shaped as ``target``; no gradient.
         logit_scale: a factor on the logits (Cohere, Granite).
-        softcap: bound of the logits (Gemma), or None.
+        softcap: tanh bound on the logits (Gemma), or None.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
             masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
             from a tile of logits, also where a backend otherwise forms none.
         precision: ``"fp32"`` keeps the accumulators of the GEMM unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
-            a GPU's tf32 units. torch's own precision switches have no say in it.
+            a GPU's tf32 units. torch's own precision switches have no effect.
         backend: a name of :func:`available_backends`, or ``"auto"``.
         max_workspace_bytes: bound on the logits tile; None: the backend's default.
         sampling_mask: the ids that sampling left for each row of ``target.reshape(-1)``, for
@@ -152,7 +152,7 @@ def linear_logprobs(
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobsPlan:
-    """What ``linear_logprobs`` will run. Print it for what and why."""
+    """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why."""
 
     route: Route
     head: Head

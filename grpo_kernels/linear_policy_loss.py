@@ -38,8 +38,8 @@ def linear_policy_loss(
     Args:
         hidden: (B, L, D) or (T, D) last hidden states, laid out as ``batch`` was built; row t is
             the state that predicts ``target[t]``.
-        weight: (V, D) LM-head weight, or a :class:`Head`, which has all that makes logits; no work
-            is spent on the weight's gradient when it is frozen.
+        weight: (V, D) LM-head weight, or a :class:`Head`, which holds all that makes logits; no
+            work is spent on the weight's gradient when it is frozen.
         batch: the tokens that carry the loss. Other rows of ``hidden`` enter no GEMM.
         config: the loss; ``config.temperature`` divides the logits.
         bias: (V,) or None.
@@ -63,7 +63,7 @@ def linear_policy_loss(
             gradients are the same.
         main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
             ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
-            to it, and autograd gets none, so nothing that waits for it (a hook, DDP) hears of it.
+            to it, and autograd gets none, so hooks and DDP do not see it.
             In two_pass no further (V, D) tensor exists; in one_pass an fp32 one, from the forward
             to the backward.
         gradient_scale: with ``main_grad``, the number that the loss will be multiplied with

@@ -100,7 +100,7 @@ def make_config(loss_type: str, **settings: Any) -> LossConfig:
 
 @dataclass(frozen=True)
 class LossRun(Mapping[str, Tensor]):
-    """What a forward and a backward of a loss gave; as a mapping, all of it by name."""
+    """The results of a loss's forward and backward; as a mapping, all of them by name."""
 
     loss: Tensor  # (), detached
     gradients: dict[str, Tensor]  # of the leaves that got one: "dhidden", "dweight", ...

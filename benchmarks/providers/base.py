@@ -15,7 +15,7 @@ from grpo_kernels.tools import installed_version
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """What is run, and what it lacks. Each reason is None where there is none."""
+    """A function to run, and what it lacks. Each reason is None where there is none."""
 
     name: str
     note: str  # what exactly is run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one optimisation step took."""
+    """The cost of one optimisation step."""
 
     generate: float  # seconds: rollout and scoring
     train: float  # seconds: the rest, that is forward, backward, optimiser and logging

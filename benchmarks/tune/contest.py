@@ -31,7 +31,7 @@ class Candidate:
 
 @dataclass(kw_only=True)
 class Trial:
-    """What was measured of a candidate."""
+    """The measurements of a candidate."""
 
     value: tuple[int, ...]
     failure: str | None = None

@@ -92,7 +92,7 @@ class Wanted(NamedTuple):
 
     @property
     def ranked(self) -> bool:
-        """Whether something is asked of the order of a row's scores."""
+        """Whether the order of a row's scores is needed."""
         return self.rank or self.top_k > 0
 
 
@@ -154,7 +154,7 @@ class RowKernels(Protocol):
 
 
 class FusedStage(ABC):
-    """What happens between statistics and gradient, where it runs inside the row kernel."""
+    """The loss between statistics and gradient, where it runs inside the row kernel."""
 
     @abstractmethod
     def gradient_(self, rows: slice, tile: Tile, out_dtype: torch.dtype) -> tuple[RowStats, Tensor]:

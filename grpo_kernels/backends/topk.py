@@ -1,4 +1,4 @@
-"""Where tokens stand among the scores of their row, read from a tile of logits.
+"""Ranks and top-k of tokens among the scores of their row, read from a tile of logits.
 
 One total order serves all: the larger score first, and of equal ones the smaller index. Equal
 scores are no rarity: logits rounded to 16 bits collide, and a softcap's tanh saturates. It runs as

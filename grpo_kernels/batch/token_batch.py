@@ -24,7 +24,7 @@ from grpo_kernels.batch.segments import Segments
 
 
 class OptionalFields(TypedDict, total=False):
-    """What a batch may have besides targets, advantages and a mask."""
+    """The optional fields of a batch, besides targets, advantages and a mask."""
 
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
@@ -100,9 +100,9 @@ class TokenBatch:
                 ``active_lengths``: those of them whose advantage is not 0. On a GPU a batch waits
                 once for the device to learn these; given, a whole step waits for nothing. Values
                 are then checked on the device, later (a failure there ends the CUDA context), and
-                how the tokens are shared out among the sequences is taken on trust. Without
-                ``active_lengths`` rows of zero advantage are computed like others. On a CPU all
-                is checked.
+                how the tokens are distributed over the sequences is not checked. Without
+                ``active_lengths`` rows of zero advantage are computed like others. On a CPU
+                everything is checked.
 
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.

@@ -115,7 +115,7 @@ def fp16_scale(outer: StatsGradients) -> Tensor | None:
 
 
 class GradientSums:
-    """What the loop over chunks of rows adds up."""
+    """The sums over chunks of rows."""
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int) -> None:
         self._sums = _uninitialised(rows.hidden, rows.head, needs, num_chunks)

@@ -12,7 +12,7 @@ METRIC_ROWS = ("all", "active")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a caller may say of how a call runs; ``linear_policy_loss`` describes each.
+    """The caller's options for how a call runs; ``linear_policy_loss`` describes each.
 
     Raises:
         ValueError: a name is unknown, or the workspace is no number of bytes.

@@ -34,14 +34,14 @@ _ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """How rows and vocabulary are cut."""
+    """The ranges of rows and slices of the vocabulary."""
 
     rows: list[slice]
     columns: list[slice]
 
     @property
     def elements(self) -> int:
-        """Of the largest tile."""
+        """The size of the largest tile."""
         return _longest(self.rows) * _longest(self.columns)
 
 

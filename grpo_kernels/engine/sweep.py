@@ -1,4 +1,4 @@
-"""The one loop of the heavy part: chunks of rows through logits, statistics and gradients.
+"""The one loop over the head: chunks of rows through logits, statistics and gradients.
 
 Every schedule is this loop. Without a stage it is the forward; with one, each chunk's logits are
 turned into gradients while they are there, so forward and backward share one GEMM.

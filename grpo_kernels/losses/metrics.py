@@ -139,7 +139,7 @@ def _count(values: Tensor) -> Tensor:
 
 
 class _Sequences(NamedTuple):
-    """What indicators are reduced over."""
+    """The sequences that indicators are reduced over."""
 
     segments: Segments
     occupied: Tensor  # (B,) bool

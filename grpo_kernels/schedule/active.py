@@ -21,7 +21,7 @@ class ActiveRows:
 
     @property
     def waiting(self) -> int:
-        """How many the others are."""
+        """The number of the other rows."""
         return 0 if self.rest is None else self.rest.numel()
 
     def take(self, values: Tensor) -> Tensor:

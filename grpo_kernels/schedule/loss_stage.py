@@ -243,7 +243,7 @@ def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
 
 
 class _NoSegments(Segments):
-    """Of a loss of token scope, which reduces nothing over sequences."""
+    """The segments of a loss of token scope, which reduces nothing over sequences."""
 
     def __init__(self) -> None: ...
 

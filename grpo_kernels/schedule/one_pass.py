@@ -86,7 +86,7 @@ def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Swept(NamedTuple):
-    """What one pass over the rows with a gradient leaves."""
+    """The results of one pass over the rows with a gradient."""
 
     loss: Tensor
     stats: RowStats
@@ -95,7 +95,7 @@ class _Swept(NamedTuple):
 
     @property
     def logp(self) -> Tensor:
-        """That of the policy: renormalised where the batch has a sampling mask."""
+        """The policy's log-probabilities: renormalised where the batch has a sampling mask."""
         stats = self.stats
         return stats.logp if stats.masked_logp is None else stats.masked_logp
 

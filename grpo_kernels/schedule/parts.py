@@ -1,4 +1,4 @@
-"""What a schedule leaves: the loss, and what its metrics are made of when they are read."""
+"""The results of a schedule: the loss, and the tensors that its metrics are computed from."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 class BadArgumentError(ValueError):
-    """What the user of a command can put right; the message names the argument."""
+    """An error that the user of a command can fix; the message names the argument."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How aten operations on (T,) vectors are written in Triton."""
+"""Triton expressions for aten operations on (T,) vectors."""
 
 from __future__ import annotations
 
