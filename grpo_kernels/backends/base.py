@@ -84,7 +84,7 @@ class StatsGradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which statistics are asked for beside those of every call."""
+    """The statistics requested beside those of every call."""
 
     extras: bool = False  # is_top1, sum_sq_probs, max_logit and min_logit
     rank: bool = False  # of the target

@@ -1,7 +1,7 @@
 """Ranks and top-k of tokens among the scores of their row, read from a tile of logits.
 
 One total order serves all: the larger score first, and of equal ones the smaller index. Equal
-scores are no rarity: logits rounded to 16 bits collide, and a softcap's tanh saturates. It runs as
+scores are common: logits rounded to 16 bits collide, and a softcap's tanh saturates. It runs as
 torch ops on a block of rows at a time, the same on every device and beside every backend's row
 kernels: a few passes over the tile, only for those who ask.
 """

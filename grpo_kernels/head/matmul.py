@@ -1,4 +1,4 @@
-"""GEMMs of a head, as exact as asked for, whatever torch's global switches say.
+"""GEMMs of a head, as exact as requested, whatever torch's global switches say.
 
 ``torch.set_float32_matmul_precision`` and its kin let a library multiply fp32 matrices in tf32 or
 bf16, and 16-bit ones with 16-bit partial sums. They belong to the user's model; the head's GEMMs

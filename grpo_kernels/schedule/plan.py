@@ -199,7 +199,7 @@ def make_plan(
     """Choose backend, schedule and chunks for the rows of ``active``.
 
     Raises:
-        ValueError: what is asked for cannot run.
+        ValueError: the requested call cannot run.
     """
     if options.metric_rows == "active" and config.scope() == "batch":
         raise ValueError(
