@@ -58,7 +58,7 @@ def main_grad_of(
     buffer: Tensor | None,
     gradient_scale: float | None,
     weight: Tensor,
-    hidden: Tensor,
+    dtype: torch.dtype,  # of the hidden states
 ) -> MainGradBuffer | None:
     """Check the caller's arguments.
 
@@ -69,7 +69,7 @@ def main_grad_of(
         if gradient_scale is not None:
             raise ValueError("gradient_scale: expected None without main_grad")
         return None
-    _check_buffer(buffer, weight, hidden)
+    _check_buffer(buffer, weight, stats_dtype(dtype))
     if gradient_scale is not None:
         number = isinstance(gradient_scale, int | float) and not isinstance(gradient_scale, bool)
         if not number or not math.isfinite(gradient_scale):
@@ -78,7 +78,7 @@ def main_grad_of(
     return MainGradBuffer(buffer=buffer, gradient_scale=gradient_scale)
 
 
-def _check_buffer(buffer: Tensor, weight: Tensor, hidden: Tensor) -> None:
+def _check_buffer(buffer: Tensor, weight: Tensor, wide: torch.dtype) -> None:
     if not isinstance(buffer, Tensor):
         raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
     if not weight.requires_grad:
@@ -89,7 +89,6 @@ def _check_buffer(buffer: Tensor, weight: Tensor, hidden: Tensor) -> None:
             f"main_grad: expected a contiguous tensor of shape {tuple(weight.shape)} (of "
             f"weight), got a {kind}one of {tuple(buffer.shape)}"
         )
-    wide = stats_dtype(hidden.dtype)
     if buffer.dtype != wide:
         raise ValueError(f"main_grad: expected dtype {wide}, got {buffer.dtype}")
     if buffer.device != weight.device:

@@ -41,7 +41,7 @@ def planned(
     check_loss_inputs(batch, config)
     hidden, head = checked_head(hidden, head, options.precision)
     _check_layout(hidden, head, batch)
-    into = main_grad_of(main_grad, gradient_scale, head.weight, hidden)
+    into = main_grad_of(main_grad, gradient_scale, head.weight, hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         rows = rows.index_select(0, batch.rows)
@@ -67,7 +67,8 @@ def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
     def run(plan: Plan) -> LossParts:
         one = plan.schedule == "one_pass" and plan.needs.any
         parts = (one_pass if one else two_pass)(rows, plan)
-        if plan.options.metric_rows == "active":
+        complete = parts.logp.numel() == plan.batch.num_tokens
+        if complete or plan.options.metric_rows == "active":
             return parts
         logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
         return parts._replace(logp=logp, entropy=entropy)
