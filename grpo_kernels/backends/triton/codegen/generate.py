@@ -27,7 +27,7 @@ _TEMPLATE = """\
 import triton
 import triton.language as tl
 
-from grpo_kernels import triton_math as tm
+from grpo_kernels.backends.triton import math as tm
 
 
 @triton.jit
