@@ -156,7 +156,6 @@ class LogprobsPlan:
 
     route: Route
     head: Head
-    sample: Tensor  # (0, D), of the dtype and device of the hidden states
     tiled: bool  # something is asked for that is read from a tile of logits
 
     @property
@@ -175,13 +174,13 @@ class LogprobsPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
-        return fingerprint(self.route, self.sample, self.head)
+        return fingerprint(self.route, self.head)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why it is so, a sentence each."""
-        device, dtype = self.sample.device, self.sample.dtype
-        reasons = why_backend(self.route.backend, self.route.options.backend, device, dtype)
+        route, device = self.route, self.head.weight.device
+        reasons = why_backend(route.backend, route.options.backend, device, route.dtype)
         if self.tiled:
             reasons.append("a tile of logits: some of what is asked for is read from it")
         return tuple(reasons)
@@ -227,9 +226,8 @@ def explain_logprobs(
     chosen, tiled = RunOptions(**options), sampling_mask or ranked
     head = head_of(weight, bias, lora, logit_scale, softcap, 1.0)
     hidden, head = checked_head(hidden, head, chosen.precision)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    route = choose_route(rows, head, chosen, tiled)
-    return LogprobsPlan(route=route, head=head, sample=rows.detach()[:0], tiled=tiled)
+    route = choose_route(hidden.dtype, head, chosen, tiled)
+    return LogprobsPlan(route=route, head=head, tiled=tiled)
 
 
 def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:

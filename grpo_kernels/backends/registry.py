@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor
 
 from grpo_kernels.backends import cpu
 from grpo_kernels.backends.base import LinearStats, RowKernels
@@ -52,11 +51,11 @@ class Backend:
         """Its row kernels."""
         raise NotImplementedError(self.name)
 
-    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+    def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         """Return the forward without logits in memory; None where it does not exist for these."""
         return None
 
-    def numerics(self, hidden: Tensor, head: Head, precision: str, tiled: bool) -> list[str]:
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         """Name what its kernels are configured by, for the fingerprint."""
         return []
 
@@ -87,10 +86,10 @@ class _Native(Backend):
     def kernels(self) -> RowKernels:
         return cpu.NATIVE_HEAD_ROWS
 
-    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+    def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         return cpu.NATIVE_LINEAR
 
-    def numerics(self, hidden: Tensor, head: Head, precision: str, tiled: bool) -> list[str]:
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         return [cpu.isa()]
 
 
@@ -127,23 +126,23 @@ class _Triton(Backend):
 
         return triton.TRITON_ROWS
 
-    def linear_stats(self, hidden: Tensor, head: Head, precision: str) -> LinearStats | None:
+    def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         if head.lora is not None:  # its update is added to a tile
             return None
-        if not LinearCase.of(hidden, head, precision).pays:
+        if not LinearCase.of(dtype, head, precision).pays:
             return None
         from grpo_kernels.backends import triton
 
         return triton.linear_stats
 
-    def numerics(self, hidden: Tensor, head: Head, precision: str, tiled: bool) -> list[str]:
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         import triton  # by its module: the distribution has other names on other platforms
 
         version = f"triton={triton.__version__}"
         if not tiled:
-            return [version, str(linear_config(hidden, head, precision))]
-        dtype = logits_dtype(hidden.dtype, precision)
-        return [version, str(row_config("stats", dtype, head.weight.shape[0], hidden.device))]
+            return [version, str(linear_config(dtype, head, precision))]
+        columns, device = head.weight.shape[0], head.weight.device
+        return [version, str(row_config("stats", logits_dtype(dtype, precision), columns, device))]
 
 
 # in order of preference

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import Tensor
 
 from grpo_kernels.backends import device_numerics
 from grpo_kernels.engine.route import Route
@@ -18,18 +17,19 @@ from grpo_kernels.head import Head
 from grpo_kernels.version import VERSION
 
 
-def fingerprint(route: Route, hidden: Tensor, head: Head, schedule: str | None = None) -> str:
-    """Return the line for ``hidden`` (T, D) before ``head``; it ends in a hash of the rest."""
-    backend, tiled = route.backend, route.linear_stats is None
+def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
+    """Return the line for the route of a head; it ends in a hash of the rest."""
+    backend, dtype, device = route.backend, route.dtype, head.weight.device
+    tiled = route.linear_stats is None
     parts = [
         f"grpo-kernels {VERSION}",
-        " ".join([backend.name, *backend.numerics(hidden, head, route.precision, tiled)]),
+        " ".join([backend.name, *backend.numerics(dtype, head, route.precision, tiled)]),
         route.forward,
         *([f"LoRA of rank {head.lora.rank}"] if head.lora is not None else []),
-        f"{str(hidden.dtype).removeprefix('torch.')} precision={route.precision}",
+        f"{str(dtype).removeprefix('torch.')} precision={route.precision}",
         *([schedule] if schedule is not None else []),
         *(["batch_invariant"] if route.options.batch_invariant else []),
-        " ".join([*_device(hidden.device, route, head), *_libraries(hidden.device)]),
+        " ".join([*_device(device, route, head), *_libraries(device)]),
     ]
     line = " | ".join(parts)
     return f"{line} | {hashlib.sha256(line.encode()).hexdigest()[:8]}"

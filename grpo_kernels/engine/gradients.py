@@ -175,14 +175,18 @@ class GradientSums:
     ) -> None:
         """Set the chunk's rows of ``dhidden``; rows that were dropped have no gradient."""
         clear_row_ends(dlogits)
-        place, weight = dhidden[where], chunk.head.weight  # a copy where rows were dropped
+        weight = chunk.head.weight
+        if isinstance(where, slice):
+            place = dhidden[where]
+        else:
+            place = dhidden.new_empty(chunk.hidden.shape)
         if place.dtype == dlogits.dtype:
             torch.mm(dlogits, weight, out=place)
         else:
             accumulate(place, dlogits, weight, first=True)
-        if chunk.index is not None:
-            dhidden[part] = 0
-            dhidden[where] = place
+        if not isinstance(where, slice):
+            dhidden[part].zero_()
+            dhidden.index_copy_(0, where, place)
 
 
 def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) -> Gradients:

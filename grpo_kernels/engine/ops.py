@@ -42,7 +42,7 @@ def head_stats(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Ro
     if forced is None or forced.has_tiles:
         check_plain(**dict(zip(_DIFFERENTIABLE, (rows.hidden, *rows.head.tensors), strict=True)))
         return RowStats(*linear_logprobs_forward(*_flat(rows, options), *wanted))
-    choose_route(rows.hidden, rows.head, options)  # for its checks
+    choose_route(rows.hidden.dtype, rows.head, options)  # for its checks
     valid = rows.valid()
     stats = reference_logprobs(
         valid.hidden, valid.head, valid.target, options.precision, valid.sampling_mask, wanted
@@ -151,7 +151,7 @@ def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
 
 def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:  # noqa: B008
     tiled = wanted.ranked or rows.sampling_mask is not None
-    return choose_route(rows.hidden, rows.head, options, tiled)
+    return choose_route(rows.hidden.dtype, rows.head, options, tiled)
 
 
 @torch.library.custom_op(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from grpo_kernels.backends import (
     Backend,
@@ -32,7 +31,7 @@ class Route:
 
     backend: Backend
     options: RunOptions
-    logits: torch.dtype  # of the tile
+    dtype: torch.dtype  # of the hidden states
     columns: int  # V
     tile_rows: int
     linear_stats: LinearStats | None  # the forward without a tile of logits, where there is one
@@ -40,6 +39,11 @@ class Route:
     @property
     def precision(self) -> str:
         return self.options.precision
+
+    @property
+    def logits(self) -> torch.dtype:
+        """The dtype of the tile."""
+        return logits_dtype(self.dtype, self.precision)
 
     @property
     def fixed_rows(self) -> int | None:
@@ -61,12 +65,13 @@ class Route:
         """What to set for this tile."""
         return f"max_workspace_bytes={self.tile_rows * self.columns * self.logits.itemsize}"
 
-    def keeps_bits_in_one_pass(self, hidden: Tensor) -> bool:
+    @property
+    def keeps_bits_in_one_pass(self) -> bool:
         """Return whether a tile made for its gradient has the forward's statistics to the bit."""
         if self.linear_stats is None:
             return True  # both are that tile
         kernels = self.backend.kernels
-        return isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, self.logits)
+        return isinstance(kernels, FormsLogits) and kernels.forms(self.dtype, self.logits)
 
     def tiled(self) -> Route:
         """Return the same route for a backward, which always has a tile, of any height."""
@@ -82,28 +87,29 @@ class Route:
 
 
 def choose_route(
-    hidden: Tensor,  # (T, D)
+    dtype: torch.dtype,  # of the hidden states
     head: Head,
     options: RunOptions,
     tiled: bool = False,  # something is asked for that is read from a tile of logits
 ) -> Route:
-    """Choose the route of a head's arguments.
+    """Choose the route of hidden states before a head.
 
     Raises:
         ValueError: the backend cannot run, or not as asked for; the workspace is too small.
     """
-    backend = choose_backend(options.backend, hidden.device, hidden.dtype)
+    device = head.weight.device
+    backend = choose_backend(options.backend, device, dtype)
     columns, workspace = head.weight.shape[0], options.max_workspace_bytes
-    rows = chunk_rows(columns, hidden.dtype, options.precision, hidden.device, workspace)
+    rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:
-        rows = _fixed_rows(backend, hidden.device, rows, workspace)
+        rows = _fixed_rows(backend, device, rows, workspace)
     linear_stats = None
     if backend.has_tiles and not tiled:
-        linear_stats = backend.linear_stats(hidden, head, options.precision)
+        linear_stats = backend.linear_stats(dtype, head, options.precision)
     return Route(
         backend=backend,
         options=options,
-        logits=logits_dtype(hidden.dtype, options.precision),
+        dtype=dtype,
         columns=columns,
         tile_rows=rows,
         linear_stats=linear_stats,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,25 +66,26 @@ class Rows:
     def narrow(self, part: slice) -> Rows:
         """Return a range of rows as if they were all."""
         if part == slice(0, self.count):
-            return replace(self, index=None, total=0)
-        return replace(self._at(part), index=None, total=0)
+            return self if self.index is None else replace(self, index=None, total=0)
+        return self._at(part)
 
     def at(self, order: Tensor) -> Rows:
         """Return the rows ``order``, int64."""
-        return replace(self._at(order), index=order, total=self.count)
+        return self._at(order, index=order, total=self.count)
 
     def _where(self, mask: Tensor, count: int) -> Rows:
         if count == self.count:
             return self
         return self.at(torch.argsort(~mask, stable=True)[:count])
 
-    def _at(self, index: slice | Tensor) -> Rows:
+    def _at(self, rows: slice | Tensor, **which: Any) -> Rows:
         mask = self.sampling_mask
         return Rows(
-            hidden=self.hidden[index],
-            head=self.head.rows(index),
-            target=self.target[index],
-            sampling_mask=mask.take(index) if mask is not None else None,
+            hidden=self.hidden[rows],
+            head=self.head.rows(rows),
+            target=self.target[rows],
+            sampling_mask=mask.take(rows) if mask is not None else None,
+            **which,
         )
 
     def take(self, values: Tensor | None) -> Tensor | None:

@@ -117,7 +117,7 @@ class Head:
 
     def rows(self, index: slice | Tensor) -> Head:
         """Return the same head for a subset of rows."""
-        return replace(self, transform=self.transform.rows(index))
+        return Head(self.weight, self.bias, self.transform.rows(index), self.lora)
 
     def columns(self, index: slice) -> Head:
         """Return the same head for a range of the vocabulary."""
@@ -131,4 +131,4 @@ class Head:
     def to(self, dtype: torch.dtype) -> Head:
         """Return the same head, ready for GEMMs with hidden states of ``dtype``."""
         lora = self.lora.wide(dtype) if self.lora is not None else None
-        return replace(self, weight=self.weight.to(dtype), lora=lora)
+        return Head(self.weight.to(dtype), self.bias, self.transform, lora)

@@ -49,8 +49,10 @@ class _OnePass(torch.autograd.Function):
             found = with_less_memory(run, plan, spoils=plan.spoils_main_grad)
         if found.main_grad is not None:
             plan.main_grad.settle(found.main_grad, dloss)
+        if not (host.reading_is_free(dloss) and dloss.item() == 1):  # no sync, and a pass saved
+            found.gradients.times_(dloss)
         dhidden, *rest = (
-            _scaled_(gradient, dloss, x.dtype) if gradient is not None else None
+            gradient.to(x.dtype) if gradient is not None else None
             for gradient, x in zip(found.gradients, inputs, strict=True)
         )
         index = plan.active.index
@@ -76,13 +78,6 @@ def _head(head: Head, inputs: tuple[Tensor | None, ...]) -> Head:
     if lora is not None and lora_a is not None and lora_b is not None:
         lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora.scaling)
     return Head(weight, bias, head.transform, lora)
-
-
-def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``gradient * scale`` in ``dtype``; ``gradient`` is used up."""
-    # no sync, and a pass saved
-    unit = host.reading_is_free(scale) and scale.item() == 1
-    return (gradient if unit else gradient.mul_(scale)).to(dtype)
 
 
 class _Swept(NamedTuple):

@@ -49,7 +49,6 @@ class Plan:
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
     stage: type[LossStage]  # how the loss runs between statistics and gradients
     why_two_passes: str | None  # why one_pass cannot run
-    sample: Tensor  # (0, D), of the dtype and device of the hidden states
     is_smaller: bool = False  # memory did not last for another one
 
     def rows(self, hidden: Tensor, index: Tensor | None = None) -> Rows:
@@ -98,17 +97,17 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs from another run's, so may the bits."""
-        return fingerprint(self.route, self.sample, self.head, self.schedule)
+        return fingerprint(self.route, self.head, self.schedule)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why it is so, a sentence each."""
-        device, dtype = self.sample.device, self.sample.dtype
-        reasons = why_backend(self.route.backend, self.options.backend, device, dtype)
+        route, device = self.route, self.head.weight.device
+        reasons = why_backend(route.backend, self.options.backend, device, route.dtype)
         reasons.append(f"{self.schedule}: {self._why_schedule()}")
         if self.schedule == "one_pass":
             reasons.append(f"loss: {self._why_stage()}")
-        if self.route.backend.has_tiles:
+        if route.backend.has_tiles:
             reasons += self._rows_left_out()
         return tuple(reasons)
 
@@ -137,7 +136,7 @@ class Plan:
         return None
 
     def _again(self, options: RunOptions) -> Plan | None:
-        case = (self.sample, self.head, self.batch, self.config, options, self.active)
+        case = (self.route.dtype, self.head, self.batch, self.config, options, self.active)
         try:
             plan = make_plan(*case, self.needs, self.main_grad)
         except ValueError:  # forced to one_pass, and no sequence fits any more
@@ -167,7 +166,7 @@ class Plan:
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
         if hasattr(self.stage, "gradient_"):
             found = "multiplied as zeros, since the loss runs inside the row kernel"
-        elif host.reading_is_free(self.sample):
+        elif host.reading_is_free(self.head.weight):
             found = "left out of the GEMMs of their gradients"
         else:
             found = "zeros in the GEMMs: the host would have to wait for the device"
@@ -187,7 +186,7 @@ class Plan:
 
 
 def make_plan(
-    hidden: Tensor,  # (T, D), or a part of it
+    dtype: torch.dtype,  # of the hidden states
     head: Head,
     batch: TokenBatch,
     config: LossConfig,
@@ -206,16 +205,16 @@ def make_plan(
             "metric_rows: expected 'all' for a loss whose gate needs the entropy of every token, "
             "got 'active'"
         )
-    route = choose_route(hidden, head, options, tiled=batch.sampling_mask is not None)
+    route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
     if main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
-    chunks, why_two = _chunks(hidden, active.batch, config, route)
+    chunks, why_two = _chunks(active.batch, config, route)
     schedule = options.schedule
     if schedule == "one_pass" and why_two is not None:
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
     if schedule == "auto":
         size = (active.batch.num_tokens, len(chunks))
-        costly = needs.weight and adding_costs_more(hidden.device.type, hidden.dtype, *size)
+        costly = needs.weight and adding_costs_more(head.weight.device.type, dtype, *size)
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
     return Plan(
         head=head,
@@ -228,9 +227,8 @@ def make_plan(
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        stage=choose_stage(route.backend, active.batch, config, hidden.dtype),
+        stage=choose_stage(route.backend, active.batch, config, dtype),
         why_two_passes=why_two,
-        sample=hidden.new_empty(0, hidden.shape[1]),
     )
 
 
@@ -241,14 +239,12 @@ def adding_costs_more(device: str, dtype: torch.dtype, tokens: int, num_chunks: 
     return tokens / (num_chunks - 1) < _FEWEST_CHUNK_ROWS.get(device, 0)
 
 
-def _chunks(
-    hidden: Tensor, batch: TokenBatch, config: LossConfig, route: Route
-) -> tuple[list[slice], str | None]:
+def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:
     """Return the chunks of one_pass, or why it cannot run."""
     scope = config.scope(batch.rollout_logprobs is not None)
     if not route.backend.has_tiles:
         return [], "the eager reference forms all logits"
-    if route.options.batch_invariant and not route.keeps_bits_in_one_pass(hidden):
+    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
         return [], "the forward that fixes a row's bits forms no logits to take gradients from"
     if scope == "batch":
         return [], "a gate of this loss needs the entropy of the whole batch first"

@@ -48,7 +48,7 @@ def planned(
     needs = _needs(rows, head) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = active_rows(batch, config) if skips else ActiveRows(batch)
-    return rows, make_plan(rows, head, batch, config, options, active, needs, into)
+    return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, into)
 
 
 def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:

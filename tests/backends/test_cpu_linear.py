@@ -176,5 +176,5 @@ def test_infinite_bias(linear, dtype):
 
 def test_registered():
     hidden, head, _ = problem(2, 4, 5, FP32)
-    assert BACKENDS["cpu"].linear_stats(hidden, head, "input") is not None
-    assert BACKENDS["chunked"].linear_stats(hidden, head, "fp32") is None
+    assert BACKENDS["cpu"].linear_stats(hidden.dtype, head, "input") is not None
+    assert BACKENDS["chunked"].linear_stats(hidden.dtype, head, "fp32") is None

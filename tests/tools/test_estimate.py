@@ -20,8 +20,7 @@ from grpo_kernels import LossConfig, TokenBatch, explain
 from grpo_kernels.backends import Backend, RowStats, StatsGradients, Tile, chunk_rows
 from grpo_kernels.backends.base import output_view
 from grpo_kernels.engine import Needs, Route, Rows, RunOptions, row_chunks, rows_backward, sweep
-from grpo_kernels.head import Head, Transform, logits_dtype
-from grpo_kernels.schedule.one_pass import _scaled_
+from grpo_kernels.head import Head, Transform
 from grpo_kernels.tools.estimate import (
     HeadShape,
     default_schedule,
@@ -105,7 +104,7 @@ def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: s
     route = Route(
         backend=OnAGpu(),
         options=RunOptions(precision=precision),
-        logits=logits_dtype(head.dtype, precision),
+        dtype=head.dtype,
         columns=V,
         tile_rows=chunk_rows(V, head.dtype, precision, CUDA, None),
         linear_stats=None,
@@ -121,7 +120,7 @@ def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: s
             gradients = rows_backward(rows, stats, StatsGradients(stats.logp), route, needs)
         scale = torch.empty((), device="meta")
         pairs = zip(gradients[:2], (hidden, weight), strict=True)
-        results = [_scaled_(grad, scale, x.dtype) for grad, x in pairs if grad is not None]
+        results = [grad.mul_(scale).to(x.dtype) for grad, x in pairs if grad is not None]
     assert len(results) == 2 - head.frozen
     return live.growth
 

@@ -99,13 +99,13 @@ class LinearCase:
     softcap: bool
 
     @staticmethod
-    def of(hidden: Tensor, head: Head, precision: str) -> LinearCase:
-        """Return the key of ``hidden`` (T, D) before ``head``."""
+    def of(dtype: torch.dtype, head: Head, precision: str) -> LinearCase:
+        """Return the key of hidden states of ``dtype`` before ``head``."""
         columns, depth = head.weight.shape
         return LinearCase(
-            device=hidden.device,
-            dtype=hidden.dtype,
-            logits=logits_dtype(hidden.dtype, precision),
+            device=head.weight.device,
+            dtype=dtype,
+            logits=logits_dtype(dtype, precision),
             columns=columns,
             depth=depth,
             softcap=head.transform.softcap is not None,
@@ -143,14 +143,14 @@ def width_class(depth: int) -> str:
     return "narrow" if depth <= _NARROW else "wide"
 
 
-def linear_config(hidden: Tensor, head: Head, precision: str) -> LinearConfig:
-    """Return the tile for these, whatever their rows."""
+def linear_config(dtype: torch.dtype, head: Head, precision: str) -> LinearConfig:
+    """Return the tile for hidden states of ``dtype`` before ``head``, however many."""
     weight = head.weight
     # what is converted or transposed is a fresh copy
-    copied = weight.dtype != hidden.dtype or weight.stride(1) != 1
-    whole = weight.shape[1] * hidden.element_size() % 16 == 0
+    copied = weight.dtype != dtype or weight.stride(1) != 1
+    whole = weight.shape[1] * dtype.itemsize % 16 == 0
     if whole and (copied or _on_16_bytes(weight)):
-        return LinearCase.of(hidden, head, precision).config
+        return LinearCase.of(dtype, head, precision).config
     return UNALIGNED_CONFIG
 
 

@@ -35,7 +35,7 @@ def linear_stats(
     config: LinearConfig | None = None,  # the table's
 ) -> RowStats:
     """Return the statistics of every row of a 16-bit head; see :class:`RowStats`."""
-    config = config or linear_config(hidden, head, precision)
+    config = config or linear_config(hidden.dtype, head, precision)
     weight = head.weight.to(hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = head.bias.contiguous() if head.bias is not None else None
