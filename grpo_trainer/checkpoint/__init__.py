@@ -7,10 +7,3 @@ from grpo_trainer.checkpoint.files import CheckpointError
 from grpo_trainer.checkpoint.loaders import GroupTrainer
 from grpo_trainer.checkpoint.run_settings import settings_of
 from grpo_trainer.checkpoint.together import StartError
-
-__all__ = [
-    "CheckpointError",
-    "GroupTrainer",
-    "StartError",
-    "settings_of",
-]
