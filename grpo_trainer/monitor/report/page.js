@@ -14,14 +14,14 @@ function faded(hex, opacity) {
   return `rgba(${part(1)}, ${part(3)}, ${part(5)}, ${opacity})`;
 }
 
-// exponential mean, corrected for its start: at weight 0 the values themselves
+// exponential mean, corrected for its start: at weight 0 the values themselves, equal values stay so
 function smoothed(values, weight) {
-  let total = 0, share = 0;
+  let mean = 0, share = 0;
   return values.map((value) => {
     if (value === null) return null;
-    total = weight * total + (1 - weight) * value;
     share = weight * share + (1 - weight);
-    return total / share;
+    mean += (value - mean) * ((1 - weight) / share);
+    return mean;
   });
 }
 
