@@ -10,7 +10,7 @@ from transformers import ProgressCallback, Trainer
 from grpo_trainer.monitor.live import LiveView
 from grpo_trainer.monitor.progress import PlainProgress
 from grpo_trainer.monitor.recipe import Recipe
-from grpo_trainer.monitor.report.callback import ReportWriter
+from grpo_trainer.monitor.report.command import ReportWriter
 
 
 def watch(trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
