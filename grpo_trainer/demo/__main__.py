@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
     history = json.loads((out / "trained" / "trainer_state.json").read_text())["log_history"]
     summary = _summary(out, eval_file, history, start)
-    report.write_summary(out, summary)
+    (out / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
     report.write_csv(out, history)
     report.plot_curves(out, history)
     shape = f"{head.TOKENS} tokens x {head.VOCABULARY} entries"
