@@ -125,8 +125,8 @@ def _summary(out: Path, eval_file: Path, history: report.History, start: float) 
         eval_reward_last=evaluations[-1]["eval_reward"],
         loss_max_abs_diff=max(difference.loss for difference in differences),
         grad_max_rel_diff=max(difference.gradient for difference in differences),
-        head_peak_bytes_fused=head.peak_bytes("fused"),
-        head_peak_bytes_eager=head.peak_bytes("eager"),
+        head_peak_bytes_fused=head.peak_bytes(head.FUSED),
+        head_peak_bytes_eager=head.peak_bytes(head.EAGER),
         seconds=time.perf_counter() - start,
     )
 
