@@ -5,12 +5,5 @@ May know ``common``, ``config``, ``data`` and ``monitor``.
 
 from grpo_trainer.checkpoint.files import CheckpointError
 from grpo_trainer.checkpoint.loaders import GroupTrainer
+from grpo_trainer.checkpoint.run_lock import StartError
 from grpo_trainer.checkpoint.run_settings import settings_of
-from grpo_trainer.checkpoint.together import StartError
-
-__all__ = [
-    "CheckpointError",
-    "GroupTrainer",
-    "StartError",
-    "settings_of",
-]

@@ -21,8 +21,6 @@ from grpo_trainer.monitor import CARD_NAME
 
 SETTINGS_FILE = "grpo_settings.json"
 INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
-
-
 # without these nobody takes a folder for a model
 _ENTRIES = ("config.json", "adapter_config.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -112,14 +110,12 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
 
 def _publish(aside: Path, final: Path) -> None:
     _sync(write_manifest(aside / final.name))
+    replaced = final.with_name(f"{INCOMPLETE}{final.name}-replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # written again, by a run that started over
-        replaced = final.with_name(f"{INCOMPLETE}{final.name}-replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
-        (aside / final.name).rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        (aside / final.name).rename(final)
+    (aside / final.name).rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     aside.rmdir()
     _sync(final.parent)
 

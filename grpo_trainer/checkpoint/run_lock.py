@@ -1,4 +1,7 @@
-"""One run at a time in a folder: two would overwrite and delete each other's checkpoints."""
+"""Whether a run may begin: alone in its folder, and on all of its processes or on none.
+
+Two runs in a folder would overwrite and delete each other's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
-
-from grpo_trainer.checkpoint.together import StartError, raise_together
 
 logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
+
+
+class StartError(ValueError):
+    """Training cannot begin as it was asked for."""
+
+
+def raise_together(accelerator: Accelerator, problem: str | None) -> None:
+    """Raise StartError on all processes if one has a ``problem``. Every process calls it."""
+    problems = [text for text in gather_object([problem]) if text is not None]
+    if problems:
+        raise StartError(problems[0])
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from grpo_trainer.checkpoint.files import model_aside, rotate, write_settings, written_aside
 from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
-from grpo_trainer.checkpoint.run_lock import only_run
-from grpo_trainer.checkpoint.together import raise_together
+from grpo_trainer.checkpoint.run_lock import only_run, raise_together
 from grpo_trainer.data import optimizer_steps
 
 _SHARED_FILE = "shared_state.pt"

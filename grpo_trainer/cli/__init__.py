@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``grpo-train`` with ``argv``, by default that of the process.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import BitsAndBytesConfig
+from transformers.hf_argparser import HfArg
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from grpo_trainer.config import GRPOConfig, options
-
-
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
 
 
 @dataclass
@@ -23,47 +20,36 @@ class AdapterArguments:
         ValueError: an argument has no effect without another one, or a package is missing.
     """
 
-    use_peft: bool = field(
-        default=False, metadata=_help("Train a LoRA adapter in place of the whole model.")
+    use_peft: bool = HfArg(default=False, help="Train a LoRA adapter in place of the whole model.")
+    lora_r: int = HfArg(default=16, help="Rank of the adapter.")
+    lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
+    lora_dropout: float = HfArg(
+        default=0.05, help="Dropout on the adapter's input; 0 with one on the LM head."
     )
-    lora_r: int = field(default=16, metadata=_help("Rank of the adapter."))
-    lora_alpha: int = field(
-        default=32, metadata=_help("The update is scaled by lora_alpha / lora_r.")
+    lora_target_modules: list[str] | None = HfArg(
+        default=None, help="Names of adapted layers, or all-linear. Default: what peft has for it."
     )
-    lora_dropout: float = field(
-        default=0.05, metadata=_help("Dropout on the adapter's input; 0 with one on the LM head.")
+    lora_target_parameters: list[str] | None = HfArg(
+        default=None, help="Names of adapted parameters, such as those of experts."
     )
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata=_help("Names of adapted layers, or all-linear. Default: what peft has for it."),
+    lora_modules_to_save: list[str] | None = HfArg(
+        default=None, help="Layers that are trained and saved as a whole."
     )
-    lora_target_parameters: list[str] | None = field(
-        default=None, metadata=_help("Names of adapted parameters, such as those of experts.")
+    lora_task_type: str = HfArg(default="CAUSAL_LM", help="The adapter's task for peft.")
+    use_rslora: bool = HfArg(default=False, help="Scale by lora_alpha / sqrt(lora_r) instead.")
+    use_dora: bool = HfArg(default=False, help="Train magnitudes apart from directions (DoRA).")
+    load_in_8bit: bool = HfArg(
+        default=False, help="Keep the frozen weights in 8 bits; needs use_peft."
     )
-    lora_modules_to_save: list[str] | None = field(
-        default=None, metadata=_help("Layers that are trained and saved as a whole.")
+    load_in_4bit: bool = HfArg(
+        default=False, help="Keep the frozen weights in 4 bits; needs use_peft."
     )
-    lora_task_type: str = field(default="CAUSAL_LM", metadata=_help("The adapter's task for peft."))
-    use_rslora: bool = field(
-        default=False, metadata=_help("Scale by lora_alpha / sqrt(lora_r) instead.")
+    bnb_4bit_quant_type: str = HfArg(default="nf4", help="Number format of 4 bits: nf4 or fp4.")
+    use_bnb_nested_quant: bool = HfArg(
+        default=False, help="Quantise the scales of 4-bit weights too."
     )
-    use_dora: bool = field(
-        default=False, metadata=_help("Train magnitudes apart from directions (DoRA).")
-    )
-    load_in_8bit: bool = field(
-        default=False, metadata=_help("Keep the frozen weights in 8 bits; needs use_peft.")
-    )
-    load_in_4bit: bool = field(
-        default=False, metadata=_help("Keep the frozen weights in 4 bits; needs use_peft.")
-    )
-    bnb_4bit_quant_type: str = field(
-        default="nf4", metadata=_help("Number format of 4 bits: nf4 or fp4.")
-    )
-    use_bnb_nested_quant: bool = field(
-        default=False, metadata=_help("Quantise the scales of 4-bit weights too.")
-    )
-    bnb_4bit_quant_storage: str | None = field(
-        default=None, metadata=_help("Dtype in which 4-bit weights are stored. Default: uint8.")
+    bnb_4bit_quant_storage: str | None = HfArg(
+        default=None, help="Dtype in which 4-bit weights are stored. Default: uint8."
     )
 
     def __post_init__(self) -> None:

@@ -6,11 +6,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from grpo_kernels.tools import closest
 from grpo_trainer import GRPOTrainer
@@ -24,10 +25,6 @@ from grpo_trainer.monitor.report import main as report
 from grpo_trainer.rollout import ServerError
 
 
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
-
-
 @dataclass
 class RunArguments(AdapterArguments):
     """What is trained, on what, by which rewards.
@@ -36,45 +33,36 @@ class RunArguments(AdapterArguments):
     the losses that are registered by then.
     """
 
-    model_name_or_path: str | None = field(default=None, metadata=_help("Model folder or hub id."))
-    dataset_name: str | None = field(
+    model_name_or_path: str | None = HfArg(default=None, help="Model folder or hub id.")
+    dataset_name: str | None = HfArg(
+        default=None, help="Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
+    )
+    reward_funcs: list[str] | None = HfArg(
         default=None,
-        metadata=_help("Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."),
+        help="Built-in rewards, import paths package.module.function, reward models (a folder or a "
+        "hub id owner/name). Settings stand in parentheses: name(key=value, ...).",
     )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata=_help(
-            "Built-in rewards, import paths package.module.function, reward models (a folder or a "
-            "hub id owner/name). Settings stand in parentheses: name(key=value, ...)."
-        ),
+    tools: list[str] | None = HfArg(
+        default=None, help="Import paths of functions that the model can call."
     )
-    tools: list[str] | None = field(
-        default=None,
-        metadata=_help("Import paths of functions that the model can call."),
+    environment_factory: str | None = HfArg(
+        default=None, help="Import path of a class: each completion acts upon one of its objects."
     )
-    environment_factory: str | None = field(
-        default=None,
-        metadata=_help("Import path of a class: each completion acts upon one of its objects."),
+    rollout_func: str | None = HfArg(
+        default=None, help="Import path of a function (prompts, trainer) that makes completions."
     )
-    rollout_func: str | None = field(
-        default=None,
-        metadata=_help("Import path of a function (prompts, trainer) that makes completions."),
+    import_modules: list[str] | None = HfArg(
+        default=None, help="Modules to import first: they register losses that loss_type may name."
     )
-    import_modules: list[str] | None = field(
-        default=None,
-        metadata=_help("Modules to import first: they register losses that loss_type may name."),
+    eval_dataset_name: str | None = HfArg(
+        default=None, help="Prompts for evaluation, named in the same way."
     )
-    eval_dataset_name: str | None = field(
-        default=None, metadata=_help("Prompts for evaluation, named in the same way.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
+    dataset_train_split: str = HfArg(
+        default="train", help="Split for training, of a folder or a hub dataset."
     )
-    dataset_config: str | None = field(
-        default=None, metadata=_help("Configuration of a hub dataset.")
-    )
-    dataset_train_split: str = field(
-        default="train", metadata=_help("Split for training, of a folder or a hub dataset.")
-    )
-    dataset_test_split: str = field(
-        default="test", metadata=_help("Split for evaluation, of a folder or a hub dataset.")
+    dataset_test_split: str = HfArg(
+        default="test", help="Split for evaluation, of a folder or a hub dataset."
     )
 
     def __post_init__(self) -> None:

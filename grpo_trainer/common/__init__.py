@@ -8,17 +8,3 @@ from grpo_trainer.common.failures import unfailing
 from grpo_trainer.common.hosts import is_loopback
 from grpo_trainer.common.masking import masked, masked_text, masked_url, masked_urls
 from grpo_trainer.common.text import encodable, plain, printable
-
-__all__ = [
-    "encodable",
-    "in_thread",
-    "is_loopback",
-    "masked",
-    "masked_text",
-    "masked_url",
-    "masked_urls",
-    "plain",
-    "printable",
-    "start",
-    "unfailing",
-]

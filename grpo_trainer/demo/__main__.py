@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
     history = json.loads((out / "trained" / "trainer_state.json").read_text())["log_history"]
     summary = _summary(out, eval_file, history, start)
-    report.write_summary(out, summary)
+    (out / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
     report.write_csv(out, history)
     report.plot_curves(out, history)
     shape = f"{head.TOKENS} tokens x {head.VOCABULARY} entries"
@@ -125,8 +125,8 @@ def _summary(out: Path, eval_file: Path, history: report.History, start: float) 
         eval_reward_last=evaluations[-1]["eval_reward"],
         loss_max_abs_diff=max(difference.loss for difference in differences),
         grad_max_rel_diff=max(difference.gradient for difference in differences),
-        head_peak_bytes_fused=head.peak_bytes("fused"),
-        head_peak_bytes_eager=head.peak_bytes("eager"),
+        head_peak_bytes_fused=head.peak_bytes(head.FUSED),
+        head_peak_bytes_eager=head.peak_bytes(head.EAGER),
         seconds=time.perf_counter() - start,
     )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,6 @@ def training_rows(history: History) -> History:
 def evaluation_rows(history: History) -> History:
     """Return the entries that evaluations logged."""
     return [row for row in history if "eval_reward" in row]
-
-
-def write_summary(folder: Path, summary: Summary) -> None:
-    text = json.dumps(asdict(summary), indent=2)
-    (folder / "summary.json").write_text(text + "\n")
 
 
 def write_csv(folder: Path, history: History) -> None:

@@ -3,26 +3,9 @@
 May know ``common``, ``config`` and ``data``; it is told what it shows.
 """
 
-from grpo_trainer.monitor.attach import watch
 from grpo_trainer.monitor.completions import OWN_COLUMNS, REWARD_PREFIX, CompletionLog
-from grpo_trainer.monitor.logs import LogsRun
+from grpo_trainer.monitor.logs import LogsRun, watch
 from grpo_trainer.monitor.metrics import MetricLog, is_own_metric, step_metric, value_metric
 from grpo_trainer.monitor.model_card import CARD_NAME, WritesCard
 from grpo_trainer.monitor.phases import phase
 from grpo_trainer.monitor.progress import close_progress
-
-__all__ = [
-    "CARD_NAME",
-    "OWN_COLUMNS",
-    "REWARD_PREFIX",
-    "CompletionLog",
-    "LogsRun",
-    "MetricLog",
-    "WritesCard",
-    "close_progress",
-    "is_own_metric",
-    "phase",
-    "step_metric",
-    "value_metric",
-    "watch",
-]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,19 @@ EVAL_PREFIX = "eval_"  # of the files of evaluations
 _SHOWN_CHARACTERS = 300
 
 
+@dataclass(kw_only=True)
 class CompletionLog:
-    """Collects rows of (prompt, completion, rewards, advantage) between two log calls.
+    """Collects rows of (prompt, completion, rewards, advantage) between two log calls."""
 
-    Args:
-        folder: where the files go.
-        to_print: how many rows to print; None: all.
-        unique_prompts: keep one completion of each prompt only.
-        prefix: of the files' names.
-    """
-
-    def __init__(
-        self, folder: Path, to_print: int | None, unique_prompts: bool = False, prefix: str = ""
-    ) -> None:
-        self._folder = folder
-        self._to_print = to_print
-        self._unique_prompts = unique_prompts
-        self._prefix = prefix
-        self._rows: list[dict[str, Any]] = []
+    folder: Path  # where the files go
+    to_print: int | None  # how many rows; None: all
+    unique_prompts: bool  # keep one completion of each prompt only
+    prefix: str = ""  # of the files' names
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
         """Add a row per completion; ``columns`` are its rewards and its advantage."""
-        with unfailing(f"completions in {self._folder}"):
+        with unfailing(f"completions in {self.folder}"):
             for index, rollout in enumerate(rollouts):
                 row = {
                     "prompt": encodable(as_text(rollout.prompt)),
@@ -57,30 +49,30 @@ class CompletionLog:
                     "truncated": bool(rollout.truncated),
                 }
                 row |= {name: values[index] for name, values in columns.items()}
-                self._rows.append(row | rollout.extra)
+                self.rows.append(row | rollout.extra)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the rows that are not written yet."""
-        return list(self._rows)
+        return list(self.rows)
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        self._rows = list(state)
+        self.rows = list(state)
 
     def flush(self, step: int, is_main_process: bool) -> None:
         """Print and write the rows, on the main process; all processes call it."""
-        rows = gather_object(self._rows)
-        self._rows = []
+        rows = gather_object(self.rows)
+        self.rows = []
         if not is_main_process or not rows:
             return
-        if self._unique_prompts:  # the first completion of each
+        if self.unique_prompts:  # the first completion of each
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
-        if self._to_print != 0:
-            with unfailing(f"printing the completions of {self._folder}"):
-                title = f"{self._prefix.replace('_', ' ')}completions at step {step}"
-                Console().print(completion_table(rows[: self._to_print], title))
-        with unfailing(f"completions in {self._folder}"):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"{self._prefix}completions_{step:05d}.parquet"
+        if self.to_print != 0:
+            with unfailing(f"printing the completions of {self.folder}"):
+                title = f"{self.prefix.replace('_', ' ')}completions at step {step}"
+                Console().print(completion_table(rows[: self.to_print], title))
+        with unfailing(f"completions in {self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"{self.prefix}completions_{step:05d}.parquet"
             parquet.write_table(_parquet_table(rows, step), path)
 
 
@@ -89,11 +81,12 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
     if not args.log_completions:
         return {}
     folder = Path(args.output_dir) / "completions"
-    shown = (args.num_completions_to_print, args.log_unique_prompts)
-    return {
-        True: CompletionLog(folder, *shown),
-        False: CompletionLog(folder, *shown, prefix=EVAL_PREFIX),
-    }
+    training = CompletionLog(
+        folder=folder,
+        to_print=args.num_completions_to_print,
+        unique_prompts=args.log_unique_prompts,
+    )
+    return {True: training, False: replace(training, prefix=EVAL_PREFIX, rows=[])}
 
 
 def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

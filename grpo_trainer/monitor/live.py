@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from transformers import ProgressCallback, Trainer
 
-from grpo_trainer.monitor.progress import Progress, Snapshot, duration, gibibytes
+from grpo_trainer.monitor.progress import PlainProgress, Progress, Snapshot, duration, gibibytes
 
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40  # latest rewards
@@ -72,6 +75,18 @@ class LiveView(Progress):
         if self._latest.shares:
             parts += [Text(), _phases(self._latest.shares)]
         return Panel(Group(*parts), title="GRPO", title_align="left")
+
+
+def show_progress(trainer: Trainer, console: Console | None = None) -> None:
+    """Replace the bar of transformers: a live view in a terminal, lines elsewhere.
+
+    A notebook keeps its own table, and nothing is shown with ``disable_tqdm``.
+    """
+    if not any(type(item) is ProgressCallback for item in trainer.callback_handler.callbacks):
+        return
+    console = console or Console(file=sys.stderr)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(LiveView(console) if console.is_terminal else PlainProgress(console))
 
 
 def sparkline(values: list[float]) -> str:

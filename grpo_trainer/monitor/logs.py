@@ -10,7 +10,24 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.monitor.completions import CompletionLog, completion_logs
+from grpo_trainer.monitor.live import show_progress
 from grpo_trainer.monitor.metrics import MetricLog
+from grpo_trainer.monitor.recipe import Recipe
+from grpo_trainer.monitor.report.command import ReportWriter
+
+
+def watch(trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
+    """Add the view and the report, and say what the run is made of.
+
+    Args:
+        trainer: of the run.
+        rewards: weights by name.
+        engine: kind of a rollout engine that no argument names.
+    """
+    if trainer.args.write_report:
+        trainer.add_callback(ReportWriter(trainer))
+    show_progress(trainer)
+    return Recipe.of(trainer, rewards, engine)
 
 
 class LogsRun(Trainer):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -37,14 +37,6 @@ _GRPO = """@article{shao2024deepseekmath,
 _GRPO_PAPER = "2402.03300"
 _TAGS = ("grpo", "reinforcement-learning", "grpo-kernels")
 _ARXIV = re.compile(r"\d{4}\.\d{4,5}")
-
-
-class CardOptions(NamedTuple):
-    """What an upload says of the model beside its recipe."""
-
-    name: str | None = None
-    datasets: Sequence[str] = ()
-    tags: Sequence[str] = ()
 
 
 class WritesCard(Trainer):
@@ -77,12 +69,12 @@ class WritesCard(Trainer):
         """
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)
-            options = CardOptions(model_name, _listed(dataset_name), _listed(tags))
-            self._write_card(folder, may_write(folder), options)
+            said = (model_name, _listed(dataset_name), _listed(tags))
+            self._write_card(folder, may_write(folder), *said)
 
-    def _write_card(self, folder: Path, ours: bool, options: CardOptions | None = None) -> None:
+    def _write_card(self, folder: Path, ours: bool, *said: Any) -> None:
         if ours:
-            card = model_card(self, options or CardOptions())
+            card = model_card(self, *said)
             (folder / CARD_NAME).write_text(_signed(card), encoding="utf-8")
         else:
             logger.warning("%s was edited: it stays as it is", folder / CARD_NAME)
@@ -98,19 +90,24 @@ def may_write(folder: Path) -> bool:
     return mark is not None and mark[1] == _digest(text[: mark.start()])
 
 
-def model_card(trainer: WritesCard, options: CardOptions) -> ModelCard:
-    """Return the card of what ``trainer`` has trained."""
+def model_card(
+    trainer: WritesCard,
+    name: str | None = None,
+    datasets: Sequence[str] = (),
+    tags: Sequence[str] = (),
+) -> ModelCard:
+    """Return the card of what ``trainer`` has trained; an upload may say more than its recipe."""
     recipe = trainer.recipe
-    if options.datasets:
-        recipe = replace(recipe, dataset=", ".join(options.datasets))
-    name = options.name or Path(trainer.args.output_dir).resolve().name
+    if datasets:
+        recipe = replace(recipe, dataset=", ".join(datasets))
+    name = name or Path(trainer.args.output_dir).resolve().name
     local = Path(recipe.model).exists()
     data = ModelCardData(
         base_model=None if local else recipe.model,
         library_name="peft" if recipe.adapter else "transformers",
         model_name=name,
-        datasets=list(options.datasets) or None,
-        tags=list(dict.fromkeys([*_TAGS, recipe.loss_type, *options.tags])),
+        datasets=list(datasets) or None,
+        tags=list(dict.fromkeys([*_TAGS, recipe.loss_type, *tags])),
         pipeline_tag="text-generation",
     )
     parts = [

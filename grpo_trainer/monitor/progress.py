@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from rich.console import Console
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.monitor.completions import REWARD_PREFIX
@@ -46,7 +40,6 @@ class Snapshot(NamedTuple):
 
     step: int
     steps: int  # in all
-    seconds: float  # since training began in this process
     seconds_left: float
     numbers: dict[str, str]
     tokens_per_second: float | None
@@ -79,7 +72,7 @@ class Progress(TrainerCallback):
         """End, also after an error; it may be called more than once."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         self._start = (time.perf_counter(), state.global_step)
         self._before = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
@@ -88,7 +81,7 @@ class Progress(TrainerCallback):
                 self.open(state.global_step, state.max_steps)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
             with unfailing(_WHAT):
@@ -98,7 +91,7 @@ class Progress(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -113,7 +106,7 @@ class Progress(TrainerCallback):
                 self.say(summary_line(state.global_step - self._start[1], logs))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
             self.close()
@@ -122,16 +115,14 @@ class Progress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, logs: dict[str, float]
     ) -> Snapshot:
         began, first = self._start
-        seconds = time.perf_counter() - began
-        done = max(state.global_step - first, 1)
+        seconds_per_step = (time.perf_counter() - began) / max(state.global_step - first, 1)
         row = logs | {"step": state.global_step}
         speed = token_rate(self._before, row)
         self._before = row
         return Snapshot(
             step=state.global_step,
             steps=state.max_steps,
-            seconds=seconds,
-            seconds_left=seconds / done * (state.max_steps - state.global_step),
+            seconds_left=seconds_per_step * (state.max_steps - state.global_step),
             numbers=_numbers(logs),
             tokens_per_second=speed,
             memory_bytes=_memory(args.device),
@@ -159,7 +150,7 @@ def line(snapshot: Snapshot) -> str:
     parts += [f"{name} {value}" for name, value in snapshot.numbers.items()]
     if snapshot.tokens_per_second is not None:
         parts.append(f"{snapshot.tokens_per_second:,.0f} tok/s")
-    parts.append(f"{gibibytes(snapshot.memory_bytes)}")
+    parts.append(gibibytes(snapshot.memory_bytes))
     parts += [f"{name} {share:.0%}" for name, share in snapshot.shares.items()]
     parts.append(f"{duration(snapshot.seconds_left)} left")
     return "  ".join(parts)
@@ -169,9 +160,8 @@ def evaluation_line(prefix: str, step: int, logs: dict[str, float]) -> str:
     """Return the result of an evaluation, whose metrics begin with ``prefix``."""
     start = f"{prefix}_"
     own = {name.removeprefix(start): at for name, at in logs.items() if name.startswith(start)}
-    parts = [f"{prefix} step {step}"]
-    parts += [f"{name} {value}" for name, value in _numbers(own).items()]
-    return "  ".join([*parts, duration(own["runtime"])])
+    numbers = [f"{name} {value}" for name, value in _numbers(own).items()]
+    return "  ".join([f"{prefix} step {step}", *numbers, duration(own["runtime"])])
 
 
 def summary_line(steps: int, logs: dict[str, float]) -> str:

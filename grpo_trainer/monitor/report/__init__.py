@@ -3,5 +3,3 @@
 from grpo_trainer.monitor.report.command import main
 from grpo_trainer.monitor.report.page import render
 from grpo_trainer.monitor.report.record import RunRecord, load_run
-
-__all__ = ["RunRecord", "load_run", "main", "render"]

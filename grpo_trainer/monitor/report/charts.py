@@ -35,14 +35,6 @@ class Chart:
     exact: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Charts that belong together."""
-
-    title: str
-    charts: list[Chart]
-
-
 _LEARNING = (
     Chart(
         title="Reward",
@@ -171,25 +163,24 @@ _SPEED = (
 _NOT_DRAWN = frozenset({"num_tokens", "step_time", "total_flos", "train_loss", "reward_std"})
 
 
-def sections(curves: Curves, apart: bool = False) -> list[Section]:
-    """Return all charts that ``curves`` has something for; what nobody knows comes last.
+def sections(curves: Curves, apart: bool = False) -> dict[str, list[Chart]]:
+    """Return all charts that ``curves`` has something for, by the titles of their sections.
 
-    With ``apart`` each reward function has a chart of its own.
+    What nobody knows comes last. With ``apart`` each reward function has a chart of its own.
     """
-    learning = [_LEARNING[0], *_by_function(curves, apart), *_LEARNING[1:]]
     known = {
-        "Learning": learning,
-        "Completions": list(_COMPLETIONS),
-        "Rollout engine against policy": list(_MISMATCH),
-        "Speed": list(_SPEED),
+        "Learning": [_LEARNING[0], *_by_function(curves, apart), *_LEARNING[1:]],
+        "Completions": _COMPLETIONS,
+        "Rollout engine against policy": _MISMATCH,
+        "Speed": _SPEED,
     }
-    found = [
-        Section(title=title, charts=[c for c in charts if any(n in curves for n in c.lines)])
+    found = {
+        title: [chart for chart in charts if any(name in curves for name in chart.lines)]
         for title, charts in known.items()
-    ]
-    drawn = {name for section in found for chart in section.charts for name in metrics_of(chart)}
-    found.append(Section(title="Other metrics", charts=_others(curves, drawn)))
-    return [section for section in found if section.charts]
+    }
+    drawn = {name for charts in found.values() for chart in charts for name in metrics_of(chart)}
+    found["Other metrics"] = _others(curves, drawn)
+    return {title: charts for title, charts in found.items() if charts}
 
 
 def metrics_of(chart: Chart) -> list[str]:
@@ -200,7 +191,7 @@ def metrics_of(chart: Chart) -> list[str]:
 
 def _by_function(curves: Curves, apart: bool) -> list[Chart]:
     """Return the rewards of each function, where there are several."""
-    names = curves.starting("rewards/", "/mean")
+    names = [name for name in curves if name.startswith("rewards/") and name.endswith("/mean")]
     if len(names) < 2:
         return []
     lines = {name: name.removeprefix("rewards/").removesuffix("/mean") for name in names}
@@ -210,10 +201,7 @@ def _by_function(curves: Curves, apart: bool) -> list[Chart]:
 
 
 def _others(curves: Curves, drawn: set[str]) -> list[Chart]:
-    names = [
-        name
-        for name in curves.names
-        if name not in drawn | _NOT_DRAWN
-        and not name.startswith(("eval_", "rewards/", "clip_ratio/", "completions/"))
-    ]
+    known = ("eval_", "rewards/", "clip_ratio/", "completions/")
+    names = [name for name in curves if name not in drawn | _NOT_DRAWN]
+    names = [name for name in names if not name.startswith(known)]
     return [Chart(title=name, lines={name: name}) for name in sorted(names)]

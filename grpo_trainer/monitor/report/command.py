@@ -1,4 +1,4 @@
-"""``grpo-train report RUN [RUN ...]``: a run's report, or a comparison of several."""
+"""Writes reports: what ``grpo-train report`` is asked for, and that of a run which trains."""
 
 from __future__ import annotations
 
@@ -6,15 +6,42 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from grpo_kernels.tools import OneLineParser
+from grpo_trainer.common import unfailing
 from grpo_trainer.monitor.report.page import render
-from grpo_trainer.monitor.report.record import REPORT_NAME, load_run
+from grpo_trainer.monitor.report.record import REPORT_NAME, RunRecord, load_run
 
 _COMPARISON_NAME = "comparison.html"
 
 
-def main(argv: Sequence[str]) -> Path:
+class ReportWriter(TrainerCallback):
+    """Writes ``run.json`` and ``report.html`` with every checkpoint and at the end.
+
+    Without plotly it writes the former alone and says once how to get the latter. Nothing that goes
+    wrong ends the run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero or not state.log_history:
+            return
+        with unfailing(f"report of {args.output_dir}"):
+            record = RunRecord.of(self._trainer)
+            record.save()
+            write_report([record.folder], record.folder / REPORT_NAME)
+
+    on_train_end = on_save
+
+
+def main(argv: Sequence[str]) -> None:
     """Write the page and print where it is.
 
     Raises:
@@ -23,14 +50,15 @@ def main(argv: Sequence[str]) -> Path:
     """
     options = report_arguments(argv)
     default = options.runs[0] / REPORT_NAME if len(options.runs) == 1 else Path(_COMPARISON_NAME)
-    path = write_report(options.runs, options.out or default)
-    print(path)
-    return path
+    print(write_report(options.runs, options.out or default))
 
 
 def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return ``runs`` and ``out``."""
-    parser = OneLineParser(prog="grpo-train report", description=__doc__)
+    parser = OneLineParser(
+        prog="grpo-train report",
+        description="grpo-train report RUN [RUN ...]: a run's report, or a comparison of several.",
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument(
         "--out",
@@ -38,7 +66,7 @@ def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help=f"the file; default: {REPORT_NAME} in the run's folder, for several runs "
         f"{_COMPARISON_NAME} here",
     )
-    return parser.parse_args(list(argv))
+    return parser.parse_args(argv)
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:

@@ -1,6 +1,7 @@
 "use strict";
 const root = document.documentElement;
-const figures = JSON.parse(document.getElementById("figures").textContent);
+const charts = [...document.querySelectorAll(".chart")];
+const figures = charts.map((place) => JSON.parse(place.dataset.figure));
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const slider = document.getElementById("smoothing");
 let chosen = null; // a theme that was clicked, in place of the system's
@@ -13,14 +14,14 @@ function faded(hex, opacity) {
   return `rgba(${part(1)}, ${part(3)}, ${part(5)}, ${opacity})`;
 }
 
-// exponential mean, corrected for its start: at weight 0 the values themselves
+// exponential mean, corrected for its start: at weight 0 the values themselves, equal values stay so
 function smoothed(values, weight) {
-  let total = 0, share = 0;
+  let mean = 0, share = 0;
   return values.map((value) => {
     if (value === null) return null;
-    total = weight * total + (1 - weight) * value;
     share = weight * share + (1 - weight);
-    return total / share;
+    mean += (value - mean) * ((1 - weight) / share);
+    return mean;
   });
 }
 
@@ -46,12 +47,13 @@ function layout(figure) {
   const text = color("--text"), grid = color("--line"), card = color("--card");
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { size: 11 } };
   return {
-    ...figure.layout,
+    height: 250, margin: { l: 48, r: 12, t: 8, b: 34 }, hovermode: "x unified",
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: text, size: 12, family: "system-ui, sans-serif" },
     hoverlabel: { bgcolor: card, bordercolor: grid, font: { color: text } },
-    xaxis: { ...figure.layout.xaxis, ...axis, title: { text: "step", standoff: 4, font: { size: 11 } } },
-    yaxis: { ...figure.layout.yaxis, ...axis },
+    xaxis: { ...axis, title: { text: "step", standoff: 4, font: { size: 11 } } },
+    yaxis: { ...axis, automargin: true, ...(figure.log ? { type: "log", dtick: "D2" } : { type: "linear" }) },
   };
 }
 
@@ -59,9 +61,8 @@ function draw() {
   root.dataset.theme = chosen || (dark.matches ? "dark" : "light");
   const weight = Number(slider.value);
   const options = { displayModeBar: false, responsive: true };
-  const places = Object.entries(figures);
-  return Promise.all(places.map(([place, figure]) =>
-    Plotly.react(place, traces(figure, weight), layout(figure), options)));
+  return Promise.all(figures.map((figure, index) =>
+    Plotly.react(charts[index], traces(figure, weight), layout(figure), options)));
 }
 
 async function unpack(element) {
@@ -74,7 +75,7 @@ async function unpack(element) {
 }
 
 // little to smooth in a short run, where the mean would only lag behind
-const longest = Math.max(...Object.values(figures).flatMap((figure) => figure.data.map((trace) => trace.x.length)));
+const longest = Math.max(...figures.flatMap((figure) => figure.data.map((trace) => trace.x.length)));
 slider.value = longest < 100 ? 0.2 : 0.6;
 root.dataset.theme = dark.matches ? "dark" : "light";
 unpack(document.getElementById("plotly")).then(draw).then(() => { root.dataset.drawn = "yes"; });

@@ -5,29 +5,46 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
-import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from string import Template
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader
 
 from grpo_trainer.monitor.report.charts import sections
-from grpo_trainer.monitor.report.figures import figure_of, histogram_figure
+from grpo_trainer.monitor.report.figures import Figure, figure_of, histogram_figure
 from grpo_trainer.monitor.report.health import findings
-from grpo_trainer.monitor.report.parts import (
-    differences_table,
-    facts_table,
-    samples_block,
-    tiles,
-    warning_box,
-)
-from grpo_trainer.monitor.report.record import RunRecord, jsonable
+from grpo_trainer.monitor.report.record import RunRecord
 from grpo_trainer.monitor.report.series import Curves, curves_of
 from grpo_trainer.monitor.report.texts import prompt_samples, rewards_by_step
 
-_HERE = Path(__file__).parent
-_NO_FILES = "With <code>log_completions</code> a run keeps its completions, and they stand here."
+# metric -> its name on a tile
+_TILES = {
+    "reward": "reward",
+    "eval_reward": "reward, held out",
+    "kl": "KL",
+    "entropy": "entropy",
+    "completions/mean_length": "length",
+    "tokens_per_second": "tokens/s",
+    "step_time": "seconds per step",
+}
+
+
+class Card(NamedTuple):
+    """A chart's place on the page."""
+
+    title: str
+    note: str
+    figure: Figure | None  # None: the run has not kept what it would show
+
+
+class Table(NamedTuple):
+    """Rows of a name and the value of each run."""
+
+    title: str
+    rows: list[list[str]]
+    folded: bool = False
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -44,96 +61,93 @@ def render(runs: Sequence[RunRecord]) -> str:
         if not run.history:
             raise ValueError(f"report: expected a run that has logged something, got {run.name!r}")
     plotly = _plotly()
-    curves = {run.name: curves_of(run) for run in runs}
-    figures: dict[str, Any] = {}
-    body = [*_head(runs, curves), *_charts(runs, curves, figures), *_tables(runs)]
-    parts = {
-        "title": html.escape(" / ".join(names)),
-        "style": (_HERE / "page.css").read_text(),
-        "body": "\n".join(body),
-        "figures": _inline(figures),
-        "plotly": plotly,
-        "script": (_HERE / "page.js").read_text(),
-    }
-    return Template((_HERE / "page.html").read_text()).substitute(parts)
-
-
-def _head(runs: Sequence[RunRecord], curves: Mapping[str, Curves]) -> list[str]:
-    blocks = [] if len(runs) == 1 else [_legend(runs)]
-    for run in runs:
-        found = findings(run.history)
-        blocks.append(tiles(run, curves[run.name], named=len(runs) > 1))
-        blocks += [warning_box(found)] if found else []
-    return blocks
-
-
-def _legend(runs: Sequence[RunRecord]) -> str:
-    chips = "".join(
-        f'<span class="chip"><i style="background:var(--c{index % 6})"></i>'
-        f"{html.escape(run.name)}</span>"
-        for index, run in enumerate(runs)
+    curves = {run.name: curves_of(run.history) for run in runs}
+    templates = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return f'<p class="legend">{chips}</p>'
+    templates.filters["number"] = number
+    return templates.get_template("page.html").render(
+        names=names,
+        heads=[(run.name, _tiles(run, curves[run.name]), findings(run.history)) for run in runs],
+        sections=_cards(runs, curves),
+        samples=prompt_samples(runs[0].folder) if len(runs) == 1 else {},
+        tables=_comparison(runs) if len(runs) > 1 else _facts(runs[0]),
+        plotly=plotly,
+    )
 
 
-def _charts(
-    runs: Sequence[RunRecord], curves: Mapping[str, Curves], figures: dict[str, Any]
-) -> Iterable[str]:
-    """Return the sections; ``figures`` gets what is drawn in them, by the id of its place."""
-    union = Curves([row for run in runs for row in run.history])
+def number(value: float) -> str:
+    """Return three digits, in full where they stand for more than that."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _tiles(run: RunRecord, curves: Curves) -> dict[str, list[float]]:
+    """Return the values of which the page shows the first and the last."""
+    tiles = {"steps": [max(row.get("step", 0) for row in run.history)]}
+    for metric, label in _TILES.items():
+        if metric in curves and curves[metric].finite:
+            tiles[label] = curves[metric].finite
+    return tiles
+
+
+def _cards(runs: Sequence[RunRecord], curves: Mapping[str, Curves]) -> dict[str, list[Card]]:
+    """Return the charts of each section."""
+    union = curves_of([row for run in runs for row in run.history])
     several = len(runs) > 1
-    for section in sections(union, apart=several):
-        cards = []
-        for chart in section.charts:
-            note = "" if several else chart.note  # of bands and evaluations, which one run has
-            cards.append(_card(chart.title, note, figure_of(chart, curves), figures))
-        if section.title == "Completions" and not several:
-            cards.append(_histogram(runs[0], figures))
-        yield f'<h2>{html.escape(section.title)}</h2>\n<div class="grid">{"".join(cards)}</div>'
-        if section.title == "Completions" and not several:
-            yield samples_block(prompt_samples(runs[0].folder))
-
-
-def _card(title: str, note: str, figure: dict[str, Any], figures: dict[str, Any]) -> str:
-    place = f"chart-{len(figures)}"
-    figures[place] = figure
-    text = f"<p>{html.escape(note)}</p>" if note else ""
-    return (
-        f'<figure class="card"><h3>{html.escape(title)}</h3>{text}'
-        f'<div class="chart" id="{place}"></div></figure>'
-    )
-
-
-def _histogram(run: RunRecord, figures: dict[str, Any]) -> str:
-    steps, rewards = rewards_by_step(run.folder)
-    title = "Rewards of the completions"
-    if not steps:
-        return f'<figure class="card"><h3>{title}</h3><p>{_NO_FILES}</p></figure>'
-    note = "How they are distributed at each step; darker where more of them are."
-    return _card(title, note, histogram_figure(steps, rewards), figures)
-
-
-def _tables(runs: Sequence[RunRecord]) -> list[str]:
-    if len(runs) > 1:
-        return [
-            differences_table("Settings that differ", [(r.name, r.settings) for r in runs]),
-            differences_table("Recipes that differ", [(r.name, r.recipe) for r in runs]),
-            differences_table("Environments that differ", [(r.name, r.environment) for r in runs]),
+    cards = {}
+    for section, charts in sections(union, apart=several).items():
+        cards[section] = [
+            # notes are of bands and evaluations, which one run has
+            Card(chart.title, "" if several else chart.note, figure_of(chart, curves))
+            for chart in charts
         ]
-    [run] = runs
-    changed = {name: run.settings[name] for name in run.changed if name in run.settings}
+        if section == "Completions" and not several:
+            cards[section].append(_histogram(runs[0]))
+    return cards
+
+
+def _histogram(run: RunRecord) -> Card:
+    title = "Rewards of the completions"
+    if not (rewards := rewards_by_step(run.folder)):
+        return Card(title, "", None)
+    note = "How they are distributed at each step; darker where more of them are."
+    return Card(title, note, histogram_figure(rewards))
+
+
+def _comparison(runs: Sequence[RunRecord]) -> list[Table]:
     tables = [
-        facts_table("Recipe", run.recipe),
-        facts_table("Settings that are not at their defaults", changed),
-        facts_table("Environment", run.environment),
-        facts_table("All settings", run.settings, folded=True),
+        Table("Settings that differ", _rows([run.settings for run in runs])),
+        Table("Recipes that differ", _rows([run.recipe for run in runs])),
+        Table("Environments that differ", _rows([run.environment for run in runs])),
     ]
-    return [table for table in tables if table]
+    return [
+        table._replace(rows=[row for row in table.rows if len(set(row[1:])) > 1])
+        for table in tables
+    ]
 
 
-def _inline(data: Any) -> str:
-    """Return JSON that may stand in a script element."""
-    return json.dumps(jsonable(data)).replace("<", "\\u003c")
+def _facts(run: RunRecord) -> list[Table]:
+    changed = {name: run.settings[name] for name in run.changed if name in run.settings}
+    return [
+        Table("Recipe", _rows([run.recipe])),
+        Table("Settings that are not at their defaults", _rows([changed])),
+        Table("Environment", _rows([run.environment])),
+        Table("All settings", _rows([run.settings]), folded=True),
+    ]
+
+
+def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    names = dict.fromkeys(name for each in facts for name in each)
+    return [[name, *(_text(each.get(name, "-")) for each in facts)] for name in names]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @functools.cache

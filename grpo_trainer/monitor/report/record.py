@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+
+from grpo_trainer.monitor.recipe import environment
 
 RECORD_NAME = "run.json"  # in the run's folder
 REPORT_NAME = "report.html"
@@ -39,12 +42,26 @@ class RunRecord:
     environment: dict[str, str] = field(default_factory=dict)
     folder: Path = Path()
 
+    @classmethod
+    def of(cls, trainer: Trainer) -> RunRecord:
+        """Return the run of ``trainer`` as it is now."""
+        args, folder = trainer.args, Path(trainer.args.output_dir)
+        defaults = {item.name: item.default for item in fields(args)}
+        return cls(
+            name=args.run_name or folder.resolve().name,
+            history=trainer.state.log_history,
+            settings=args.to_dict(),  # without tokens and passwords
+            changed=[name for name in defaults if _differs(getattr(args, name), defaults[name])],
+            recipe=asdict(trainer.recipe),
+            environment=environment(args.device),
+            folder=folder,
+        )
+
     def save(self) -> None:
         """Write ``run.json`` into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = asdict(self) | {"folder": None}
-        text = json.dumps(jsonable(content), indent=1)
-        (self.folder / RECORD_NAME).write_text(text + "\n")
+        content = jsonable(vars(self) | {"folder": None})
+        (self.folder / RECORD_NAME).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def load_run(folder: Path) -> RunRecord:
@@ -78,6 +95,13 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _differs(value: Any, default: Any) -> bool:
+    """Return whether somebody set it: TrainingArguments fills some of its defaults in itself."""
+    if default in (MISSING, None, "", "none"):
+        return bool(value) and isinstance(value, str | int | float | list | dict)
+    return value != default
 
 
 def _trainer_state(folder: Path) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from grpo_trainer.monitor.report.record import History, RunRecord
+from grpo_trainer.monitor.report.record import History
 
 _NOT_METRICS = ("step", "epoch", "total_flos")
 _SUMMARY = "train_"  # what the row at the end of training has of its own begins so
@@ -22,50 +22,31 @@ class Curve(NamedTuple):
         return [value for value in self.values if value is not None]
 
 
-class Curves:
-    """The curves of a run, by the names of metrics.
-
-    Args:
-        history: the rows that the trainer logged.
-    """
-
-    def __init__(self, history: History) -> None:
-        self._curves: dict[str, Curve] = {}
-        for row in history:
-            for name, value in row.items():
-                if name in _NOT_METRICS or name.startswith(_SUMMARY):
-                    continue
-                if isinstance(value, int | float | None):
-                    curve = self._curves.setdefault(name, Curve([], []))
-                    curve.steps.append(int(row.get("step", 0)))
-                    curve.values.append(_finite(value))
-        self._add("tokens_per_second", tokens_per_second(history))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._curves
-
-    def __getitem__(self, name: str) -> Curve:
-        return self._curves[name]
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._curves)
-
-    @property
-    def evaluations(self) -> list[str]:
-        """The prefixes of evaluations: ``eval``, or one per evaluation dataset."""
-        return [name.removesuffix("_reward") for name in self._curves if _is_eval_reward(name)]
-
-    def starting(self, prefix: str, suffix: str = "") -> list[str]:
-        return [n for n in self._curves if n.startswith(prefix) and n.endswith(suffix)]
-
-    def _add(self, name: str, curve: Curve) -> None:
-        if curve.steps:
-            self._curves[name] = curve
+Curves = dict[str, Curve]  # by the names of metrics
 
 
-def curves_of(run: RunRecord) -> Curves:
-    return Curves(run.history)
+def curves_of(history: History) -> Curves:
+    """Return the curves of what the trainer logged."""
+    curves: Curves = {}
+    for row in history:
+        for name, value in row.items():
+            if name in _NOT_METRICS or name.startswith(_SUMMARY):
+                continue
+            if isinstance(value, int | float | None):
+                curve = curves.setdefault(name, Curve([], []))
+                curve.steps.append(int(row.get("step", 0)))
+                curve.values.append(_finite(value))
+    speed = tokens_per_second(history)
+    return curves | ({"tokens_per_second": speed} if speed.steps else {})
+
+
+def evaluations(curves: Curves) -> list[str]:
+    """Return the prefixes of evaluations: ``eval``, or one per evaluation dataset."""
+    return [
+        name.removesuffix("_reward")
+        for name in curves
+        if name.startswith("eval_") and name.endswith("_reward") and "/" not in name
+    ]
 
 
 def tokens_per_second(history: History) -> Curve:
@@ -86,10 +67,6 @@ def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:
     if "num_tokens" not in row or seconds <= 0:
         return None
     return (row["num_tokens"] - before["num_tokens"]) / seconds
-
-
-def _is_eval_reward(name: str) -> bool:
-    return name.startswith("eval_") and name.endswith("_reward") and "/" not in name
 
 
 def _finite(value: float | None) -> float | None:

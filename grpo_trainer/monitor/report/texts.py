@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,33 +28,21 @@ class Sample(NamedTuple):
     reward: float
 
 
-class Step(NamedTuple):
-    """What one prompt got at one optimizer step, best first."""
-
-    step: int
-    samples: list[Sample]
+Steps = dict[int, list[Sample]]  # what one prompt got, by optimizer step
 
 
-class PromptSamples(NamedTuple):
-    """One prompt over the run."""
-
-    prompt: str
-    steps: list[Step]
-
-
-def rewards_by_step(folder: Path) -> tuple[list[int], list[list[float]]]:
-    """Return steps, and the rewards of each step's completions; empty without files."""
+def rewards_by_step(folder: Path) -> dict[int, list[float]]:
+    """Return the rewards of each step's completions; empty without files."""
     found = {}
     for file in _evenly(_files(folder, ""), _FILES):
         rows = _read(file, ["step", "reward"])
         rewards = [row["reward"] for row in rows if _is_number(row["reward"])]
         if rewards:
             found[int(rows[0]["step"])] = rewards
-    steps = sorted(found)
-    return steps, [found[step] for step in steps]
+    return dict(sorted(found.items()))
 
 
-def prompt_samples(folder: Path) -> list[PromptSamples]:
+def prompt_samples(folder: Path) -> dict[str, Steps]:
     """Return the prompts that came back most often, with samples from the first to the last time.
 
     They are all of evaluations, whose prompts are always the same, or all of training.
@@ -64,34 +51,30 @@ def prompt_samples(folder: Path) -> list[PromptSamples]:
     for prefix in (EVAL_PREFIX, ""):
         prompts = _by_prompt(_evenly(_files(folder, prefix), _FILES))
         often = sorted(prompts, key=lambda prompt: -len(prompts[prompt]))[:_PROMPTS]
-        sources.append([_samples(prompt, prompts[prompt]) for prompt in often])
-    return max(sources, key=lambda chosen: len(chosen[0].steps) if chosen else 0)
+        sources.append({prompt: _samples(prompts[prompt]) for prompt in often})
+    return max(sources, key=lambda chosen: max(map(len, chosen.values()), default=0))
 
 
-def _by_prompt(files: list[Path]) -> dict[str, dict[int, list[Sample]]]:
-    prompts: dict[str, dict[int, list[Sample]]] = {}
-    for row in _rows(files):
-        reward = row["reward"] if _is_number(row["reward"]) else math.nan
-        steps = prompts.setdefault(row["prompt"], {})
-        steps.setdefault(int(row["step"]), []).append(Sample(row["completion"], reward))
+def _by_prompt(files: list[Path]) -> dict[str, Steps]:
+    prompts: dict[str, Steps] = {}
+    for file in files:
+        for row in _read(file, ["step", "prompt", "completion", "reward"]):
+            reward = row["reward"] if _is_number(row["reward"]) else math.nan
+            steps = prompts.setdefault(row["prompt"], {})
+            steps.setdefault(int(row["step"]), []).append(Sample(row["completion"], reward))
     return prompts
 
 
-def _samples(prompt: str, steps: dict[int, list[Sample]]) -> PromptSamples:
-    chosen = []
-    for step in _evenly(sorted(steps), _COLUMNS):
-        ranked = sorted(steps[step], key=_rank)
-        chosen.append(Step(step, _evenly(ranked, _PER_STEP)))
-    return PromptSamples(prompt, chosen)
+def _samples(steps: Steps) -> Steps:
+    """Return some of the steps and of their completions, best first."""
+    return {
+        step: _evenly(sorted(steps[step], key=_rank), _PER_STEP)
+        for step in _evenly(sorted(steps), _COLUMNS)
+    }
 
 
 def _rank(sample: Sample) -> tuple[float, str]:
     return (math.inf if math.isnan(sample.reward) else -sample.reward, sample.text)
-
-
-def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
-    for file in files:
-        yield from _read(file, ["step", "prompt", "completion", "reward"])
 
 
 def _read(file: Path, columns: list[str]) -> list[dict[str, Any]]:

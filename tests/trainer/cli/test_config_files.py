@@ -20,19 +20,25 @@ RUN = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["think_f
 # what makes the values below possible together
 BASE = {"use_cpu": True, "per_device_train_batch_size": 24, "per_device_eval_batch_size": 24}
 
-# a value other than the default for every field that GRPOConfig adds or whose default it changes
+
+def own_fields() -> dict[str, Any]:
+    """Return the defaults of the fields that GRPOConfig adds or whose default it changes."""
+    inherited = {item.name: item.default for item in dataclasses.fields(TrainingArguments)}
+    old = {item.name for item in dataclasses.fields(OldNames)}
+    return {
+        item.name: item.default
+        for item in dataclasses.fields(GRPOConfig)
+        if item.name not in old and inherited.get(item.name, own_fields) != item.default
+    }
+
+
+# a value other than the default for each of them
 VALUES: dict[str, Any] = {
+    **{name: not default for name, default in own_fields().items() if isinstance(default, bool)},
     "learning_rate": 1e-5,
     "logging_steps": 3,
-    "logging_nan_inf_filter": True,
-    "gradient_checkpointing": False,
     "bf16": False,
-    "remove_unused_columns": True,
     "model_init_kwargs": {"dtype": "bfloat16", "attn": {"a": 1e-6}},
-    "trust_remote_code": True,
-    "disable_dropout": True,
-    "cast_lm_head_to_fp32": True,
-    "shuffle_dataset": False,
     "num_generations": 4,
     "num_generations_eval": 3,
     "max_prompt_length": 100,
@@ -48,20 +54,15 @@ VALUES: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False, "level": "007"},
     "cache_implementation": "static",
     "num_iterations": 2,
-    "mask_truncated_completions": True,
     "reward_weights": [1, -0.5, 2e-1],
     "scale_rewards": False,
     "multi_objective_aggregation": "normalize_then_sum",
-    "dynamic_sampling": True,
     "max_resampling_rounds": 5,
     "max_tool_calling_iterations": 3,
     "tool_timeout": 2.5,
     "dynamic_prompts_fn": "package.module.function",
     "dynamic_prompts_form": "groups",
-    "log_completions": True,
-    "write_report": False,
     "num_completions_to_print": 0,
-    "log_unique_prompts": True,
     "loss_type": "grpo",
     "loss_kwargs": {"epsilon": 0.3},
     "beta": 0.04,
@@ -72,7 +73,6 @@ VALUES: dict[str, Any] = {
     "importance_sampling_level": "sequence",
     "temperature": 0.7,
     "kl_estimator": "k1",
-    "use_bias_correction_kl": False,
     "sapo_temperature_pos": 2.0,
     "sapo_temperature_neg": 2.05,
     "vespo_k_pos": 1.0,
@@ -81,7 +81,6 @@ VALUES: dict[str, Any] = {
     "vespo_lambda_neg": 1.5,
     "gmpo_clip": 0.3,
     "entropy_coef": 1e-3,
-    "use_adaptive_entropy": True,
     "entropy_coef_min": 0.05,
     "entropy_coef_max": 0.5,
     "entropy_coef_delta": 0.01,
@@ -89,18 +88,12 @@ VALUES: dict[str, Any] = {
     "top_entropy_quantile": 0.2,
     "off_policy_mask_threshold": 0.5,
     "router_aux_loss_coef": 0.01,
-    "sync_ref_model": True,
     "ref_model_mixup_alpha": 0.5,
     "ref_model_sync_steps": 64,
     "rollout_engine": "transformers",
-    "overlap_generation": True,
-    "use_sampling_mask": True,
-    "use_vllm": True,
-    "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 64},
     "vllm_mode": "server",
     "vllm_model_impl": "transformers",
-    "vllm_enable_sleep_mode": True,
     "vllm_structured_outputs_regex": "[0-9]{3}",
     "vllm_server_base_url": "http://10.0.0.1:9000",
     "vllm_server_host": "10.0.0.1",
@@ -114,7 +107,6 @@ VALUES: dict[str, Any] = {
     "vllm_max_model_length": 4096,
     "vllm_tensor_parallel_size": 2,
     "vllm_engine_kwargs": {"enforce_eager": True, "max_num_seqs": 16},
-    "vllm_importance_sampling_correction": False,
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.5,
@@ -128,17 +120,6 @@ NEEDS = {
     "use_sampling_mask": {"top_k": 20},
     "transformers_continuous_batching_config": {"use_transformers_continuous_batching": True},
 }
-
-
-def own_fields() -> list[str]:
-    inherited = {item.name: item.default for item in dataclasses.fields(TrainingArguments)}
-    old = {item.name for item in dataclasses.fields(OldNames)}
-    missing = object()
-    return [
-        item.name
-        for item in dataclasses.fields(GRPOConfig)
-        if item.name not in old and inherited.get(item.name, missing) != item.default
-    ]
 
 
 def write(values: dict[str, Any]) -> str:

@@ -11,9 +11,8 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
 from grpo_trainer.common import printable
-from grpo_trainer.monitor.attach import show_progress
 from grpo_trainer.monitor.completions import completion_table
-from grpo_trainer.monitor.live import LiveView, sparkline
+from grpo_trainer.monitor.live import LiveView, show_progress, sparkline
 from grpo_trainer.monitor.progress import PlainProgress, Snapshot, duration, line
 
 
@@ -25,7 +24,6 @@ def terminal(**options: Any) -> Console:
 SNAPSHOT = Snapshot(
     step=30,
     steps=120,
-    seconds=60.0,
     seconds_left=3723.4,
     numbers={"reward": "0.31 \u00b1 0.2", "kl": "0.01"},
     tokens_per_second=1234.5,
