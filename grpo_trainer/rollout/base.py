@@ -88,7 +88,10 @@ class Completions(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """Samples one completion per prompt. In a distributed run every process calls every method."""
+    """Samples one completion per prompt. In a distributed run every process calls every method.
+
+    An engine that inherits from it says only what it does itself: the rest does nothing.
+    """
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
         """Return completions of this process's prompts, by the weights of the last update."""
@@ -97,19 +100,19 @@ class RolloutEngine(Protocol):
     def update_weights(self, weights: WeightSource) -> None:
         """Take over the policy's weights; called before the first ``generate``, and when they
         changed. ``weights`` stays valid until the next update, and can be called again."""
-        ...
+        return
 
     def sleep(self) -> None:
         """Give memory back until ``wake``, if it can. Weights may be lost: an update follows."""
-        ...
+        return
 
     def wake(self) -> None:
         """Take the memory again."""
-        ...
+        return
 
     def close(self) -> None:
         """End what the engine started. It is not used afterwards."""
-        ...
+        return
 
 
 class WeightsLostError(RuntimeError):

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEngine, Sampling
-from grpo_trainer.rollout.continuous import ContinuousBatchingEngine
 from grpo_trainer.rollout.sync import Rollouts
-from grpo_trainer.rollout.transformers import TransformersEngine
+from grpo_trainer.rollout.transformers import ContinuousBatchingEngine, TransformersEngine
 from grpo_trainer.rollout.vllm_server import VLLMServer
 
 EngineFactory = Callable[[EngineContext], RolloutEngine]
@@ -22,7 +21,7 @@ def _vllm_colocate(context: EngineContext) -> RolloutEngine:
 
 ENGINES: dict[str, EngineFactory] = {
     "transformers": TransformersEngine.from_context,
-    "transformers_continuous": ContinuousBatchingEngine.from_context,
+    "transformers_continuous": ContinuousBatchingEngine,
     "vllm_colocate": _vllm_colocate,
     "vllm_server": VLLMServer,
 }

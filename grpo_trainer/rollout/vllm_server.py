@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_trainer.common import in_thread
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.base import (
+    BackgroundEngine,
     Completions,
     EngineContext,
     Pending,
@@ -33,7 +34,7 @@ from grpo_trainer.rollout.weight_files import FileTransfer
 logger = logging.getLogger(__name__)
 
 
-class VLLMServer:
+class VLLMServer(BackgroundEngine):
     """Samples with a server that was started with ``grpo-train serve``.
 
     Raises:
@@ -68,10 +69,6 @@ class VLLMServer:
 
     def update_weights(self, weights: WeightSource) -> None:
         self._on_main(lambda: self._client.update_weights(weights))  # type: ignore[union-attr]
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
 
     def close(self) -> None:
         atexit.unregister(self.close)
