@@ -33,9 +33,3 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
             f"generation_kwargs: expected none of {', '.join(again)}, which are set already"
         )
     return params | dict(sampling.engine_options)
-
-
-def structured_outputs(sampling: Sampling) -> dict[str, Any] | None:
-    """Return what the text of a completion must look like, if anything."""
-    regex = sampling.structured_outputs_regex
-    return None if regex is None else {"regex": regex}
