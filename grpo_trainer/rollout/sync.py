@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
+from grpo_kernels.losses import Metrics
+from grpo_trainer.data import Rollout, Row
 from grpo_trainer.monitor import phase
 from grpo_trainer.rollout.base import (
     BackgroundEngine,
@@ -126,12 +129,24 @@ class Rollouts:
 
     def check(self, completions: Completions, count: int) -> None:
         """Raise ValueError unless ``completions`` are those of ``count`` prompts."""
-        if self._sampling.sampling_mask_size and completions.sampling_mask is None:
+        ids, logprobs, mask = completions
+        if self._sampling.sampling_mask_size and mask is None:
             raise ValueError(
                 "use_sampling_mask: expected an engine that reports which ids its filters left, "
                 f"got none from {type(self._engine).__name__}"
             )
-        _check(completions, count)
+        if len(ids) != count or not all(ids):
+            raise ValueError(
+                f"rollout engine: expected {count} completions of one token or more, got "
+                f"{len(ids)} with {sum(not row for row in ids)} empty ones"
+            )
+        lengths = [len(row) for row in ids]
+        for name, column in (("log-probability", logprobs), ("sampling mask", mask)):
+            if column is not None and [len(row) for row in column] != lengths:
+                raise ValueError(
+                    f"rollout engine: expected one {name} per token, got "
+                    f"{sum(map(len, column))} for {sum(lengths)}"
+                )
 
 
 class Started:
@@ -192,17 +207,19 @@ class Started:
             pending.cancel()
 
 
-def _check(completions: Completions, count: int) -> None:
-    ids, logprobs, mask = completions
-    if len(ids) != count or not all(ids):
-        raise ValueError(
-            f"rollout engine: expected {count} completions of one token or more, got {len(ids)} "
-            f"with {sum(not row for row in ids)} empty ones"
-        )
-    lengths = [len(row) for row in ids]
-    for name, column in (("log-probability", logprobs), ("sampling mask", mask)):
-        if column is not None and [len(row) for row in column] != lengths:
-            raise ValueError(
-                f"rollout engine: expected one {name} per token, got {sum(map(len, column))} for "
-                f"{sum(lengths)}"
-            )
+@dataclass(frozen=True)
+class Sampled:
+    """n completions, and what came with them."""
+
+    rollouts: list[Rollout]
+    # more arguments of reward functions, one value per completion each
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=lambda: Metrics({}))
+
+
+class Source(Protocol):
+    """Where completions come from, if not from one call of the engine."""
+
+    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+        """Return one completion per row. In a distributed run every process calls it."""
+        ...
