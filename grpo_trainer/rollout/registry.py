@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEngine, Sampling
+from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEngine
+from grpo_trainer.rollout.sampling import Sampling
 from grpo_trainer.rollout.sync import Rollouts
 from grpo_trainer.rollout.transformers import ContinuousBatchingEngine, TransformersEngine
 from grpo_trainer.rollout.vllm_server import VLLMServer

@@ -17,10 +17,10 @@ from grpo_trainer.rollout.base import (
     Completions,
     Pending,
     RolloutEngine,
-    Sampling,
     TokenIds,
     WeightsLostError,
 )
+from grpo_trainer.rollout.sampling import Sampling
 from grpo_trainer.rollout.weights import parameter_versions, policy_weights
 
 logger = logging.getLogger(__name__)

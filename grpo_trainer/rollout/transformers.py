@@ -19,11 +19,11 @@ from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
     RolloutEngine,
-    Sampling,
     TokenIds,
     cut_after_eos,
 )
 from grpo_trainer.rollout.filters import NO_FILTERS, RecordingFilters
+from grpo_trainer.rollout.sampling import Sampling
 
 
 class TransformersEngine(RolloutEngine):
@@ -128,15 +128,10 @@ def _generation_config(
     sampling: Sampling, tokenizer: PreTrainedTokenizerBase, cache: str | None = None
 ) -> GenerationConfig:
     """Return the sampling in transformers' words."""
-    settings = {
+    settings = sampling.parameters | {
         "do_sample": True,
         "use_cache": True,
         "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
         "cache_implementation": cache,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": sorted(sampling.eos_token_ids) or None,

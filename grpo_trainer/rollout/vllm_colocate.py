@@ -22,12 +22,11 @@ from grpo_trainer.model import base_policy
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
-    Sampling,
     TokenIds,
     WeightSource,
     runs,
 )
-from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS, vllm_params
+from grpo_trainer.rollout.sampling import MAX_LOGPROBS, Sampling, vllm_params
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"

@@ -20,15 +20,14 @@ from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
     Pending,
-    Sampling,
     TokenIds,
     WeightsLostError,
     WeightSource,
     runs,
 )
 from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout.sampling import Sampling, vllm_params
 from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
-from grpo_trainer.rollout.vllm_params import vllm_params
 from grpo_trainer.rollout.weight_files import FileTransfer
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import Completions, Rollouts, Sampling, register_rollout_engine
 from grpo_trainer.rollout.base import runs
 from grpo_trainer.rollout.registry import ENGINES
-from grpo_trainer.rollout.vllm_params import vllm_params
+from grpo_trainer.rollout.sampling import vllm_params
 
 NAN = float("nan")
 

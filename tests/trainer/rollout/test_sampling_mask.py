@@ -13,7 +13,7 @@ from vllm_stub import choices
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import Completions, Sampling, ServerError, TransformersEngine
-from grpo_trainer.rollout.vllm_params import vllm_params
+from grpo_trainer.rollout.sampling import vllm_params
 
 FILTERS = [
     {"top_k": 3},
