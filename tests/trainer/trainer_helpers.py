@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import wait
 
+import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -41,6 +42,17 @@ class CannedEngine:
 
 def lengths_reward(completion_ids, **kwargs) -> list[float]:
     return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
+
+
+def adapted(model, **lora):
+    """Return ``model`` under an adapter that was trained before."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(**lora))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
