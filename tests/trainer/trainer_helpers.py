@@ -55,6 +55,16 @@ def adapted(model, **lora):
     return model
 
 
+def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
+    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = p.argsort(descending=True)[:top_k].tolist()
+    chosen = p[order] / p[order].sum()
+    before = chosen.cumsum(0) - chosen
+    likely = [i for i, mass in zip(order, before.tolist(), strict=True) if mass < top_p]
+    return {i for i in likely if min_p is None or p[i] >= min_p * p.max()}
+
+
 def parameters(model: torch.nn.Module) -> torch.Tensor:
     """Return all parameters, flat, as a copy."""
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from test_rollout_client import COMPLETE, make_client, stub  # noqa: F401
-from trainer_helpers import BackgroundEngine
+from trainer_helpers import BackgroundEngine, mask_ids
 from vllm_stub import choices
 
 from grpo_trainer import GRPOTrainer
@@ -21,16 +21,6 @@ FILTERS = [
     {"top_k": 8, "min_p": 0.4},
     {"top_k": 400},
 ]
-
-
-def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
-    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
-    p = (logits.double() / temperature).softmax(-1)
-    order = p.argsort(descending=True)[:top_k].tolist()
-    chosen = p[order] / p[order].sum()
-    before = chosen.cumsum(0) - chosen
-    likely = [i for i, mass in zip(order, before.tolist(), strict=True) if mass < top_p]
-    return {i for i in likely if min_p is None or p[i] >= min_p * p.max()}
 
 
 @pytest.fixture
