@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers import (
@@ -26,24 +27,13 @@ from grpo_trainer.rollout.filters import NO_FILTERS, RecordingFilters
 from grpo_trainer.rollout.sampling import Sampling
 
 
+@dataclass(eq=False)
 class TransformersEngine(RolloutEngine):
-    """Samples by ``model.generate``. Reports no log-probabilities.
+    """Samples by ``model.generate``. Reports no log-probabilities."""
 
-    Args:
-        policy: gives the unwrapped policy; asked at every call, since wrapping happens late.
-        tokenizer: for its special tokens.
-        cache_implementation: kind of key-value cache; None: transformers' default.
-    """
-
-    def __init__(
-        self,
-        policy: Callable[[], PreTrainedModel],
-        tokenizer: PreTrainedTokenizerBase,
-        cache_implementation: str | None = None,
-    ) -> None:
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._cache = cache_implementation
+    policy: Callable[[], PreTrainedModel]  # unwrapped; asked at every call: wrapping happens late
+    tokenizer: PreTrainedTokenizerBase
+    cache_implementation: str | None = None  # kind of key-value cache; None: the default one
 
     @classmethod
     def from_context(cls, context: EngineContext) -> TransformersEngine:
@@ -53,8 +43,8 @@ class TransformersEngine(RolloutEngine):
         """Return one completion per prompt, in one left-padded batch."""
         if not prompt_ids:
             return Completions([])
-        model = self._policy()
-        config = _generation_config(sampling, self._tokenizer, self._cache)
+        model = self.policy()
+        config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
         mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
