@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,12 +61,18 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
         assert logprobs is not None  # it was asked for
         return logprobs
 
+    with evaluating(model):
+        return _run(model, batch, head_fn).head
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run ``model`` without dropout and gradient; afterwards it is in the mode it was in."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        logprobs = _run(model, batch, head_fn).head
+        yield
     model.train(was_training)
-    return logprobs
 
 
 def _run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:

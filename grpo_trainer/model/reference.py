@@ -44,10 +44,22 @@ class Reference:
 
 
 class FrozenModel(Reference):
-    """A copy of the policy. With ``follows`` it is mixed with the policy by the trainer."""
+    """A copy of the policy with a fused head of its own. With ``follows`` it is mixed with the
+    policy by the trainer.
+
+    Raises:
+        ValueError: the policy has a fused head already. What is attached to a forward stays bound
+            to the model it was attached to, so a copy would silently run the policy.
+    """
 
     def __init__(self, policy: PreTrainedModel, follows: bool) -> None:
-        self.model: PreTrainedModel = frozen_reference(policy)
+        if "forward" in vars(policy):
+            raise ValueError(
+                "model: expected one whose forward is unchanged, so that the reference of beta != "
+                "0 can be copied from it; got a patched forward (was it used by a trainer before?)"
+            )
+        self.model: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).eval()
+        add_fused_head(self.model)
         self._follows = follows
 
     def prepare(self, accelerator: Accelerator) -> None:
@@ -126,21 +138,3 @@ def make_reference(
         return Adapter(None)
     keep_reference_adapter(policy)
     return Adapter(REFERENCE)
-
-
-def frozen_reference(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of ``model`` in evaluation mode, without gradients, with its own fused head.
-
-    Raises:
-        ValueError: the model has a fused head already. What is attached to a forward stays bound to
-            the model it was attached to, so a copy would silently run the policy.
-    """
-    if "forward" in vars(model):
-        raise ValueError(
-            "model: expected one whose forward is unchanged, so that the reference of beta != 0 "
-            "can be copied from it; got a patched forward (was it used by a trainer before?)"
-        )
-    reference = copy.deepcopy(model)
-    reference.requires_grad_(False)
-    add_fused_head(reference)
-    return reference.eval()

@@ -9,38 +9,13 @@ from grpo_trainer.rollout.base import (
     EngineContext,
     Pending,
     RolloutEngine,
-    Sampling,
     WeightsLostError,
     WeightSource,
     cut_after_eos,
 )
 from grpo_trainer.rollout.http import ServerError
 from grpo_trainer.rollout.registry import make_rollouts, register_rollout_engine
-from grpo_trainer.rollout.source import Sampled, Source
-from grpo_trainer.rollout.sync import Rollouts, Started
+from grpo_trainer.rollout.sampling import MAX_LOGPROBS, Sampling
+from grpo_trainer.rollout.sync import Rollouts, Sampled, Source, Started
 from grpo_trainer.rollout.transformers import TransformersEngine, pad_token_id
-from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS
 from grpo_trainer.rollout.weights import policy_weights
-
-__all__ = [
-    "MAX_LOGPROBS",
-    "BackgroundEngine",
-    "Completions",
-    "EngineContext",
-    "Pending",
-    "RolloutEngine",
-    "Rollouts",
-    "Sampled",
-    "Sampling",
-    "ServerError",
-    "Source",
-    "Started",
-    "TransformersEngine",
-    "WeightSource",
-    "WeightsLostError",
-    "cut_after_eos",
-    "make_rollouts",
-    "pad_token_id",
-    "policy_weights",
-    "register_rollout_engine",
-]

@@ -15,7 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_trainer.rollout.base import Sampling, TokenIds
+from grpo_trainer.rollout.base import TokenIds
+from grpo_trainer.rollout.sampling import Sampling
 
 # transformers' own filters, which run after ours, off
 NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEngine, Sampling
-from grpo_trainer.rollout.continuous import ContinuousBatchingEngine
+from grpo_trainer.rollout.base import BackgroundEngine, EngineContext, RolloutEngine
+from grpo_trainer.rollout.sampling import Sampling
 from grpo_trainer.rollout.sync import Rollouts
-from grpo_trainer.rollout.transformers import TransformersEngine
+from grpo_trainer.rollout.transformers import ContinuousBatchingEngine, TransformersEngine
 from grpo_trainer.rollout.vllm_server import VLLMServer
 
 EngineFactory = Callable[[EngineContext], RolloutEngine]
@@ -22,7 +22,7 @@ def _vllm_colocate(context: EngineContext) -> RolloutEngine:
 
 ENGINES: dict[str, EngineFactory] = {
     "transformers": TransformersEngine.from_context,
-    "transformers_continuous": ContinuousBatchingEngine.from_context,
+    "transformers_continuous": ContinuousBatchingEngine,
     "vllm_colocate": _vllm_colocate,
     "vllm_server": VLLMServer,
 }
@@ -39,47 +39,37 @@ def register_rollout_engine(name: str, factory: EngineFactory) -> None:
     ENGINES[name] = factory
 
 
-def engine_name(args: GRPOConfig) -> str:
-    """Return the engine that ``args`` asks for."""
-    if args.rollout_engine is not None:
-        return args.rollout_engine
-    if args.use_vllm:
-        return f"vllm_{args.vllm_mode}"
-    continuous = args.use_transformers_continuous_batching
-    return "transformers_continuous" if continuous else "transformers"
-
-
-def make_engine(context: EngineContext) -> RolloutEngine:
-    """Return the engine that the configuration names.
-
-    Raises:
-        ValueError: there is no such engine, or it cannot run here.
-    """
-    name = engine_name(context.args)
-    if name not in ENGINES:
-        raise ValueError(f"rollout_engine: expected one of {', '.join(ENGINES)}; got {name!r}")
-    return ENGINES[name](context)
-
-
 def make_rollouts(
     context: EngineContext, step: Callable[[], int], engine: RolloutEngine | None = None
 ) -> Rollouts:
     """Return completions of the policy, by ``engine`` or by the one that the configuration names.
 
     ``step`` counts the optimizer's steps.
+
+    Raises:
+        ValueError: there is no such engine, or it cannot run here.
     """
     args = context.args
-    if engine is not None and engine_name(args) != "transformers":
-        raise ValueError(
-            f"rollout_engine: expected it once, got one beside the {engine_name(args)} of args"
-        )
+    name = _engine_name(args)
+    if engine is not None and name != "transformers":
+        raise ValueError(f"rollout_engine: expected it once, got one beside the {name} of args")
+    if name not in ENGINES:
+        raise ValueError(f"rollout_engine: expected one of {', '.join(ENGINES)}; got {name!r}")
     sampling = Sampling.from_config(args, context.tokenizer, context.policy())
-    engine = engine or make_engine(context)
+    engine = engine or ENGINES[name](context)
     if args.overlap_generation and not isinstance(engine, BackgroundEngine):
         raise ValueError(
             "overlap_generation: expected an engine with weights of its own, which can generate "
             "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
             f"`start`), got {type(engine).__name__}"
         )
-    sleeps = args.vllm_enable_sleep_mode
-    return Rollouts(engine, context.policy, sampling, step, sleeps)
+    return Rollouts(engine, context.policy, sampling, step, args.vllm_enable_sleep_mode)
+
+
+def _engine_name(args: GRPOConfig) -> str:
+    if args.rollout_engine is not None:
+        return args.rollout_engine
+    if args.use_vllm:
+        return f"vllm_{args.vllm_mode}"
+    continuous = args.use_transformers_continuous_batching
+    return "transformers_continuous" if continuous else "transformers"

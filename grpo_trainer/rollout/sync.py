@@ -4,58 +4,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
+from grpo_kernels.losses import Metrics
+from grpo_trainer.data import Rollout, Row
 from grpo_trainer.monitor import phase
 from grpo_trainer.rollout.base import (
     BackgroundEngine,
     Completions,
     Pending,
     RolloutEngine,
-    Sampling,
     TokenIds,
     WeightsLostError,
 )
+from grpo_trainer.rollout.sampling import Sampling
 from grpo_trainer.rollout.weights import parameter_versions, policy_weights
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Rollouts:
     """Gives the engine the policy's weights whenever they have changed, then samples.
 
     An engine does one thing at a time: whoever asks for the next waits for what runs.
-
-    Args:
-        engine: samples.
-        policy: gives the unwrapped policy.
-        sampling: how.
-        step: optimizer steps taken.
-        sleeps: send the engine to sleep between calls.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        policy: Callable[[], PreTrainedModel],
-        sampling: Sampling,
-        step: Callable[[], int],
-        sleeps: bool = False,
-    ) -> None:
-        self._engine = engine
-        self._policy = policy
-        self._sampling = sampling
-        self._step = step
-        self._sleeps = sleeps
-        self._version: object = None  # of the weights that the engine has
-        self._running: Started | None = None
+    engine: RolloutEngine
+    policy: Callable[[], PreTrainedModel]  # unwrapped
+    sampling: Sampling
+    step: Callable[[], int]  # optimizer steps taken
+    sleeps: bool = False  # the engine, between calls
+    _version: object = field(default=None, init=False)  # of the weights that the engine has
+    _running: Started | None = field(default=None, init=False)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """A completion that ends in none of them was truncated."""
-        return self._sampling.eos_token_ids
+        return self.sampling.eos_token_ids
 
     def generate(self, prompt_ids: list[TokenIds], max_tokens: int | None = None) -> Completions:
         """Return one completion per prompt, by the policy as it is now.
@@ -67,26 +56,26 @@ class Rollouts:
             ValueError: what the engine returns is no such thing.
         """
         self._wait()
-        if self._sleeps:
-            self._engine.wake()
+        if self.sleeps:
+            self.engine.wake()
         self._update()
-        sampling = self._sampling
+        sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
-        completions = self._engine.generate(prompt_ids, sampling)
-        if self._sleeps:
-            self._engine.sleep()
+        completions = self.engine.generate(prompt_ids, sampling)
+        if self.sleeps:
+            self.engine.sleep()
             self._version = None
         self.check(completions, len(prompt_ids))
         return completions
 
     def start(self, prompt_ids: list[TokenIds]) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
-        assert isinstance(self._engine, BackgroundEngine)  # checked when it was made
+        assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
         self._wait()
         self._update()
-        pending = self._engine.start(prompt_ids, self._sampling)
-        self._running = Started(self, prompt_ids, self._step(), pending)
+        pending = self.engine.start(prompt_ids, self.sampling)
+        self._running = Started(self, prompt_ids, self.step(), pending)
         return self._running
 
     def restored(self, completions: Completions, step: int) -> Started:
@@ -101,7 +90,7 @@ class Rollouts:
 
     def close(self) -> None:
         self.cancel()
-        self._engine.close()
+        self.engine.close()
 
     def _wait(self) -> None:
         """Wait for what was started. Weights are never sent in the middle of it."""
@@ -111,53 +100,50 @@ class Rollouts:
             self._running = None
 
     def _update(self) -> None:
-        policy = self._policy()
+        policy = self.policy()
         # fused optimizers leave no trace on the parameters, and loading takes no step
-        version = (self._step(), parameter_versions(policy))
+        version = (self.step(), parameter_versions(policy))
         if self._version != version:
             with phase("sync"):
-                self._engine.update_weights(lambda: policy_weights(policy))
+                self.engine.update_weights(lambda: policy_weights(policy))
             self._version = version
 
     def again(self, prompt_ids: list[TokenIds]) -> tuple[Completions, int]:
         """Sample by the weights as they are now, and say how many steps these have seen."""
         self._running = self._version = None
-        return self.generate(prompt_ids), self._step()
+        return self.generate(prompt_ids), self.step()
 
     def check(self, completions: Completions, count: int) -> None:
         """Raise ValueError unless ``completions`` are those of ``count`` prompts."""
-        if self._sampling.sampling_mask_size and completions.sampling_mask is None:
+        ids, logprobs, mask = completions
+        if self.sampling.sampling_mask_size and mask is None:
             raise ValueError(
                 "use_sampling_mask: expected an engine that reports which ids its filters left, "
-                f"got none from {type(self._engine).__name__}"
+                f"got none from {type(self.engine).__name__}"
             )
-        _check(completions, count)
+        if len(ids) != count or not all(ids):
+            raise ValueError(
+                f"rollout engine: expected {count} completions of one token or more, got "
+                f"{len(ids)} with {sum(not row for row in ids)} empty ones"
+            )
+        lengths = [len(row) for row in ids]
+        for name, column in (("log-probability", logprobs), ("sampling mask", mask)):
+            if column is not None and [len(row) for row in column] != lengths:
+                raise ValueError(
+                    f"rollout engine: expected one {name} per token, got "
+                    f"{sum(map(len, column))} for {sum(lengths)}"
+                )
 
 
+@dataclass(eq=False)
 class Started:
-    """A generation that goes on while the policy trains, or has ended.
+    """A generation that goes on while the policy trains, or has ended."""
 
-    Args:
-        rollouts: what started it.
-        prompt_ids: what for.
-        step: optimizer steps that the weights had seen.
-        pending: the engine's handle; None: it is over.
-        completions: of a generation that is over.
-    """
-
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        prompt_ids: list[TokenIds],
-        step: int,
-        pending: Pending | None = None,
-        completions: Completions | None = None,
-    ) -> None:
-        self._rollouts = rollouts
-        self._prompt_ids = prompt_ids
-        self._pending = pending
-        self._completions = completions
-        self.step = step
+    rollouts: Rollouts
+    prompt_ids: list[TokenIds]
+    step: int  # optimizer steps that the weights had seen
+    pending: Pending | None = None  # the engine's handle; None: it is over
+    completions: Completions | None = None
 
     def result(self) -> Completions:
         """Wait for the completions. Every process calls it.
@@ -166,43 +152,45 @@ class Started:
             Exception: what went wrong on the other thread, with its traceback.
             ValueError: what the engine returns are no completions of the prompts.
         """
-        if self._pending is not None:
-            self._completions = self._finish(self._pending)
-            self._pending = None
-            self._rollouts.check(self._completions, len(self._prompt_ids))
-        if self._completions is None:
+        if self.pending is not None:
+            self.completions = self._finish(self.pending)
+            self.pending = None
+            self.rollouts.check(self.completions, len(self.prompt_ids))
+        if self.completions is None:
             raise RuntimeError("rollout engine: the generation has failed, or was cancelled")
-        return self._completions
+        return self.completions
 
     def _finish(self, pending: Pending) -> Completions:
         try:
             return pending.result()
         except WeightsLostError as error:
             logger.warning("%s: its completions are sampled again, by the policy now", error)
-            completions, self.step = self._rollouts.again(self._prompt_ids)
+            completions, self.step = self.rollouts.again(self.prompt_ids)
             return completions
         except Exception:
-            self._pending = None  # it is over; after an interrupt it is not
+            self.pending = None  # it is over; after an interrupt it is not
             raise
 
     def cancel(self) -> None:
         """End the generation if it runs."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None:
             pending.cancel()
 
 
-def _check(completions: Completions, count: int) -> None:
-    ids, logprobs, mask = completions
-    if len(ids) != count or not all(ids):
-        raise ValueError(
-            f"rollout engine: expected {count} completions of one token or more, got {len(ids)} "
-            f"with {sum(not row for row in ids)} empty ones"
-        )
-    lengths = [len(row) for row in ids]
-    for name, column in (("log-probability", logprobs), ("sampling mask", mask)):
-        if column is not None and [len(row) for row in column] != lengths:
-            raise ValueError(
-                f"rollout engine: expected one {name} per token, got {sum(map(len, column))} for "
-                f"{sum(lengths)}"
-            )
+@dataclass(frozen=True)
+class Sampled:
+    """n completions, and what came with them."""
+
+    rollouts: list[Rollout]
+    # more arguments of reward functions, one value per completion each
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=lambda: Metrics({}))
+
+
+class Source(Protocol):
+    """Where completions come from, if not from one call of the engine."""
+
+    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+        """Return one completion per row. In a distributed run every process calls it."""
+        ...

@@ -1,8 +1,9 @@
-"""Rollouts by ``model.generate`` of the model being trained."""
+"""Rollouts by transformers, with the model being trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers import (
@@ -12,36 +13,27 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from grpo_trainer.config import options
 from grpo_trainer.data import pad_rows
+from grpo_trainer.model import evaluating
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
-    Sampling,
+    RolloutEngine,
     TokenIds,
-    WeightSource,
     cut_after_eos,
 )
 from grpo_trainer.rollout.filters import NO_FILTERS, RecordingFilters
+from grpo_trainer.rollout.sampling import Sampling
 
 
-class TransformersEngine:
-    """Samples with the policy itself, so it has its weights. Reports no log-probabilities.
+@dataclass(eq=False)
+class TransformersEngine(RolloutEngine):
+    """Samples by ``model.generate``. Reports no log-probabilities."""
 
-    Args:
-        policy: gives the unwrapped policy; asked at every call, since wrapping happens late.
-        tokenizer: for its special tokens.
-        cache_implementation: kind of key-value cache; None: transformers' default.
-    """
-
-    def __init__(
-        self,
-        policy: Callable[[], PreTrainedModel],
-        tokenizer: PreTrainedTokenizerBase,
-        cache_implementation: str | None = None,
-    ) -> None:
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._cache = cache_implementation
+    policy: Callable[[], PreTrainedModel]  # unwrapped; asked at every call: wrapping happens late
+    tokenizer: PreTrainedTokenizerBase
+    cache_implementation: str | None = None  # kind of key-value cache; None: the default one
 
     @classmethod
     def from_context(cls, context: EngineContext) -> TransformersEngine:
@@ -51,50 +43,85 @@ class TransformersEngine:
         """Return one completion per prompt, in one left-padded batch."""
         if not prompt_ids:
             return Completions([])
-        model = self._policy()
-        config = generation_config(sampling, self._tokenizer, self._cache)
+        model = self.policy()
+        config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
         mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
         filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
-        processors = None if filters is None else LogitsProcessorList([filters])
-        was_training = model.training
-        model.eval()  # no dropout, and gradient checkpointing would disable the cache
-        with torch.no_grad():
+        with evaluating(model):  # gradient checkpointing would disable the cache, too
             output = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=config,
-                logits_processor=processors,
+                logits_processor=None if filters is None else LogitsProcessorList([filters]),
             )
-        model.train(was_training)
         found = output[:, ids.shape[1] :].tolist()
         completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
         left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
         return Completions(completions, sampling_mask=left)
 
-    def update_weights(self, weights: WeightSource) -> None: ...
 
-    def sleep(self) -> None: ...
+class ContinuousBatchingEngine(RolloutEngine):
+    """Samples by continuous batching: a finished completion makes room for the next.
 
-    def wake(self) -> None: ...
+    It has a paged cache, and reports log-probabilities.
 
-    def close(self) -> None: ...
+    Raises:
+        ValueError: the installed transformers has no such batching, or its settings are wrong.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        name = "transformers_continuous_batching_config"
+        settings = options(name, getattr(context.args, name))
+        try:
+            from transformers.generation import ContinuousBatchingConfig
+        except ImportError as error:
+            raise ValueError(f"use_transformers_continuous_batching: {error}") from error
+        try:
+            self._batching = ContinuousBatchingConfig(**{"return_logprobs": True, **settings})
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}") from error
+        self._context = context
+
+    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
+        """Return one completion per prompt.
+
+        Raises:
+            ValueError: a prompt was not completed, such as one that the cache has no room for.
+        """
+        if not prompt_ids:
+            return Completions([])
+        model = self._context.policy()
+        with evaluating(model):
+            outputs = model.generate_batch(
+                prompt_ids,
+                generation_config=_generation_config(sampling, self._context.tokenizer),
+                continuous_batching_config=self._batching,
+                progress_bar=False,
+            )
+        done = list(outputs.values())  # in the order of the prompts
+        failed = [output.error for output in done if output.error is not None]
+        if failed or len(done) != len(prompt_ids):
+            raise ValueError(
+                f"use_transformers_continuous_batching: {len(prompt_ids)} prompts, "
+                f"{len(done) - len(failed)} completed; {failed[:1]}"
+            )
+        ids = [cut_after_eos(output.generated_tokens, sampling.eos_token_ids) for output in done]
+        if not self._batching.return_logprobs:
+            return Completions(ids)
+        pairs = zip(done, ids, strict=True)
+        return Completions(ids, [output.logprobs[: len(row)] for output, row in pairs])
 
 
-def generation_config(
+def _generation_config(
     sampling: Sampling, tokenizer: PreTrainedTokenizerBase, cache: str | None = None
 ) -> GenerationConfig:
     """Return the sampling in transformers' words."""
-    settings = {
+    settings = sampling.parameters | {
         "do_sample": True,
         "use_cache": True,
         "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
         "cache_implementation": cache,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": sorted(sampling.eos_token_ids) or None,

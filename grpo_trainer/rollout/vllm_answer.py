@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_trainer.rollout.base import Completions, TokenIds
 
@@ -12,34 +12,34 @@ _NEVER = -9999.0  # vLLM's stand-in for minus infinity, which JSON does not have
 _ROUNDING = 1e-2  # by so much a log-probability may be above 0
 
 
-class Asked(NamedTuple):
-    """What a request asked for."""
-
-    prompts: Sequence[TokenIds | str]
-    n: int  # completions of each
-    max_tokens: int
-    logprobs: int | None
-    vocab_size: int | None  # None: unknown
-
-
-def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completions]:
+def completions_of(
+    answer: Any,
+    prompts: Sequence[TokenIds | str],
+    n: int,
+    max_tokens: int,
+    logprobs: int | None,
+    vocab_size: int | None,
+) -> tuple[list[TokenIds], Completions]:
     """Return the prompts' ids, and ``n`` completions per prompt in order with log-probabilities.
 
-    With ``logprobs`` above 0 it has those of the likeliest ids, too, and so the sampling mask.
+    The arguments are what was asked for. With ``logprobs`` above 0 the answer has those of the
+    likeliest ids, too, and so the sampling mask. ``vocab_size`` is None where it is unknown.
 
     Raises:
         ValueError, KeyError, TypeError: the answer is no such thing.
     """
-    prompts, n, logprobs = asked.prompts, asked.n, asked.logprobs
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
         raise ValueError(f"{len(choices)} choices")
-    prompt_ids = [_prompt_ids(choices[i * n], prompt, asked) for i, prompt in enumerate(prompts)]
+    prompt_ids = [  # those that were sent, or those that the server says a text has
+        _checked_ids(first["prompt_token_ids"], vocab_size) if isinstance(prompt, str) else prompt
+        for prompt, first in zip(prompts, choices[::n], strict=True)
+    ]
     token_ids, values, mask = [], [], []
     for choice in choices:
-        ids = _checked_ids(choice["token_ids"], asked.vocab_size)
-        if not 0 < len(ids) <= asked.max_tokens:
-            raise ValueError(f"{len(ids)} tokens, expected 1 to max_tokens = {asked.max_tokens}")
+        ids = _checked_ids(choice["token_ids"], vocab_size)
+        if not 0 < len(ids) <= max_tokens:
+            raise ValueError(f"{len(ids)} tokens, expected 1 to max_tokens = {max_tokens}")
         own = prompt_ids[choice["index"] // n]
         if choice["prompt_token_ids"] not in (None, own):  # None: that of the choice before
             raise ValueError("the completion of another prompt")
@@ -48,18 +48,11 @@ def completions_of(answer: Any, asked: Asked) -> tuple[list[TokenIds], Completio
             values.append(_numbers(choice["logprobs"]["token_logprobs"], len(ids)))
         if logprobs:
             likeliest = choice["logprobs"]["top_logprobs"]
-            mask.append([_checked_ids(_left(each), asked.vocab_size) for each in likeliest])
+            mask.append([_checked_ids(_left(each), vocab_size) for each in likeliest])
             if len(mask[-1]) != len(ids):
                 raise ValueError(f"{len(mask[-1])} sets of ids for {len(ids)} tokens")
     columns = (None if logprobs is None else values, mask if logprobs else None)
     return prompt_ids, Completions(token_ids, *columns)
-
-
-def _prompt_ids(first: dict[str, Any], prompt: TokenIds | str, asked: Asked) -> TokenIds:
-    """Return those that were sent, or those that the server says a text has."""
-    if isinstance(prompt, str):
-        return _checked_ids(first["prompt_token_ids"], asked.vocab_size)
-    return prompt
 
 
 def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:

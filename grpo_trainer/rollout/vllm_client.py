@@ -12,7 +12,7 @@ from grpo_trainer.config import check_url
 from grpo_trainer.data import shortened
 from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
 from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
-from grpo_trainer.rollout.vllm_answer import Asked, completions_of
+from grpo_trainer.rollout.vllm_answer import completions_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +153,9 @@ class VLLMClient:
         self._check_names(generation_kwargs or {}, body)
         body |= generation_kwargs or {}
         answer = self.server.retrying(lambda: self._complete(body, in_background))
-        asked = Asked(prompts, n, max_tokens, logprobs, self._vocab_size)
+        asked = (prompts, n, max_tokens, logprobs, self._vocab_size)
         try:
-            prompt_ids, (ids, values, mask) = completions_of(answer, asked)
+            prompt_ids, (ids, values, mask) = completions_of(answer, *asked)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.server.url}/v1/completions: expected {n} completions of each of "

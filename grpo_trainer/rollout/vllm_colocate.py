@@ -22,12 +22,11 @@ from grpo_trainer.model import base_policy
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
-    Sampling,
     TokenIds,
     WeightSource,
     runs,
 )
-from grpo_trainer.rollout.vllm_params import MAX_LOGPROBS, structured_outputs, vllm_params
+from grpo_trainer.rollout.sampling import MAX_LOGPROBS, Sampling, vllm_params
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -137,11 +136,9 @@ class ColocatedVLLM:
 
     def _params(self, sampling: Sampling, count: int) -> Any:
         params = vllm_params(sampling)
-        structured = structured_outputs(sampling)
-        if structured is not None:
-            params["structured_outputs"] = self._vllm.sampling_params.StructuredOutputsParams(
-                **structured
-            )
+        if sampling.structured_outputs_regex is not None:
+            structured = self._vllm.sampling_params.StructuredOutputsParams
+            params["structured_outputs"] = structured(regex=sampling.structured_outputs_regex)
         try:
             return self._vllm.SamplingParams(n=count, detokenize=False, **params)
         except TypeError as error:  # a name that it does not have

@@ -16,24 +16,24 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_trainer.common import in_thread
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.base import (
+    BackgroundEngine,
     Completions,
     EngineContext,
     Pending,
-    Sampling,
     TokenIds,
     WeightsLostError,
     WeightSource,
     runs,
 )
 from grpo_trainer.rollout.http import ServerError
+from grpo_trainer.rollout.sampling import Sampling, vllm_params
 from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
-from grpo_trainer.rollout.vllm_params import structured_outputs, vllm_params
 from grpo_trainer.rollout.weight_files import FileTransfer
 
 logger = logging.getLogger(__name__)
 
 
-class VLLMServer:
+class VLLMServer(BackgroundEngine):
     """Samples with a server that was started with ``grpo-train serve``.
 
     Raises:
@@ -43,7 +43,8 @@ class VLLMServer:
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
         self._client: VLLMClient | None = None
-        self._task: Future[Completions] | None = None  # of the first process
+        self._task: Future[Completions] | None = None  # of the first process, by `start`
+        self._count = 0  # prompts of this process in it
         self._on_main(lambda: self._connect(context))
         atexit.register(self.close)
 
@@ -58,20 +59,16 @@ class VLLMServer:
         if self._accelerator.is_main_process:
             work = partial(self._generate, prompts, sampling, in_background=True)
             self._task = in_thread(work, "rollouts")
-        return _Requested(self, len(prompt_ids))
+        self._count = len(prompt_ids)
+        return self  # nothing else is asked of it meanwhile
 
-    def finish(self, count: int) -> Completions:
-        """Return what ``start`` has started, for the ``count`` prompts of this process."""
-        completions = self._mine(lambda: self._task.result(), count)  # type: ignore[union-attr]
+    def result(self) -> Completions:
+        completions = self._mine(lambda: self._task.result(), self._count)  # type: ignore[union-attr]
         self._task = None
         return completions
 
     def update_weights(self, weights: WeightSource) -> None:
         self._on_main(lambda: self._client.update_weights(weights))  # type: ignore[union-attr]
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -80,7 +77,6 @@ class VLLMServer:
             self._client.close()
 
     def cancel(self) -> None:
-        """End what ``start`` has started."""
         if self._task is not None and self._client is not None:
             with self._client.server.interrupted():
                 wait([self._task])
@@ -111,18 +107,19 @@ class VLLMServer:
     ) -> Completions:
         assert self._client is not None  # this is the first process
         params = vllm_params(sampling)
-        own = {name: params.pop(name) for name in _ARGUMENTS}
-        regex = structured_outputs(sampling)
+        # what the client has no arguments for
+        names = ("stop_token_ids", "ignore_eos", *sampling.engine_options)
+        others = {name: params.pop(name) for name in names}
         token_ids, logprobs, mask = [], [], []
         # almost always one request: every prompt has as many completions
         for n, part in groupby(runs(prompts), key=lambda run: run[1]):
             answer = self._client.generate(
                 [ids for ids, _ in part],
                 n=n,
-                structured_outputs_regex=None if regex is None else regex["regex"],
-                generation_kwargs=params,
+                structured_outputs_regex=sampling.structured_outputs_regex,
+                generation_kwargs=others,
                 in_background=in_background,
-                **own,
+                **params,
             )
             token_ids += answer["completion_ids"]
             logprobs += answer["logprobs"]
@@ -144,32 +141,6 @@ class VLLMServer:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
-
-
-class _Requested:
-    """A generation that the first process waits for, on a thread."""
-
-    def __init__(self, server: VLLMServer, count: int) -> None:
-        self._server = server
-        self._count = count  # prompts of this process
-
-    def result(self) -> Completions:
-        return self._server.finish(self._count)
-
-    def cancel(self) -> None:
-        self._server.cancel()
-
-
-# what VLLMClient.generate has arguments for
-_ARGUMENTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_tokens",
-    "logprobs",
-)
 
 
 def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> WeightTransfer:

@@ -6,15 +6,4 @@ May know ``common``, ``config``, ``data``, ``monitor``, ``rewards`` and ``rollou
 from grpo_trainer.tools.environment import EnvironmentFactory, Environments, prompts_by_reset
 from grpo_trainer.tools.loop import Agents
 from grpo_trainer.tools.parse import TurnParser
-from grpo_trainer.tools.schema import Tool, Toolbox, make_toolbox
-
-__all__ = [
-    "Agents",
-    "EnvironmentFactory",
-    "Environments",
-    "Tool",
-    "Toolbox",
-    "TurnParser",
-    "make_toolbox",
-    "prompts_by_reset",
-]
+from grpo_trainer.tools.schema import make_toolbox

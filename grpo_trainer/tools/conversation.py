@@ -34,19 +34,6 @@ class Conversation:
     over: bool = False
     _turn: int = 0  # where the current turn begins
 
-    @classmethod
-    def begin(
-        cls,
-        prompt: list[Message],
-        prompt_ids: list[int],
-        toolbox: Toolbox,
-        budget: int,
-        environment: Any = None,
-    ) -> Conversation:
-        """Return one whose policy writes next; ``prompt_ids`` end where its turn begins."""
-        nothing = Rollout(prompt, prompt_ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
-        return cls(nothing, toolbox, budget, environment)
-
     @property
     def ids(self) -> list[int]:
         """What the policy reads next."""
@@ -70,10 +57,7 @@ class Conversation:
     ) -> None:
         """Add tokens of the policy, as many as there is room for."""
         count = min(len(ids), self.room)
-        self.rollout.completion_ids += ids[:count]
-        self.rollout.env_mask = _longer(self.rollout.env_mask, [1] * count)
-        self.rollout.logprobs = _longer(self.rollout.logprobs, logprobs and logprobs[:count])
-        self.rollout.sampling_mask = _longer(self.rollout.sampling_mask, mask and mask[:count])
+        self._extend(ids[:count], 1, logprobs and logprobs[:count], mask and mask[:count])
 
     def end_turn(self, message: Message, complete: bool) -> None:
         """Add what the policy said. A turn that is not ``complete`` calls nothing."""
@@ -94,11 +78,21 @@ class Conversation:
             return
         self.rounds += 1
         self.rollout.completion += messages
-        self.rollout.completion_ids += ids
-        self.rollout.env_mask = _longer(self.rollout.env_mask, [0] * len(ids))
-        self.rollout.logprobs = _longer(self.rollout.logprobs, [math.nan] * len(ids))
-        self.rollout.sampling_mask = _longer(self.rollout.sampling_mask, [[]] * len(ids))
+        self._extend(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
         self._turn = len(self.rollout.completion_ids)
+
+    def _extend(
+        self,
+        ids: list[int],
+        by_policy: int,
+        logprobs: list[float] | None,
+        mask: list[list[int]] | None,
+    ) -> None:
+        rollout = self.rollout
+        rollout.completion_ids += ids
+        rollout.env_mask = _longer(rollout.env_mask, [by_policy] * len(ids))
+        rollout.logprobs = _longer(rollout.logprobs, logprobs)
+        rollout.sampling_mask = _longer(rollout.sampling_mask, mask)
 
 
 def _longer(column: list[T] | None, values: list[T] | None) -> list[T] | None:

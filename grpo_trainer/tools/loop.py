@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import Row, check_context, encode_prompts, shortened
+from grpo_trainer.data import Rollout, Row, check_context, encode_prompts, shortened
 from grpo_trainer.monitor import phase
 from grpo_trainer.rollout import Rollouts, Sampled
 from grpo_trainer.tools.conversation import Conversation
 from grpo_trainer.tools.environment import Environments
 from grpo_trainer.tools.parse import TurnParser
-from grpo_trainer.tools.run import Outcome, ToolRunner
+from grpo_trainer.tools.run import ToolRunner
 from grpo_trainer.tools.schema import Toolbox, schemas
 from grpo_trainer.tools.template import ToolTemplate, result_message
 
@@ -31,9 +31,8 @@ class Agents:
     Args:
         args: budgets and the template's arguments.
         accelerator: tells how far the other processes are.
-        tokenizer: of the policy.
         tools: what every completion can call.
-        environments: what completions act upon, with tools of their own; None: nothing.
+        environments: what completions act upon, with tools of their own.
         eos_token_ids: what a turn ends with.
         context: tokens that the policy has positions for; None: any number.
 
@@ -109,9 +108,13 @@ class Agents:
         )
         budget = args.max_completion_length
         check_context(prompts, prompt_ids, budget, self._context)
+        nothing = [
+            Rollout(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
+            for prompt, ids in zip(prompts, prompt_ids, strict=True)
+        ]
         return [
-            Conversation.begin(prompt, ids, toolbox, budget, environment)
-            for prompt, ids, (environment, toolbox) in zip(prompts, prompt_ids, pairs, strict=True)
+            Conversation(rollout, toolbox, budget, environment)
+            for rollout, (environment, toolbox) in zip(nothing, pairs, strict=True)
         ]
 
     def _step(self, waiting: list[Conversation]) -> int | None:
@@ -155,25 +158,19 @@ class Agents:
             answered = [(call, next(outcomes)) for call in talk.calls]
             counts[0] += len(answered)
             counts[1] += sum(outcome.failed for _, outcome in answered)
-            self._free_of_strays(talk, [outcome for _, outcome in answered])
+            if self._environments is not None and any(each.timed_out for _, each in answered):
+                self._environments.drop(talk.environment)
             messages = [result_message(call.name, outcome.text) for call, outcome in answered]
             end, tools = talk.ids[-1], schemas(talk.toolbox)
             talk.add_results(messages, self._template.results(messages, tools, end))
 
-    def _free_of_strays(self, talk: Conversation, outcomes: list[Outcome]) -> None:
-        if self._environments is not None and any(outcome.timed_out for outcome in outcomes):
-            self._environments.drop(talk.environment)
-
     def _metrics(self, completions: int, calls: int, failures: int) -> Metrics:
         """Return calls per completion, and failures per call."""
-
-        def ratio(total: int, count: int) -> Stat:
-            pair = torch.tensor([total, count], dtype=torch.float64)
-            return Stat("mean", *pair.to(self._accelerator.device))
-
+        sums = torch.tensor([calls, completions, failures, calls], dtype=torch.float64)
+        per_completion, per_call = sums.to(self._accelerator.device).view(2, 2)
         return Metrics(
             {
-                "tools/call_frequency": ratio(calls, completions),
-                "tools/failure_frequency": ratio(failures, calls),
+                "tools/call_frequency": Stat("mean", *per_completion),
+                "tools/failure_frequency": Stat("mean", *per_call),
             }
         )

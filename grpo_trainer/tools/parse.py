@@ -25,10 +25,6 @@ class TurnParser:
     Otherwise calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and
     Hermes models write them, after a thought between ``<think>`` and ``</think>``, if the turn
     begins with one. A turn with a call that cannot be read has no calls: it is text.
-
-    Args:
-        tokenizer: of the policy.
-        eos_token_ids: what a turn may end with.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:

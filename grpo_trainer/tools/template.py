@@ -36,8 +36,6 @@ class ToolTemplate:
     """The chat template of a tokenizer, for conversations with tools.
 
     Args:
-        tokenizer: of the policy.
-        eos_token_ids: what a turn ends with.
         options: further arguments of ``apply_chat_template``.
     """
 

@@ -65,7 +65,9 @@ def make_args(tmp_path):
 
 @pytest.fixture
 def make_trainer(make_args, policy, tokenizer, dataset):
-    def make(reward_funcs=digits_reversal_reward, model=None, **changes) -> GRPOTrainer:
+    def make(
+        reward_funcs=digits_reversal_reward, model=None, engine=None, peft_config=None, **changes
+    ) -> GRPOTrainer:
         return GRPOTrainer(
             model if model is not None else policy,
             reward_funcs,
@@ -73,6 +75,8 @@ def make_trainer(make_args, policy, tokenizer, dataset):
             dataset,
             dataset.select(range(4)),
             tokenizer,
+            peft_config=peft_config,
+            rollout_engine=engine,
         )
 
     return make

@@ -8,14 +8,23 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from grpo_trainer import GRPOConfig
-from grpo_trainer.rollout import Completions, Rollouts, Sampled, Sampling, cut_after_eos
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.data import Rollout
+from grpo_trainer.rollout import (
+    Completions,
+    RolloutEngine,
+    Rollouts,
+    Sampled,
+    Sampling,
+    cut_after_eos,
+)
 from grpo_trainer.tools import Agents, Environments, make_toolbox
 
 SPECIAL = ["<pad>", "<|start|>", "<|end|>"]
@@ -31,7 +40,9 @@ TEMPLATE = (
 )
 
 
-def make_tool_tokenizer(calls: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+def make_tool_tokenizer(
+    template: str | None = TEMPLATE, calls: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer of characters, three special tokens, ``PAIRS``, and one per call."""
     symbols = [*SPECIAL, *sorted(set(string.printable) - set("\r\x0b\x0c\t")), *PAIRS, *calls]
     tokenizer = Tokenizer(WordLevel({symbol: i for i, symbol in enumerate(symbols)}, "<pad>"))
@@ -45,7 +56,7 @@ def make_tool_tokenizer(calls: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     fast.add_tokens([AddedToken(text, normalized=False) for text in calls])
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     return fast
 
 
@@ -85,12 +96,17 @@ def results(text: str) -> list[str]:
     return [part.split("<|end|>")[0] for part in text.split("<|start|>tool\n")[1:]]
 
 
+def answers(rollout: Rollout) -> list[str]:
+    """Return what tools answered in a completion."""
+    return [message["content"] for message in rollout.completion if message["role"] == "tool"]
+
+
 def then(*turns):
     """Return a script: one turn after the other."""
     return lambda text: turns[len(results(text))]
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """A policy that says what ``script`` says of the text so far; None: it never stops.
 
     A list of token ids is taken as it is. With ``by_row`` it is also told the row. Turns are cut
@@ -124,13 +140,17 @@ class ScriptedEngine:
             return self._tokenizer.encode("z") * 4096
         return said if isinstance(said, list) else self._tokenizer.encode(said + "<|end|>")
 
-    def update_weights(self, weights: object) -> None: ...
 
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
+def make_trainer(
+    args: GRPOConfig, rows: Dataset | None, script=None, reward_funcs=None, **arguments
+) -> GRPOTrainer:
+    """Return a trainer of a small policy, in whose place ``script`` speaks if there is one."""
+    tokenizer = make_tool_tokenizer()
+    engine = None if script is None else ScriptedEngine(tokenizer, script)
+    return GRPOTrainer(
+        make_small_policy(len(tokenizer)), reward_funcs, args, rows, processing_class=tokenizer,
+        rollout_engine=engine, **arguments,
+    )  # fmt: skip
 
 
 class Play:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from concurrent.futures import wait
 
+import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.common import in_thread
-from grpo_trainer.rollout import Completions
+from grpo_trainer.rollout import Completions, RolloutEngine
 
 CLOCK = ("_time", "_runtime", "_per_second")
 
@@ -39,6 +40,31 @@ class CannedEngine:
         return ids if length == 4 else [*ids, self._eos]
 
 
+def lengths_reward(completion_ids, **kwargs) -> list[float]:
+    return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
+
+
+def adapted(model, **lora):
+    """Return ``model`` under an adapter that was trained before."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(**lora))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
+    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = p.argsort(descending=True)[:top_k].tolist()
+    chosen = p[order] / p[order].sum()
+    before = chosen.cumsum(0) - chosen
+    likely = [i for i, mass in zip(order, before.tolist(), strict=True) if mass < top_p]
+    return {i for i in likely if min_p is None or p[i] >= min_p * p.max()}
+
+
 def parameters(model: torch.nn.Module) -> torch.Tensor:
     """Return all parameters, flat, as a copy."""
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
@@ -57,20 +83,21 @@ def _differs_between_runs(name: str) -> bool:
     return name.endswith(CLOCK) or name.startswith(("profiling/", "train_", "total_flos"))
 
 
-class BackgroundEngine:
+class BackgroundEngine(RolloutEngine):
     """An engine with a copy of the policy, which completes as CannedEngine does on a thread.
 
     Args:
         tokenizer: for its special tokens.
         model: the copy, which gives log-probabilities; None: none are reported.
         process: as in CannedEngine.
-        masks: whether it reports sampling masks.
+        masks: whether it draws from two ids, as far as anybody can tell from what it reports.
     """
 
     def __init__(self, tokenizer, model=None, process: int = 0, masks: bool = False) -> None:
         self._canned = CannedEngine(tokenizer, process)
         self._model = model
         self._masks = masks
+        self.noise = 0.0  # is added to log-probabilities
         self.calls: list[str] = []
         self.may_end = threading.Event()  # of what was started
         self.may_end.set()
@@ -78,6 +105,7 @@ class BackgroundEngine:
 
     def generate(self, prompt_ids, sampling) -> Completions:
         self.calls.append("generate")
+        self.sampling = sampling
         return self._complete(prompt_ids, sampling)
 
     def start(self, prompt_ids, sampling) -> _Pending:
@@ -100,20 +128,26 @@ class BackgroundEngine:
     def _logprobs(self, prompt, completion, sampling) -> list[float]:
         with torch.no_grad():
             logits = self._model(input_ids=torch.tensor([prompt + completion])).logits[0]
-        table = (logits / sampling.temperature).log_softmax(-1)
-        start = len(prompt) - 1
-        return [table[start + i, token].item() for i, token in enumerate(completion)]
+        values = []
+        for row, token in zip(logits[len(prompt) - 1 : -1], completion, strict=True):
+            row = row.double() / sampling.temperature
+            left = row[token : token + 2] if self._masks else row
+            values.append((row[token] - left.logsumexp(0)).item() + self.noise)
+        return values
 
     def update_weights(self, weights) -> None:
         self.calls.append("update")
         if self._model is not None:
             self._model.load_state_dict({name: value.clone() for name, value in weights()})
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        self.calls.append("sleep")
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.calls.append("wake")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.calls.append("close")
 
 
 class _Pending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import partial
 from pathlib import Path
 
 SETTINGS = {
@@ -19,12 +20,10 @@ if INSTALLED:  # else this is collected among other tests, to which the settings
     os.environ.update(SETTINGS)
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: E402
-from vllm_helpers import ENGINE, make_model  # noqa: E402
+from vllm_helpers import make_config, make_model  # noqa: E402
 
-from grpo_trainer import GRPOConfig  # noqa: E402
 from grpo_trainer.demo.policy import make_tokenizer  # noqa: E402
 
 
@@ -59,25 +58,4 @@ def dataset() -> Dataset:
 
 @pytest.fixture
 def make_args(tmp_path):
-    def make(**changes) -> GRPOConfig:
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "gradient_checkpointing": False,
-            "bf16": False,
-            "use_cpu": not torch.cuda.is_available(),
-            "disable_tqdm": True,
-            "use_vllm": True,
-        }
-        if changes.get("vllm_mode") != "server":
-            settings |= {"vllm_engine_kwargs": ENGINE, "vllm_gpu_memory_utilization": 0.1}
-        return GRPOConfig(**(settings | changes))
-
-    return make
+    return partial(make_config, str(tmp_path / "out"))

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from vllm_helpers import (
-    CLOSE,
-    PROMPTS,
-    change,
-    difference,
-    differences_over_mask,
-    worst_mismatch,
-)
+from vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import EngineContext, Rollouts, Sampling, policy_weights
+from tests.trainer.trainer_helpers import adapted
 
 
 @pytest.fixture
@@ -57,7 +51,7 @@ def test_parity(make_engine, policy, tokenizer, packed, monkeypatch):
         drawn = [
             (engine.generate(prompts, sampling(tokenizer, temperature=t)), t) for t in temperatures
         ]
-        return [difference(policy, prompts, *found[:2], t) for found, t in drawn]
+        return [difference(policy, prompts, found, t) for found, t in drawn]
 
     engine.update_weights(lambda: policy_weights(policy))
     assert max(apart()) < CLOSE
@@ -110,19 +104,17 @@ def test_sampling_mask(make_engine, policy, tokenizer):
     prompts = [prompt for prompt in PROMPTS for _ in range(8)]
     for filters in ({"top_k": 4}, {"top_k": 1}, {"top_k": 6, "top_p": 0.7}):
         found = engine.generate(prompts, sampling(tokenizer, sampling_mask_size=8, **filters))
-        assert differences_over_mask(policy, prompts, found, **filters) < CLOSE
+        assert difference(policy, prompts, found, **filters) < CLOSE
 
 
 @pytest.mark.parametrize("tied", [False], indirect=True)
 def test_adapters_are_merged(make_engine, policy, tokenizer):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"])
-    model = peft.get_peft_model(policy, config).eval()
-    change(model)
+    modules = ["q_proj", "v_proj", "down_proj", "lm_head"]
+    model = adapted(policy, r=4, target_modules=modules).eval()
     engine = make_engine(model)
     engine.update_weights(lambda: policy_weights(model))
     found = engine.generate(PROMPTS, sampling(tokenizer))
-    assert difference(model, PROMPTS, found.token_ids, found.logprobs) < CLOSE
+    assert difference(model, PROMPTS, found) < CLOSE
 
 
 @pytest.mark.parametrize("tied", [True], indirect=True)
@@ -135,7 +127,7 @@ def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     for _ in range(2):
         change(policy)
         found = rollouts.generate(PROMPTS)
-        assert difference(policy, PROMPTS, found.token_ids, found.logprobs) < CLOSE
+        assert difference(policy, PROMPTS, found) < CLOSE
     assert asked == ["sleep 2", "weights", "kv_cache", "sleep 2"]
 
 
@@ -145,24 +137,17 @@ def test_sleep_needs_a_gpu(make_engine):
         make_engine(vllm_enable_sleep_mode=True)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "use_sampling_mask": True}])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}])
 def test_training(make_args, policy, tokenizer, dataset, filters):
     args = make_args(
-        temperature=0.7,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
-        max_steps=6,
-        **filters,
-    )
+        temperature=0.7, steps_per_generation=2, gradient_accumulation_steps=1, max_steps=6,
+        use_sampling_mask=bool(filters), **filters,
+    )  # fmt: skip
     trainer = GRPOTrainer(policy, digits_reversal_reward, args, dataset, processing_class=tokenizer)
     trainer.train()
     # in every step, also the second one on a generation batch
     assert worst_mismatch(trainer, steps=6) < CLOSE
-    rollouts = trainer._collector._rollouts
     prompts = [tokenizer("123=")["input_ids"]] * 4
-    found = rollouts.generate(prompts)
-    if filters:
-        rollouts.close()
-        return
-    assert difference(policy.eval(), prompts, *found[:2], 0.7) < CLOSE
-    rollouts.close()
+    found = trainer.rollouts.generate(prompts)
+    assert difference(policy.eval(), prompts, found, 0.7, **filters) < CLOSE
+    trainer.rollouts.close()

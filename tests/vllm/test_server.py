@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from vllm_helpers import (
     CLOSE,
     PROMPTS,
+    START,
     Server,
     change,
     difference,
-    differences_over_mask,
     free_port,
     make_model,
     worst_mismatch,
@@ -25,8 +25,7 @@ from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import Completions, ServerError, policy_weights
 from grpo_trainer.rollout.vllm_client import VLLMClient
 from grpo_trainer.rollout.weight_files import FileTransfer
-
-START = 180.0  # seconds that a server may take
+from tests.trainer.trainer_helpers import lengths_reward
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,13 @@ def client(server, tmp_path):
     client.close()
 
 
-def apart(client: VLLMClient, policy, temperature: float = 1.0, n: int = 4) -> float:
-    answer = client.generate(PROMPTS, n=n, temperature=temperature, max_tokens=8)
-    prompts = [prompt for prompt in PROMPTS for _ in range(n)]
-    return difference(policy, prompts, answer["completion_ids"], answer["logprobs"], temperature)
+def apart(client: VLLMClient, policy, temperature: float = 1.0, **filters) -> float:
+    settings = {"temperature": temperature, "logprobs": 8 if filters else 0} | filters
+    answer = client.generate(PROMPTS, n=4, max_tokens=8, **settings)
+    mask = answer["sampling_mask"] if filters else None
+    found = Completions(answer["completion_ids"], answer["logprobs"], mask)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    return difference(policy, prompts, found, temperature, **filters)
 
 
 def test_parity(client, policy):
@@ -146,37 +148,19 @@ def test_what_is_sampled(client, tokenizer):
 
 def test_sampling_mask(client, policy):
     client.update_weights(lambda: policy_weights(policy))
-    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     for filters in ({"top_k": 4}, {"top_k": 6, "top_p": 0.7}):
-        answer = client.generate(PROMPTS, n=4, max_tokens=8, logprobs=8, **filters)
-        found = Completions(answer["completion_ids"], answer["logprobs"], answer["sampling_mask"])
-        assert differences_over_mask(policy, prompts, found, **filters) < CLOSE
+        assert apart(client, policy, **filters) < CLOSE
 
 
 def test_overlap(server, make_args, policy, tokenizer, dataset):
     """Completions are one generation batch old, those of evaluations are not."""
-
-    def reward(completion_ids, **columns) -> list[float]:  # every group has something to learn
-        return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
-
     args = make_args(
-        vllm_mode="server",
-        vllm_server_port=server.port,
-        vllm_server_timeout=START,
-        overlap_generation=True,
-        use_sampling_mask=True,
-        top_k=8,
-        eval_strategy="steps",
-        eval_steps=2,
-        max_steps=4,
-    )
+        vllm_server_port=server.port, overlap_generation=True, use_sampling_mask=True, top_k=8,
+        eval_strategy="steps", eval_steps=2, max_steps=4,
+    )  # fmt: skip
+    # every group has something to learn
     trainer = GRPOTrainer(
-        policy,
-        reward,
-        args,
-        dataset,
-        dataset.select(range(2)),
-        processing_class=tokenizer,
+        policy, lengths_reward, args, dataset, dataset.select(range(2)), tokenizer
     )
     trainer.train()
     steps = [row for row in trainer.state.log_history if "loss" in row]
@@ -187,7 +171,7 @@ def test_overlap(server, make_args, policy, tokenizer, dataset):
     assert len(evaluated) == 2
     name = "eval_sampling/sampling_logp_difference/max"
     assert max(row[name] for row in evaluated) < CLOSE
-    trainer._collector._rollouts.close()
+    trainer.rollouts.close()
 
 
 def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, tmp_path):
@@ -202,23 +186,16 @@ def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, 
             threading.Timer(1.0, server.start).start()
         return digits_reversal_reward(**columns)
 
-    args = make_args(
-        vllm_mode="server",
-        vllm_server_port=server.port,
-        vllm_server_timeout=START,
-        temperature=0.7,
-        max_steps=4,
-    )
+    args = make_args(vllm_server_port=server.port, temperature=0.7, max_steps=4)
     trainer = GRPOTrainer(policy, reward, args, dataset, processing_class=tokenizer)
     trainer.train()
     assert worst_mismatch(trainer, steps=4) < CLOSE
-    rollouts = trainer._collector._rollouts
     prompts = [tokenizer("123=")["input_ids"]] * 4
-    found = rollouts.generate(prompts)
-    assert difference(policy.eval(), prompts, found.token_ids, found.logprobs, 0.7) < CLOSE
+    found = trainer.rollouts.generate(prompts)
+    assert difference(policy.eval(), prompts, found, 0.7) < CLOSE
     # what the server was sent last are the trainer's weights
     [file] = (tmp_path / "out" / "vllm_weights").rglob("*.safetensors")
     sent, own = load_file(file), trainer.model.state_dict()
     assert sent.keys() == own.keys() and all(sent[name].equal(own[name].cpu()) for name in own)
-    rollouts.close()
+    trainer.rollouts.close()
     assert not list((tmp_path / "out" / "vllm_weights").iterdir())

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, Trainer
 
+from grpo_trainer import GRPOConfig
 from grpo_trainer.rollout import Completions
+from tests.trainer.trainer_helpers import mask_ids
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +25,32 @@ ENGINE = {
     "block_size": 32,
     "kv_cache_memory_bytes": 64 << 20,
 }
+START = 180.0  # seconds that a server may take
 CLOSE = 1e-3  # nats between engine and policy, in fp32
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 13] * 7]  # one of them fills a block of the prefix cache
+
+
+def make_config(folder: str, **changes) -> GRPOConfig:
+    settings = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "disable_tqdm": True,
+        "use_vllm": True,
+    }
+    if "vllm_server_port" in changes:
+        settings |= {"vllm_mode": "server", "vllm_server_timeout": START}
+    else:
+        settings |= {"vllm_engine_kwargs": ENGINE, "vllm_gpu_memory_utilization": 0.1}
+    return GRPOConfig(**(settings | changes))
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
@@ -59,48 +85,30 @@ def change(model: torch.nn.Module) -> None:
 def difference(
     model: torch.nn.Module,
     prompts: list[list[int]],
-    token_ids: list[list[int]],
-    logprobs: list[list[float]],
+    found: Completions,
     temperature: float = 1.0,
+    **filters,
 ) -> float:
-    """Return the largest difference between these log-probabilities and the model's."""
-    largest = 0.0
-    for prompt, ids, values in zip(prompts, token_ids, logprobs, strict=True):
-        with torch.no_grad():
-            sequence = torch.tensor([prompt + ids], device=model.device)
-            logits = model(input_ids=sequence).logits[0].float().cpu()
-        table = (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
-        expected = table.gather(1, torch.tensor(ids)[:, None])[:, 0]
-        largest = max(largest, (expected - torch.tensor(values)).abs().max().item())
-    return largest
+    """Return the largest difference between log-probabilities of ``found`` and the model's.
 
-
-def differences_over_mask(
-    model: torch.nn.Module, prompts: list[list[int]], found: Completions, **filters
-) -> float:
-    """Return the largest difference of log-probabilities over the ids of the sampling mask.
-
-    Raises AssertionError where those are not what ``filters`` leave.
+    Those are over the ids of the sampling mask, where there is one. Raises AssertionError where
+    these are not what ``filters`` leave.
     """
+    assert found.logprobs is not None
     largest = 0.0
-    for prompt, ids, values, kept in zip(prompts, *found, strict=True):
+    for index, (prompt, ids) in enumerate(zip(prompts, found.token_ids, strict=True)):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits[0]
-        rows = logits.double().cpu()[len(prompt) - 1 : -1]
-        for row, token, value, left in zip(rows, ids, values, kept, strict=True):
-            assert token in left and set(left) == mask_ids(row, **filters)
-            over_left = row[token] - row[left].logsumexp(0)
-            largest = max(largest, abs(float(over_left) - value))
+        rows = logits.double().cpu()[len(prompt) - 1 : -1] / temperature
+        for at, (row, token) in enumerate(zip(rows, ids, strict=True)):
+            over = row
+            if found.sampling_mask is not None:
+                left = found.sampling_mask[index][at]
+                assert token in left and set(left) == mask_ids(row, **filters)
+                over = row[left]
+            expected = float(row[token] - over.logsumexp(0))
+            largest = max(largest, abs(expected - found.logprobs[index][at]))
     return largest
-
-
-def mask_ids(logits: torch.Tensor, top_k: int, top_p: float = 1.0) -> set[int]:
-    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
-    p = logits.softmax(-1)
-    order = p.argsort(descending=True)[:top_k].tolist()
-    chosen = p[order] / p[order].sum()
-    before = (chosen.cumsum(0) - chosen).tolist()
-    return {i for i, mass in zip(order, before, strict=True) if mass < top_p}
 
 
 def worst_mismatch(trainer: Trainer, steps: int) -> float:

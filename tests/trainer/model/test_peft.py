@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine, parameters
+from trainer_helpers import CannedEngine, adapted, lengths_reward, parameters
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
@@ -30,36 +29,22 @@ CONFIGS = {
 }
 
 
-def lengths_reward(completion_ids, **kwargs):
-    return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
-
-
 def pretrained(policy: PreTrainedModel, **lora) -> PreTrainedModel:
     """Return a policy with an adapter that was trained before."""
     torch.manual_seed(3)
-    model = peft.get_peft_model(copy.deepcopy(policy), peft.LoraConfig(**(LORA | lora)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
+    return adapted(copy.deepcopy(policy), **(LORA | lora))
 
 
 @pytest.fixture
-def make(make_args, policy, tokenizer, dataset):
+def make(make_trainer, policy):
     """Return a trainer on canned completions, with a new adapter unless there is a model."""
 
     def trainer(model=None, lora=None, **changes) -> GRPOTrainer:
         changes = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"} | changes
         torch.manual_seed(1)
-        made = GRPOTrainer(
-            model if model is not None else copy.deepcopy(policy),
-            lengths_reward,
-            make_args(**changes),
-            dataset,
-            processing_class=tokenizer,
-            peft_config=None if model is not None else peft.LoraConfig(**(lora or LORA)),
-        )
+        config = peft.LoraConfig(**(lora or LORA)) if model is None else None
+        model = copy.deepcopy(policy) if model is None else model
+        made = make_trainer(lengths_reward, model, peft_config=config, **changes)
         made._collector._rollouts = CannedEngine(made.processing_class)
         return made
 
@@ -116,38 +101,30 @@ def test_running_without_the_adapter_leaves_no_trace(make):
 
 @pytest.mark.parametrize("config", ["head", "pissa", "pretrained"])
 def test_checkpoints_hold_adapters_and_resume_exactly(make, policy, tmp_path, config):
-    def run(steps: int, resume: str | None = None) -> GRPOTrainer:
+    def run(resume: str | None = None) -> GRPOTrainer:
         model = pretrained(policy) if config == "pretrained" else None
         trainer = make(
-            model, CONFIGS.get(config), beta=0.1, max_steps=steps, num_iterations=2,
+            model, CONFIGS.get(config), beta=0.1, max_steps=5, num_iterations=2,
             save_strategy="steps", save_steps=3, optim="adamw_torch", learning_rate=1e-2,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    straight = run(5)
-    checkpoint = tmp_path / "checkpoint-3"
-    shutil.copytree(tmp_path / "out" / "checkpoint-3", checkpoint)
-    shutil.rmtree(tmp_path / "out")
+    straight = run()
+    checkpoint = tmp_path / "out" / "checkpoint-3"
     assert (checkpoint / "adapter_model.safetensors").exists()
     assert not (checkpoint / "model.safetensors").exists()
     assert (checkpoint / "ref").exists() == (config in ("pretrained", "pissa"))
-    resumed = run(5, str(checkpoint))
+    resumed = run(str(checkpoint))
     assert torch.equal(parameters(straight.model), parameters(resumed.model))
     assert logs_of(straight, "kl")[-2:] == logs_of(resumed, "kl")[-2:]
 
 
-def test_the_seed_decides_an_adapters_first_weights(make_args, policy, tokenizer, dataset):
+def test_the_seed_decides_an_adapters_first_weights(make_trainer, policy):
     def adapter(seed: int) -> dict[str, torch.Tensor]:
         torch.rand(seed)  # whatever was drawn before
-        made = GRPOTrainer(
-            copy.deepcopy(policy),
-            lengths_reward,
-            make_args(seed=seed // 10),
-            dataset,
-            processing_class=tokenizer,
-            peft_config=peft.LoraConfig(**LORA),
-        )
+        config = peft.LoraConfig(**LORA)
+        made = make_trainer(model=copy.deepcopy(policy), peft_config=config, seed=seed // 10)
         return {name: x for name, x in made.model.state_dict().items() if "lora_A" in name}
 
     first, same, other = adapter(31), adapter(32), adapter(41)
@@ -210,16 +187,14 @@ def test_loading_adapters_keeps_their_dtype(make, tmp_path):
         trainer._load_from_checkpoint(str(tmp_path))
 
 
-def test_what_cannot_be_trained_is_refused(make, make_args, policy, monkeypatch):
+def test_what_cannot_be_trained_is_refused(make, make_trainer, policy, monkeypatch):
     with pytest.raises(ValueError, match=r"expected a peft\.PeftConfig.*got dict"):
-        GRPOTrainer(policy, lengths_reward, make_args(), peft_config={"r": 2})
+        make_trainer(peft_config={"r": 2})
     prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="virtual tokens"):
-        GRPOTrainer(policy, lengths_reward, make_args(), peft_config=prompt)
+        make_trainer(peft_config=prompt)
     with pytest.raises(ValueError, match="None with a PeftModel"):
-        GRPOTrainer(
-            pretrained(policy), lengths_reward, make_args(), peft_config=peft.LoraConfig(**LORA)
-        )
+        make_trainer(model=pretrained(policy), peft_config=peft.LoraConfig(**LORA))
     frozen = pretrained(policy).requires_grad_(False)
     with pytest.raises(ValueError, match="is_trainable=True"):
         make(frozen)

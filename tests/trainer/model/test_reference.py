@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine, parameters
+from trainer_helpers import CannedEngine, lengths_reward, parameters
 from transformers import TrainerCallback
 
 from grpo_trainer import GRPOTrainer
 
 
-def lengths_reward(completion_ids, **kwargs):
-    return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
-
-
 @pytest.fixture
 def make(make_trainer, policy):
     def trainer(**changes) -> GRPOTrainer:
-        changes = dict(beta=0.1, learning_rate=1e-2, lr_scheduler_type="constant") | changes
+        changes = dict(beta=0.1, lr_scheduler_type="constant") | changes
         made = make_trainer(lengths_reward, copy.deepcopy(policy), **changes)
         made._collector._rollouts = CannedEngine(made.processing_class)
         return made
@@ -60,32 +55,34 @@ def test_without_sync_it_stays(make):
 
 
 def test_synced_reference_is_resumed(make, tmp_path):
-    def run(steps: int, resume: str | None = None) -> GRPOTrainer:
+    def run(resume: str | None = None) -> GRPOTrainer:
         trainer = make(
-            sync_ref_model=True, ref_model_sync_steps=2, max_steps=steps,
+            sync_ref_model=True, ref_model_sync_steps=2, max_steps=6,
             save_strategy="steps", save_steps=3,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    straight = run(6)
-    checkpoint = tmp_path / "checkpoint-3"
-    shutil.copytree(tmp_path / "out" / "checkpoint-3", checkpoint)
-    shutil.rmtree(tmp_path / "out")
-    resumed = run(6, str(checkpoint))
+    straight = run()
+    checkpoint = str(tmp_path / "out" / "checkpoint-3")
+    resumed = run(checkpoint)
     assert torch.equal(parameters(straight.ref_model), parameters(resumed.ref_model))
     assert torch.equal(parameters(straight.model), parameters(resumed.model))
     with pytest.raises(ValueError, match="sync_ref_model"):
-        make(max_steps=6).train(resume_from_checkpoint=str(checkpoint))
+        make(max_steps=6).train(resume_from_checkpoint=checkpoint)
 
 
-def test_wrong_settings(make_args):
-    with pytest.raises(ValueError, match="sync_ref_model: expected False with beta=0"):
-        make_args(sync_ref_model=True)
-    with pytest.raises(ValueError, match="ref_model_sync_steps: expected an integer >= 1"):
-        make_args(beta=0.1, sync_ref_model=True, ref_model_sync_steps=0)
-    with pytest.raises(ValueError, match="ref_model_mixup_alpha: expected"):
-        make_args(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=1.5)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta": 0.0}, "sync_ref_model: expected False with beta=0"),
+        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps: expected an integer >= 1"),
+        ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha: expected"),
+    ],
+)
+def test_wrong_settings(make_args, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(**({"beta": 0.1, "sync_ref_model": True} | changes))
 
 
 def test_a_model_whose_head_is_not_understood_is_refused(make_trainer, policy):

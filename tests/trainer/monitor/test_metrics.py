@@ -64,7 +64,7 @@ class Reporting(CannedEngine):
 )
 def test_names(make_trainer, changes, more):
     trainer = make_trainer(max_steps=2, logging_steps=2, max_completion_length=6, **changes)
-    trainer._collector._rollouts._engine = Reporting(trainer.processing_class)
+    trainer._collector._rollouts.engine = Reporting(trainer.processing_class)
     trainer.train()
     [row] = [row for row in trainer.state.log_history if "loss" in row]
     assert ALWAYS | SAMPLING | more <= set(row)

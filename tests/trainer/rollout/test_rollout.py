@@ -4,65 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine
+from trainer_helpers import BackgroundEngine
 from transformers import Qwen3ForCausalLM
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import Completions, Rollouts, Sampling, register_rollout_engine
 from grpo_trainer.rollout.base import runs
 from grpo_trainer.rollout.registry import ENGINES
-from grpo_trainer.rollout.vllm_params import vllm_params
-
-NAN = float("nan")
-
-
-class ScriptedEngine:
-    """Completes as CannedEngine does, keeps the weights it is given and reports log-probabilities.
-
-    Args:
-        tokenizer: for its special tokens.
-        report: the policy that was given gives them; otherwise none are reported.
-        noise: is added to them.
-    """
-
-    def __init__(self, tokenizer, model=None, noise: float = 0.0) -> None:
-        self._canned = CannedEngine(tokenizer)
-        self._model = model
-        self._noise = noise
-        self.calls: list[str] = []
-
-    def generate(self, prompt_ids, sampling: Sampling) -> Completions:
-        self.calls.append("generate")
-        self.sampling = sampling
-        ids = self._canned.generate(prompt_ids).token_ids
-        if self._model is None:
-            return Completions(ids)
-        return Completions(
-            ids, [self._logprobs(*pair) for pair in zip(prompt_ids, ids, strict=True)]
-        )
-
-    def _logprobs(self, prompt, completion) -> list[float]:
-        with torch.no_grad():
-            logits = self._model(input_ids=torch.tensor([prompt + completion])).logits[0]
-        table = (logits / self.sampling.temperature).log_softmax(-1)
-        start = len(prompt) - 1
-        return [table[start + i, token].item() + self._noise for i, token in enumerate(completion)]
-
-    def update_weights(self, weights) -> None:
-        self.calls.append("update")
-        state = {name: value.clone() for name, value in weights()}
-        if self._model is not None:
-            self._model.load_state_dict(state)
-
-    def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    def wake(self) -> None:
-        self.calls.append("wake")
-
-    def close(self) -> None:
-        self.calls.append("close")
+from grpo_trainer.rollout.sampling import vllm_params
 
 
 @pytest.fixture
@@ -72,16 +21,9 @@ def copied(policy) -> Qwen3ForCausalLM:
 
 
 @pytest.fixture
-def train(make_args, policy, tokenizer, dataset):
+def train(make_trainer):
     def run(engine, **changes) -> GRPOTrainer:
-        trainer = GRPOTrainer(
-            policy,
-            digits_reversal_reward,
-            make_args(report_to="none", **changes),
-            dataset,
-            processing_class=tokenizer,
-            rollout_engine=engine,
-        )
+        trainer = make_trainer(engine=engine, **changes)
         trainer.train()
         return trainer
 
@@ -188,7 +130,7 @@ def test_a_group_is_one_request():
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
-    engine = ScriptedEngine(tokenizer)
+    engine = BackgroundEngine(tokenizer)
     trainer = train(engine, optim=optim, max_steps=3)
     assert engine.calls == ["update", "generate"] * 3
     trainer.evaluate(trainer.train_dataset.select(range(4)))
@@ -200,13 +142,13 @@ def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
 
 
 def test_one_generation_for_several_steps_sends_once(train, tokenizer):
-    engine = ScriptedEngine(tokenizer)
+    engine = BackgroundEngine(tokenizer)
     train(engine, steps_per_generation=2, num_iterations=2, max_steps=4)
     assert engine.calls == ["update", "generate"]
 
 
 def test_a_sleeping_engine_gets_weights_anew(policy, tokenizer, make_args):
-    engine = ScriptedEngine(tokenizer)
+    engine = BackgroundEngine(tokenizer)
     sampling = Sampling.from_config(make_args(), tokenizer)
     rollouts = Rollouts(engine, lambda: policy, sampling, step=lambda: 0, sleeps=True)
     for _ in range(2):
@@ -217,28 +159,23 @@ def test_a_sleeping_engine_gets_weights_anew(policy, tokenizer, make_args):
 
 
 @pytest.mark.parametrize(
-    "answer, message",
+    ("answer", "message"),
     [
-        (Completions([[1]]), "expected 2 completions of one token or more, got 1"),
-        (Completions([[1], []]), "got 2 with 1 empty ones"),
-        (
-            Completions([[1], [2]], [[0.0], [0.0, 0.0]]),
-            "one log-probability per token, got 3 for 2",
-        ),
+        (([[1]],), "expected 2 completions of one token or more, got 1"),
+        (([[1], []],), "got 2 with 1 empty ones"),
+        (([[1], [2]], [[0.0], [0.0, 0.0]]), "one log-probability per token, got 3 for 2"),
     ],
 )
-def test_answers_are_checked(policy, tokenizer, make_args, monkeypatch, answer, message):
-    engine = ScriptedEngine(tokenizer)
-    monkeypatch.setattr(engine, "generate", lambda *args: answer)
-    sampling = Sampling.from_config(make_args(), tokenizer)
-    rollouts = Rollouts(engine, lambda: policy, sampling, step=lambda: 0)
+def test_answers_are_checked(make_trainer, tokenizer, monkeypatch, answer, message):
+    engine = BackgroundEngine(tokenizer)
+    monkeypatch.setattr(engine, "generate", lambda *args: Completions(*answer))
     with pytest.raises(ValueError, match=message):
-        rollouts.generate([[1], [2]])
+        make_trainer(engine=engine).rollouts.generate([[1], [2]])
 
 
 def test_logprobs_of_the_engine_are_those_of_the_policy(train, tokenizer, copied):
     """So they stand at the right tokens, and the weights arrive in every step."""
-    engine = ScriptedEngine(tokenizer, copied)
+    engine = BackgroundEngine(tokenizer, copied)
     trainer = train(engine, temperature=0.7, max_steps=3)
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx(
@@ -259,7 +196,9 @@ def test_logprobs_of_the_engine_are_those_of_the_policy(train, tokenizer, copied
 def test_correction(train, tokenizer, copied, changes, weight):
     """A token is e times as likely under the policy as under the engine."""
     settings = {"max_steps": 1, "vllm_importance_sampling_clip_max": 2.0} | changes
-    trainer = train(ScriptedEngine(tokenizer, copied, noise=-1.0), **settings)
+    engine = BackgroundEngine(tokenizer, copied)
+    engine.noise = -1.0
+    trainer = train(engine, **settings)
     [difference] = logged(trainer, "sampling/sampling_logp_difference/mean")
     assert difference == pytest.approx(1.0, abs=1e-4)
     if "vllm_importance_sampling_mode" in changes:
@@ -270,7 +209,7 @@ def test_correction(train, tokenizer, copied, changes, weight):
 
 
 def test_engines_without_logprobs_are_not_corrected(train, tokenizer):
-    trainer = train(ScriptedEngine(tokenizer), max_steps=1)
+    trainer = train(BackgroundEngine(tokenizer), max_steps=1)
     assert not any("sampling/" in name for row in trainer.state.log_history for name in row)
 
 
@@ -279,7 +218,7 @@ def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
     made = []
 
     def factory(context):
-        made.append(ScriptedEngine(context.tokenizer))
+        made.append(BackgroundEngine(context.tokenizer))
         return made[0]
 
     with pytest.raises(ValueError, match="rollout_engine: expected one of transformers, .*'mine'"):
@@ -294,7 +233,7 @@ def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
 
 def test_an_engine_is_given_once(train, tokenizer):
     with pytest.raises(ValueError, match="got one beside the vllm_colocate of args"):
-        train(ScriptedEngine(tokenizer), use_vllm=True)
+        train(BackgroundEngine(tokenizer), use_vllm=True)
 
 
 @pytest.mark.parametrize(
@@ -349,20 +288,18 @@ def test_old_names(make_args):
 
 
 def test_continuous_batching(make_trainer):
-    settings = {"num_blocks": 64, "max_batch_tokens": 64}
-    changes = {"temperature": 0.7, "max_steps": 3, "report_to": "none"}
-    trainer = make_trainer(
-        use_transformers_continuous_batching=True,
-        transformers_continuous_batching_config=settings,
-        **changes,
-    )
+    def make(settings, **changes) -> GRPOTrainer:
+        return make_trainer(
+            use_transformers_continuous_batching=True,
+            transformers_continuous_batching_config=settings,
+            **changes,
+        )
+
+    trainer = make({"num_blocks": 64, "max_batch_tokens": 64}, temperature=0.7, max_steps=3)
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     with pytest.raises(ValueError, match="transformers_continuous_batching_config: .*'blocks'"):
-        make_trainer(
-            use_transformers_continuous_batching=True,
-            transformers_continuous_batching_config={"blocks": 64},
-        )
+        make({"blocks": 64})
 
 
 def test_a_server_that_is_not_there(make_trainer):

@@ -123,11 +123,12 @@ def test_faults_are_retried(make_client, stub):
     assert stub.paths().count(COMPLETE) == 3
 
 
-def test_lasting_faults_name_server_and_answer(make_client, stub):
-    stub.script[COMPLETE] = [(500, {"error": "out of memory"})] * 9
-    with pytest.raises(ServerError, match=rf"{stub.url}{COMPLETE}: got 500: .*out of memory"):
+@pytest.mark.parametrize(("status", "tries"), [(500, 4), (400, 1)])
+def test_faults_that_last_and_refusals_name_server_and_answer(make_client, stub, status, tries):
+    stub.script[COMPLETE] = [(status, {"error": "out of memory"})] * 9
+    with pytest.raises(ServerError, match=rf"{stub.url}{COMPLETE}: got {status}: .*out of memory"):
         make_client().generate([[1]])
-    assert stub.paths().count(COMPLETE) == 4
+    assert stub.paths().count(COMPLETE) == tries
 
 
 def test_a_gateway_without_its_server_is_waited_for(make_client, stub):
@@ -136,13 +137,6 @@ def test_a_gateway_without_its_server_is_waited_for(make_client, stub):
     stub.script[COMPLETE] = [(503, b"no server")] * 99
     with pytest.raises(ServerError, match="got 503: 'no server', for 0.2 seconds"):
         make_client(connection_timeout=0.2).generate([[1]])
-
-
-def test_refusals_are_not_retried(make_client, stub):
-    stub.script[COMPLETE] = [(400, {"error": "Token id 99 is out of vocabulary"})]
-    with pytest.raises(ServerError, match="got 400: .*out of vocabulary"):
-        make_client().generate([[99]])
-    assert stub.paths().count(COMPLETE) == 1
 
 
 def test_slow_answers(make_client, stub):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_helpers import adapted
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_trainer.rollout import policy_weights, weight_files
@@ -58,14 +59,8 @@ def test_experts_are_sent_as_checkpoints_have_them(tmp_path):
 
 
 def lora(model, **changes):
-    peft = pytest.importorskip("peft")
     settings = {"r": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1}
-    model = peft.get_peft_model(model, peft.LoraConfig(**(settings | changes)))
-    with torch.no_grad():
-        for value in model.parameters():
-            if value.requires_grad:
-                value.add_(0.1 * torch.randn_like(value))
-    return model
+    return adapted(model, **(settings | changes))
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import copy
 import pytest
 import torch
 from test_rollout_client import COMPLETE, make_client, stub  # noqa: F401
-from trainer_helpers import CannedEngine
+from trainer_helpers import BackgroundEngine, mask_ids
 from vllm_stub import choices
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import Completions, Sampling, ServerError, TransformersEngine
-from grpo_trainer.rollout.vllm_params import vllm_params
+from grpo_trainer.rollout.sampling import vllm_params
 
 FILTERS = [
     {"top_k": 3},
@@ -22,16 +21,6 @@ FILTERS = [
     {"top_k": 8, "min_p": 0.4},
     {"top_k": 400},
 ]
-
-
-def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperature=1.0) -> set[int]:
-    """Return the ids that sampling may draw for one token, by the definitions of the filters."""
-    p = (logits.double() / temperature).softmax(-1)
-    order = p.argsort(descending=True)[:top_k].tolist()
-    chosen = p[order] / p[order].sum()
-    before = chosen.cumsum(0) - chosen
-    likely = [i for i, mass in zip(order, before.tolist(), strict=True) if mass < top_p]
-    return {i for i in likely if min_p is None or p[i] >= min_p * p.max()}
 
 
 @pytest.fixture
@@ -62,13 +51,15 @@ def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
             assert token in left and set(left) == mask_ids(at, **filters)
 
 
-def test_the_loss_takes_probabilities_over_the_sampling_mask(sharp, make_args, tokenizer, dataset):
-    changes = {"use_sampling_mask": True, "top_k": 5, "top_p": 0.9, "temperature": 0.8, "beta": 0.1}
-    args = make_args(num_iterations=2, report_to="none", max_steps=1, save_steps=1, **changes)
-    args.save_strategy, args.lr_scheduler_type = "steps", "constant"
-    trainer = GRPOTrainer(
-        copy.deepcopy(sharp), digits_reversal_reward, args, dataset, processing_class=tokenizer
-    )
+def test_the_loss_takes_probabilities_over_the_sampling_mask(sharp, make_trainer):
+    def make(steps: int) -> GRPOTrainer:
+        return make_trainer(
+            model=copy.deepcopy(sharp), use_sampling_mask=True, top_k=5, top_p=0.9, temperature=0.8,
+            beta=0.1, num_iterations=2, max_steps=steps, save_strategy="steps", save_steps=1,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+
+    trainer = make(1)
     trainer.train()
     [batch] = trainer._buffer
     with torch.no_grad():
@@ -86,72 +77,46 @@ def test_the_loss_takes_probabilities_over_the_sampling_mask(sharp, make_args, t
     assert row["ratio/max"] == pytest.approx(1, abs=1e-4)
     assert row["kl"] == pytest.approx(0, abs=1e-5)
 
-    resumed = GRPOTrainer(
-        copy.deepcopy(sharp), digits_reversal_reward, args, dataset, processing_class=tokenizer
-    )
-    resumed.args.max_steps = 2
+    resumed = make(2)
     resumed.train(resume_from_checkpoint=True)
     again = resumed._buffer[0].sampling_mask
     assert again.indices.equal(rows.indices) and again.bounds.equal(rows.bounds)
 
 
-class FilteringEngine(CannedEngine):
-    """Draws from the two likeliest ids, as far as anybody can tell from what it reports."""
+class FilteringEngine(BackgroundEngine):
+    """Samples by filters, and may keep to itself what they left."""
 
     def __init__(self, tokenizer, model, reports: bool = True) -> None:
-        super().__init__(tokenizer)
-        self._model = model
+        super().__init__(tokenizer, model, masks=True)
         self._reports = reports
 
     def generate(self, prompt_ids, sampling) -> Completions:
-        ids = super().generate(prompt_ids).token_ids
-        mask, logprobs = [], []
-        for prompt, row in zip(prompt_ids, ids, strict=True):
-            with torch.no_grad():
-                logits = self._model(input_ids=torch.tensor([prompt + row])).logits[0].double()
-            sets = [[token, 2] for token in row]
-            at = logits[len(prompt) - 1 : -1] / sampling.temperature
-            pairs = zip(at, sets, strict=True)
-            logprobs.append([float(x[left].log_softmax(-1)[0]) for x, left in pairs])
-            mask.append(sets)
-        return Completions(ids, logprobs, mask if self._reports else None)
-
-    def update_weights(self, weights) -> None:
-        self._model.load_state_dict({name: value.clone() for name, value in weights()})
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
+        found = super().generate(prompt_ids, sampling)
+        return found if self._reports else found._replace(sampling_mask=None)
 
 
-def train(make_args, policy, tokenizer, dataset, reports: bool, **changes) -> GRPOTrainer:
-    engine = FilteringEngine(tokenizer, copy.deepcopy(policy), reports)
-    args = make_args(report_to="none", top_k=2, rollout_engine=None, **changes)
-    trainer = GRPOTrainer(
-        policy,
-        digits_reversal_reward,
-        args,
-        dataset,
-        processing_class=tokenizer,
-        rollout_engine=engine,
-    )
-    trainer.train()
-    return trainer
+@pytest.fixture
+def train(make_trainer, policy, tokenizer):
+    def run(reports: bool, **changes) -> GRPOTrainer:
+        engine = FilteringEngine(tokenizer, copy.deepcopy(policy), reports)
+        trainer = make_trainer(engine=engine, top_k=2, **changes)
+        trainer.train()
+        return trainer
+
+    return run
 
 
 @pytest.mark.parametrize("use", [True, False])
-def test_the_policy_and_the_engine_mean_the_same(make_args, policy, tokenizer, dataset, use):
+def test_the_policy_and_the_engine_mean_the_same(train, use):
     name = "sampling/sampling_logp_difference/max"
-    trainer = train(make_args, policy, tokenizer, dataset, reports=use, use_sampling_mask=use)
+    trainer = train(reports=use, use_sampling_mask=use)
     differences = [row[name] for row in trainer.state.log_history if "loss" in row]
     assert max(differences) < 1e-5 if use else min(differences) > 0.1
 
 
-def test_an_engine_that_does_not_report_them(make_args, policy, tokenizer, dataset):
+def test_an_engine_that_does_not_report_them(train):
     with pytest.raises(ValueError, match="use_sampling_mask: .*none from FilteringEngine"):
-        train(make_args, policy, tokenizer, dataset, reports=False, use_sampling_mask=True)
+        train(reports=False, use_sampling_mask=True)
 
 
 def test_wrong_settings(make_args, tokenizer, policy):

@@ -6,18 +6,8 @@ import threading
 
 import pytest
 from datasets import Dataset
-from tool_helpers import (
-    Play,
-    ScriptedEngine,
-    add,
-    call,
-    make_small_policy,
-    make_tool_tokenizer,
-    question,
-    results,
-)
+from tool_helpers import Play, add, answers, call, make_trainer, question, results
 
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.tools import Environments, make_toolbox
 
 
@@ -81,11 +71,8 @@ def test_each_completion_has_its_own():
     sampled = play(*rows)
     environments = sampled.columns["environments"]
     assert len(set(map(id, environments))) == 4
-    answers = [
-        [m["content"] for m in rollout.completion if m["role"] == "tool"]
-        for rollout in sampled.rollouts
-    ]
-    assert answers == [["6", "9"], ["6", "9"], ["1", "2"], ["10", "15"]]
+    found = [answers(rollout) for rollout in sampled.rollouts]
+    assert found == [["6", "9"], ["6", "9"], ["1", "2"], ["10", "15"]]
     contents = [rollout.prompt[-1]["content"] for rollout in sampled.rollouts]
     assert contents == ["q at 3", "q at 3", "q", "q at 5"]
     assert rows[0]["prompt"] == question()  # the dataset's row is as it was
@@ -191,7 +178,6 @@ def test_wrong_observations():
 
 
 def test_training_on_the_environments_rewards(make_args):
-    tokenizer = make_tool_tokenizer()
     rows = Dataset.from_list([{"prompt": question(str(n)), "start": n} for n in range(6)])
     seen = []
 
@@ -200,16 +186,8 @@ def test_training_on_the_environments_rewards(make_args):
         return [float(index) for index, _ in enumerate(completions)]
 
     def train(reward_funcs, **changes):
-        trainer = GRPOTrainer(
-            make_small_policy(len(tokenizer)),
-            reward_funcs,
-            make_args(max_completion_length=300, shuffle_dataset=False, **changes),
-            rows,
-            rows.select(range(1)),
-            processing_class=tokenizer,
-            environment_factory=Counter,
-            rollout_engine=ScriptedEngine(tokenizer, step_script),
-        )
+        args = make_args(max_completion_length=300, shuffle_dataset=False, **changes)
+        trainer = make_trainer(args, rows, step_script, reward_funcs, environment_factory=Counter)
         trainer.train()
         assert [tool.__name__ for tool in trainer.tools] == ["step"]
         return [row for row in trainer.state.log_history if "loss" in row]
@@ -239,16 +217,13 @@ class Sums:
     ("rows", "number"), [(None, 7), (Dataset.from_list([{"number": 5}] * 4), 5)]
 )
 def test_prompts_by_the_environment_alone(make_args, rows, number):
-    tokenizer = make_tool_tokenizer()
     seen = []
-    trainer = GRPOTrainer(
-        make_small_policy(len(tokenizer)),
-        lambda prompts, **_: [float(bool(seen.append(prompt))) for prompt in prompts],
+    trainer = make_trainer(
         make_args(max_completion_length=300, max_steps=2, per_device_train_batch_size=8),
         rows,
-        processing_class=tokenizer,
+        lambda text: "end",
+        lambda prompts, **_: [float(bool(seen.append(prompt))) for prompt in prompts],
         environment_factory=Sums,
-        rollout_engine=ScriptedEngine(tokenizer, lambda text: "end"),
     )
     trainer.train()
     assert [type(one) for one in trainer.environments] == [Sums] * 8 and trainer.tools == []
@@ -257,14 +232,10 @@ def test_prompts_by_the_environment_alone(make_args, rows, number):
 
 
 def test_where_the_environment_cannot_make_the_prompts(make_args):
-    tokenizer = make_tool_tokenizer()
     rows = Dataset.from_list([{"number": 5}])
 
     def make(rows=None, factory=Sums, **changes):
-        return GRPOTrainer(
-            make_small_policy(len(tokenizer)), None, make_args(**changes), rows,
-            processing_class=tokenizer, environment_factory=factory,
-        )  # fmt: skip
+        return make_trainer(make_args(**changes), rows, environment_factory=factory)
 
     with pytest.raises(ValueError, match="train_dataset: expected prompts to train on"):
         make(max_steps=-1).train()
@@ -276,10 +247,6 @@ def test_where_the_environment_cannot_make_the_prompts(make_args):
 
 
 def test_some_reward_is_needed(make_args):
-    tokenizer = make_tool_tokenizer()
     rows = Dataset.from_list([{"prompt": question()}])
     with pytest.raises(ValueError, match="reward_funcs: expected at least one"):
-        GRPOTrainer(
-            make_small_policy(len(tokenizer)), None, make_args(), rows,
-            processing_class=tokenizer, environment_factory=Lamp,
-        )  # fmt: skip
+        make_trainer(make_args(), rows, environment_factory=Lamp)

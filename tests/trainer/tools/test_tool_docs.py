@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tool_helpers import (
-    ScriptedEngine,
-    call,
-    make_small_policy,
-    make_tool_tokenizer,
-    question,
-    results,
-)
+from tool_helpers import call, make_trainer, question, results
 
-from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer import GRPOConfig
 
 TEXT = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
 TINY = 'output_dir="out", max_steps=1, use_cpu=True, report_to="none", logging_steps=1, '
@@ -35,18 +28,15 @@ def block(mentioning: str) -> str:
 def run(tmp_path, monkeypatch):
     """Run a block with a scripted engine in the trainer; return what the run logged."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = make_tool_tokenizer()
-
-    def trainer(model: str, script: Any, **arguments: Any) -> GRPOTrainer:
-        assert model == "path/to/model"
-        engine = None if script is None else ScriptedEngine(tokenizer, script)
-        policy = make_small_policy(len(tokenizer))
-        return GRPOTrainer(policy, processing_class=tokenizer, rollout_engine=engine, **arguments)
 
     def execute(code: str, script: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        def trainer(model: str, args: GRPOConfig, train_dataset: Dataset, **arguments: Any):
+            assert model == "path/to/model"
+            return make_trainer(args, train_dataset, script, **arguments)
+
         names: dict[str, Any] = {
             "GRPOConfig": GRPOConfig,
-            "GRPOTrainer": lambda **arguments: trainer(script=script, **arguments),
+            "GRPOTrainer": trainer,
             "dataset": Dataset.from_list(rows),
             "right_answer": lambda completions, **kwargs: [
                 float("6" in messages[-1]["content"]) for messages in completions

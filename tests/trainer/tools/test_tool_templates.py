@@ -9,11 +9,11 @@ from grpo_trainer.tools import make_toolbox
 
 
 def test_a_response_template_reads_calls():
-    tokenizer = make_tool_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace(
+    template = TEMPLATE.replace(
         "<tool_call>{{ call.function | tojson }}</tool_call>",
         "[{{ call.function.name }}:{{ call.function.arguments | tojson }}]",
     )
+    tokenizer = make_tool_tokenizer(template)
     with pytest.raises(ValueError, match="a form of its own; set the tokenizer's response_templ"):
         Play(then(""), tokenizer=tokenizer)
     tokenizer.response_template = {
@@ -100,16 +100,13 @@ THINKS = TEMPLATE.replace(
     ],
 )
 def test_templates_without_tools(template, message):
-    tokenizer = make_tool_tokenizer()
-    tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"processing_class: .*{message}"):
-        Play(then(""), tokenizer=tokenizer)
+        Play(then(""), tokenizer=make_tool_tokenizer(template))
 
 
 def test_templates_that_write_empty_thoughts_into_the_last_turn():
-    tokenizer = make_tool_tokenizer()
-    tokenizer.chat_template = THINKS
-    play = Play(then("[]" + call("add", a=1, b=1), "2"), tokenizer=tokenizer)
+    script = then("[]" + call("add", a=1, b=1), "2")
+    play = Play(script, tokenizer=make_tool_tokenizer(THINKS))
     [rollout] = play().rollouts
     assert "<|end|>\n<|start|>tool\n2<|end|>\n<|start|>assistant\n2" in play.text(
         rollout.completion_ids
@@ -125,8 +122,8 @@ OPENS_A_THOUGHT = TEMPLATE.replace(
 
 
 def test_templates_that_take_arguments_as_text_and_open_a_thought():
-    tokenizer = make_tool_tokenizer(calls=("<think>", "</think>", "<tool_call>", "</tool_call>"))
-    tokenizer.chat_template = OPENS_A_THOUGHT
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer = make_tool_tokenizer(OPENS_A_THOUGHT, tags)
     play = Play(then("hm</think>" + call("add", a=1, b=1), "so</think>2"), tokenizer=tokenizer)
     [rollout] = play().rollouts
     assert play.text(rollout.completion_ids) == (
@@ -161,8 +158,7 @@ def test_thoughts_are_no_content(turn, message):
 @pytest.mark.parametrize("end", ["<|start|>", "<|end|>"])
 def test_turns_that_end_with_what_a_message_begins_with(end):
     """Other messages begin with one of the ends, and the template writes none behind a turn."""
-    tokenizer = make_tool_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("<|end|>\n", "")
+    tokenizer = make_tool_tokenizer(TEMPLATE.replace("<|end|>\n", ""))
     begins, ends = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
     wanted = call("add", a=1, b=2) + call("add", a=3, b=4)
     turn = tokenizer.encode(wanted + end)
@@ -182,9 +178,8 @@ def test_turns_that_end_with_what_a_message_begins_with(end):
 
 def test_templates_that_end_a_document_behind_a_turn():
     """The turn ends before that; what follows it has no such end."""
-    tokenizer = make_tool_tokenizer()
-    tokenizer.chat_template = TEMPLATE + "{% if not add_generation_prompt %}<pad>{% endif %}"
-    script = then(call("add", a=1, b=1), "2")
+    template = TEMPLATE + "{% if not add_generation_prompt %}<pad>{% endif %}"
+    tokenizer, script = make_tool_tokenizer(template), then(call("add", a=1, b=1), "2")
     play = Play(script, tokenizer=tokenizer, generation_kwargs={"eos_token_id": [0, 2]})
     [rollout] = play().rollouts
     assert play.text(rollout.completion_ids) == (

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from tool_helpers import Play, add, call, make_tool_tokenizer, question, results, then
+from tool_helpers import Play, add, answers, call, make_tool_tokenizer, question, results, then
 
 
 def counts(sampled):
@@ -22,10 +22,8 @@ def test_two_rounds_token_by_token():
     play = Play(then("x" + call("add", a=1, b=2), call("add", a=3, b=4), "done"))
     sampled = play()
     [rollout] = sampled.rollouts
-    first, second = (
-        'x<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
-        ('<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'),
-    )
+    first = 'x<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    second = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 
     def answer(number):
         return f"\n<|start|>tool\n{number}<|end|>\n<|start|>assistant\n"
@@ -38,8 +36,7 @@ def test_two_rounds_token_by_token():
     lengths = [len(play.tokenizer.encode(part)) for part in parts]
     expected = [bit for n, bit in zip(lengths, (1, 0, 1, 0, 1), strict=True) for _ in range(n)]
     assert rollout.env_mask == rollout.by_policy == expected
-    known = [0 if math.isnan(value) else 1 for value in rollout.logprobs]
-    assert known == expected
+    assert [not math.isnan(value) for value in rollout.logprobs] == expected
     assert not rollout.truncated and counts(sampled) == (2, 0)
     arguments = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
     calls = [
@@ -97,7 +94,7 @@ def test_async_tools_run_together_and_answers_keep_their_order():
     turn = call("first") + call("add", a=1, b=1) + call("second")
     play = Play(lambda text: "ok" if results(text) else turn, tools=(add, first, second))
     [rollout] = play().rollouts
-    assert [m["content"] for m in rollout.completion if m["role"] == "tool"] == ["one", "2", "two"]
+    assert answers(rollout) == ["one", "2", "two"]
 
 
 def test_errors_are_answers():
@@ -129,13 +126,13 @@ def test_errors_are_answers():
             max_completion_length=900,
         )
         sampled = play()
-        answers = [m["content"] for m in sampled.rollouts[0].completion if m["role"] == "tool"]
-        assert answers[:4] == [
+        found = answers(sampled.rollouts[0])
+        assert found[:4] == [
             """{'error': "'x'"}""", "{'error': 'bye'}", "{'error': 'gone'}",
             "{'error': 'Tool missing not found.'}",
         ]  # fmt: skip
-        assert "missing 1 required positional argument: 'b'" in answers[4]
-        assert answers[5] == "2" and counts(sampled) == (6, 5)
+        assert "missing 1 required positional argument: 'b'" in found[4]
+        assert found[5] == "2" and counts(sampled) == (6, 5)
 
 
 def test_time_limit():
@@ -158,9 +155,8 @@ def test_time_limit():
         sampled = play()
     finally:
         release.set()
-    answers = [m["content"] for m in sampled.rollouts[0].completion if m["role"] == "tool"]
     late = "{'error': 'No answer within 0.05 seconds.'}"
-    assert answers == [late, late, "2"] and counts(sampled) == (3, 2)
+    assert answers(sampled.rollouts[0]) == [late, late, "2"] and counts(sampled) == (3, 2)
 
 
 def test_iterations_are_limited():
