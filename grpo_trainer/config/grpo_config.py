@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_trainer.common import masked
@@ -14,7 +14,6 @@ from grpo_trainer.config.checks import (
     SCALES,
     check_booleans,
     check_config,
-    check_eval_batch,
     parse_json_fields,
     set_generation_batch,
 )
@@ -216,4 +215,28 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
 
     def check_eval_batch(self) -> None:
         """Raise ValueError unless an evaluation batch holds whole groups."""
-        check_eval_batch(self)
+        batch = self.per_device_eval_batch_size * self.world_size
+        if batch % self.eval_group_size:
+            raise ValueError(
+                "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
+                f"a multiple of the {self.eval_group_size} completions per prompt, got {batch}"
+            )
+
+
+def check_arguments(args: Any, processing_class: Any) -> None:
+    """Raise ValueError unless they are a configuration of this trainer, and a tokenizer or None."""
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {_kind(args)}")
+    if processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase):
+        return
+    advice = ""
+    if isinstance(processing_class, ProcessorMixin):
+        advice = "; images are not supported, its tokenizer alone is for text"
+    raise ValueError(
+        f"processing_class: expected a tokenizer, got a {_kind(processing_class)}{advice}"
+    )
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
