@@ -39,6 +39,13 @@ class CannedEngine:
         return ids if length == 4 else [*ids, self._eos]
 
 
+def canned(trainer: GRPOTrainer) -> GRPOTrainer:
+    """Let CannedEngine complete the trainer's prompts."""
+    process = trainer.accelerator.process_index
+    trainer._collector._rollouts = CannedEngine(trainer.processing_class, process)
+    return trainer
+
+
 def parameters(model: torch.nn.Module) -> torch.Tensor:
     """Return all parameters, flat, as a copy."""
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])

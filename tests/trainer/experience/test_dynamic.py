@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine
+from trainer_helpers import canned
 
 from grpo_trainer.experience import compute_advantages
 
@@ -42,8 +42,7 @@ def train(make_trainer):
             "per_device_train_batch_size": 8,
             "max_steps": 1,
         }
-        trainer = make_trainer(reward, **(settings | changes))
-        trainer._collector._rollouts = CannedEngine(trainer.processing_class)
+        trainer = canned(make_trainer(reward, **(settings | changes)))
         trainer.train()
         [log] = [row for row in trainer.state.log_history if "loss" in row][-1:]
         names = ("resampling_rounds", "discarded_groups", "unfilled_groups")
