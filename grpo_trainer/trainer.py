@@ -160,9 +160,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             engine_context, lambda: self.state.global_step, rollout_engine
         )
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        made_of = (args, self.accelerator, self.processing_class)
-        source = self._interaction.source(self, *made_of[1:], self.rollouts.eos_token_ids, context)
-        self._collector = Collector(*made_of, self.rollouts, rewards, context, source)
+        source = self._interaction.source(self, context)
+        made_of = (args, self.accelerator, self.processing_class, self.rollouts, rewards)
+        self._collector = Collector(*made_of, context, source)
         self.interaction_settings = self._interaction.settings
         weights = args.reward_weights or [1.0] * len(rewards)
         names = [reward.name for reward in rewards]

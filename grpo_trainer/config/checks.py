@@ -61,9 +61,10 @@ def check_booleans(args: TrainingArguments) -> None:
 
 def check_config(args: TrainingArguments) -> None:
     """Raise ValueError unless every field is in range and all of them fit together."""
-    _check_integers(args, _AT_LEAST)
+    _check_integers(args)
     check_number("learning_rate", args.learning_rate, 0)
-    _check_names(args)
+    check_choice("scale_rewards", args.scale_rewards, SCALES)
+    check_choice("multi_objective_aggregation", args.multi_objective_aggregation, AGGREGATIONS)
     _check_reference(args)
     _check_entropy(args)
     _check_rewards(args)
@@ -127,16 +128,6 @@ def set_generation_batch(args: TrainingArguments) -> None:
     args.steps_per_generation = size // step
 
 
-def check_eval_batch(args: TrainingArguments) -> None:
-    """Raise ValueError unless an evaluation batch holds whole groups."""
-    batch = args.per_device_eval_batch_size * args.world_size
-    if batch % args.eval_group_size:
-        raise ValueError(
-            "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
-            f"a multiple of the {args.eval_group_size} completions per prompt, got {batch}"
-        )
-
-
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``known``."""
     if value not in known:
@@ -158,18 +149,13 @@ def check_number(
     raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
-def _check_integers(args: TrainingArguments, at_least: dict[str, int]) -> None:
-    for name, least in at_least.items():
+def _check_integers(args: TrainingArguments) -> None:
+    for name, least in _AT_LEAST.items():
         value, default = getattr(args, name), type(args).__dataclass_fields__[name].default
         if value is None and default is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
-
-
-def _check_names(args: TrainingArguments) -> None:
-    check_choice("scale_rewards", args.scale_rewards, SCALES)
-    check_choice("multi_objective_aggregation", args.multi_objective_aggregation, AGGREGATIONS)
 
 
 def _check_reference(args: TrainingArguments) -> None:

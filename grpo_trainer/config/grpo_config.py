@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_trainer.common import masked
@@ -14,7 +14,6 @@ from grpo_trainer.config.checks import (
     SCALES,
     check_booleans,
     check_config,
-    check_eval_batch,
     parse_json_fields,
     set_generation_batch,
 )
@@ -22,11 +21,8 @@ from grpo_trainer.config.inherited import check_accelerator, check_inherited, le
 from grpo_trainer.config.loss import LossFields, check_level, loss_config
 from grpo_trainer.config.old_names import OldNames, adopt_old_names
 from grpo_trainer.config.rollout import RolloutFields, check_rollout
+from grpo_trainer.config.setting import setting
 from grpo_trainer.config.tools import ToolFields, check_tools, import_path
-
-
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
 
 
 @dataclass
@@ -50,186 +46,110 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
         "vllm_engine_kwargs",
     ]
 
-    learning_rate: float = field(default=1e-6, metadata=_help("Initial learning rate."))
-    logging_steps: float = field(
-        default=10, metadata=_help("Log every so many steps, or this share if below 1.")
+    learning_rate: float = setting(1e-6, "Initial learning rate.")
+    logging_steps: float = setting(10, "Log every so many steps, or this share if below 1.")
+    gradient_checkpointing: bool | None = setting(True, "Recompute activations in backward.")
+    bf16: bool | None = setting(
+        None,
+        "bf16 mixed precision. Default: on where the GPU has it, unless fp16 is set.",
+        nargs="?",
+        const=True,
     )
-    gradient_checkpointing: bool | None = field(
-        default=True, metadata=_help("Recompute activations in backward.")
+    logging_nan_inf_filter: bool = setting(
+        False, "Leave NaN and infinite losses out of the log; costs a wait in every step."
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "help": "bf16 mixed precision. Default: on where the GPU has it, unless fp16 is set.",
-            "nargs": "?",
-            "const": True,
-        },
-    )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata=_help("Leave NaN and infinite losses out of the log; costs a wait in every step."),
-    )
-    remove_unused_columns: bool = field(
-        default=False,
-        metadata=_help(
-            "Drop all columns but `prompt`; reward functions then do not see the others."
-        ),
+    remove_unused_columns: bool = setting(
+        False, "Drop all columns but `prompt`; reward functions then do not see the others."
     )
 
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_help(
-            "Arguments of from_pretrained when the model is given by name. dtype is float32."
-        ),
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None, "Arguments of from_pretrained when the model is given by name. dtype is float32."
     )
-    trust_remote_code: bool = field(
-        default=False, metadata=_help("Run model code that comes with the checkpoint.")
+    trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoint.")
+    disable_dropout: bool = setting(False, "Set every dropout probability to 0.")
+    cast_lm_head_to_fp32: bool = setting(
+        False,
+        "Keep an untied LM head in float32 and multiply float32 hidden states with it, under "
+        "mixed precision too (ScaleRL, arXiv:2510.13786). Without it the products have the "
+        "inputs' precision; they are summed in float32 and not rounded either way.",
     )
-    disable_dropout: bool = field(
-        default=False, metadata=_help("Set every dropout probability to 0.")
+    shuffle_dataset: bool = setting(True, "Shuffle the training prompts in every epoch.")
+    num_generations: int = setting(8, "Completions per prompt: the group size.")
+    num_generations_eval: int | None = setting(None, "The same in evaluation. Default: the same.")
+    max_prompt_length: int | None = setting(None, "Keep only the last so many prompt tokens.")
+    max_completion_length: int = setting(512, "Longest completion, in tokens.")
+    pad_to_multiple_of: int | None = setting(None, "Pad sequences to a multiple of this length.")
+
+    generation_batch_size: int | None = setting(
+        None, "Completions generated at once, over all processes. Excludes steps_per_generation."
     )
-    cast_lm_head_to_fp32: bool = field(
-        default=False,
-        metadata=_help(
-            "Keep an untied LM head in float32 and multiply float32 hidden states with it, under "
-            "mixed precision too (ScaleRL, arXiv:2510.13786). Without it the products have the "
-            "inputs' precision; they are summed in float32 and not rounded either way."
-        ),
+    steps_per_generation: int | None = setting(
+        None, "Micro-batches per generation. Default: gradient_accumulation_steps."
     )
-    shuffle_dataset: bool = field(
-        default=True, metadata=_help("Shuffle the training prompts in every epoch.")
+    top_p: float = setting(1.0, "Nucleus sampling: keep the likeliest tokens up to this mass.")
+    top_k: int = setting(0, "Sample from the so many likeliest tokens; 0: from all.")
+    min_p: float | None = setting(None, "Least probability, as a share of the likeliest token's.")
+    repetition_penalty: float = setting(1.0, "Above 1 makes tokens that occurred less likely.")
+    generation_kwargs: dict[str, Any] | str | None = setting(
+        None, "More transformers GenerationConfig fields; they override the ones above."
     )
-    num_generations: int = field(
-        default=8, metadata=_help("Completions per prompt: the group size.")
-    )
-    num_generations_eval: int | None = field(
-        default=None, metadata=_help("The same in evaluation. Default: the same.")
-    )
-    max_prompt_length: int | None = field(
-        default=None, metadata=_help("Keep only the last so many prompt tokens.")
-    )
-    max_completion_length: int = field(
-        default=512, metadata=_help("Longest completion, in tokens.")
-    )
-    pad_to_multiple_of: int | None = field(
-        default=None, metadata=_help("Pad sequences to a multiple of this length.")
+    chat_template_kwargs: dict[str, Any] | str | None = setting(
+        None, "Arguments of apply_chat_template for conversational prompts."
     )
 
-    generation_batch_size: int | None = field(
-        default=None,
-        metadata=_help(
-            "Completions generated at once, over all processes. Excludes steps_per_generation."
-        ),
-    )
-    steps_per_generation: int | None = field(
-        default=None,
-        metadata=_help("Micro-batches per generation. Default: gradient_accumulation_steps."),
-    )
-    top_p: float = field(
-        default=1.0, metadata=_help("Nucleus sampling: keep the likeliest tokens up to this mass.")
-    )
-    top_k: int = field(
-        default=0, metadata=_help("Sample from the so many likeliest tokens; 0: from all.")
-    )
-    min_p: float | None = field(
-        default=None, metadata=_help("Least probability, as a share of the likeliest token's.")
-    )
-    repetition_penalty: float = field(
-        default=1.0, metadata=_help("Above 1 makes tokens that occurred less likely.")
-    )
-    generation_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_help("More transformers GenerationConfig fields; they override the ones above."),
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata=_help("Arguments of apply_chat_template for conversational prompts.")
+    cache_implementation: str | None = setting(
+        None, "Kind of key-value cache, as in transformers' generation."
     )
 
-    cache_implementation: str | None = field(
-        default=None, metadata=_help("Kind of key-value cache, as in transformers' generation.")
+    num_iterations: int = setting(1, "Passes over each generation batch.")
+    mask_truncated_completions: bool = setting(
+        False, "Leave completions out of the loss that ended without an end-of-sequence token."
+    )
+    dynamic_sampling: bool = setting(
+        False,
+        "Replace groups of equal rewards by those of the next prompts (DAPO, arXiv:2503.14476).",
+    )
+    max_resampling_rounds: int = setting(
+        10, "How often dynamic_sampling tries; then groups of equal rewards fill the batch."
+    )
+    use_adaptive_entropy: bool = setting(
+        False,
+        "Let entropy_coef, from where it starts, rise by entropy_coef_delta after each step at "
+        "or below entropy_target and fall after others; the bonus applies after the former "
+        "(Skywork-OR1, arXiv:2505.22312).",
+    )
+    entropy_coef_min: float = setting(0.0, "Least coefficient of use_adaptive_entropy.")
+    entropy_coef_max: float = setting(1.0, "Largest coefficient of use_adaptive_entropy.")
+    entropy_coef_delta: float = setting(
+        0.005, "How far use_adaptive_entropy moves the coefficient."
+    )
+    entropy_target: float = setting(
+        0.2, "Entropy per token, in nats, that use_adaptive_entropy keeps."
+    )
+    router_aux_loss_coef: float | None = setting(
+        None, "Weight of a mixture-of-experts model's load-balancing loss. Default: its config's."
+    )
+    reward_weights: list[float] | None = setting(None, "One per reward function. Default: all 1.")
+    scale_rewards: str = setting(
+        "group", f"Divide advantages by a standard deviation: {', '.join(SCALES)}."
+    )
+    multi_objective_aggregation: str = setting(
+        "sum_then_normalize", f"How several rewards are joined: {', '.join(AGGREGATIONS)}."
     )
 
-    num_iterations: int = field(default=1, metadata=_help("Passes over each generation batch."))
-    mask_truncated_completions: bool = field(
-        default=False,
-        metadata=_help(
-            "Leave completions out of the loss that ended without an end-of-sequence token."
-        ),
+    sync_ref_model: bool = setting(False, "Let the reference model of beta != 0 follow the policy.")
+    ref_model_mixup_alpha: float = setting(
+        0.6, "Share of the policy in the reference after a sync."
     )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata=_help(
-            "Replace groups of equal rewards by those of the next prompts (DAPO, arXiv:2503.14476)."
-        ),
-    )
-    max_resampling_rounds: int = field(
-        default=10,
-        metadata=_help(
-            "How often dynamic_sampling tries; then groups of equal rewards fill the batch."
-        ),
-    )
-    use_adaptive_entropy: bool = field(
-        default=False,
-        metadata=_help(
-            "Let entropy_coef, from where it starts, rise by entropy_coef_delta after each step at "
-            "or below entropy_target and fall after others; the bonus applies after the former "
-            "(Skywork-OR1, arXiv:2505.22312)."
-        ),
-    )
-    entropy_coef_min: float = field(
-        default=0.0, metadata=_help("Least coefficient of use_adaptive_entropy.")
-    )
-    entropy_coef_max: float = field(
-        default=1.0, metadata=_help("Largest coefficient of use_adaptive_entropy.")
-    )
-    entropy_coef_delta: float = field(
-        default=0.005, metadata=_help("How far use_adaptive_entropy moves the coefficient.")
-    )
-    entropy_target: float = field(
-        default=0.2,
-        metadata=_help("Entropy per token, in nats, that use_adaptive_entropy keeps."),
-    )
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata=_help(
-            "Weight of a mixture-of-experts model's load-balancing loss. Default: its config's."
-        ),
-    )
-    reward_weights: list[float] | None = field(
-        default=None, metadata=_help("One per reward function. Default: all 1.")
-    )
-    scale_rewards: str = field(
-        default="group",
-        metadata=_help(f"Divide advantages by a standard deviation: {', '.join(SCALES)}."),
-    )
-    multi_objective_aggregation: str = field(
-        default="sum_then_normalize",
-        metadata=_help(f"How several rewards are joined: {', '.join(AGGREGATIONS)}."),
-    )
+    ref_model_sync_steps: int = setting(512, "Optimizer steps from one sync to the next.")
 
-    sync_ref_model: bool = field(
-        default=False, metadata=_help("Let the reference model of beta != 0 follow the policy.")
+    log_completions: bool = setting(
+        False, "Print completions when logging and write them to output_dir/completions."
     )
-    ref_model_mixup_alpha: float = field(
-        default=0.6, metadata=_help("Share of the policy in the reference after a sync.")
-    )
-    ref_model_sync_steps: int = field(
-        default=512, metadata=_help("Optimizer steps from one sync to the next.")
-    )
-
-    log_completions: bool = field(
-        default=False,
-        metadata=_help("Print completions when logging and write them to output_dir/completions."),
-    )
-    num_completions_to_print: int | None = field(
-        default=None, metadata=_help("How many of them to print. Default: all.")
-    )
-    log_unique_prompts: bool = field(
-        default=False, metadata=_help("Of each prompt print and write one completion only.")
-    )
-    write_report: bool = field(
-        default=True,
-        metadata=_help("Write output_dir/report.html with every checkpoint and at the end."),
+    num_completions_to_print: int | None = setting(None, "How many of them to print. Default: all.")
+    log_unique_prompts: bool = setting(False, "Of each prompt print and write one completion only.")
+    write_report: bool = setting(
+        True, "Write output_dir/report.html with every checkpoint and at the end."
     )
 
     def __post_init__(self) -> None:
@@ -295,4 +215,28 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
 
     def check_eval_batch(self) -> None:
         """Raise ValueError unless an evaluation batch holds whole groups."""
-        check_eval_batch(self)
+        batch = self.per_device_eval_batch_size * self.world_size
+        if batch % self.eval_group_size:
+            raise ValueError(
+                "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
+                f"a multiple of the {self.eval_group_size} completions per prompt, got {batch}"
+            )
+
+
+def check_arguments(args: Any, processing_class: Any) -> None:
+    """Raise ValueError unless they are a configuration of this trainer, and a tokenizer or None."""
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {_kind(args)}")
+    if processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase):
+        return
+    advice = ""
+    if isinstance(processing_class, ProcessorMixin):
+        advice = "; images are not supported, its tokenizer alone is for text"
+    raise ValueError(
+        f"processing_class: expected a tokenizer, got a {_kind(processing_class)}{advice}"
+    )
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"

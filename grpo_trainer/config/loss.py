@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES, Surrogate
 from grpo_trainer.config.rollout import correction_options
+from grpo_trainer.config.setting import setting
 
 # these have names of their own in GRPOConfig: see RolloutFields
 _CORRECTION = "rollout_correction_"
@@ -58,7 +59,7 @@ def _mirrored() -> list[tuple[str, type, Any]]:
             _, _, parts = made.setdefault(item.name, (hints[item.name], item.default, []))
             parts.append(prefix + texts.get(item.name, ""))
     return [
-        (name, hint, field(default=default, metadata={"help": " ".join(parts)}))
+        (name, hint, setting(default, " ".join(parts)))
         for name, (hint, default, parts) in made.items()
     ]
 
@@ -70,9 +71,8 @@ _Mirrored = make_dataclass("_Mirrored", _mirrored())
 class LossFields(_Mirrored):  # type: ignore[valid-type, misc]
     """The loss, configured in one place; the settings of a loss of one's own are in loss_kwargs."""
 
-    loss_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Settings of the loss that have no option here, as of a registered one."},
+    loss_kwargs: dict[str, Any] | str | None = setting(
+        None, "Settings of the loss that have no option here, as of a registered one."
     )
 
 

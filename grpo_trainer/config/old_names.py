@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import TrainingArguments
 
 from grpo_trainer.config.checks import dtype_name
+from grpo_trainer.config.setting import setting
 
 
 def _old(text: str, **metadata: Any) -> Any:
-    return field(default=None, metadata={"help": f"Deprecated: {text}", **metadata})
+    return setting(None, f"Deprecated: {text}", **metadata)
 
 
 _FLAG: dict[str, Any] = {"nargs": "?", "const": True}  # its name alone means True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,129 +13,96 @@ from grpo_kernels import LossConfig
 from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.common import masked_url
 from grpo_trainer.config.checks import check_choice, check_number, options
+from grpo_trainer.config.setting import setting
 
 MODES = ("colocate", "server")
 _IMPLEMENTATIONS = ("auto", "vllm", "transformers")
 _TRANSFERS = ("auto", "file", "nccl")
 
 
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
-
-
 @dataclass
 class RolloutFields:
     """How completions are generated. The names are those that TRL's users know."""
 
-    rollout_engine: str | None = field(
-        default=None,
-        metadata=_help("Name of a registered rollout engine. Default: by use_vllm and vllm_mode."),
+    rollout_engine: str | None = setting(
+        None, "Name of a registered rollout engine. Default: by use_vllm and vllm_mode."
     )
-    use_vllm: bool = field(default=False, metadata=_help("Generate with vLLM."))
-    use_transformers_continuous_batching: bool = field(
-        default=False, metadata=_help("Generate with transformers' continuous batching.")
+    use_vllm: bool = setting(False, "Generate with vLLM.")
+    use_transformers_continuous_batching: bool = setting(
+        False, "Generate with transformers' continuous batching."
     )
-    transformers_continuous_batching_config: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_help("Fields of transformers' ContinuousBatchingConfig, such as num_blocks."),
+    transformers_continuous_batching_config: dict[str, Any] | str | None = setting(
+        None, "Fields of transformers' ContinuousBatchingConfig, such as num_blocks."
     )
-    overlap_generation: bool = field(
-        default=False,
-        metadata=_help(
-            "Generate the next batch while the current one trains, by weights that are one "
-            "generation batch old; the loss corrects for that. Needs an engine with weights of "
-            "its own, such as a vLLM server."
-        ),
+    overlap_generation: bool = setting(
+        False,
+        "Generate the next batch while the current one trains, by weights that are one "
+        "generation batch old; the loss corrects for that. Needs an engine with weights of "
+        "its own, such as a vLLM server.",
     )
-    use_sampling_mask: bool = field(
-        default=False,
-        metadata=_help(
-            "With top_k: let the engine report which ids top_k, top_p and min_p left for each "
-            "token, and take all probabilities over these ids, as they were sampled."
-        ),
+    use_sampling_mask: bool = setting(
+        False,
+        "With top_k: let the engine report which ids top_k, top_p and min_p left for each "
+        "token, and take all probabilities over these ids, as they were sampled.",
     )
-    vllm_mode: str = field(
-        default="colocate",
-        metadata=_help(
-            "colocate: vLLM inside the training processes. server: a vLLM server that was started "
-            "with `grpo-train serve`.",
-        ),
+    vllm_mode: str = setting(
+        "colocate",
+        "colocate: vLLM inside the training processes. server: a vLLM server that was started "
+        "with `grpo-train serve`.",
     )
-    vllm_model_impl: str = field(
-        default="vllm",
-        metadata=_help(f"Whose model code a colocated vLLM runs: {', '.join(_IMPLEMENTATIONS)}."),
+    vllm_model_impl: str = setting(
+        "vllm", f"Whose model code a colocated vLLM runs: {', '.join(_IMPLEMENTATIONS)}."
     )
-    vllm_enable_sleep_mode: bool = field(
-        default=False,
-        metadata=_help("Free the memory of a colocated vLLM between generations. Needs a GPU."),
+    vllm_enable_sleep_mode: bool = setting(
+        False, "Free the memory of a colocated vLLM between generations. Needs a GPU."
     )
-    vllm_structured_outputs_regex: str | None = field(
-        default=None,
-        metadata=_help("Regular expression that the text of every completion matches."),
+    vllm_structured_outputs_regex: str | None = setting(
+        None, "Regular expression that the text of every completion matches."
     )
-    vllm_server_base_url: str | None = field(
-        default=None,
-        metadata=_help("URL of the server, in place of vllm_server_host and vllm_server_port."),
+    vllm_server_base_url: str | None = setting(
+        None, "URL of the server, in place of vllm_server_host and vllm_server_port."
     )
-    vllm_server_host: str = field(default="127.0.0.1", metadata=_help("Host of the server."))
-    vllm_server_port: int = field(default=8000, metadata=_help("Port of the server."))
-    vllm_server_timeout: float = field(
-        default=240.0,
-        metadata=_help("Seconds to wait for a server that is not up yet, or is gone."),
+    vllm_server_host: str = setting("127.0.0.1", "Host of the server.")
+    vllm_server_port: int = setting(8000, "Port of the server.")
+    vllm_server_timeout: float = setting(
+        240.0, "Seconds to wait for a server that is not up yet, or is gone."
     )
-    vllm_request_timeout: float = field(
-        default=1800.0, metadata=_help("Seconds that the server may take for one generation batch.")
+    vllm_request_timeout: float = setting(
+        1800.0, "Seconds that the server may take for one generation batch."
     )
-    vllm_group_port: int = field(
-        default=51216, metadata=_help("Port on which weights reach a server on other GPUs.")
+    vllm_group_port: int = setting(51216, "Port on which weights reach a server on other GPUs.")
+    vllm_weight_transfer: str = setting(
+        "auto",
+        "How weights reach the server. nccl: from GPU to GPU. file: through a folder that both "
+        "see. auto: nccl if both sides are on GPUs and the server was started for it.",
     )
-    vllm_weight_transfer: str = field(
-        default="auto",
-        metadata=_help(
-            "How weights reach the server. nccl: from GPU to GPU. file: through a folder that both "
-            "see. auto: nccl if both sides are on GPUs and the server was started for it.",
-        ),
+    vllm_weights_folder: str | None = setting(
+        None, "Folder for weight files. Default: vllm_weights in output_dir."
     )
-    vllm_weights_folder: str | None = field(
-        default=None,
-        metadata=_help("Folder for weight files. Default: vllm_weights in output_dir."),
+    vllm_gpu_memory_utilization: float = setting(
+        0.3, "Share of the GPU's memory for a colocated vLLM."
     )
-    vllm_gpu_memory_utilization: float = field(
-        default=0.3, metadata=_help("Share of the GPU's memory for a colocated vLLM.")
+    vllm_max_model_length: int | None = setting(
+        None, "Longest prompt plus completion of a colocated vLLM. Default: the model's."
     )
-    vllm_max_model_length: int | None = field(
-        default=None,
-        metadata=_help("Longest prompt plus completion of a colocated vLLM. Default: the model's."),
+    vllm_tensor_parallel_size: int = setting(
+        1, "Processes that share one colocated vLLM, split over their GPUs."
     )
-    vllm_tensor_parallel_size: int = field(
-        default=1, metadata=_help("Processes that share one colocated vLLM, split over their GPUs.")
+    vllm_engine_kwargs: dict[str, Any] | str | None = setting(
+        None, "More arguments of a colocated vLLM engine (vllm.LLM), over the ones set here."
     )
-    vllm_engine_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_help(
-            "More arguments of a colocated vLLM engine (vllm.LLM), over the ones set here."
-        ),
+    vllm_importance_sampling_correction: bool = setting(
+        True,
+        "Weight the loss by the probability of the policy over that of the engine, where "
+        "the engine reports it.",
     )
-    vllm_importance_sampling_correction: bool = field(
-        default=True,
-        metadata=_help(
-            "Weight the loss by the probability of the policy over that of the engine, where "
-            "the engine reports it.",
-        ),
+    vllm_importance_sampling_mode: str = setting(
+        "sequence_mask",
+        f"How: {', '.join(CORRECTION_MODES)}. truncate clips to the bounds, mask drops "
+        "what is outside.",
     )
-    vllm_importance_sampling_mode: str = field(
-        default="sequence_mask",
-        metadata=_help(
-            f"How: {', '.join(CORRECTION_MODES)}. truncate clips to the bounds, mask drops "
-            "what is outside.",
-        ),
-    )
-    vllm_importance_sampling_clip_max: float | None = field(
-        default=3.0, metadata=_help("Upper bound; None: none.")
-    )
-    vllm_importance_sampling_clip_min: float | None = field(
-        default=None, metadata=_help("Lower bound; None: none.")
-    )
+    vllm_importance_sampling_clip_max: float | None = setting(3.0, "Upper bound; None: none.")
+    vllm_importance_sampling_clip_min: float | None = setting(None, "Lower bound; None: none.")
 
 
 _COLOCATED = (

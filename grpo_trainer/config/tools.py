@@ -3,52 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
 from grpo_trainer.config.checks import check_choice, check_number
+from grpo_trainer.config.setting import setting
 
 PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
-
-
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
 
 
 @dataclass
 class ToolFields:
     """How long completions go on with tools, and where the next prompts come from."""
 
-    max_tool_calling_iterations: int | None = field(
-        default=None,
-        metadata=_help(
-            "How often a completion may call tools and go on with their answers. Default: until "
-            "max_completion_length."
-        ),
+    max_tool_calling_iterations: int | None = setting(
+        None,
+        "How often a completion may call tools and go on with their answers. Default: until "
+        "max_completion_length.",
     )
-    tool_timeout: float | None = field(
-        default=60.0,
-        metadata=_help(
-            "Seconds that a tool may take; then it answers with an error. Plain functions run in a "
-            "thread of their own for that; null in the file: no limit, and no other thread."
-        ),
+    tool_timeout: float | None = setting(
+        60.0,
+        "Seconds that a tool may take; then it answers with an error. Plain functions run in a "
+        "thread of their own for that; null in the file: no limit, and no other thread.",
     )
-    dynamic_prompts_fn: Callable[..., Any] | str | None = field(
-        default=None,
-        metadata=_help(
-            "Import path of a function (prompts, completions, rewards, metas) that returns the "
-            "prompts of the next generation batch, each text, messages, or None: the dataset's "
-            "next."
-        ),
+    dynamic_prompts_fn: Callable[..., Any] | str | None = setting(
+        None,
+        "Import path of a function (prompts, completions, rewards, metas) that returns the "
+        "prompts of the next generation batch, each text, messages, or None: the dataset's "
+        "next.",
     )
-    dynamic_prompts_form: str = field(
-        default="samples",
-        metadata=_help(
-            "What dynamic_prompts_fn is given and returns: samples (one entry per completion, with "
-            "the dataset's prompt) or groups (one per prompt, with all its completions)."
-        ),
+    dynamic_prompts_form: str = setting(
+        "samples",
+        "What dynamic_prompts_fn is given and returns: samples (one entry per completion, with "
+        "the dataset's prompt) or groups (one per prompt, with all its completions).",
     )
 
 

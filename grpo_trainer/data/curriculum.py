@@ -222,7 +222,10 @@ def training_prompts(
     Raises:
         ValueError: ``dynamic_prompts_fn`` leads to no function.
     """
-    prompts = PromptStream.for_training(dataset, args)
+    if args.remove_unused_columns:
+        dataset = dataset.select_columns(["prompt"])
+    seed = args.seed if args.shuffle_dataset else None
+    prompts = PromptStream(dataset, args.prompts_per_generation, seed)
     function = args.dynamic_prompts_fn
     if function is None:
         return prompts

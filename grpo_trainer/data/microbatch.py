@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels import SamplingMask, TokenBatch
 from grpo_kernels.batch import IGNORE_INDEX
@@ -119,13 +121,10 @@ def pad_rows(
     rows: Sequence[Tensor], value: int, left: bool = False, multiple: int | None = None
 ) -> Tensor:
     """Stack (l,) rows to (B, L), padded with ``value``; L is a multiple of ``multiple``."""
-    length = max(row.numel() for row in rows)
-    length += -length % (multiple or 1)
-    padded = torch.full((len(rows), length), value, dtype=torch.int64)
-    for target, row in zip(padded, rows, strict=True):
-        size = row.numel()
-        target[slice(length - size, None) if left else slice(size)] = row
-    return padded
+    side = "left" if left else "right"
+    padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    more = -padded.shape[1] % (multiple or 1)
+    return functional.pad(padded, (more, 0) if left else (0, more), value=value)
 
 
 class RolloutBuffer:

@@ -42,14 +42,6 @@ class PromptStream:
         self._seed = seed
         self.restore({"epoch": 0, "offset": 0})
 
-    @classmethod
-    def for_training(cls, dataset: Prompts, args: GRPOConfig) -> PromptStream:
-        """Return the stream that ``args`` asks for."""
-        if args.remove_unused_columns:
-            dataset = dataset.select_columns(["prompt"])
-        seed = args.seed if args.shuffle_dataset else None
-        return cls(dataset, args.prompts_per_generation, seed)
-
     def take(self, count: int) -> list[Row]:
         """Return the next ``count`` rows.
 

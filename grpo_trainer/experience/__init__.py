@@ -9,13 +9,3 @@ from grpo_trainer.experience.collector import Collector, Sinks
 from grpo_trainer.experience.overlap import Ahead
 from grpo_trainer.experience.rollout_func import RolloutFunction
 from grpo_trainer.experience.sources import Interaction
-
-__all__ = [
-    "AdaptiveEntropy",
-    "Ahead",
-    "Collector",
-    "Interaction",
-    "RolloutFunction",
-    "Sinks",
-    "compute_advantages",
-]

@@ -19,6 +19,7 @@ class Advantages(NamedTuple):
     advantages: Tensor  # (N,) finite
     rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
     zero_std: Tensor  # (N,) bool: the spread that the completion is compared with is 0
+    signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
 
 
 def compute_advantages(
@@ -45,26 +46,14 @@ def compute_advantages(
     total = _weighted_sum(rewards, weights)
     centred, std = _AGGREGATE[aggregation](grouped, weights, scale)
     zero_std = (std < NO_SPREAD).expand_as(centred)
+    # equal rewards stay equal when centred, while their standard deviation may be rounding
+    highest = centred.masked_fill(centred.isnan(), -torch.inf).amax(1)
+    lowest = centred.masked_fill(centred.isnan(), torch.inf).amin(1)
     if scale != "none" or aggregation == "normalize_then_sum":
         centred = centred / (std + STD_OFFSET)
     advantages = centred.reshape(-1)
     advantages = torch.where(advantages.isfinite(), advantages, 0.0)
-    return Advantages(advantages, total, zero_std.reshape(-1))
-
-
-def groups_with_signal(
-    rewards: Tensor,  # (N, F)
-    weights: Tensor,  # (F,)
-    group_size: int,
-    aggregation: str = "sum_then_normalize",
-) -> Tensor:
-    """Return (N / group_size,) bool: the group's completions get different advantages."""
-    grouped = rewards.reshape(-1, group_size, rewards.shape[1])
-    centred, _ = _AGGREGATE[aggregation](grouped, weights, "none")
-    # equal rewards stay equal when centred, while their standard deviation may be rounding
-    highest = centred.masked_fill(centred.isnan(), -torch.inf).amax(1)
-    lowest = centred.masked_fill(centred.isnan(), torch.inf).amin(1)
-    return highest - lowest >= NO_SPREAD
+    return Advantages(advantages, total, zero_std.reshape(-1), highest - lowest >= NO_SPREAD)
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:

@@ -112,17 +112,13 @@ class Collector:
             else ahead.take(sinks.state, sinks.metrics)
         )
         scored = self._sample(rows, args.num_generations, sinks, completions)
-        tokens = scored.num_tokens
         if args.dynamic_sampling:
 
             def more(count: int) -> Scored:
-                nonlocal tokens
-                further = self._sample(self._draw(prompts, count), args.num_generations, sinks)
-                tokens += further.num_tokens
-                return further
+                return self._sample(self._draw(prompts, count), args.num_generations, sinks)
 
             compare = partial(self._compared, group_size=args.num_generations)
-            dynamic = DynamicSampling.from_config(args, self.weights, self._accelerator, compare)
+            dynamic = DynamicSampling(args=args, accelerator=self._accelerator, compare=compare)
             scored, metrics = dynamic.fill(scored, more)
             sinks.metrics.add(metrics)
             if ahead is not None:  # the engine was needed until now
@@ -130,7 +126,7 @@ class Collector:
         if isinstance(prompts, Curriculum):
             prompts.rewrite(scored.rollouts, scored.compared.rewards, args.num_generations)
         assert args.steps_per_generation is not None  # set on construction
-        return self._slices(scored, args.steps_per_generation, sinks), tokens
+        return self._slices(scored, args.steps_per_generation, sinks), int(scored.num_tokens)
 
     def ahead(self, prompts: PromptStream | Curriculum) -> Ahead:
         """Return what samples generation batches of ``prompts`` while the policy trains."""
@@ -153,8 +149,7 @@ class Collector:
         taken = prompts.take(count)
         check_prompts(taken)
         rows = list(repeated(taken, self._args.num_generations))
-        accelerator = self._accelerator
-        return rows[share(len(rows), accelerator.process_index, accelerator.num_processes)]
+        return rows[share(len(rows), self._accelerator)]
 
     def _sample(
         self,
@@ -172,8 +167,16 @@ class Collector:
             rollout.row = rows[index]
             rollout.extra = {name: values[index] for name, values in log.columns.items()}
             rollout.left_out = self._args.mask_truncated_completions and rollout.truncated
-        scored = self._gather(rewards, sampled.rollouts, group_size)
-        sinks.metrics.add(rollout_metrics([reward.name for reward in self.rewards], scored))
+        everyone = self._gather(rewards, sampled.rollouts)
+        rewards, (prompts, lengths, truncated) = everyone[:, :-3], everyone[:, -3:].unbind(1)
+        scored = Scored(
+            rollouts=sampled.rollouts,
+            rewards=rewards,
+            compared=self._compared(rewards, group_size),
+            num_tokens=prompts.sum() + lengths.sum(),
+        )
+        names = [reward.name for reward in self.rewards]
+        sinks.metrics.add(rollout_metrics(names, scored, lengths, truncated))
         sinks.metrics.add(log.metrics(self._accelerator))
         sinks.metrics.add(sampled.metrics)
         return scored
@@ -227,29 +230,19 @@ class Collector:
         }
         return score(self.rewards, len(rows), arguments), log
 
-    def _gather(self, rewards: Tensor, rollouts: list[Rollout], group_size: int) -> Scored:
-        """Join all processes' rewards and lengths, by one gather."""
+    def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> Tensor:  # (N, F + 3)
+        """Join all processes' rewards, lengths and who was truncated, by one gather."""
         measures = [
             [len(rollout.prompt_ids) for rollout in rollouts],
             [sum(rollout.by_policy) for rollout in rollouts],
             [rollout.truncated for rollout in rollouts],
         ]
         table = torch.cat([rewards, torch.tensor(measures, dtype=torch.float32).T], dim=1)
-        everyone = self._accelerator.gather(table.to(self._accelerator.device))
-        rewards, (prompts, completions, truncated) = everyone[:, :-3], everyone[:, -3:].unbind(1)
-        return Scored(
-            rollouts=rollouts,
-            rewards=rewards,
-            prompt_lengths=prompts,
-            completion_lengths=completions,
-            truncated=truncated,
-            compared=self._compared(rewards, group_size),
-        )
+        return self._accelerator.gather(table.to(self._accelerator.device))
 
     def _slices(self, scored: Scored, slices: int, sinks: Sinks) -> list[MicroBatch]:
         accelerator, rollouts, compared = self._accelerator, scored.rollouts, scored.compared
-        total = len(scored.truncated)
-        mine = share(total, accelerator.process_index, accelerator.num_processes)
+        mine = share(len(scored.rewards), accelerator)
         advantages = compared.advantages[mine]
         if sinks.completions is not None:
             names = [f"{REWARD_PREFIX}{reward.name}" for reward in self.rewards]

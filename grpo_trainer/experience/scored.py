@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
@@ -18,30 +19,28 @@ class Scored:
 
     rollouts: list[Rollout]  # n
     rewards: Tensor  # (N, F) NaN: the reward does not apply
-    prompt_lengths: Tensor  # (N,)
-    completion_lengths: Tensor  # (N,) tokens of the policy
-    truncated: Tensor  # (N,) 1: ended without an end-of-sequence token
     compared: Advantages  # each (N,)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompts and completions, all processes'."""
-        return int(self.prompt_lengths.sum() + self.completion_lengths.sum())
+    num_tokens: Tensor  # () of prompts and completions, all processes'
 
 
-def share(count: int, process: int, processes: int) -> slice:
-    """Return the rows of ``count`` that belong to a process."""
+def share(count: int, accelerator: Accelerator) -> slice:
+    """Return the rows of ``count`` that belong to this process."""
+    process, processes = accelerator.process_index, accelerator.num_processes
     return slice(process * count // processes, (process + 1) * count // processes)
 
 
-def rollout_metrics(names: list[str], scored: Scored) -> Metrics:
+def rollout_metrics(
+    names: list[str],
+    scored: Scored,
+    lengths: Tensor,  # (N,) tokens of the policy
+    truncated: Tensor,  # (N,) 1: ended without an end-of-sequence token
+) -> Metrics:
     """Say what a generation batch tells of rewards and completion lengths."""
     stats = _reward_stats(names, scored.rewards, scored.compared)
-    lengths, finished = scored.completion_lengths, scored.truncated == 0
-    stats["completions/clipped_ratio"] = _mean(scored.truncated)
+    stats["completions/clipped_ratio"] = _mean(truncated)
     for kind in ("mean", "min", "max"):
         stats[f"completions/{kind}_length"] = _stat(kind, lengths)
-        stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, finished)
+        stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, truncated == 0)
     return Metrics(stats)
 
 

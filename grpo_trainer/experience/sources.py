@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
-
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.experience.rollout_func import FunctionSource, RolloutFunction, check_rollout_func
 from grpo_trainer.rewards import RewardFunction, RewardSource, Tokenizers, resolve_rewards
@@ -83,20 +80,13 @@ class Interaction:
             return own
         return resolve_rewards(sources or [], processing_classes, self._args) + own
 
-    def source(
-        self,
-        trainer: Any,
-        accelerator: Accelerator,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: frozenset[int],
-        context: int | None,
-    ) -> Source | None:
+    def source(self, trainer: Any, context: int | None) -> Source | None:
         """Return what makes the completions; None: one call of the engine.
 
         Raises:
             ValueError: the chat template cannot write conversations with these tools.
         """
-        args = self._args
+        args, tokenizer = self._args, trainer.processing_class
         if self._rollout_func is not None:
             function = self._rollout_func
             return FunctionSource(
@@ -104,5 +94,5 @@ class Interaction:
             )
         if not self._tools and self._environments is None:
             return None
-        made_of = (self._tools, self._environments)
-        return Agents(args, accelerator, tokenizer, *made_of, eos_token_ids, context)
+        made_of = (args, trainer.accelerator, tokenizer, self._tools, self._environments)
+        return Agents(*made_of, trainer.rollouts.eos_token_ids, context)

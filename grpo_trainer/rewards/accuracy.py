@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from grpo_trainer.rewards.builtin import OptionalReward, text_of, with_settings
+from grpo_trainer.rewards.builtin import OptionalReward, text_of
 
 # seconds; math-verify stops by a signal, which only the main thread receives
 _PARSE_SECONDS = 10
@@ -71,25 +71,8 @@ def get_cosine_scaled_reward(
     """
     if max_len < 1:
         raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
-    return with_settings(
-        cosine_scaled_reward,
-        max_len=max_len,
-        correct=(max_value_correct, min_value_correct),
-        wrong=(min_value_wrong, max_value_wrong),
-    )
-
-
-def cosine_scaled_reward(
-    completions: list[Any],
-    solution: list[str],
-    completion_ids: list[list[int]],
-    *,
-    max_len: int,
-    correct: tuple[float, float],
-    wrong: tuple[float, float],
-    **kwargs: Any,
-) -> list[float | None]:
-    """See :func:`get_cosine_scaled_reward`. Bounds are the values at length 0 and ``max_len``."""
+    # the values at length 0 and at max_len
+    correct, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
 
     def scaled(accuracy: float | None, length: int) -> float | None:
         if accuracy is None:
@@ -97,8 +80,16 @@ def cosine_scaled_reward(
         short, long = correct if accuracy else wrong
         return long + 0.5 * (short - long) * (1 + math.cos(math.pi * min(length / max_len, 1.0)))
 
-    accuracies = accuracy_reward(completions, solution)
-    return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
+    def cosine_scaled_reward(
+        completions: list[Any],
+        solution: list[str],
+        completion_ids: list[list[int]],
+        **kwargs: Any,
+    ) -> list[float | None]:
+        accuracies = accuracy_reward(completions, solution)
+        return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
+
+    return cosine_scaled_reward
 
 
 def _compare(text: str, solution: str) -> tuple[float | None, str, str]:

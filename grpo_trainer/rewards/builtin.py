@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,6 @@ Reward = Callable[..., list[float]]
 OptionalReward = Callable[..., list[float | None]]
 
 _THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
-
-
-def with_settings(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Return ``function`` with ``settings`` filled in, under its own name."""
-    made = functools.partial(function, **settings)
-    made.__name__ = function.__name__  # type: ignore[attr-defined]
-    return made
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:
@@ -51,21 +43,6 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             "soft_punish_cache: expected a number between 0 and max_completion_len = "
             f"{max_completion_len!r}, got {soft_punish_cache!r}"
         )
-    return with_settings(
-        soft_overlong_punishment_reward,
-        max_completion_len=max_completion_len,
-        soft_punish_cache=soft_punish_cache,
-    )
-
-
-def soft_overlong_punishment_reward(
-    completion_ids: list[list[int]],
-    *,
-    max_completion_len: int,
-    soft_punish_cache: int,
-    **kwargs: Any,
-) -> list[float]:
-    """See :func:`get_soft_overlong_punishment`."""
     free = max_completion_len - soft_punish_cache
 
     def punishment(length: int) -> float:
@@ -73,7 +50,12 @@ def soft_overlong_punishment_reward(
             return 0.0
         return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache
 
-    return [punishment(len(ids)) for ids in completion_ids]
+    def soft_overlong_punishment_reward(
+        completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float]:
+        return [punishment(len(ids)) for ids in completion_ids]
+
+    return soft_overlong_punishment_reward
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
@@ -89,13 +71,6 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ValueError(f"ngram_size: expected an integer >= 1, got {ngram_size!r}")
     if max_penalty > 0:
         raise ValueError(f"max_penalty: expected a number <= 0, got {max_penalty!r}")
-    return with_settings(repetition_penalty_reward, ngram_size=ngram_size, max_penalty=max_penalty)
-
-
-def repetition_penalty_reward(
-    completion_ids: list[list[int]], *, ngram_size: int, max_penalty: float, **kwargs: Any
-) -> list[float]:
-    """See :func:`get_repetition_penalty_reward`."""
 
     def penalty(ids: list[int]) -> float:
         total = len(ids) - ngram_size + 1
@@ -104,4 +79,7 @@ def repetition_penalty_reward(
         different = {tuple(ids[start : start + ngram_size]) for start in range(total)}
         return (total - len(different)) / total * max_penalty
 
-    return [penalty(ids) for ids in completion_ids]
+    def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [penalty(ids) for ids in completion_ids]
+
+    return repetition_penalty_reward

@@ -31,7 +31,6 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
         builtin.think_format_reward,
     )
 }
-_NEED_MATH_VERIFY = (accuracy.accuracy_reward, accuracy.cosine_scaled_reward)
 
 
 def resolve_rewards(
@@ -98,7 +97,7 @@ def _resolve(
         raise ValueError(
             f"reward_funcs: expected callables, models or names, got {type(source).__name__}"
         )
-    if any(_inner(source) is function for function in _NEED_MATH_VERIFY):
+    if getattr(_inner(source), "__module__", None) == accuracy.__name__:
         accuracy.require_math_verify()
     return source
 

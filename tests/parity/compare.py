@@ -132,6 +132,15 @@ def assert_parity(
         assert_close(f"gradient of {parameter}", reference[parameter], gradient, tolerance)
 
 
+def assert_all_parity(
+    trl: Trl, loss: LossConfig, *, on_policy: bool = False, trl_loss: LossConfig | None = None
+) -> None:
+    """Check both micro-batches of a generation batch."""
+    generated, _ = trl.generate(trl_loss or loss, on_policy=on_policy)
+    for inputs in trl.split(generated):
+        assert_parity(trl, inputs, loss, trl_loss=trl_loss)
+
+
 def through_model(trl: Trl, hidden: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Carry the head's gradients back to every parameter of the model."""
     dhidden, dweight = gradients

@@ -12,7 +12,7 @@ import trl
 from accelerate_state import accelerate_state
 from canned import EOS, tiny_tokenizer
 from datasets import Dataset
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.rollout import Completions, Sampling, WeightSource
@@ -66,7 +66,6 @@ def two_rewards() -> list[Any]:
 
 def trl_logs(model: PreTrainedModel, folder: Path, **settings: Any) -> list[dict[str, float]]:
     """Return the logs of TRL's trainer, a row per step."""
-    peft_config = settings.pop("peft_config", None)
     tokenizer = tiny_tokenizer()
 
     def rollout(prompts: list[str], trainer: Trainer) -> dict[str, Any]:
@@ -75,39 +74,39 @@ def trl_logs(model: PreTrainedModel, folder: Path, **settings: Any) -> list[dict
         unknown = [[0.0] * len(completion) for completion in completions]  # nothing corrects
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": unknown}
 
-    with accelerate_state({}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = trl.GRPOTrainer(
-            copy.deepcopy(model),
-            reward_funcs=two_rewards(),
-            args=trl.GRPOConfig(output_dir=str(folder), **(SETTINGS | settings)),
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            rollout_func=rollout,
-            peft_config=peft_config,
-        )
-        start_at_same_adapter(trainer.model)
-        trainer.train()
-    return _rows(trainer)
+    kinds = (trl.GRPOTrainer, trl.GRPOConfig)
+    return _logs(*kinds, model, folder, settings, rollout_func=rollout)
 
 
 def our_logs(model: PreTrainedModel, folder: Path, **settings: Any) -> list[dict[str, float]]:
     """Return the logs of our trainer."""
+    return _logs(GRPOTrainer, GRPOConfig, model, folder, settings, rollout_engine=_Script())
+
+
+def _logs(
+    trainer_kind: type[Trainer],
+    config_kind: type[TrainingArguments],
+    model: PreTrainedModel,
+    folder: Path,
+    settings: dict[str, Any],
+    **completions: Any,
+) -> list[dict[str, float]]:
+    settings = SETTINGS | settings
     peft_config = settings.pop("peft_config", None)
     with accelerate_state({}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = GRPOTrainer(
+        trainer = trainer_kind(
             copy.deepcopy(model),
-            two_rewards(),
-            GRPOConfig(output_dir=str(folder), **(SETTINGS | settings)),
-            Dataset.from_dict({"prompt": PROMPTS}),
+            reward_funcs=two_rewards(),
+            args=config_kind(output_dir=str(folder), **settings),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
             processing_class=tiny_tokenizer(),
             peft_config=peft_config,
-            rollout_engine=_Script(),
+            **completions,
         )
         start_at_same_adapter(trainer.model)
         trainer.train()
-    return _rows(trainer)
+    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 class _Script:
@@ -133,7 +132,3 @@ def start_at_same_adapter(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if "lora_A.default" in name and parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.2)
-
-
-def _rows(trainer: Trainer) -> list[dict[str, float]]:
-    return [row for row in trainer.state.log_history if "loss" in row]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from canned import make_rollouts
-from compare import assert_metrics, assert_parity, config, hidden_states, token_batch
+from compare import (
+    assert_all_parity,
+    assert_metrics,
+    assert_parity,
+    config,
+    hidden_states,
+    token_batch,
+)
 from test_trl_losses import MODES
 from trl_driver import Trl
 
@@ -20,13 +26,6 @@ ROLLOUTS = {
     "unknown": make_rollouts(env_mask=False),
     "plain": make_rollouts(seed=5, env_mask=False, unknown=False),
 }
-
-
-@pytest.fixture
-def trl(trl_by_dtype: dict[torch.dtype, Trl], monkeypatch: pytest.MonkeyPatch) -> Trl:
-    driver = trl_by_dtype[torch.float64]
-    monkeypatch.setattr(driver, "rollouts", driver.rollouts)  # restored after the test
-    return driver
 
 
 def corrected(
@@ -68,10 +67,7 @@ def test_vespo_folds_the_correction_into_its_weight(
     trl: Trl, mode: str | None, bounds: str, rollouts: str
 ) -> None:
     trl.rollouts = ROLLOUTS[rollouts]
-    loss = corrected(mode, bounds, "vespo", beta=0.1)
-    generated, _ = trl.generate(loss)
-    for inputs in trl.split(generated):
-        assert_parity(trl, inputs, loss)
+    assert_all_parity(trl, corrected(mode, bounds, "vespo", beta=0.1))
 
 
 @pytest.mark.parametrize("mode", ("sequence_truncate", "sequence_mask"))

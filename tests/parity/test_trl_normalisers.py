@@ -7,16 +7,9 @@ import torch
 from accelerate import Accelerator
 from compare import assert_parity, config, hidden_states, our_losses, token_batch
 from test_trl_losses import LOSS_TYPES
-from trl_driver import STEPS_PER_GENERATION, Trl
+from trl_driver import Trl
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def trl(trl_by_dtype: dict[torch.dtype, Trl]):
-    driver = trl_by_dtype[torch.float64]
-    yield driver
-    driver.accumulate(STEPS_PER_GENERATION, STEPS_PER_GENERATION)
 
 
 @pytest.mark.parametrize("steps", ((1, 2), (4, 2), (3, 5)), ids="ga{0[0]}-spg{0[1]}".format)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_parity, config
+from compare import assert_all_parity, assert_parity, config
 from test_trl_losses import DTYPES, LEVELS, LOSS_TYPES, supported
 from trl_driver import Trl
 
-from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES
 
 pytestmark = pytest.mark.slow
@@ -42,12 +41,6 @@ PARAMETERS: dict[str, dict[str, object]] = {
 }
 
 
-def check_both_micro_batches(trl: Trl, loss: LossConfig) -> None:
-    generated, _ = trl.generate(loss)
-    for inputs in trl.split(generated):
-        assert_parity(trl, inputs, loss)
-
-
 LOSSES_AT_LEVELS = [
     (loss_type, level)
     for loss_type in LOSS_TYPES
@@ -58,15 +51,13 @@ LOSSES_AT_LEVELS = [
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("loss_type,level", LOSSES_AT_LEVELS)
-def test_option(
-    trl_by_dtype: dict[torch.dtype, Trl], loss_type: str, level: str, option: str
-) -> None:
+def test_option(trl: Trl, loss_type: str, level: str, option: str) -> None:
     # TRL ignores what a loss does not have; ours refuses it
     foreign = set(LOSSES["grpo"].settings) - set(LOSSES[loss_type].settings)
     options = {name: value for name, value in OPTIONS[option].items() if name not in foreign}
     loss = config(loss_type=loss_type, importance_sampling_level=level, **options)
     # fp64 separates a wrong formula from rounding; a gate decides alike in both
-    check_both_micro_batches(trl_by_dtype[torch.float64], loss)
+    assert_all_parity(trl, loss)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -74,20 +65,17 @@ def test_option(
 def test_parameters_of_one_loss(
     trl_by_dtype: dict[torch.dtype, Trl], dtype: torch.dtype, name: str
 ) -> None:
-    check_both_micro_batches(trl_by_dtype[dtype], config(**{"loss_type": name, **PARAMETERS[name]}))
+    assert_all_parity(trl_by_dtype[dtype], config(**{"loss_type": name, **PARAMETERS[name]}))
 
 
-def test_cispo_bound_below_one(trl_by_dtype: dict[torch.dtype, Trl]) -> None:
+def test_cispo_bound_below_one(trl: Trl) -> None:
     with pytest.warns(UserWarning, match="cispo uses epsilon_high"):
         loss = config(loss_type="cispo", epsilon_high=None)
-    check_both_micro_batches(trl_by_dtype[torch.float64], loss)
+    assert_all_parity(trl, loss)
 
 
 @pytest.mark.parametrize("loss_type,level", LOSSES_AT_LEVELS)
-def test_advantage_per_token(
-    trl_by_dtype: dict[torch.dtype, Trl], loss_type: str, level: str
-) -> None:
-    trl = trl_by_dtype[torch.float64]
+def test_advantage_per_token(trl: Trl, loss_type: str, level: str) -> None:
     loss = config(
         loss_type=loss_type,
         importance_sampling_level=level,
@@ -105,11 +93,8 @@ def test_advantage_per_token(
 @pytest.mark.parametrize("threshold", (None, 0.01))
 @pytest.mark.parametrize("beta", (0.0, 0.1))
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_on_policy(
-    trl_by_dtype: dict[torch.dtype, Trl], loss_type: str, beta: float, threshold: float | None
-) -> None:
+def test_on_policy(trl: Trl, loss_type: str, beta: float, threshold: float | None) -> None:
     """TRL keeps no old log-probabilities when a batch is used once: the ratio is 1."""
-    trl = trl_by_dtype[torch.float64]
     loss = config(loss_type=loss_type, beta=beta, off_policy_mask_threshold=threshold)
     generated, _ = trl.generate(loss, on_policy=True)
     assert "old_per_token_logps" not in generated
@@ -117,8 +102,7 @@ def test_on_policy(
         assert_parity(trl, inputs, loss)
 
 
-def test_off_policy_mask_without_rollout_logprobs(trl_by_dtype: dict[torch.dtype, Trl]) -> None:
-    trl = trl_by_dtype[torch.float64]
+def test_off_policy_mask_without_rollout_logprobs(trl: Trl) -> None:
     loss = config(loss_type="grpo", off_policy_mask_threshold=0.01)
     generated, _ = trl.generate(loss)
     del generated["sampling_per_token_logps"]

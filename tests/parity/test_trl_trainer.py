@@ -1,18 +1,7 @@
 """Ten steps of TRL's GRPOTrainer and of ours log the same numbers, each loss with KL and without.
 
-Model, data, seed and completions are the same; every name that TRL logs is compared. What differs
-on purpose:
-
-* entropy, kl and clip_ratio/*_mean of a step with several micro-batches: TRL logs the mean of the
-  micro-batches' means, here it is the mean over all tokens of the step, which no split changes.
-* clip_ratio/low_min and high_max, likewise: TRL logs the mean of the micro-batches' minima and
-  maxima, here they are the step's minimum and maximum.
-* luspo's ratio level where none is given: token in TRL, here sequence, as in its paper.
-* the reference of a new adapter that alters the base model (PiSSA and others): TRL switches the
-  adapter off and runs the altered base, here a frozen copy of the adapter is kept, so that the
-  reference is the policy at the start.
-* ratio/*, perplexity and frac_rows_skipped: not in TRL, logged here from the same pass.
-* step_time: the wall time of either.
+Model, data, seed and completions are the same; every name that TRL logs is compared. A table in
+docs/trainer.md says what differs on purpose.
 """
 
 from __future__ import annotations

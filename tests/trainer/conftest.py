@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -41,6 +43,11 @@ def dataset() -> Dataset:
 
 
 @pytest.fixture
+def chat_dataset(dataset, chat_tokenizer) -> Dataset:
+    return dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]})
+
+
+@pytest.fixture
 def make_args(tmp_path):
     def make(**changes) -> GRPOConfig:
         settings = {
@@ -65,18 +72,20 @@ def make_args(tmp_path):
 
 @pytest.fixture
 def make_trainer(make_args, policy, tokenizer, dataset):
+    """Make a trainer; ``changes`` are of its own arguments, and of those of its config."""
+    own = inspect.signature(GRPOTrainer).parameters
+
     def make(
-        reward_funcs=digits_reversal_reward, model=None, engine=None, peft_config=None, **changes
+        reward_funcs=digits_reversal_reward, model=None, engine=None, **changes
     ) -> GRPOTrainer:
-        return GRPOTrainer(
-            model if model is not None else policy,
-            reward_funcs,
-            make_args(**changes),
-            dataset,
-            dataset.select(range(4)),
-            tokenizer,
-            peft_config=peft_config,
-            rollout_engine=engine,
-        )
+        given = {
+            "train_dataset": dataset,
+            "eval_dataset": dataset.select(range(4)),
+            "processing_class": tokenizer,
+            "rollout_engine": engine,
+        }
+        given |= {name: changes.pop(name) for name in own.keys() & changes.keys()}
+        model = model if model is not None else policy
+        return GRPOTrainer(model, reward_funcs, make_args(**changes), **given)
 
     return make

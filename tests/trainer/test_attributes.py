@@ -7,7 +7,6 @@ import inspect
 import pytest
 from transformers import Qwen3ForSequenceClassification
 
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.attributes import TrainerAttributes
 from grpo_trainer.rewards import get_soft_overlong_punishment, think_format_reward
 
@@ -43,17 +42,14 @@ def test_all_can_be_read_and_none_set(make_trainer):
             setattr(trainer, name, values[name])
 
 
-def test_rewards(make_args, policy, tokenizer, dataset):
+def test_rewards(make_trainer, policy, tokenizer):
     judge = Qwen3ForSequenceClassification(
         policy.config.__class__(**{**policy.config.to_dict(), "num_labels": 1})
     )
     punishment = get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
-    trainer = GRPOTrainer(
-        policy,
+    trainer = make_trainer(
         [think_format_reward, judge, punishment],
-        make_args(reward_weights=[1.0, 0.5, 0.25]),
-        dataset,
-        processing_class=tokenizer,
+        reward_weights=[1.0, 0.5, 0.25],
         reward_processing_classes=[None, tokenizer, None],
     )
     assert trainer.reward_funcs == [think_format_reward, judge, punishment]

@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from trainer_helpers import CannedEngine, parameters
+from trainer_helpers import canned, parameters
 
 from grpo_kernels import policy_loss
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
@@ -25,11 +24,6 @@ METRICS = {
 
 def lengths_reward(completion_ids, **kwargs):
     return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
-
-
-def canned(trainer: GRPOTrainer) -> GRPOTrainer:
-    trainer._collector._rollouts = CannedEngine(trainer.processing_class)
-    return trainer
 
 
 def test_parameters_move_and_metrics_have_their_names(make_trainer):
@@ -138,21 +132,20 @@ def test_slices_share_a_generation(make_trainer):
     assert all(len(set(prompts)) == 2 for prompts in seen)
 
 
-def test_conversational_prompts(make_args, policy, chat_tokenizer, dataset):
+def test_conversational_prompts(make_trainer, chat_dataset):
     seen = {}
 
     def reward(prompts, completions, answer, trainer_state, completion_ids, **kwargs):
         seen.update(prompts=prompts, completions=completions, step=trainer_state.global_step)
         return [float(len(item[0]["content"])) for item in completions]
 
-    chat = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]})
-    GRPOTrainer(policy, reward, make_args(), chat, processing_class=chat_tokenizer).train()
+    make_trainer(reward, train_dataset=chat_dataset).train()
     assert seen["prompts"][0][0]["role"] == "user"
     assert seen["completions"][0][0]["role"] == "assistant"
     assert seen["step"] == 1
 
 
-def test_a_response_template_reads_completions(make_args, policy, chat_tokenizer, dataset):
+def test_a_response_template_reads_completions(make_trainer, chat_tokenizer, chat_dataset):
     chat_tokenizer.response_template = {
         "start_anchor": "=",
         "fields": {
@@ -166,10 +159,8 @@ def test_a_response_template_reads_completions(make_args, policy, chat_tokenizer
         seen.extend(completions)
         return [0.0] * len(completions)
 
-    chat = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]})
-    args = make_args(max_steps=1, shuffle_dataset=False)
-    trainer = canned(GRPOTrainer(policy, reward, args, chat, processing_class=chat_tokenizer))
-    trainer.train()
+    changes = {"max_steps": 1, "shuffle_dataset": False, "train_dataset": chat_dataset}
+    canned(make_trainer(reward, **changes)).train()
     assert [message["content"] for [message] in seen] == ["383", "5050", "7", ""]
     assert seen[3][0]["reasoning_content"] == "4" and "reasoning_content" not in seen[0][0]
 
@@ -233,7 +224,7 @@ def test_completions_are_written(make_trainer, capsys, tmp_path):
     assert (tmp_path / "out" / "completions" / "completions_00001.parquet").exists()
 
 
-def test_streaming_datasets(make_args, policy, tokenizer, dataset):
+def test_streaming_datasets(make_trainer, dataset):
     seen = []
 
     def reward(prompts, answer, **kwargs):
@@ -241,8 +232,8 @@ def test_streaming_datasets(make_args, policy, tokenizer, dataset):
         return [0.0] * len(prompts)
 
     rows = dataset.to_iterable_dataset()
-    args = make_args(num_generations=2, max_steps=3, eval_strategy="steps", eval_steps=3)
-    trainer = GRPOTrainer(policy, reward, args, rows, rows.take(3), processing_class=tokenizer)
+    changes = {"num_generations": 2, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = make_trainer(reward, train_dataset=rows, eval_dataset=rows.take(3), **changes)
     trainer.train()
     assert trainer.state.epoch == 1
     expected = [(row["prompt"], row["answer"]) for row in dataset for _ in range(2)]
@@ -297,34 +288,26 @@ def test_logged_loss_is_the_mean_of_the_steps(make_trainer):
     assert losses(4) == [pytest.approx(sum(single) / 4)]
 
 
-def test_wrong_datasets(make_args, policy, tokenizer, dataset):
-    def build(train):
-        return GRPOTrainer(policy, lengths_reward, make_args(), train, processing_class=tokenizer)
-
-    with pytest.raises(
-        ValueError, match="expected a `prompt` column, got columns question, answer"
-    ):
-        build(dataset.rename_column("prompt", "question"))
-    with pytest.raises(ValueError, match="at least 1 prompts"):
-        build(dataset.select([]))
-    with pytest.raises(
-        ValueError, match=r"expected a datasets\.Dataset or IterableDataset, got list"
-    ):
-        build([{"prompt": "1="}])
+def test_wrong_datasets(make_trainer, dataset):
     stream = dataset.to_iterable_dataset()
+    unnamed = stream.map(lambda row: row, remove_columns=["prompt"])
+    renamed = dataset.rename_column("prompt", "question")
+    for wrong, message in (
+        (renamed, "expected a `prompt` column, got columns question, answer"),
+        (dataset.select([]), "at least 1 prompts"),
+        ([{"prompt": "1="}], r"expected a datasets\.Dataset or IterableDataset, got list"),
+        (unnamed, "expected a `prompt` column, got columns answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(lengths_reward, train_dataset=wrong)
     with pytest.raises(ValueError, match="max_steps: expected how many steps to take, .* got -1"):
-        GRPOTrainer(
-            policy, lengths_reward, make_args(max_steps=-1), stream, processing_class=tokenizer
-        )
-    with pytest.raises(ValueError, match="expected a `prompt` column, got columns answer"):
-        build(stream.map(lambda row: row, remove_columns=["prompt"]))
+        make_trainer(lengths_reward, train_dataset=stream, max_steps=-1)
 
 
-def test_wrong_prompts(make_args, policy, tokenizer):
+def test_wrong_prompts(make_trainer, policy):
     def train(prompt, **changes):
         rows = Dataset.from_list([{"prompt": prompt}] * 4)
-        args = make_args(**changes)
-        GRPOTrainer(policy, lengths_reward, args, rows, processing_class=tokenizer).train()
+        make_trainer(lengths_reward, train_dataset=rows, **changes).train()
 
     with pytest.raises(ValueError, match="prompt: expected at least one token, got none from ''"):
         train("")
@@ -338,17 +321,14 @@ def test_wrong_prompts(make_args, policy, tokenizer):
     train("1" * (positions - 3), max_prompt_length=8)
 
 
-def test_tokenizer_without_special_tokens(make_args, policy, tokenizer, dataset):
-    def build():
-        GRPOTrainer(policy, lengths_reward, make_args(), dataset, processing_class=tokenizer)
-
+def test_tokenizer_without_special_tokens(make_trainer, policy, tokenizer):
     tokenizer.pad_token = None
-    build()  # padded with the end-of-sequence token, behind the attention mask
+    make_trainer()  # padded with the end-of-sequence token, behind the attention mask
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="processing_class: expected a pad_token or an eos_token"):
-        build()
+        make_trainer()
     tokenizer.pad_token = "0"
-    build()  # the model names the end
+    make_trainer()  # the model names the end
     policy.generation_config.eos_token_id = policy.config.eos_token_id = None
     with pytest.raises(ValueError, match="processing_class: expected an eos_token .or an eos_tok"):
-        build()
+        make_trainer()

@@ -65,6 +65,13 @@ def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperatur
     return {i for i in likely if min_p is None or p[i] >= min_p * p.max()}
 
 
+def canned(trainer: GRPOTrainer) -> GRPOTrainer:
+    """Let CannedEngine complete the trainer's prompts."""
+    process = trainer.accelerator.process_index
+    trainer._collector._rollouts = CannedEngine(trainer.processing_class, process)
+    return trainer
+
+
 def parameters(model: torch.nn.Module) -> torch.Tensor:
     """Return all parameters, flat, as a copy."""
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])

@@ -24,7 +24,7 @@ from tool_helpers import (
     question,
     results,
 )
-from trainer_helpers import BackgroundEngine, CannedEngine, parameters
+from trainer_helpers import BackgroundEngine, canned, parameters
 
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -159,9 +159,7 @@ def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
         return GRPOTrainer(
             policy, reward, args, train, test, tokenizer, rollout_engine=engine
         )  # fmt: skip
-    trainer = GRPOTrainer(policy, reward, args, train, test, processing_class=tokenizer)
-    trainer._collector._rollouts = CannedEngine(tokenizer, trainer.accelerator.process_index)
-    return trainer
+    return canned(GRPOTrainer(policy, reward, args, train, test, tokenizer))
 
 
 def make_tool_trainer(args: GRPOConfig) -> GRPOTrainer:

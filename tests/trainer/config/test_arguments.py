@@ -27,27 +27,21 @@ class Processor(ProcessorMixin):
     def __init__(self) -> None: ...
 
 
-def test_wrong_kinds(policy, make_args, tokenizer, dataset, tmp_path):
+def test_wrong_kinds(policy, make_trainer, tmp_path):
     others = (TrainingArguments(str(tmp_path), use_cpu=True), {"output_dir": "out"})
     for args, got in zip(others, ("transformers.TrainingArguments", "builtins.dict"), strict=True):
-        with pytest.raises(
-            ValueError, match=f"args: expected a grpo_trainer.GRPOConfig, got a {got}"
-        ):
-            GRPOTrainer(policy, REWARD, args, dataset, processing_class=tokenizer)
-    for processing_class, got in (
-        ("gpt2", "builtins.str"),
-        (Processor(), "Processor; images are not"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"processing_class: expected a tokenizer, got a .*{got}"
-        ):
-            GRPOTrainer(policy, REWARD, make_args(), dataset, processing_class=processing_class)
+        message = f"args: expected a grpo_trainer.GRPOConfig, got a {got}"
+        with pytest.raises(ValueError, match=message):
+            GRPOTrainer(policy, REWARD, args)
+    for given, got in (("gpt2", "builtins.str"), (Processor(), "Processor; images are not")):
+        message = f"processing_class: expected a tokenizer, got a .*{got}"
+        with pytest.raises(ValueError, match=message):
+            make_trainer(processing_class=given)
 
 
-def test_training_needs_a_dataset(policy, make_args, tokenizer):
-    trainer = GRPOTrainer(policy, REWARD, make_args(), processing_class=tokenizer)
+def test_training_needs_a_dataset(make_trainer):
     with pytest.raises(ValueError, match="train_dataset: expected prompts to train on .* got None"):
-        trainer.train()
+        make_trainer(train_dataset=None).train()
 
 
 def messages(*parts: dict[str, str]) -> list[dict]:
@@ -72,27 +66,24 @@ TEXT, IMAGE = {"type": "text", "text": "1="}, {"type": "image", "text": ""}
         ),
     ],
 )
-def test_images_are_refused(policy, make_args, chat_tokenizer, rows, message):
+def test_images_are_refused(make_trainer, chat_tokenizer, rows, message):
     chat_tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
     with pytest.raises(ValueError, match=message):
-        GRPOTrainer(
-            policy,
+        make_trainer(
             lambda completions, **_: [0.0] * len(completions),
-            make_args(shuffle_dataset=False, max_steps=2, learning_rate=0.0),
-            Dataset.from_list(rows),
-            processing_class=chat_tokenizer,
+            train_dataset=Dataset.from_list(rows),
+            shuffle_dataset=False,
+            learning_rate=0.0,
         ).train()
 
 
-def test_a_vision_language_model_trains_on_text(make_args, tokenizer, dataset):
+def test_a_vision_language_model_trains_on_text(make_trainer, tokenizer):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes["num_attention_heads"] = 2
     text = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
     vision = CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
-    trainer = GRPOTrainer(
-        model, REWARD, make_args(max_steps=1), dataset, processing_class=tokenizer
-    )
+    trainer = make_trainer(model=model, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["completions/mean_length"] >= 1
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from trainer_helpers import CannedEngine, logged, parameters
+from trainer_helpers import canned, logged, parameters
 
-from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer import GRPOConfig
 from grpo_trainer.data import Curriculum, PromptStream, Rollout
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
@@ -31,7 +31,7 @@ def hint(prompts, completions, rewards, metas):
 
 
 @pytest.fixture
-def train(make_args, policy, tokenizer, dataset):
+def train(make_trainer, policy, dataset):
     """Train; say which prompts were trained on, with their answers."""
 
     def run(function, resume=None, **changes):
@@ -41,10 +41,11 @@ def train(make_args, policy, tokenizer, dataset):
             seen.append(list(zip(prompts[::4], answer[::4], strict=True)))
             return [float(row) for row, _ in enumerate(prompts)]
 
-        args = make_args(dynamic_prompts_fn=function, **(TWO_PROMPTS | {"max_steps": 4} | changes))
-        model, test = copy.deepcopy(policy), dataset.select(range(2))
-        trainer = GRPOTrainer(model, reward, args, dataset, test, tokenizer)
-        trainer._collector._rollouts = CannedEngine(tokenizer)
+        settings = (
+            {"max_steps": 4, "eval_dataset": dataset.select(range(2))} | TWO_PROMPTS | changes
+        )
+        model = copy.deepcopy(policy)
+        trainer = canned(make_trainer(reward, model, dynamic_prompts_fn=function, **settings))
         trainer.train(resume_from_checkpoint=resume)
         return seen, trainer
 
@@ -115,7 +116,7 @@ def curriculum_fn(prompts, completions, rewards, metas):
     return new_prompts
 
 
-def test_hints_do_not_pile_up(make_args, policy, tokenizer, dataset):
+def test_hints_do_not_pile_up(make_trainer):
     """As long as they did, prompts outgrew the policy's positions."""
     seen = []
 
@@ -123,8 +124,7 @@ def test_hints_do_not_pile_up(make_args, policy, tokenizer, dataset):
         seen.append(prompts[0])
         return [float(len(ids) - 3) for ids in completion_ids]
 
-    args = make_args(max_steps=8, dynamic_prompts_fn=curriculum_fn)
-    GRPOTrainer(policy, reward, args, dataset, None, tokenizer).train()
+    make_trainer(reward, max_steps=8, dynamic_prompts_fn=curriculum_fn).train()
     originals, rewritten = seen[::2], seen[1::2]
     assert len(set(originals)) == 4
     for original, prompt in zip(originals, rewritten, strict=True):
@@ -192,7 +192,7 @@ def test_resumed_run_is_the_straight_run(train, function, form, changes, tmp_pat
             train(function_, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
 
 
-def test_dynamic_sampling_draws_from_the_dataset(make_args, policy, tokenizer, dataset):
+def test_dynamic_sampling_draws_from_the_dataset(make_trainer):
     asked, given = [], []
 
     def reward(prompts, **kwargs):
@@ -204,18 +204,13 @@ def test_dynamic_sampling_draws_from_the_dataset(make_args, policy, tokenizer, d
         given.append(prompts)
         return prompts
 
-    args = make_args(
-        dynamic_sampling=True, max_steps=2, dynamic_prompts_fn=stay, **TWO_PROMPTS, **GROUPS
-    )
-    trainer = GRPOTrainer(policy, reward, args, dataset, None, tokenizer)
-    trainer._collector._rollouts = CannedEngine(tokenizer)
-    trainer.train()
+    changes = {"dynamic_sampling": True, "max_steps": 2} | TWO_PROMPTS | GROUPS
+    canned(make_trainer(reward, dynamic_prompts_fn=stay, **changes)).train()
     assert given[0] == ["037=", "111="]  # those that are trained on
     assert asked == [["000=", "037="], ["074="], ["111="], ["037=", "111="]]
 
 
-def test_messages_stay_messages(make_args, policy, chat_tokenizer, dataset):
-    chat = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][:-1]}]})
+def test_messages_stay_messages(make_trainer, chat_dataset):
     seen = []
 
     def reward(prompts, **kwargs):
@@ -225,8 +220,8 @@ def test_messages_stay_messages(make_args, policy, chat_tokenizer, dataset):
     def longer(prompts, completions, rewards, metas):
         return [[{"role": "user", "content": f"1{prompt[0]['content']}"}] for prompt in prompts]
 
-    args = make_args(max_steps=2, shuffle_dataset=False, dynamic_prompts_fn=longer, **GROUPS)
-    GRPOTrainer(policy, reward, args, chat, processing_class=chat_tokenizer).train()
+    changes = {"max_steps": 2, "shuffle_dataset": False, "train_dataset": chat_dataset} | GROUPS
+    make_trainer(reward, dynamic_prompts_fn=longer, **changes).train()
     assert seen == ["000", "1000"]
 
 

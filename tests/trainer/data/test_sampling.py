@@ -5,7 +5,6 @@ from itertools import islice
 import pytest
 from datasets import Dataset, IterableDataset
 
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.data import PromptStream, RepeatedStream, RepeatSampler
 
 
@@ -75,7 +74,7 @@ def test_evaluation_repeats_every_prompt():
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_completion_has_columns_of_its_own(make_args, policy, tokenizer, streaming):
+def test_each_completion_has_columns_of_its_own(make_trainer, streaming):
     seen = []
 
     def reward(completions, notes, **kwargs):
@@ -84,11 +83,9 @@ def test_each_completion_has_columns_of_its_own(make_args, policy, tokenizer, st
         seen.append(notes)
         return [float(len(note["words"])) for note in notes]
 
-    rows = [{"prompt": f"{i}=", "notes": {"words": ["one"]}} for i in range(4)]
-    rows = Dataset.from_list(rows)
+    rows = Dataset.from_list([{"prompt": f"{i}=", "notes": {"words": ["one"]}} for i in range(4)])
     rows = rows.to_iterable_dataset() if streaming else rows
-    args = make_args(eval_strategy="steps", eval_steps=2, per_device_train_batch_size=8)
-    trainer = GRPOTrainer(policy, reward, args, rows, rows, tokenizer)
-    trainer.train()
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 8}
+    make_trainer(reward, train_dataset=rows, eval_dataset=rows, **changes).train()
     assert len(seen) > 4
     assert all(note == {"words": ["one", "edited"]} for notes in seen for note in notes)

@@ -2,23 +2,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine
+from trainer_helpers import canned
 
-from grpo_trainer.experience.advantages import groups_with_signal
+from grpo_trainer.experience import compute_advantages
 
 
 def test_groups_with_signal():
     nan = torch.nan
     rewards = torch.tensor([[0.1], [0.1], [0.1], [0.0], [1.0], [0.0], [nan], [2.0], [nan]])
     one = torch.ones(1)
-    assert groups_with_signal(rewards, one, 3).tolist() == [False, True, False]
+    assert compute_advantages(rewards, one, 3).signal.tolist() == [False, True, False]
     large = torch.full((3, 1), 1e5) + 0.1  # whose mean is rounded
-    assert groups_with_signal(large, one, 3).tolist() == [False]
+    assert compute_advantages(large, one, 3).signal.tolist() == [False]
     # two rewards that cancel: no spread in their sum, but in each
     opposed = torch.tensor([[0.0, 4.0], [4.0, 0.0], [2.0, 2.0]])
-    assert groups_with_signal(opposed, torch.ones(2), 3).tolist() == [False]
+    assert compute_advantages(opposed, torch.ones(2), 3).signal.tolist() == [False]
     weights = torch.tensor([1.0, 2.0])
-    assert groups_with_signal(opposed, weights, 3, "normalize_then_sum").tolist() == [True]
+    normalized = compute_advantages(opposed, weights, 3, aggregation="normalize_then_sum")
+    assert normalized.signal.tolist() == [True]
 
 
 @pytest.fixture
@@ -41,8 +42,7 @@ def train(make_trainer):
             "per_device_train_batch_size": 8,
             "max_steps": 1,
         }
-        trainer = make_trainer(reward, **(settings | changes))
-        trainer._collector._rollouts = CannedEngine(trainer.processing_class)
+        trainer = canned(make_trainer(reward, **(settings | changes)))
         trainer.train()
         [log] = [row for row in trainer.state.log_history if "loss" in row][-1:]
         names = ("resampling_rounds", "discarded_groups", "unfilled_groups")

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from trainer_helpers import CannedEngine, parameters
+from trainer_helpers import canned, parameters
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.experience import AdaptiveEntropy
@@ -74,8 +74,7 @@ def after(make_trainer, policy, **changes) -> tuple[torch.Tensor, list[dict]]:
         copy.deepcopy(policy),
         **(settings | changes),
     )
-    trainer._collector._rollouts = CannedEngine(trainer.processing_class)
-    trainer.train()
+    canned(trainer).train()
     return parameters(trainer.model), [row for row in trainer.state.log_history if "loss" in row]
 
 

@@ -25,18 +25,11 @@ DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
 @pytest.fixture
-def make(make_args, policy, tokenizer, dataset):
+def make(make_trainer, policy):
     def run(engine=None, reward=digits_reversal_reward, **changes) -> GRPOTrainer:
         settings = {"overlap_generation": True, "report_to": "none", "max_steps": 4}
-        return GRPOTrainer(
-            copy.deepcopy(policy),
-            reward,
-            make_args(**(settings | changes)),
-            dataset,
-            dataset.select(range(4)),
-            processing_class=tokenizer,
-            rollout_engine=engine,
-        )
+        settings |= {"rollout_engine": engine} | changes
+        return make_trainer(reward, copy.deepcopy(policy), **settings)
 
     return run
 

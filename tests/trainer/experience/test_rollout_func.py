@@ -27,15 +27,13 @@ def rollout(prompts, trainer):
 
 
 @pytest.fixture
-def train(make_args, policy, tokenizer, dataset):
+def train(make_trainer, policy):
     def run(function, reward=None, **changes):
         def rows(prompts, **kwargs):
             return [float(row % 2) for row, _ in enumerate(prompts)]
 
-        trainer = GRPOTrainer(
-            copy.deepcopy(policy), reward or rows, make_args(max_steps=1, **changes), dataset,
-            dataset.select(range(4)), tokenizer, rollout_func=function,
-        )  # fmt: skip
+        changes |= {"max_steps": 1, "rollout_func": function}
+        trainer = make_trainer(reward or rows, copy.deepcopy(policy), **changes)
         trainer.train()
         return trainer
 
