@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,15 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
     group.addoption("--results", type=Path, help="folder for the result file; default: none")
     group.addoption("--deadline", type=float, help="seconds after which nothing new is started")
-    group.addoption("--tests", type=Path, help="JSON of a test run's outcome, to be kept as well")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--results")
-    collector = Collector(folder, DEVICE) if folder else None
-    if collector is not None and (tests := config.getoption("--tests")) and tests.exists():
-        collector.add_tests(json.loads(tests.read_text()))
-    config.stash[_COLLECTOR] = collector
+    config.stash[_COLLECTOR] = Collector(folder, DEVICE) if folder else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -111,10 +111,6 @@ def report(device: Device) -> str:
         "accuracy": "Errors on a policy's distributions",
     }
     parts = [f"# {device.environment.where}"]
-    if tests := next((run.tests for run in device.runs[::-1] if run.tests), None):
-        parts.append(
-            f"Tests: {tests.passed} passed, {tests.failed} failed, {tests.skipped} skipped."
-        )
     for block, title in titles.items():
         if shown := BLOCKS[block](device):
             parts += [f"## {title}", shown]

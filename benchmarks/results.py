@@ -234,16 +234,6 @@ class RolloutsEntry(Entry):
         return self.engine, self.model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tests:
-    """The outcome of the test suite on the machine."""
-
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-
-
 @dataclass(kw_only=True)
 class Run:
     """One file."""
@@ -254,7 +244,6 @@ class Run:
     accuracy: list[AccuracyTable] = field(default_factory=list)
     savings: list[SavingsTable] = field(default_factory=list)
     rollouts: list[RolloutsEntry] = field(default_factory=list)
-    tests: Tests | None = None
 
 
 class Device:
@@ -307,7 +296,7 @@ class Collector:
 
     def __init__(self, folder: Path, device: str) -> None:
         self._data: dict[str, Any] = {"environment": environment(device)}
-        self._data |= {kind: [] for kind in KINDS} | {"tests": None}
+        self._data |= {kind: [] for kind in KINDS}
         self.path = _unused(folder, self._data["environment"])
 
     def add(self, kind: str, entry: Entry) -> None:
@@ -315,10 +304,6 @@ class Collector:
         data = asdict(entry)
         del data["environment"]
         self._data[kind].append(data)
-        self._write()
-
-    def add_tests(self, outcome: dict[str, Any]) -> None:
-        self._data["tests"] = outcome
         self._write()
 
     def _write(self) -> None:

@@ -81,10 +81,9 @@ def test_the_newest_file_that_has_a_case_counts(tmp_path: Path) -> None:
 
 
 def test_every_kind_is_read(tmp_path: Path) -> None:
-    tests = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 2.0}
     lists = {"training": [training()], "accuracy": [accuracy()], "savings": [savings()]}
-    found = device(tmp_path, run([table([])], tests=tests, **lists))
-    assert found.runs[0].tests.passed == 3 and found.environment.where == "Test CPU, 2 threads"
+    found = device(tmp_path, run([table([])], **lists))
+    assert found.environment.where == "Test CPU, 2 threads"
     assert found.training[0].rows[0].grad_norm == [0.5, 0.25]
     assert found.accuracy[0].work == "logprobs-entropy" and not found.accuracy[0].of_gradients
     assert found.savings[0].rows[1].base == "all"
@@ -99,7 +98,6 @@ def test_what_is_collected_can_be_read(tmp_path: Path) -> None:
     collector = Collector(tmp_path, "cpu")
     collector.add("accuracy", measured)
     collector.add("tables", failed)
-    collector.add_tests({"passed": 1, "failed": 0, "skipped": 0, "seconds": 0.5})
     found = load_run(collector.path)
     assert found.accuracy[0].rows == measured.rows and found.accuracy[0].logprobs
     assert math.isnan(found.tables[0].rows[0].errors["loss"])
