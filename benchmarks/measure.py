@@ -133,7 +133,7 @@ def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Set
 def in_turns(
     calls: Sequence[tuple[_Row, Any]],
     rounds: int,
-    deadline: float,
+    deadline: float = float("inf"),
     enough: Callable[[int], bool] = lambda index: False,
 ) -> Iterator[tuple[_Row, Any]]:
     """Give each once a round, every other round backwards, so that nobody always follows the same.
