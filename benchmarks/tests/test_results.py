@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import environment as machine
-from benchmarks.accuracy import measure_accuracy
+from benchmarks.accuracy.measure import measure_accuracy
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import RESULTS, Collector, Row, Table, load, load_run
 from benchmarks.shapes import MODELS, Case
-from benchmarks.tests.stored import NEWER, accuracy, device, row, run, savings, table, training
+from benchmarks.tests.stored import NEWER, device, row, run, table
 from benchmarks.work import WORKS
 
 
@@ -50,12 +50,6 @@ def test_a_stored_file_is_well_formed(path: Path) -> None:
             r"work: expected one of logprobs, .* got 'fly'.*tables\[0\]",
         ),
         (run([table([], tokens="many")]), "Expected `int`, got `str`.*tokens"),
-        (run([], accuracy=[accuracy(logprobs=[-1.0])]), "logprobs: expected 4 values, got 1"),
-        (
-            run([], accuracy=[accuracy(rows=[row("ours", entropy=[0.0])])]),
-            "entropy of ours: expected 4 values, got 1",
-        ),
-        (run([], accuracy=[accuracy(model="huge")]), "model: expected one of .* got 'huge'"),
     ],
 )
 def test_a_broken_file_is_an_error(tmp_path: Path, data: Any, message: str) -> None:
@@ -78,15 +72,6 @@ def test_the_newest_file_that_has_a_case_counts(tmp_path: Path) -> None:
     found = {t.dtype: t for t in device(tmp_path, new, old).tables}
     assert found["fp32"].rows[0].seconds == [2.0] and found["fp32"].environment.day == "2026-02-03"
     assert found["bf16"].rows[0].seconds == [1.0] and found["bf16"].environment.day == "2026-01-02"
-
-
-def test_every_kind_is_read(tmp_path: Path) -> None:
-    lists = {"training": [training()], "accuracy": [accuracy()], "savings": [savings()]}
-    found = device(tmp_path, run([table([])], **lists))
-    assert found.environment.where == "Test CPU, 2 threads"
-    assert found.training[0].rows[0].grad_norm == [0.5, 0.25]
-    assert found.accuracy[0].work == "logprobs-entropy" and not found.accuracy[0].of_gradients
-    assert found.savings[0].rows[1].base == "all"
 
 
 def test_what_is_collected_can_be_read(tmp_path: Path) -> None:
