@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -194,16 +192,6 @@ def test_a_device_is_replaced_as_a_whole_and_others_stay() -> None:
     kept = ("stats", 32, "medium")
     assert set(new["ROW_CONFIGS"]) == {("gfx942", *kept), ("sm_90", *kept)}
     assert set(new["MEASURED_ON"]) == {"gfx942", "sm_90"}
-
-
-@pytest.mark.skipif(shutil.which("ruff") is None, reason="ruff is not installed")
-def test_the_table_is_formatted(tmp_path: Path) -> None:
-    for name, written in (("a", EMPTY), ("b", sweep.updated(EMPTY, SOURCE, entries()))):
-        path = tmp_path / f"{name}.py"
-        table.write(written, path)
-        options = ["--line-length", "100", "--isolated", str(path)]
-        run = subprocess.run(["ruff", "format", "--diff", *options], capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout
 
 
 def test_the_table_in_the_package_is_what_the_writer_writes() -> None:
