@@ -238,6 +238,9 @@ def test_what_differs_is_named() -> None:
     assert (
         difference({**want, "lse": torch.full((4,), 1.1)}, want, 0.01) == "lse differs by 1.0e-01"
     )
+    one_wrong = {"tile": torch.ones(2000, 3)}, {"tile": torch.ones(2000, 3)}
+    one_wrong[0]["tile"][1999, 1] = 1.1
+    assert difference(*one_wrong, 0.01) == "tile differs by 1.0e-01"
     nan = torch.tensor([1.0, 1.0, 1.0, float("nan")])
     assert difference({**want, "logp": nan}, want, 0.01) == "logp differs by nan"
 
