@@ -7,11 +7,12 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import accuracy, measure
-from benchmarks.memory import measure_memory
+from benchmarks import measure
+from benchmarks.accuracy import measure as accuracy
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.shapes import MODELS, Case
+from benchmarks.timing import measure_memory
 from benchmarks.work import WORKS
 
 

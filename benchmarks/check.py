@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,11 +67,14 @@ def compare(result: Result, exact: Result, problem: Problem) -> Check:
         errors[name] = (
             (actual - expected).abs().item() if absolute else relative_error(actual, expected)
         )
-    allowed = TOLERANCE[problem.case.dtype]
-    # written so that NaN fails
-    bad = [f"{name} {value:.1e}" for name, value in errors.items() if not value <= allowed]
-    failure = f"error of {', '.join(bad)}; allowed {allowed:.0e}" if bad else None
-    return Check(errors, failure)
+    return Check(errors, why_wrong(errors, problem.case.dtype))
+
+
+def why_wrong(errors: dict[str, float], dtype: str) -> str | None:
+    """Return which errors are too large, or None; NaN is too large."""
+    allowed = TOLERANCE[dtype]
+    bad = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= allowed]
+    return f"error of {', '.join(bad)}; allowed {allowed:.0e}" if bad else None
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -88,7 +91,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 def same_bits(a: Result, b: Result, problem: Problem) -> bool:
     """Compare two results of one problem bit by bit, where the problem asks for it."""
     return all(
-        torch.equal(*(_valid(getattr(x, name), name, problem) for x in (a, b)))
+        torch.equal(_valid(a, name, problem), _valid(b, name, problem))
         for name in problem.work.outputs
     )
 
@@ -100,18 +103,14 @@ def same_rows(part: Result, whole: Result, half: Problem) -> bool:
     normaliser (a power of two) only changes exponents.
     """
     names = [name for name in half.work.outputs if name in ("logprobs", "entropy", "dhidden")]
-    scale = 0.5 if half.work.kind in ("mean", "loss") else 1.0
-    count = half.target.shape[0]
-    for name in names:
-        ours, all_rows = getattr(part, name), getattr(whole, name)[:count]
-        if name == "dhidden":
-            ours = ours * scale
-        if not torch.equal(_valid(ours, name, half), _valid(all_rows, name, half)):
-            return False
-    return True
+    first = Result(**{name: getattr(whole, name)[: len(half.target)] for name in names})
+    if half.work.kind in ("mean", "loss") and part.dhidden is not None:
+        part = replace(part, dhidden=0.5 * part.dhidden)
+    return all(torch.equal(_valid(part, name, half), _valid(first, name, half)) for name in names)
 
 
-def _valid(x: Tensor, name: str, problem: Problem) -> Tensor:
+def _valid(result: Result, name: str, problem: Problem) -> Tensor:
+    x = getattr(result, name)
     return x[problem.mask] if name in ("logprobs", "entropy") else x
 
 

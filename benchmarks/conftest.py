@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.check import reference_dtype
+from benchmarks.figures import is_ours
 from benchmarks.measure import Settings, device_is_lost, measure
 from benchmarks.providers import PROVIDERS
-from benchmarks.replay import CLOCK
-from benchmarks.results import Collector, Row, Table
+from benchmarks.replay import clock
+from benchmarks.results import Collector, Line, Row, Table
+from benchmarks.results import Entry as Stored
 from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-_COLLECTOR = pytest.StashKey[Collector | None]()
 # what ends at a deadline ends in the last of these
-_SUITES = ("host", "accuracy", "savings", "head", "plan", "training_step", "rollouts")
-_FILES = tuple(f"test_{name}" for name in _SUITES)
+_ORDER = ("host", "accuracy", "savings", "head", "memory", "training", "rollouts")
 _ROUNDS = {"cpu": 5, "cuda": 10}
 
 
@@ -31,15 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
     group.addoption("--results", type=Path, help="folder for the result file; default: none")
     group.addoption("--deadline", type=float, help="seconds after which nothing new is started")
-    group.addoption("--tests", type=Path, help="JSON of a test run's outcome, to be kept as well")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    folder = config.getoption("--results")
-    collector = Collector(folder, DEVICE) if folder else None
-    if collector is not None and (tests := config.getoption("--tests")) and tests.exists():
-        collector.add_tests(json.loads(tests.read_text()))
-    config.stash[_COLLECTOR] = collector
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -65,10 +55,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _FILES.index(item.path.stem) if item.path.stem in _FILES else -1)
+    names = [f"test_{name}" for name in _ORDER]
+    items.sort(key=lambda item: [item.name.startswith(name) for name in reversed(names)])
     for item in items:
         if "benchmark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.benchmark(timer=CLOCK.read))
+            item.add_marker(pytest.mark.benchmark(timer=clock))
 
 
 def suite(config: pytest.Config) -> str:
@@ -77,52 +68,50 @@ def suite(config: pytest.Config) -> str:
     return config.getoption("--suite") or (full if config.getoption("--full") else "quick")
 
 
-def _budget(config: pytest.Config) -> float:
-    """Return the seconds of timing for a case: the quick suite stops at the fewest rounds."""
-    thorough = config.getoption("--full") or config.getoption("--suite") not in (None, "quick")
-    return 30.0 if thorough else 1.0
+@dataclass(frozen=True)
+class Session:
+    """What all suites share."""
 
+    config: pytest.Config
+    deadline: float  # by ``time.monotonic()``; nothing is begun after it
+    collector: Collector | None  # where the results go
+    device: str = DEVICE
 
-@pytest.fixture(scope="session")
-def device() -> str:
-    return DEVICE
+    @property
+    def quick(self) -> bool:
+        return suite(self.config) == "quick"
 
-
-@pytest.fixture(scope="session")
-def collector(pytestconfig: pytest.Config) -> Collector | None:
-    return pytestconfig.stash[_COLLECTOR]
-
-
-@pytest.fixture(scope="session")
-def deadline(pytestconfig: pytest.Config) -> float:
-    """Return the end by ``time.monotonic()``."""
-    seconds = pytestconfig.getoption("--deadline")
-    return time.monotonic() + seconds if seconds is not None else float("inf")
-
-
-@pytest.fixture(scope="session")
-def begin(deadline: float) -> Callable[..., None]:
-    """Return a function that skips what there is no time or, for a case, no memory for."""
-
-    def begin(entry: Entry | None = None) -> None:
-        if time.monotonic() > deadline:
+    def begin(self, entry: Entry | None = None) -> None:
+        """Skip what there is no time or, for a case, no memory for."""
+        if time.monotonic() > self.deadline:
             pytest.skip("not reached: the time was up")
         if entry is not None and (reason := entry.too_large(DEVICE)) is not None:
             pytest.skip(reason)
 
-    return begin
+    def keep(self, kind: str, entry: Stored) -> None:
+        """Add to the result file."""
+        if self.collector is not None:
+            self.collector.add(kind, entry)
+
+    def judge(self, row: Line) -> None:
+        """Skip who is not here, and fail who is wrong: ours is a defect, another's a result."""
+        if (reason := row.absent or row.unable) is not None:
+            pytest.skip(reason)
+        if row.failure is not None:
+            (pytest.fail if is_ours(row.provider) else pytest.xfail)(row.failure)
 
 
 @pytest.fixture(scope="session")
-def table(
-    request: pytest.FixtureRequest,
-    entry: Entry,
-    collector: Collector | None,
-    deadline: float,
-    begin: Callable[..., None],
-) -> dict[str, Row]:
+def session(pytestconfig: pytest.Config) -> Session:
+    seconds, folder = pytestconfig.getoption("--deadline"), pytestconfig.getoption("--results")
+    end = time.monotonic() + seconds if seconds is not None else float("inf")
+    return Session(pytestconfig, end, Collector(folder, DEVICE) if folder else None)
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest, entry: Entry, session: Session) -> dict[str, Row]:
     """Measure the rows of one case, by provider: of those that the command line selected."""
-    begin(entry)
+    session.begin(entry)
     wanted = {
         item.callspec.params["provider_name"]
         for item in request.session.items
@@ -136,15 +125,14 @@ def table(
     settings = Settings(
         device=DEVICE,
         rounds=_ROUNDS[DEVICE],
-        budget=float("inf") if entry.slow else _budget(request.config),
+        budget=float("inf") if entry.slow else 1.0 if session.quick else 30.0,
         memory=entry.memory,
-        deadline=deadline,
+        deadline=session.deadline,
     )
     rows = measure(entry.case, providers, settings)
-    if collector is not None:
-        exact = str(reference_dtype(entry.case, DEVICE)).removeprefix("torch.")
-        facts = {**entry.case.facts(), "sequences": entry.case.sequences}
-        collector.add("tables", Table(**facts, reference=exact, rows=rows))
+    exact = str(reference_dtype(entry.case, DEVICE)).removeprefix("torch.")
+    facts = {**entry.case.facts(), "sequences": entry.case.sequences}
+    session.keep("tables", Table(**facts, reference=exact, rows=rows))
     if device_is_lost(DEVICE):
         pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
     return {row.provider: row for row in rows}

@@ -6,109 +6,78 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from benchmarks.results import (
-    AccuracyRow,
-    AccuracyTable,
-    Row,
-    SavingsRow,
-    Table,
-    TrainingRow,
-)
-from benchmarks.shapes import Case, Model
-from benchmarks.work import WORKS
+from benchmarks.results import AccuracyRow, AccuracyTable, Row, Table
 
 BARE = "bare-gemms"
 QUOTED = ("ours", "ours-input")  # ours with exact logits, and with logits rounded as baselines do
 
 
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Samples of one provider, in seconds."""
-
-    median: float
-    minimum: float
-    maximum: float
-    to: dict[str, float]  # ratio of the medians to each provider of the table
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figures:
     """One row, with all that follows from it."""
 
-    name: str
     row: Row
-    times: Times | None
-    extra: int | None  # bytes beyond the inputs and what is returned
-    value_error: float | None  # the largest of loss, log-probabilities and entropy
-    gradient_error: float | None  # the larger of dhidden and dweight
+    medians: dict[str, float]  # seconds by provider of the table
+
+    @property
+    def name(self) -> str:
+        return self.row.provider
 
     @property
     def median(self) -> float | None:
-        return self.times.median if self.times else None
+        return self.medians.get(self.name)
+
+    @property
+    def extra(self) -> int | None:
+        """Bytes beyond the inputs and what is returned."""
+        return self.row.memory.extra if self.row.memory and not self.row.failure else None
+
+    @property
+    def value_error(self) -> float | None:
+        return self._largest("loss", "logprobs", "entropy")
+
+    @property
+    def gradient_error(self) -> float | None:
+        return self._largest("dhidden", "dweight")
+
+    def _largest(self, *outputs: str) -> float | None:
+        errors = self.row.errors
+        return max((errors[name] for name in outputs if name in errors), default=None)
 
     def to(self, base: str) -> float | None:
         """Return the time over that of another provider."""
-        return self.times.to.get(base) if self.times else None
+        return ratio(self.medians, self.name, base)
 
 
-def times(
-    rows: Sequence[Row] | Sequence[SavingsRow] | Sequence[TrainingRow], phase: str = ""
-) -> dict[str, Times]:
-    """Summarise the samples of those that were timed; ``phase``: of a part of a training step."""
-    samples = {
-        row.provider: getattr(row, "phases", {}).get(phase, []) if phase else row.seconds
-        for row in rows
-        if not row.failure
-    }
-    medians = {name: statistics.median(values) for name, values in samples.items() if values}
+def medians(rows: Sequence[Any], phase: str = "") -> dict[str, float]:
+    """Return the median of those that were timed; ``phase``: of a part of a training step."""
     return {
-        name: Times(
-            median=median,
-            minimum=min(samples[name]),
-            maximum=max(samples[name]),
-            to={other: median / base for other, base in medians.items()},
-        )
-        for name, median in medians.items()
+        row.provider: statistics.median(samples)
+        for row in rows
+        if (samples := row.phases.get(phase) if phase else row.seconds) and not row.failure
     }
 
 
-def here(rows: Sequence) -> list:
+def ratio(timed: dict[str, float], name: str, base: str | None) -> float | None:
+    """Return one median over another, where there are both."""
+    return timed[name] / timed[base] if name in timed and base in timed else None
+
+
+def here(rows: Sequence[Any]) -> list[Any]:
     """Leave out who is absent or unable; sort by time, failures last."""
-    timed = times(rows)
+    timed = medians(rows)
     present = (row for row in rows if row.absent is None and row.unable is None)
-    return sorted(
-        present, key=lambda x: timed[x.provider].median if x.provider in timed else math.inf
-    )
+    return sorted(present, key=lambda x: timed.get(x.provider, math.inf))
 
 
 def figures(table: Table) -> dict[str, Figures]:
     """Compute a table's figures by provider: bare GEMMs first, then by time, failures last."""
-    timed = times(table.rows)
+    timed = medians(table.rows)
     rows = sorted(here(table.rows), key=lambda row: row.provider != BARE)
-    return {row.provider: _figures(row, timed.get(row.provider)) for row in rows}
-
-
-def _figures(row: Row, timed: Times | None) -> Figures:
-    memory = None if row.failure else row.memory
-    return Figures(
-        name=row.provider,
-        row=row,
-        times=timed,
-        extra=memory.extra if memory else None,
-        value_error=_largest(row, ("loss", "logprobs", "entropy")),
-        gradient_error=_largest(row, ("dhidden", "dweight")),
-    )
-
-
-def _largest(row: Row, outputs: Sequence[str]) -> float | None:
-    return max((row.errors[name] for name in outputs if name in row.errors), default=None)
-
-
-def case(table: Table) -> Case:
-    """Return the case as it was measured, whatever the registry of models says now."""
-    model = Model(table.model, table.hidden, table.vocabulary, table.softcap)
-    return Case(model, table.tokens, table.dtype, WORKS[table.work])
+    return {row.provider: Figures(row, timed) for row in rows}
 
 
 def is_ours(provider: str) -> bool:
@@ -121,7 +90,7 @@ def baselines(rows: dict[str, Figures]) -> list[Figures]:
 
 def fastest(rows: dict[str, Figures]) -> Figures | None:
     """Return the fastest baseline."""
-    timed = [x for x in baselines(rows) if x.times]
+    timed = [x for x in baselines(rows) if x.median]
     return min(timed, key=lambda x: x.median or 0, default=None)
 
 
@@ -147,54 +116,64 @@ class Spread:
     maximum: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AccuracyFigures:
     """One row of errors by token, with all that follows from it."""
 
-    name: str
     row: AccuracyRow
-    logprobs: dict[str, Spread]  # absolute errors by the name of the band; none for an empty one
-    noise: Spread | None  # |exp(error) - 1|: of an importance ratio whose other side is exact
-    mean_noise: float | None
-    entropy: Spread | None  # absolute errors
-    gradients: dict[str, Spread]  # of dhidden's rows that have one: relative errors, by band
+    table: AccuracyTable
+
+    @property
+    def name(self) -> str:
+        return self.row.provider
+
+    @cached_property
+    def logprobs(self) -> dict[str, Spread]:
+        """Absolute errors by the name of the band; none for an empty one."""
+        return self._by_band(dict(enumerate(self.row.logprobs)))
+
+    @cached_property
+    def _noise(self) -> list[float]:
+        """|exp(error) - 1|: of an importance ratio whose other side is exact."""
+        return [abs(math.expm1(error)) for error in self.row.logprobs]
+
+    @property
+    def noise(self) -> Spread | None:
+        return spread(self._noise)
+
+    @property
+    def mean_noise(self) -> float | None:
+        return statistics.fmean(self._noise) if self._noise else None
+
+    @property
+    def entropy(self) -> Spread | None:
+        """Absolute errors."""
+        return spread(self.row.entropy)
+
+    @cached_property
+    def gradients(self) -> dict[str, Spread]:
+        """Relative errors of dhidden's rows that have a gradient, by band."""
+        pairs = enumerate(zip(self.row.dhidden, self.table.dhidden, strict=False))
+        return self._by_band({i: error / norm for i, (error, norm) in pairs if norm > 0})
+
+    def _by_band(self, errors: dict[int, float]) -> dict[str, Spread]:
+        """Group errors by token."""
+        bands = {band: within(band, self.table.logprobs) for band in BANDS}
+        spreads = {b: spread([errors[i] for i in of if i in errors]) for b, of in bands.items()}
+        return {band: found for band, found in spreads.items() if found}
 
 
 def accuracy_figures(table: AccuracyTable) -> dict[str, AccuracyFigures]:
     """Compute errors by provider: ours first, then by noise or dhidden, failures last."""
-    found = [_accuracy_figures(row, table) for row in table.rows if not (row.absent or row.unable)]
+    rows = [row for row in table.rows if not (row.absent or row.unable)]
 
     def place(x: AccuracyFigures) -> tuple[bool, int, float]:
         quoted = QUOTED.index(x.name) if x.name in QUOTED else len(QUOTED)
         size = x.row.errors.get("dhidden") if x.mean_noise is None else x.mean_noise
         return x.row.failure is not None, quoted, math.inf if size is None else size
 
-    return {x.name: x for x in sorted(found, key=place)}
-
-
-def _accuracy_figures(row: AccuracyRow, table: AccuracyTable) -> AccuracyFigures:
-    relative = {
-        i: row.dhidden[i] / norm for i, norm in enumerate(table.dhidden) if row.dhidden and norm > 0
-    }
-    noise = [abs(math.expm1(error)) for error in row.logprobs]
-    return AccuracyFigures(
-        name=row.provider,
-        row=row,
-        logprobs=_by_band(dict(enumerate(row.logprobs)), table.logprobs),
-        noise=spread(noise),
-        mean_noise=statistics.fmean(noise) if noise else None,
-        entropy=spread(row.entropy),
-        gradients=_by_band(relative, table.logprobs),
-    )
-
-
-def _by_band(errors: dict[int, float], exact: Sequence[float]) -> dict[str, Spread]:
-    """Group errors by token."""
-    found = {}
-    for band in BANDS:
-        if of_band := spread([errors[i] for i in within(band, exact) if i in errors]):
-            found[band] = of_band
-    return found
+    found = sorted((AccuracyFigures(row, table) for row in rows), key=place)
+    return {x.name: x for x in found}
 
 
 def within(band: str, exact: Sequence[float]) -> list[int]:

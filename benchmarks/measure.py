@@ -13,12 +13,11 @@ import torch
 
 from benchmarks.check import compare, reference, same_bits, same_rows
 from benchmarks.child import measured_alone, memory_alone
-from benchmarks.memory import measure_memory
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
 from benchmarks.shapes import Case
-from benchmarks.timing import make_timer, quick_collections
+from benchmarks.timing import make_timer, measure_memory, quick_collections
 
 _FEWEST_ROUNDS = 3
 _Row = TypeVar("_Row")
@@ -133,7 +132,7 @@ def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Set
 def in_turns(
     calls: Sequence[tuple[_Row, Any]],
     rounds: int,
-    deadline: float,
+    deadline: float = float("inf"),
     enough: Callable[[int], bool] = lambda index: False,
 ) -> Iterator[tuple[_Row, Any]]:
     """Give each once a round, every other round backwards, so that nobody always follows the same.

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import text
-from benchmarks.figures import BARE, QUOTED, Figures, case, figures, is_ours
+from benchmarks.figures import BARE, QUOTED, Figures, figures, is_ours
 from benchmarks.results import Table
 from benchmarks.shapes import DTYPES
 from benchmarks.tables.columns import in_order
 from benchmarks.work import WORKS
 
-PLOTS = {
-    "time": "time over the number of tokens",
-    "memory": "extra memory over the number of tokens",
-    "accuracy": "errors by output and provider",
-}
 _WORK = "dapo"  # the one that is drawn, where it was measured
 _OUTPUTS = ("loss", "logprobs", "entropy", "dhidden", "dweight")
 _LEAST_BYTES = 2.0**20  # a logarithm needs more than 0
@@ -31,8 +26,8 @@ def save_plots(tables: Sequence[Table], folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    for name in PLOTS:
-        figure = _DRAW[name](tables) if tables else None
+    for name, (_, draw) in PLOTS.items():
+        figure = draw(tables) if tables else None
         if figure is None:
             (folder / f"{name}.png").unlink(missing_ok=True)
             continue
@@ -98,7 +93,7 @@ def _curves(axis: Any, points: dict[str, dict[int, float]], unit: str) -> None:
         axis.plot(
             list(line), list(line.values()), label=name, color=_colour(name),
             marker="o" if name in QUOTED else ".", linewidth=2.8 if name in QUOTED else 1.2,
-            linestyle="--" if name == BARE else ":" if _is_minor(name) else "-",
+            linestyle="--" if name == BARE else "-" if name in QUOTED or not is_ours(name) else ":",
         )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
@@ -154,7 +149,13 @@ def _accuracy(tables: Sequence[Table]) -> Any:
 def _widest(tables: Sequence[Table], output: str) -> Table | None:
     found = [table for table in tables if _errors(table, output)]
     return max(
-        found, key=lambda x: (len(_errors(x, output)), x.work == _WORK, case(x).flop), default=None
+        found,
+        key=lambda x: (
+            len(_errors(x, output)),
+            x.work == _WORK,
+            x.tokens * x.vocabulary * x.hidden,
+        ),
+        default=None,
     )
 
 
@@ -172,10 +173,6 @@ def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
 
 
-def _is_minor(name: str) -> bool:
-    return is_ours(name) and name not in QUOTED
-
-
 def _colour(name: str) -> Any:
     """Give a provider its colour, the same in every picture: ours is blue."""
     import matplotlib
@@ -188,4 +185,9 @@ def _colour(name: str) -> Any:
     return fixed.get(name) or matplotlib.colormaps["tab20"](index % 20)
 
 
-_DRAW = {"time": _time, "memory": _memory, "accuracy": _accuracy}
+# what a picture shows, and what draws it
+PLOTS = {
+    "time": ("time over the number of tokens", _time),
+    "memory": ("extra memory over the number of tokens", _memory),
+    "accuracy": ("errors by output and provider", _accuracy),
+}

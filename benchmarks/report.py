@@ -1,8 +1,9 @@
 """``python -m benchmarks.report [FOLDER]``: tables and plots of the result files in FOLDER.
 
 By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
-``report.md`` with all of its tables; a line for each case is printed. With ``--documents`` the
-blocks of README and ``benchmarks/README.md`` are made anew: cog runs what stands in their markers.
+``report.md`` with all of its tables; the first cases are printed, a line each. With ``--documents``
+the blocks of README and ``benchmarks/README.md`` are made anew: cog runs what stands in their
+markers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import text
-from benchmarks.accuracy import PROVIDERS
+from benchmarks.accuracy.providers import PROVIDERS
 from benchmarks.environment import ROOT
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.results import RESULTS, Device, Table, load
@@ -26,22 +27,28 @@ from benchmarks.work import WORKS
 NOT_MEASURED = "not measured yet"
 DOCUMENTS = ("README.md", "benchmarks/README.md")
 _PRINTED = 14  # cases of a device
-# what a block can show of a device
+# what a block can show of a device, with a title
 BLOCKS = {
-    "standings": lambda device: heads.standings(device.tables),
-    "cases": lambda device: heads.cases(device.tables) if device.tables else "",
-    "schedules": lambda device: heads.schedules(device.tables),
-    "training": lambda device: others.training(device.training),
-    "savings": lambda device: others.savings(device.savings),
-    "rollouts": lambda device: others.rollouts(device.rollouts) if device.rollouts else "",
-    "accuracy": lambda device: others.accuracy(device.accuracy),
+    "standings": ("Everybody over all cases", lambda device: heads.standings(device.tables)),
+    "cases": ("Every case in a line", lambda device: heads.cases(device.tables)),
+    "schedules": ("One pass or two", lambda device: heads.schedules(device.tables)),
+    "training": ("Training step", lambda device: others.training(device.training)),
+    "savings": ("What is saved", lambda device: others.savings(device.savings)),
+    "rollouts": (
+        "Generation and the rest of a step",
+        lambda device: others.rollouts(device.rollouts),
+    ),
+    "accuracy": (
+        "Errors on a policy's distributions",
+        lambda device: others.accuracy(device.accuracy),
+    ),
 }
 
 
 def show(block: str, kind: str, devices: dict[str, Device] | None = None) -> str:
     """Write a block, of the newest device of the kind "cpu" or "cuda"."""
     found = newest(kind, devices)
-    return (BLOCKS[block](found) if found else "") or NOT_MEASURED
+    return (BLOCKS[block][1](found) if found else "") or NOT_MEASURED
 
 
 def headline(
@@ -61,7 +68,7 @@ def plots(kind: str, folder: str) -> str:
     """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
     device = newest(kind)
     there = [x for x in PLOTS if device and (RESULTS / device.slug / f"{x}.png").exists()]
-    links = [f"![{PLOTS[name]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
+    links = [f"![{PLOTS[name][0]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
     return "\n\n".join(links) or NOT_MEASURED
 
 
@@ -101,22 +108,9 @@ def providers() -> str:
 
 def report(device: Device) -> str:
     """Write every block of a device, and a table of every case."""
-    titles = {
-        "standings": "Everybody over all cases",
-        "cases": "Every case in a line",
-        "schedules": "One pass or two",
-        "training": "Training step",
-        "savings": "What is saved",
-        "rollouts": "Generation and the rest of a step",
-        "accuracy": "Errors on a policy's distributions",
-    }
     parts = [f"# {device.environment.where}"]
-    if tests := next((run.tests for run in device.runs[::-1] if run.tests), None):
-        parts.append(
-            f"Tests: {tests.passed} passed, {tests.failed} failed, {tests.skipped} skipped."
-        )
-    for block, title in titles.items():
-        if shown := BLOCKS[block](device):
+    for title, write in BLOCKS.values():
+        if shown := write(device):
             parts += [f"## {title}", shown]
     by_case: dict[tuple[str, str, int], list[Table]] = {}
     for table in in_order(device.tables):
@@ -142,8 +136,7 @@ def main() -> None:
             save_plots(device.tables, folder / device.slug)
         (folder / device.slug / "report.md").write_text(report(device))
         print(f"{folder / device.slug}: {len(device.tables)} cases of {len(device.runs)} runs")
-        for table in device.tables[:_PRINTED]:
-            print(heads.line(table))
+        print(heads.cases(device.tables[:_PRINTED]))
     if arguments.documents and (code := write_documents()):
         sys.exit(code)
 

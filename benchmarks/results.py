@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment, slug
-from benchmarks.shapes import DTYPES, MODELS
+from benchmarks.shapes import DTYPES
 from benchmarks.work import WORKS
 
 RESULTS = Path(__file__).parent / "results"
@@ -185,17 +185,6 @@ class AccuracyTable(Entry):
     dhidden: list[float] = field(default_factory=list)  # norms of the exact rows, of a loss only
     rows: list[AccuracyRow]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model not in MODELS:
-            raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {self.model!r}")
-        lists = {"logprobs": self.logprobs, "entropy": self.entropy, "dhidden": self.dhidden}
-        for row in self.rows:
-            lists |= {f"{name} of {row.provider}": getattr(row, name) for name in tuple(lists)[:3]}
-        for name, values in lists.items():
-            if len(values) not in (0, self.tokens):
-                raise ValueError(f"{name}: expected {self.tokens} values, got {len(values)}")
-
     @property
     def of_gradients(self) -> bool:
         return bool(self.dhidden)
@@ -234,16 +223,6 @@ class RolloutsEntry(Entry):
         return self.engine, self.model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tests:
-    """The outcome of the test suite on the machine."""
-
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-
-
 @dataclass(kw_only=True)
 class Run:
     """One file."""
@@ -254,25 +233,23 @@ class Run:
     accuracy: list[AccuracyTable] = field(default_factory=list)
     savings: list[SavingsTable] = field(default_factory=list)
     rollouts: list[RolloutsEntry] = field(default_factory=list)
-    tests: Tests | None = None
 
 
 class Device:
     """The results of a device that count: of every case the newest."""
 
+    tables: list[Table]
+    training: list[TrainingTable]
+    accuracy: list[AccuracyTable]
+    savings: list[SavingsTable]
+    rollouts: list[RolloutsEntry]
+
     def __init__(self, slug: str, runs: Iterable[Run]) -> None:
         self.slug, self.runs = slug, sorted(runs, key=lambda run: run.environment.date)
         self.environment = self.runs[-1].environment
-        self.tables: list[Table] = self._newest("tables")
-        self.training: list[TrainingTable] = self._newest("training")
-        self.accuracy: list[AccuracyTable] = self._newest("accuracy")
-        self.savings: list[SavingsTable] = self._newest("savings")
-        self.rollouts: list[RolloutsEntry] = self._newest("rollouts")
-
-    def _newest(self, kind: str) -> list[Any]:
-        return list(
-            {entry.key: entry for run in self.runs for entry in getattr(run, kind)}.values()
-        )
+        for kind in KINDS:
+            newest = {entry.key: entry for run in self.runs for entry in getattr(run, kind)}
+            setattr(self, kind, list(newest.values()))
 
 
 def load(folder: Path = RESULTS) -> dict[str, Device]:
@@ -306,34 +283,21 @@ class Collector:
     """One run's file, written again after every entry so that a kill loses little."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        self._data: dict[str, Any] = {"environment": environment(device)}
-        self._data |= {kind: [] for kind in KINDS} | {"tests": None}
-        self.path = _unused(folder, self._data["environment"])
+        facts = environment(device)
+        self._data: dict[str, Any] = {"environment": facts, **{kind: [] for kind in KINDS}}
+        base, name = folder / slug(facts["device"]), f"{facts['date'][:10]}-{facts['commit'][:12]}"
+        self.path, count = base / f"{name}.json", 1
+        while self.path.exists():  # an earlier run has it
+            count += 1
+            self.path = base / f"{name}-{count}.json"
 
     def add(self, kind: str, entry: Entry) -> None:
         """Append to one of the file's lists."""
         data = asdict(entry)
         del data["environment"]
         self._data[kind].append(data)
-        self._write()
-
-    def add_tests(self, outcome: dict[str, Any]) -> None:
-        self._data["tests"] = outcome
-        self._write()
-
-    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         text = json.dumps(self._data, indent=1)
         partial.write_text(_NUMBERS.sub(lambda x: f"[{' '.join(x[0][1:-1].split())}]", text) + "\n")
         partial.replace(self.path)
-
-
-def _unused(folder: Path, facts: dict[str, Any]) -> Path:
-    """Return a name that no earlier run has."""
-    base, name = folder / slug(facts["device"]), f"{facts['date'][:10]}-{facts['commit'][:12]}"
-    path, count = base / f"{name}.json", 1
-    while path.exists():
-        count += 1
-        path = base / f"{name}-{count}.json"
-    return path

@@ -11,24 +11,15 @@ from torch import Tensor
 from benchmarks.check import compare, reference, reference_dtype
 from benchmarks.measure import describe, free, in_turns
 from benchmarks.problem import Problem, Result, make_problem
-from benchmarks.providers.base import with_gradients
+from benchmarks.providers.ours import policy_loss_of, run_loss
 from benchmarks.results import SavingsRow, SavingsTable
 from benchmarks.shapes import Case
 from benchmarks.timing import make_timer
 from benchmarks.work import WORKS
-from grpo_kernels import HeadLoRA, linear_policy_loss
+from grpo_kernels import HeadLoRA
 
 _RANK, _SCALING = 16, 2.0
 _UPDATE = 0.02  # standard deviation of what the adapter adds to a logit
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a variant runs on, and what its results are compared with."""
-
-    problem: Problem
-    exact: Problem  # the same for the reference: an adapter is merged
-    lora: HeadLoRA | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,44 +33,34 @@ class Variant:
     metric_rows: str = "all"
     adapted: bool = False  # LoRA on the head
 
-    def task(self, case: Case, device: str) -> Task:
-        """Make its batch; the inputs are the same for all variants."""
-        problem = make_problem(replace(case, work=WORKS[self.work]), device)
-        if not self.adapted:
-            return Task(problem=problem, exact=problem)
-        lora = _adapter(problem)
-        delta = lora.scaling * (lora.b.detach() @ lora.a.detach())
-        merged = (problem.weight.detach().float() + delta).requires_grad_()
-        full = replace(problem.case, work=WORKS[self.work.removesuffix("-frozen")])
-        return Task(problem=problem, exact=replace(problem, case=full, weight=merged), lora=lora)
-
-    def run(self, task: Task) -> Result:
+    def run(self, problem: Problem, lora: HeadLoRA | None) -> Result:
         """Compute loss and gradients; of an adapter its factors' in place of the weight's."""
-        problem, lora = task.problem, task.lora
-        loss, _ = linear_policy_loss(
-            problem.hidden,
-            problem.weight,
-            problem.batch(),
-            problem.loss,
-            softcap=problem.softcap,
-            metric_rows=self.metric_rows,
-            lora=lora,
-        )
+        settings = {"metric_rows": self.metric_rows, "lora": lora}
         if lora is None:
-            return with_gradients(problem, loss, loss=loss)
+            return run_loss(problem, settings)
+        loss = policy_loss_of(problem, settings)
         dhidden, da, db = torch.autograd.grad(loss, (problem.hidden, lora.a, lora.b))
-        flat = torch.cat([da.flatten(), db.flatten()])
-        return Result(loss=loss.detach(), dhidden=dhidden, dweight=flat)
+        return Result(loss=loss.detach(), dhidden=dhidden, dweight=_flat(da, db))
 
-    def expected(self, task: Task) -> Result:
-        """Compute the same by the reference."""
-        exact, lora = reference(task.exact), task.lora
-        if lora is None:
-            return exact
-        assert exact.dweight is not None
-        a, b = lora.a.detach().to(exact.dweight), lora.b.detach().to(exact.dweight)
-        da, db = lora.scaling * (b.t() @ exact.dweight), lora.scaling * (exact.dweight @ a.t())
-        return replace(exact, dweight=torch.cat([da.flatten(), db.flatten()]))
+
+def _expected(problem: Problem, lora: HeadLoRA | None) -> tuple[Problem, Result]:
+    """Return the problem of full weights, where the adapter is merged, and its exact results."""
+    if lora is None:
+        return problem, reference(problem)
+    a, b = lora.a.detach(), lora.b.detach()
+    weight = (problem.weight.detach().float() + lora.scaling * (b @ a)).requires_grad_()
+    work = WORKS[problem.work.name.removesuffix("-frozen")]
+    merged = replace(problem, case=replace(problem.case, work=work), weight=weight)
+    exact = reference(merged)
+    dweight = exact.dweight
+    assert dweight is not None
+    a, b = a.to(dweight), b.to(dweight)
+    gradients = _flat(lora.scaling * (b.t() @ dweight), lora.scaling * (dweight @ a.t()))
+    return merged, replace(exact, dweight=gradients)
+
+
+def _flat(da: Tensor, db: Tensor) -> Tensor:
+    return torch.cat([da.flatten(), db.flatten()])
 
 
 def _adapter(problem: Problem) -> HeadLoRA:
@@ -129,40 +110,35 @@ VARIANTS = (
 def measure_savings(
     case: Case, device: str, rounds: int, deadline: float = float("inf")
 ) -> SavingsTable:
-    """Measure every variant in turns.
+    """Time ``rounds`` calls of every variant, in turns, on the head, tokens and dtype of ``case``.
 
-    Args:
-        case: head, tokens and dtype; the variants bring their own works.
-        device: ``cpu`` or ``cuda``.
-        rounds: timed calls of each variant.
-        deadline: by ``time.monotonic()``; no round but the first begins after it.
+    No round but the first begins after ``deadline``, by ``time.monotonic()``.
     """
-    rows = {variant.name: SavingsRow(variant.name, variant.note) for variant in VARIANTS}
-    tasks: dict[str, Task] = {}
+    rows, calls = [], []
     for variant in VARIANTS:
-        row, task = rows[variant.name], variant.task(case, device)
-        row.base = variant.base
+        row = SavingsRow(variant.name, variant.note, base=variant.base)
+        rows.append(row)
+        # the inputs are the same for all variants
+        problem = make_problem(replace(case, work=WORKS[variant.work]), device)
+        lora = _adapter(problem) if variant.adapted else None
         try:
-            _check(row, variant, task)
+            _check(row, variant, problem, lora)
         except Exception as error:  # the other lines are still worth having
             row.failure = describe(error)
-        tasks[variant.name] = task
+        if row.runs:
+            calls.append((row, partial(variant.run, problem, lora)))
         free(device)
     timer = make_timer(device)
-    runs = [
-        (rows[variant.name], partial(variant.run, tasks[variant.name]))
-        for variant in VARIANTS
-        if rows[variant.name].runs
-    ]
-    for row, call in in_turns(runs, rounds, deadline):
+    for row, call in in_turns(calls, rounds, deadline):
         row.seconds.append(timer(call))
     facts = case.facts()
     del facts["work"], facts["softcap"]
     exact = str(reference_dtype(case, device)).removeprefix("torch.")
-    return SavingsTable(**facts, reference=exact, rows=list(rows.values()))
+    return SavingsTable(**facts, reference=exact, rows=rows)
 
 
-def _check(row: SavingsRow, variant: Variant, task: Task) -> None:
+def _check(row: SavingsRow, variant: Variant, problem: Problem, lora: HeadLoRA | None) -> None:
     """Check a variant; also its warm-up."""
-    found = compare(variant.run(task), variant.expected(task), task.exact)
+    merged, exact = _expected(problem, lora)
+    found = compare(variant.run(problem, lora), exact, merged)
     row.errors, row.failure = found.errors, found.failure

@@ -64,12 +64,6 @@ class Case:
         return DTYPES[self.dtype]
 
     @property
-    def flop(self) -> float:
-        """The operations of the GEMMs that the work needs."""
-        rows = self.tokens if self.work.rows == "all" else self.tokens // 2
-        return 2.0 * self.work.gemms * rows * self.model.hidden * self.model.vocabulary
-
-    @property
     def least_bytes(self) -> int:
         """Without which not even the smallest provider can be measured and checked."""
         weight = self.model.vocabulary * self.model.hidden

@@ -93,18 +93,10 @@ def _gpu_full() -> list[Entry]:
     return list({str(each): each for each in reversed([*_gpu(), *every, *wide])}.values())[::-1]
 
 
-def _gpu_forward() -> list[Entry]:
-    """Return every real head without a gradient."""
-    counts = (8192, 4096, 32768)
-    heads = ("qwen3-1.7b", *_HEADS)
-    return [entry("logprobs-entropy", model, count, "bf16") for count in counts for model in heads]
-
-
 SUITES = {
     "quick": _quick,
     "cpu": _cpu,
     "gpu": _gpu,
-    "gpu-forward": _gpu_forward,
     "gpu-full": _gpu_full,
 }
 
@@ -129,7 +121,6 @@ ACCURACY = {
         *_briefly(_policies("qwen3-1.7b", 1024), "bf16"),
         *_briefly(_policies("qwen3-1.7b", 1024, _GRADIENTS)),
     ],
-    "gpu-forward": _policies("qwen3-1.7b", 1024),
     "gpu-full": [
         *_policies("qwen3-1.7b", 1024),
         *_policies("qwen3-1.7b", 1024, _GRADIENTS),
@@ -142,6 +133,5 @@ SAVINGS = {
     "quick": [entry("dapo", "small", 128, dtype) for dtype in DTYPES],
     "cpu": [entry("dapo", "qwen2.5-0.5b", 1024, dtype) for dtype in DTYPES],
     "gpu": [entry("dapo", "qwen3-1.7b", 8192, "bf16")],
-    "gpu-forward": [],
     "gpu-full": [entry("dapo", model, 8192, "bf16") for model in ("qwen3-1.7b", "qwen3-8b")],
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.conftest import Session
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.testing import make_problem
 
@@ -27,9 +28,9 @@ class _Operations(TorchDispatchMode):
 
 @pytest.mark.benchmark(timer=time.thread_time)  # what else runs on this machine does not count
 @pytest.mark.parametrize("part", ["batch", "loss"])
-def test_host(benchmark: Any, device: str, part: str) -> None:
+def test_host(benchmark: Any, session: Session, part: str) -> None:
     """Time building a ``TokenBatch``, or a forward and backward; no metric is read."""
-    problem = make_problem(4, 8, 16, 67).to(device, torch.float32)
+    problem = make_problem(4, 8, 16, 67).to(session.device, torch.float32)
     config = LossConfig(loss_type="dapo")
 
     def batch() -> TokenBatch:

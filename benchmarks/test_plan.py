@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from benchmarks.child import memory_alone
-from benchmarks.memory import Memory, measure_memory
+from benchmarks.conftest import Session
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.replay import replay
+from benchmarks.results import Memory
 from benchmarks.shapes import DTYPES, MODELS, Case
+from benchmarks.timing import measure_memory
 from benchmarks.work import WORKS
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import HeadShape, default_schedule, estimate_memory
@@ -34,18 +36,11 @@ TOLERANCE = 0.15
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMULAS)
-def test_memory_is_as_estimated(
-    benchmark: Any,
-    pytestconfig: pytest.Config,
-    device: str,
-    deadline: float,
-    name: str,
-    dtype: str,
-) -> None:
-    if not pytestconfig.getoption("--full") and (name not in ALWAYS or dtype == "fp32"):
+def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dtype: str) -> None:
+    if not session.config.getoption("--full") and (name not in ALWAYS or dtype == "fp32"):
         pytest.skip("with --full")
-    if time.monotonic() > deadline:
-        pytest.skip("not reached: the time was up")
+    session.begin()
+    device = session.device
     model, tokens = HEADS[device]
     case, provider = Case(MODELS[model], tokens, dtype, WORKS["dapo"]), PROVIDERS[name]
     if (reason := provider.absent(device) or provider.unable(case)) is not None:

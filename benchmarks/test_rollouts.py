@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks.conftest import DEVICE, suite
+from benchmarks.conftest import DEVICE, Session, suite
 from benchmarks.replay import replay
-from benchmarks.results import Collector
-from benchmarks.rollouts import ENGINES, measure_rollouts, pairs
-from benchmarks.rollouts.sizes import sizes
+from benchmarks.rollouts.engines import Engine
+from benchmarks.rollouts.measure import SIZES, measure_rollouts, pairs
 
 _STEPS = 3
-_BY_NAME = {engine.name: engine for engine in ENGINES}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    full = suite(metafunc.config) != "quick"
-    found = [(engine.name, size) for engine, size in pairs(DEVICE, full)]
-    metafunc.parametrize(("name", "size"), found, ids=["-".join(pair) for pair in found])
+    found = pairs(DEVICE, full=suite(metafunc.config) != "quick")
+    names = [f"{engine.name}-{size}" for engine, size in found]
+    metafunc.parametrize(("engine", "size"), found, ids=names)
 
 
-def test_rollouts(
-    benchmark: Any,
-    name: str,
-    size: str,
-    device: str,
-    collector: Collector | None,
-    begin: Callable[..., None],
-) -> None:
-    engine = _BY_NAME[name]
+def test_rollouts(benchmark: Any, engine: Engine, size: str, session: Session) -> None:
     if (reason := engine.absent()) is not None:
-        warnings.warn(f"{name}: {reason}", stacklevel=1)
+        warnings.warn(f"{engine.name}: {reason}", stacklevel=1)
         pytest.skip(reason)
-    begin()
-    entry = measure_rollouts(engine, size, device, _STEPS)
-    if collector is not None:
-        collector.add("rollouts", entry)
+    session.begin()
+    entry = measure_rollouts(engine, size, session.device, _STEPS)
+    session.keep("rollouts", entry)
     assert entry.failure is None
-    benchmark.group = f"a step by engine, {sizes(device)[size]}"
+    benchmark.group = f"a step by engine, {SIZES[session.device][size]}"
     benchmark.extra_info["phases"] = entry.phases
     replay(benchmark, entry.seconds)

@@ -1,4 +1,8 @@
-"""Seconds of one call: wall time on a CPU, device events on a GPU whose L2 cache was flushed."""
+"""Time and memory of one call.
+
+Wall time on a CPU, device events on a GPU whose L2 cache was flushed; the peak of the CUDA
+allocator, or of a fresh process's resident memory.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.problem import Problem, Result
+from benchmarks.results import Memory
 
 _FLUSH_BYTES = 256 << 20  # more than any L2
 
@@ -54,3 +62,34 @@ class _DeviceTimer:
         torch.cuda.synchronize()
         del result
         return start.elapsed_time(stop) / 1000
+
+
+def measure_memory(run: Callable[[Problem], Result], problem: Problem) -> tuple[Memory, Result]:
+    """Measure one call. On a CPU this needs a fresh process: an old one has memory to reuse."""
+    peak = _cuda_growth if problem.hidden.device.type == "cuda" else _resident_growth
+    result, growth = peak(run, problem)
+    return Memory(growth - result.nbytes, result.nbytes), result
+
+
+def _cuda_growth(run: Callable[[Problem], Result], problem: Problem) -> tuple[Result, int]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run(problem)
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def _resident_growth(run: Callable[[Problem], Result], problem: Problem) -> tuple[Result, int]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = _status("VmRSS")
+    result = run(problem)
+    return result, _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    """Return a memory field of this process in bytes. (``ru_maxrss`` includes the parent's.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")

@@ -28,44 +28,23 @@ class Work:
         value = "logprobs" if self.kind == "backward" else "loss"
         return (value, "dhidden") if self.frozen else (value, "dhidden", "dweight")
 
-    @property
-    def gemms(self) -> int:
-        """The number of GEMMs over the head that every implementation needs."""
-        return 1 if self.kind == "forward" else 2 if self.frozen else 3
+
+def _loss(name: str, beta: float = 0.0, frozen: bool = False, rows: str = "all") -> Work:
+    head = "frozen" if frozen else "full"
+    what = _PARTS.get(rows, f"beta {beta:g}, {head} head")
+    tags = [name, "kl" * bool(beta), "frozen" * frozen, rows * (rows in _PARTS)]
+    return Work(
+        name="-".join(filter(None, tags)),
+        title=f"{name} loss, {what}: forward + backward",
+        kind="loss",
+        loss=LossConfig(loss_type=name, beta=beta, epsilon=0.2),
+        frozen=frozen,
+        rows=rows,
+    )
 
 
-def _losses() -> list[Work]:
-    works = []
-    for name, beta, frozen in product(("dapo", "gspo"), (0.0, 0.04), (False, True)):
-        tags = [name, *(["kl"] if beta else []), *(["frozen"] if frozen else [])]
-        title = f"{name} loss, beta {beta:g}, {'frozen' if frozen else 'full'} head"
-        works.append(
-            Work(
-                name="-".join(tags),
-                title=f"{title}: forward + backward",
-                kind="loss",
-                loss=LossConfig(loss_type=name, beta=beta, epsilon=0.2),
-                frozen=frozen,
-            )
-        )
-    return works
-
-
-def _partial() -> list[Work]:
-    meanings = {"masked": "half of the tokens masked", "zero": "half at zero advantage"}
-    return [
-        Work(
-            name=f"{name}-{rows}",
-            title=f"{name} loss, {meaning}: forward + backward",
-            kind="loss",
-            loss=LossConfig(loss_type=name, epsilon=0.2),
-            rows=rows,
-        )
-        for name in ("dapo", "gspo")
-        for rows, meaning in meanings.items()
-    ]
-
-
+_LOSSES = ("dapo", "gspo")
+_PARTS = {"masked": "half of the tokens masked", "zero": "half at zero advantage"}
 WORKS: dict[str, Work] = {
     work.name: work
     for work in (
@@ -87,7 +66,7 @@ WORKS: dict[str, Work] = {
             "forward + backward",
             kind="mean",
         ),
-        *_losses(),
-        *_partial(),
+        *(_loss(*each) for each in product(_LOSSES, (0.0, 0.04), (False, True))),
+        *(_loss(name, rows=rows) for name, rows in product(_LOSSES, _PARTS)),
     )
 }

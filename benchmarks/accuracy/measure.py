@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,24 +30,17 @@ def measure_accuracy(
     device: str,
     slow: bool = True,
     deadline: float = float("inf"),
-    providers: Iterable[Provider] = tuple(PROVIDERS.values()),
+    providers: Sequence[Provider] = tuple(PROVIDERS.values()),
 ) -> AccuracyTable:
-    """Compare everybody with fp64, token by token.
+    """Compare everybody with fp64, token by token; who has no entropy, without it.
 
-    Args:
-        case: a head, a number of tokens and a dtype. The work asks for log-probabilities and
-            entropy, where who has no entropy is asked for log-probabilities alone, or for a loss.
-        device: ``cpu`` or ``cuda``.
-        slow: also those that compile for long or need a process.
-        deadline: by ``time.monotonic()``; nobody is begun after it.
-        providers: each gets a row, with values or with the reason for having none.
+    ``slow``: also those that compile for long or need a process. Nobody is begun after
+    ``deadline``, by ``time.monotonic()``.
     """
     problem = make_problem(case, device)
     exact = reference(problem)
-    rows: list[AccuracyRow] = []
-    for provider in providers:
-        row = _row(provider, case, device)
-        rows.append(row)
+    rows = [_row(provider, case, device) for provider in providers]
+    for row, provider in zip(rows, providers, strict=True):
         if row.runs:
             row.absent = _left_out(provider, slow, deadline, device)
         if row.runs and provider.timeout is not None:
@@ -56,14 +49,23 @@ def measure_accuracy(
         elif row.runs:
             _compare(row, provider, problem, exact)
         free(device)
-    return _entry(case, exact, rows)
+    numbers = {
+        "logprobs": exact.logprobs,
+        "entropy": exact.entropy,
+        "dhidden": None if exact.dhidden is None else exact.dhidden.norm(dim=-1),
+    }
+    return AccuracyTable(
+        **case.facts(),
+        reference="float64",
+        rows=rows,
+        **{name: _numbers(x, _EXACT_DIGITS) for name, x in numbers.items()},
+    )
 
 
 def measure_one(case: Case, provider: Provider, device: str) -> AccuracyRow:
     """Compare a provider by itself; for a process that is killed when it hangs."""
     problem, row = make_problem(case, device), _row(provider, case, device)
-    if row.runs:
-        _compare(row, provider, problem, reference(problem))
+    _compare(row, provider, problem, reference(problem))
     return row
 
 
@@ -75,13 +77,8 @@ def make_problem(case: Case, device: str) -> Problem:
 
 def _row(provider: Provider, case: Case, device: str) -> AccuracyRow:
     """Return the row of a result file as it is before any measurement."""
-    unable = "it has no results" if not provider.checked else None
-    return AccuracyRow(
-        provider.name,
-        provider.note,
-        absent=provider.absent(device),
-        unable=unable or provider.unable(_able(provider, case)),
-    )
+    unable = provider.unable(_able(provider, case)) if provider.checked else "it has no results"
+    return AccuracyRow(provider.name, provider.note, absent=provider.absent(device), unable=unable)
 
 
 def _able(provider: Provider, case: Case) -> Case:
@@ -106,58 +103,41 @@ def _compare(row: AccuracyRow, provider: Provider, problem: Problem, exact: Resu
     row.unable = provider.redundant(posed)
     if row.unable is not None:
         return
-    of_kind = _compare_gradients if posed.work.kind == "loss" else _compare_values
     try:
-        of_kind(row, provider.run(posed), exact, posed)
+        result = provider.run(posed)
+        if posed.work.kind == "loss":
+            check = compare(result, exact, posed)
+            if len(check.errors) < len(posed.work.outputs):
+                raise ValueError(check.failure)
+            row.errors = {name: _rounded(x, _ERROR_DIGITS) for name, x in check.errors.items()}
+            row.dhidden = _numbers(_difference(result, exact, "dhidden").norm(dim=-1))
+        else:
+            row.logprobs = _numbers(_difference(result, exact, "logprobs"))
+            if posed.work.entropy:
+                row.entropy = _numbers(_difference(result, exact, "entropy"))
     except Exception as error:  # another library's failure is a result to report
         row.failure = describe(error)
-        return
     # written so that NaN is wrong
     found = [*row.logprobs, *row.entropy, *row.errors.values()]
     wrong = [x for x in map(abs, found) if not x <= _WRONG]
     if wrong:
         row.failure = f"{len(wrong)} values are off, one by {wrong[0]:.1e}; allowed {_WRONG:g}"
+    if row.failure:
         row.logprobs, row.entropy, row.dhidden, row.errors = [], [], [], {}
 
 
-def _compare_values(row: AccuracyRow, result: Result, exact: Result, problem: Problem) -> None:
-    row.logprobs = _difference(result.logprobs, exact.logprobs)
-    row.entropy = _difference(result.entropy, exact.entropy) if problem.work.entropy else []
+def _difference(result: Result, exact: Result, name: str) -> Tensor:
+    """Return the difference of each token."""
+    actual, expected = getattr(result, name), getattr(exact, name)
+    assert actual is not None, f"no {name}"
+    if actual.shape != expected.shape:
+        raise ValueError(f"expected the shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
+    return actual.double() - expected
 
 
-def _compare_gradients(row: AccuracyRow, result: Result, exact: Result, problem: Problem) -> None:
-    check = compare(result, exact, problem)
-    if set(check.errors) != set(problem.work.outputs):
-        raise ValueError(check.failure)
-    assert result.dhidden is not None and exact.dhidden is not None
-    row.errors = {name: _rounded(value, _ERROR_DIGITS) for name, value in check.errors.items()}
-    row.dhidden = _numbers((result.dhidden.double() - exact.dhidden).norm(dim=-1), _ERROR_DIGITS)
-
-
-def _difference(actual: Tensor | None, exact: Tensor | None) -> list[float]:
-    """Return the difference of each token; NaN where either value is none."""
-    assert actual is not None and exact is not None, "a result is missing"
-    if actual.shape != exact.shape:
-        raise ValueError(f"expected the shape {tuple(exact.shape)}, got {tuple(actual.shape)}")
-    return _numbers(actual.double() - exact, _ERROR_DIGITS)
-
-
-def _numbers(x: Tensor, digits: int) -> list[float]:
-    return [_rounded(value, digits) for value in x.flatten().tolist()]
+def _numbers(x: Tensor | None, digits: int = _ERROR_DIGITS) -> list[float]:
+    return [] if x is None else [_rounded(value, digits) for value in x.flatten().tolist()]
 
 
 def _rounded(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
-
-
-def _entry(case: Case, exact: Result, rows: list[AccuracyRow]) -> AccuracyTable:
-    assert exact.logprobs is not None
-    entropy, dhidden = exact.entropy, exact.dhidden
-    return AccuracyTable(
-        **case.facts(),
-        reference="float64",
-        logprobs=_numbers(exact.logprobs, _EXACT_DIGITS),
-        entropy=[] if entropy is None else _numbers(entropy, _EXACT_DIGITS),
-        dhidden=[] if dhidden is None else _numbers(dhidden.norm(dim=-1), _EXACT_DIGITS),
-        rows=rows,
-    )

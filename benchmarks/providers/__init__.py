@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.providers import bare_gemms, cce, compile, eager, liger, ours, quack, torch_lce, trl
+from benchmarks.providers import bare_gemms, cce, eager, liger, ours, quack, torch_lce, trl
 from benchmarks.providers.base import Provider
 
 PROVIDERS: dict[str, Provider] = {
@@ -12,7 +12,7 @@ PROVIDERS: dict[str, Provider] = {
         *ours.OURS_ALL,
         eager.EAGER,
         eager.EAGER_ENTROPY,
-        compile.COMPILE,
+        eager.COMPILE,
         torch_lce.TORCH_LCE,
         trl.TRL,
         liger.LIGER,

@@ -1,7 +1,8 @@
-"""Full logits and autograd."""
+"""Full logits and autograd; and the same under torch.compile."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from benchmarks.exact import softcapped
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
+from benchmarks.shapes import Case
 from grpo_kernels import policy_loss
 
 Head = Callable[[Tensor, Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor | None]]
@@ -66,6 +68,17 @@ def finish(problem: Problem, logprobs: Tensor, entropy: Tensor | None = None) ->
     return with_gradients(problem, loss, loss=loss)
 
 
+def _run_compiled(problem: Problem) -> Result:
+    return run_with(_compiled(problem.case))(problem)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(case: Case) -> Head:
+    """Compile the head anew for a case, so that no other case's graph or limit affects it."""
+    torch._dynamo.reset()
+    return torch.compile(head, dynamic=False)
+
+
 EAGER = Provider(
     name="eager",
     note="full logits, fp32 log_softmax, autograd; no entropy in a loss",
@@ -76,4 +89,11 @@ EAGER_ENTROPY = Provider(
     note="the same, and in a loss the mean entropy for the log, which ours and trl also compute",
     run=run_with(head, entropy_metric=True),
     unable=lambda case: None if case.work.kind == "loss" else "as eager",
+)
+COMPILE = Provider(
+    name="compile",
+    note="torch.compile of eager's head, its defaults, each shape by itself (dynamic=False); "
+    "the loss on top is eager; no entropy in a loss",
+    run=_run_compiled,
+    slow_start=True,
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
@@ -38,8 +39,12 @@ def _run(problem: Problem, schedule: str, settings: dict[str, Any]) -> Result:
 
 def run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
     """Run a loss forward and backward; ``settings`` are those of ``linear_policy_loss``."""
-    loss, _ = _call(linear_policy_loss, problem, settings)
+    loss = policy_loss_of(problem, settings)
     return with_gradients(problem, loss, loss=loss)
+
+
+def policy_loss_of(problem: Problem, settings: dict[str, Any]) -> Tensor:
+    return _call(linear_policy_loss, problem, settings).loss
 
 
 def _call(function: Callable[..., Any], problem: Problem, settings: dict[str, Any]) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.training.task import TrainingConfig
 
 _BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
+MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.3}  # vLLM's, of the device's memory
 _CACHE = 256 << 20  # bytes of keys and values that are enough on a CPU
 NOT_INSTALLED = "not measured: vLLM is not installed here; `make bench-vllm` installs it"
 
@@ -44,11 +46,6 @@ def vllm_arguments(config: TrainingConfig, device: str) -> dict[str, Any]:
     return settings
 
 
-def memory_share(device: str) -> float:
-    """Return vLLM's share of the device's memory."""
-    return 0.1 if device == "cpu" else 0.3
-
-
 def _continuous(config: TrainingConfig, device: str) -> dict[str, Any]:
     blocks = {"num_blocks": 4 * config.sequences, "max_batch_tokens": 8 * longest(config)}
     return {
@@ -61,13 +58,13 @@ def _colocated(config: TrainingConfig, device: str) -> dict[str, Any]:
     return {
         "use_vllm": True,
         "vllm_max_model_length": longest(config),
-        "vllm_gpu_memory_utilization": memory_share(device),
+        "vllm_gpu_memory_utilization": MEMORY_SHARE[device],
         "vllm_engine_kwargs": vllm_arguments(config, device),
     }
 
 
-def _server(config: TrainingConfig, device: str) -> dict[str, Any]:
-    return {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
+def _server(config: TrainingConfig, device: str, **more: Any) -> dict[str, Any]:
+    return {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0, **more}
 
 
 ENGINES = (
@@ -101,6 +98,6 @@ ENGINES = (
         note="the same with overlap_generation: what is left of the wait",
         sent=True,
         server=True,
-        settings=lambda config, device: _server(config, device) | {"overlap_generation": True},
+        settings=partial(_server, overlap_generation=True),
     ),
 )

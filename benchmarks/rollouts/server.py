@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollouts.engines import longest, memory_share, vllm_arguments
+from benchmarks.rollouts.engines import MEMORY_SHARE, longest, vllm_arguments
 from benchmarks.training.task import TrainingConfig, make_model, make_tokenizer
 
 _COMMAND = "from grpo_trainer.cli.train import main; main()"
@@ -44,7 +44,7 @@ def _options(config: TrainingConfig, device: str, folder: Path, port: int) -> li
         "port": port,
         "dtype": "float32" if device == "cpu" else "bfloat16",
         "max_model_len": longest(config),
-        "gpu_memory_utilization": memory_share(device),
+        "gpu_memory_utilization": MEMORY_SHARE[device],
         **vllm_arguments(config, device),
     }
     words = []

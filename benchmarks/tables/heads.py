@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks import text
-from benchmarks.figures import BARE, QUOTED, Figures, case, fastest, figures, is_ours, leanest
+from benchmarks.figures import BARE, QUOTED, Figures, fastest, figures, is_ours, leanest
 from benchmarks.results import Table
 from benchmarks.shapes import DTYPES
 from benchmarks.tables.columns import column, in_order, join, names
@@ -49,6 +49,8 @@ def headline(tables: Sequence[Table], every: bool = False) -> str:
 
 def cases(tables: Sequence[Table]) -> str:
     """Show a line per case: ours and the best baseline, in time and in memory."""
+    if not tables:
+        return ""
     header = [
         "work", "model", "T", "dtype", "bare",
         "x bare: ours", "ours-input", "fastest baseline",
@@ -105,7 +107,7 @@ def _standing(name: str, found: Sequence[dict[str, Figures]]) -> list[str]:
     sizes = [(rows[name].extra, rows["ours"].extra) for rows in found if {name, "ours"} <= {*rows}]
     return [
         text.bold(name) if name in QUOTED else name,
-        str(sum(x.times is not None for x in mine)),
+        str(sum(x.median is not None for x in mine)),
         *(_middle(_ratios(found, name, base)) for base in (BARE, *QUOTED)),
         _middle([size / ours for size, ours in sizes if size is not None and ours and ours > 0]),
         text.error(max(values, default=None)),
@@ -143,27 +145,10 @@ def schedules(tables: Sequence[Table]) -> str:
         # files that do not say are older than the choice
         chosen = (ours.row.schedule or "one_pass") if ours else ""
         one = ours if chosen == "one_pass" else rows.get("ours-one-pass")
-        if not (one and two and one.times and two.times):
+        if not (one and two and one.median and two.median):
             continue
         times = column("", [one, two], lambda x: x.median, text.duration)[1]
         sizes = column("", [one, two], lambda x: x.extra, text.mib)[1]
         place = [table.work, table.model, str(table.tokens), table.dtype]
         lines.append([*place, *times, *sizes, chosen])
     return text.table(header, lines) if lines else ""
-
-
-def line(table: Table) -> str:
-    """Write one case in a line of a terminal."""
-    rows = figures(table)
-    parts = [str(case(table))]
-    if BARE in rows and rows[BARE].times:
-        parts.append(f"bare GEMMs {text.duration(rows[BARE].median)}")
-    for name in QUOTED:
-        if name in rows and (ratio := rows[name].to(BARE)):
-            parts.append(f"{name} {text.ratio(ratio)}x")
-    others = [x for x in rows.values() if x.name != BARE and not is_ours(x.name) and x.to("ours")]
-    over_ours = (f"{x.name} {text.ratio(x.to('ours'))}x" for x in others[:3])
-    parts.append(", ".join(over_ours) or "no baseline ran")
-    if failed := [x.name for x in rows.values() if x.row.failure]:
-        parts.append(f"FAILED: {', '.join(failed)}")
-    return " | ".join(parts)

@@ -13,8 +13,9 @@ from benchmarks.figures import (
     Spread,
     accuracy_figures,
     here,
+    medians,
+    ratio,
     spread,
-    times,
     within,
 )
 from benchmarks.results import AccuracyTable, RolloutsEntry, SavingsTable, TrainingTable
@@ -40,11 +41,10 @@ def _training(table: TrainingTable) -> str:
     rows = here(table.rows)
     columns = [names(row.provider for row in rows)]
     for phase in ("", "generate", "train"):
-        found = [times(rows, phase).get(row.provider) for row in rows]
-        ratios = (x.to.get("ours") if x else None for x in found)
+        timed, found = medians(rows, phase), [row.provider for row in rows]
         columns += [
-            (f"{phase or 'step'}: median", [text.duration(x.median) if x else "" for x in found]),
-            ("x ours", [text.ratio(ratio) for ratio in ratios]),
+            (f"{phase or 'step'}: median", [text.duration(timed.get(name)) for name in found]),
+            ("x ours", [text.ratio(ratio(timed, name, "ours")) for name in found]),
         ]
     columns += [
         ("train: peak MiB", [text.mib((row.memory or {}).get("train")) for row in rows]),
@@ -76,12 +76,11 @@ def _savings_caption(table: SavingsTable) -> str:
 
 
 def _savings(table: SavingsTable) -> str:
-    timed, lines = times(table.rows), []
+    timed, lines = medians(table.rows), []
     for row in here(table.rows):
-        found = timed.get(row.provider)
-        ratio = found.to.get(row.base) if found and row.base else None
-        time = text.duration(found.median) if found else f"FAILED: {row.failure}"
-        beside = f"{text.ratio(ratio)} x {row.base}" if ratio else ""
+        saved = ratio(timed, row.provider, row.base)
+        time = text.duration(timed.get(row.provider)) or f"FAILED: {row.failure}"
+        beside = f"{text.ratio(saved)} x {row.base}" if saved else ""
         lines.append([row.provider, row.note, time, beside, error_list(row.errors)])
     return text.table(["", "what is computed", "median", "time", "errors"], lines)
 
@@ -199,6 +198,8 @@ _ROLLOUTS_LEGEND = (
 
 def rollouts(entries: Sequence[RolloutsEntry]) -> str:
     """Show a table per model, from the smallest, and what the lines mean."""
+    if not entries:
+        return ""
     engines, parts = [engine.name for engine in ENGINES], [_ROLLOUTS_LEGEND]
     ordered = sorted(entries, key=lambda x: (x.parameters, engines.index(x.engine)))
     sizes = {x.model: x.parameters for x in ordered}  # of those that did not fail, the last

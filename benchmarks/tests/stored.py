@@ -97,36 +97,6 @@ def accuracy(**changes: Any) -> dict[str, Any]:
     }
 
 
-def training() -> dict[str, Any]:
-    phases = {"generate": [0.5, 0.5], "train": [0.7, 0.9]}
-    return {
-        "model": "qwen2-shaped, 2 layers",
-        "tokens": 512,
-        "dtype": "fp32",
-        "sequences": 8,
-        "prompt_tokens": 32,
-        "completion_tokens": 64,
-        "micro_batches": 2,
-        "optimizer": "adamw",
-        "reference": "float32, full logits",
-        "rows": [
-            row("ours", [1.2, 1.4], phases=phases, grad_norm=[0.5, 0.25]),
-            row("trl", [2.6, 2.6], phases={"train": [1.6]}),
-            row("trl-liger", absent="needs a GPU"),
-        ],
-    }
-
-
-def savings() -> dict[str, Any]:
-    rows = [
-        row("all", [2.0, 2.2, 1.9], base=None),
-        row("masked", [1.0, 1.1, 0.9], base="all"),
-        row("lora", base="frozen", failure="error of loss 2e-1"),
-    ]
-    known = ("model", "tokens", "hidden", "vocabulary", "dtype", "reference", "rows")
-    return {name: value for name, value in table(rows).items() if name in known}
-
-
 def rollouts(engine: str, **changes: Any) -> dict[str, Any]:
     return {
         "engine": engine,

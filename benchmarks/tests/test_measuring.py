@@ -76,8 +76,6 @@ def test_half_of_the_tokens_matter():
     masked, zero = (make_problem(case(f"dapo-{rows}")) for rows in ("masked", "zero"))
     assert masked.mask.sum() == 16 and masked.half().mask.sum() == 8
     assert (zero.advantages == 0).sum() == 2
-    assert case("dapo-masked").flop == case("dapo").flop / 2
-    assert case("dapo-frozen").flop == case("logprobs").flop * 2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -185,8 +183,8 @@ def test_samples_are_replayed(tmp_path):
     """In a process of its own: beside other workers pytest-benchmark measures nothing."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
-        "from benchmarks.replay import CLOCK, replay\n\n"
-        "@pytest.mark.benchmark(timer=CLOCK.read)\n"
+        "from benchmarks.replay import clock, replay\n\n"
+        "@pytest.mark.benchmark(timer=clock)\n"
         "def test_it(benchmark):\n"
         "    replay(benchmark, [0.25, 0.5, 1.0])\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -14,7 +13,7 @@ from benchmarks.check import compare, reference
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import Provider
-from benchmarks.providers.baselines import lacking, loss_arguments
+from benchmarks.providers.baselines import loss_arguments
 from benchmarks.shapes import DTYPES, MODELS, Case, Model
 from benchmarks.work import WORKS
 from grpo_kernels import LossConfig
@@ -103,17 +102,6 @@ def test_gspo_is_the_baselines_grpo_over_ratios_of_sequences():
     assert arguments["epsilon_high"] == arguments["epsilon_low"]
 
 
-@every_provider
-def test_without_its_package_it_is_absent(name, monkeypatch):
-    def missing(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    package = PROVIDERS[name].package
-    if package is not None:
-        assert PROVIDERS[name].absent("cpu") == f"{package} is not installed"
-
-
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_gpu_only_ones_say_so_on_a_cpu(name):
     assert PROVIDERS[name].missing("cpu") == "needs a GPU"
@@ -131,11 +119,6 @@ def test_what_the_gpu_lacks_is_said(name, monkeypatch):
         lambda name: None if "nvidia" in name else "1.0",
     )
     assert missing("cuda") == "needs nvidia-cutlass-dsl"
-
-
-def test_lacking_names_what_is_not_installed():
-    assert lacking("torch") is None
-    assert lacking("torch", "not-a-package", "nor-this") == "needs not-a-package, nor-this"
 
 
 def test_an_older_torch_has_no_linear_cross_entropy(monkeypatch):

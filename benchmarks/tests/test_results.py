@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import environment as machine
-from benchmarks.accuracy import measure_accuracy
+from benchmarks.accuracy.measure import measure_accuracy
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import RESULTS, Collector, Row, Table, load, load_run
 from benchmarks.shapes import MODELS, Case
-from benchmarks.tests.stored import NEWER, accuracy, device, row, run, savings, table, training
+from benchmarks.tests.stored import NEWER, device, row, run, table
 from benchmarks.work import WORKS
 
 
@@ -50,12 +50,6 @@ def test_a_stored_file_is_well_formed(path: Path) -> None:
             r"work: expected one of logprobs, .* got 'fly'.*tables\[0\]",
         ),
         (run([table([], tokens="many")]), "Expected `int`, got `str`.*tokens"),
-        (run([], accuracy=[accuracy(logprobs=[-1.0])]), "logprobs: expected 4 values, got 1"),
-        (
-            run([], accuracy=[accuracy(rows=[row("ours", entropy=[0.0])])]),
-            "entropy of ours: expected 4 values, got 1",
-        ),
-        (run([], accuracy=[accuracy(model="huge")]), "model: expected one of .* got 'huge'"),
     ],
 )
 def test_a_broken_file_is_an_error(tmp_path: Path, data: Any, message: str) -> None:
@@ -80,16 +74,6 @@ def test_the_newest_file_that_has_a_case_counts(tmp_path: Path) -> None:
     assert found["bf16"].rows[0].seconds == [1.0] and found["bf16"].environment.day == "2026-01-02"
 
 
-def test_every_kind_is_read(tmp_path: Path) -> None:
-    tests = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 2.0}
-    lists = {"training": [training()], "accuracy": [accuracy()], "savings": [savings()]}
-    found = device(tmp_path, run([table([])], tests=tests, **lists))
-    assert found.runs[0].tests.passed == 3 and found.environment.where == "Test CPU, 2 threads"
-    assert found.training[0].rows[0].grad_norm == [0.5, 0.25]
-    assert found.accuracy[0].work == "logprobs-entropy" and not found.accuracy[0].of_gradients
-    assert found.savings[0].rows[1].base == "all"
-
-
 def test_what_is_collected_can_be_read(tmp_path: Path) -> None:
     """Every token too, a list of numbers in a line; and the NaN of a failure."""
     case = Case(MODELS["tiny"], 32, "bf16", WORKS["logprobs-entropy"])
@@ -99,7 +83,6 @@ def test_what_is_collected_can_be_read(tmp_path: Path) -> None:
     collector = Collector(tmp_path, "cpu")
     collector.add("accuracy", measured)
     collector.add("tables", failed)
-    collector.add_tests({"passed": 1, "failed": 0, "skipped": 0, "seconds": 0.5})
     found = load_run(collector.path)
     assert found.accuracy[0].rows == measured.rows and found.accuracy[0].logprobs
     assert math.isnan(found.tables[0].rows[0].errors["loss"])

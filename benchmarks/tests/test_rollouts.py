@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from benchmarks import child
-from benchmarks.rollouts import ENGINES, measure_rollouts, pairs, run
-from benchmarks.rollouts.sizes import sizes
+from benchmarks.rollouts.engines import ENGINES
+from benchmarks.rollouts.measure import SIZES, measure_rollouts, pairs, run
 from benchmarks.tests.stored import NEWER, device, rollouts
 from benchmarks.tests.stored import run as stored_run
 from benchmarks.training.task import TrainingConfig
@@ -28,18 +28,18 @@ def test_the_newest_of_each_engine_counts(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_measured(device):
-    *_, largest = sizes(device)
+    *_, largest = SIZES[device]
     found = [(engine.name, size) for engine, size in pairs(device, full=True)]
     assert {name for name, size in found if size == largest} == {x.name for x in ENGINES}
     # what an update costs depends on the size; the other engines get none
-    assert all(("vllm-server", size) in found for size in sizes(device))
+    assert all(("vllm-server", size) in found for size in SIZES[device])
     assert [size for name, size in found if name == "transformers"] == [largest]
     assert len(pairs(device, full=False)) == len(ENGINES)
 
 
 def test_a_run():
     [engine] = [engine for engine in ENGINES if engine.name == "transformers"]
-    found = run.run(engine, TINY, "cpu", steps=2)
+    found = run(engine, TINY, "cpu", steps=2)
     assert found["parameters"] > 0 and found["weight_bytes"] >= 4 * found["parameters"]
     assert len(found["tokens"]) == len(found["seconds"]) == 2
     assert all(2 <= tokens <= 6 for tokens in found["tokens"])

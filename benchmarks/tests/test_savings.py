@@ -31,8 +31,8 @@ def test_every_variant_is_right_and_timed(dtype):
 def test_a_wrong_result_is_not_timed(name, monkeypatch):
     right = Variant.run
 
-    def wrong(self, task):
-        result = right(self, task)
+    def wrong(self, *inputs):
+        result = right(self, *inputs)
         return (
             result
             if self.name != name
@@ -47,7 +47,7 @@ def test_a_wrong_result_is_not_timed(name, monkeypatch):
 
 
 def test_what_raises_is_a_result(monkeypatch):
-    def fails(row, variant, task):
+    def fails(*arguments):
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(savings, "_check", fails)

@@ -9,12 +9,11 @@ import pytest
 
 from benchmarks import report as command
 from benchmarks import text
-from benchmarks.figures import accuracy_figures, figures, times
+from benchmarks.figures import accuracy_figures, figures
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.report import headline, report, show
 from benchmarks.results import load
 from benchmarks.rollouts.engines import NOT_INSTALLED
-from benchmarks.shapes import Case, Model
 from benchmarks.tables import heads, others
 from benchmarks.tests.stored import (
     NEWER,
@@ -26,12 +25,9 @@ from benchmarks.tests.stored import (
     row,
     rows,
     run,
-    savings,
     table,
-    training,
     write,
 )
-from benchmarks.work import WORKS
 
 
 def test_figures(tmp_path: Path) -> None:
@@ -39,19 +35,13 @@ def test_figures(tmp_path: Path) -> None:
     by_name = figures(found)
     assert list(by_name) == ["bare-gemms", "ours", "eager", "trl", "cce"]
     ours, trl = by_name["ours"], by_name["trl"]
-    assert (ours.times.median, ours.times.minimum, ours.times.maximum) == (2.2, 2.0, 2.3)
-    assert trl.times.to == pytest.approx(
+    assert ours.median == 2.2
+    assert {name: trl.to(name) for name in trl.medians} == pytest.approx(
         {"bare-gemms": 2.0, "ours": 4.0 / 2.2, "eager": 4.0 / 2.6, "trl": 1.0}
     )
     assert ours.extra == 200 * 2**20
     assert (ours.value_error, ours.gradient_error) == (1e-9, 9e-7)
-    assert by_name["cce"].times is None and by_name["cce"].extra is None
-
-
-def test_half_of_the_rows_are_half_of_the_work() -> None:
-    model = Model("tiny", 32, 257)
-    whole, half = (Case(model, 1024, "fp32", WORKS[name]) for name in ("dapo", "dapo-masked"))
-    assert half.flop == whole.flop / 2
+    assert by_name["cce"].median is None and by_name["cce"].extra is None
 
 
 def test_cases_and_headline(tmp_path: Path) -> None:
@@ -64,9 +54,6 @@ def test_cases_and_headline(tmp_path: Path) -> None:
     assert lines[0].startswith("|  | fp32: x bare | x ours | extra MiB | value error | gradient")
     assert lines[2].startswith("| bare-gemms | 1.00 (2.00 s) | 0.91 | 150 |  |  | 1.00 (2.00 s) |")
     assert lines[3].startswith("| **ours** | **1.10** | **1.00** | **200** | **1e-9** | **9e-7** |")
-    assert heads.line(found.tables[0]).endswith(
-        "| bare GEMMs 2.00 s | ours 1.10x | eager 1.18x, trl 1.82x | FAILED: cce"
-    )
     assert lines[6] == "| cce | FAILED |  |  |  | 2e-1 |  |  |  |  |  |"
 
 
@@ -97,15 +84,6 @@ def test_one_pass_beside_two(tmp_path: Path) -> None:
     ]
 
 
-def test_training(tmp_path: Path) -> None:
-    found = device(tmp_path, run([], training=[training()]))
-    lines = others.training(found.training).splitlines()
-    ours = "| **ours** | 1.30 s | 1.00 | 500 ms | 1.00 | 800 ms | 1.00 |"
-    assert lines[4] == f"{ours} 0.5, 0.25 |"
-    assert lines[5].startswith("| trl | 2.60 s | 2.00 |  |  | 1.60 s | 2.00 |")
-    assert lines[-1] == "Not here: trl-liger (needs a GPU)."
-
-
 def test_accuracy(tmp_path: Path) -> None:
     found = device(tmp_path, run([], accuracy=[accuracy()]))
     lines = others.accuracy_table(found.accuracy[0]).splitlines()
@@ -133,11 +111,6 @@ def test_rows_without_a_gradient_have_no_relative_error(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "| **ours** |  | **1e-3** |" not in others.accuracy([found])
     assert "rows of dhidden, p > 0.98: median" in others.accuracy([found])
-
-
-def test_savings(tmp_path: Path) -> None:
-    said = others.savings(device(tmp_path, run([], savings=[savings()])).savings)
-    assert "0.50 x all" in said and "FAILED: error of loss 2e-1" in said
 
 
 def test_rollouts(tmp_path: Path) -> None:
@@ -179,7 +152,6 @@ def test_numbers_are_written_short() -> None:
     assert digits == ["1234", "12.3", "0.0123", "0"]
     assert [text.error(x) for x in (9.4e-7, 0.0, float("nan"))] == ["9e-7", "0", "nan"]
     assert [text.duration(x) for x in (2.0, 0.5, 1e-4)] == ["2.00 s", "500 ms", "0.100 ms"]
-    assert times([]) == {}
 
 
 def test_plots(tmp_path: Path) -> None:
@@ -201,16 +173,13 @@ def test_the_command(
         pytest.importorskip("matplotlib")
     else:
         monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    found = device(
-        tmp_path, run([table(rows())], tests=dict(passed=3, failed=0, skipped=1, seconds=2))
-    )
+    found = device(tmp_path, run([table(rows())]))
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     command.main()
     printed = capsys.readouterr().out
-    assert "1 cases of 1 runs" in printed and "bare GEMMs 2.00 s | ours 1.10x" in printed
+    assert "1 cases of 1 runs" in printed and "| 2.00 s | **1.10** |" in printed
     assert ("matplotlib is not installed" in printed) != plots
     assert (tmp_path / "test-cpu" / "time.png").exists() == plots
     written = (tmp_path / "test-cpu" / "report.md").read_text()
     assert written == report(found) and "# Test CPU, 2 threads" in written
-    assert "Tests: 3 passed, 0 failed, 1 skipped." in written
     assert "## dapo, qwen2.5-0.5b, T = 1024" in written

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
 
-from benchmarks.training import FULL, FULL_GPU, PROVIDERS, QUICK, choose, measure_training
-from benchmarks.training.batch import compare, failure, make_reference
-from benchmarks.training.isolation import own_globals
-from benchmarks.training.providers import OURS, TRL
-from benchmarks.training.task import make_model
+from benchmarks.check import why_wrong
+from benchmarks.training.batch import compare, make_reference
+from benchmarks.training.measure import Contestant, measure_training
+from benchmarks.training.providers import OURS, PROVIDERS, TRL
+from benchmarks.training.task import FULL, FULL_GPU, QUICK, choose, make_model
 
 TINY = dataclasses.replace(
     QUICK, hidden=32, intermediate=64, vocabulary=512, prompt_tokens=4, completion_tokens=6
@@ -47,29 +46,18 @@ def dawdling(job):
     )
 
 
-def incomplete(job):
-    """Fail as a baseline does when a module that it imports is missing."""
-    try:
-        importlib.import_module("no_such_module")
-    except ImportError as error:
-        raise RuntimeError("cannot import the trainer") from error
-
-
 BROKEN = {
     "wrong": (dataclasses.replace(OURS, inputs=wrong_inputs), "error of loss 2.0e-01, gradient 2"),
     "raising": (dataclasses.replace(OURS, build=raising), "RuntimeError: broken on purpose"),
     "late": (dataclasses.replace(OURS, build=raising_later), "broken in the second step"),
     "short": (dataclasses.replace(OURS, build=dawdling), "completions of [5.0] tokens; expected 6"),
 }
-ABSENT = {
-    "known": dataclasses.replace(OURS, requires=("no_such_module",)),
-    "found out": dataclasses.replace(OURS, build=incomplete),
-}
+MISSING = dataclasses.replace(OURS, requires=("no-such-package",))
 
 
 @pytest.fixture(scope="module")
 def entry():
-    changed = {name: provider for name, (provider, _) in BROKEN.items()} | ABSENT
+    changed = {name: provider for name, (provider, _) in BROKEN.items()} | {"missing": MISSING}
     named = [dataclasses.replace(provider, name=name) for name, provider in changed.items()]
     return measure_training(TINY, "cpu", rounds=1, providers=[*PROVIDERS, *named])
 
@@ -100,7 +88,7 @@ def test_rows_are_complete_and_losses_agree(entry, provider):
 @pytest.mark.parametrize("name", ("ours-liger", "trl-liger"))
 def test_a_gpu_provider_says_so_on_a_cpu(entry, name):
     row = row_of(entry, name)
-    assert row.absent.endswith(("needs a GPU", "not installed")) and row.seconds == []
+    assert row.absent.endswith(("needs a GPU", "liger-kernel")) and row.seconds == []
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -110,30 +98,32 @@ def test_the_failure_stands_in_place_of_a_time(entry, name):
     assert row.absent is None and BROKEN[name][1] in row.failure
 
 
-@pytest.mark.parametrize("name", ABSENT)
-def test_what_is_not_installed_is_named(entry, name):
-    row = row_of(entry, name)
-    assert row.absent == "no_such_module not installed"
+def test_what_is_not_installed_is_named(entry):
+    row = row_of(entry, "missing")
+    assert row.absent == "needs no-such-package"
     assert row.failure is None and row.seconds == []
 
 
 def test_a_nan_or_a_missing_gradient_fails():
     exact = make_reference(TINY, "cpu")
     model, loss = make_model(TINY), torch.tensor(exact.loss)
-    assert "gradient 1.0e+00" in failure(compare(model, loss, exact), "fp32")
-    assert "loss nan" in failure(compare(model, loss * float("nan"), exact), "fp32")
+    assert "gradient 1.0e+00" in why_wrong(compare(model, loss, exact), "fp32")
+    assert "loss nan" in why_wrong(compare(model, loss * float("nan"), exact), "fp32")
 
 
 def test_patches_stay_with_their_trainer():
     from transformers.models.qwen2 import modeling_qwen2
 
-    own, mine = modeling_qwen2.apply_rotary_pos_emb, {}
-    with own_globals(mine):
+    seen, own = [], modeling_qwen2.apply_rotary_pos_emb
+
+    def note(contestant):
+        seen.append(modeling_qwen2.apply_rotary_pos_emb)
         modeling_qwen2.apply_rotary_pos_emb = len
-    assert modeling_qwen2.apply_rotary_pos_emb is own
-    with own_globals(mine):
-        assert modeling_qwen2.apply_rotary_pos_emb is len
-    assert modeling_qwen2.apply_rotary_pos_emb is own
+
+    first, second = (Contestant(OURS, "cpu") for _ in range(2))
+    for each in (first, second, first):
+        each.attempt(note)
+    assert seen == [own, own, len] and modeling_qwen2.apply_rotary_pos_emb is own
 
 
 def test_no_round_begins_after_the_deadline():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,8 +14,9 @@ import torch
 
 from benchmarks.problem import make_problem
 from benchmarks.shapes import MODELS, Case, Model
-from benchmarks.tune import chunks, command, sweep, table
-from benchmarks.tune.contest import Candidate, DeviceLostError, choose, gain, hold
+from benchmarks.tune import __main__ as command
+from benchmarks.tune import chunks, sweep, table
+from benchmarks.tune.contest import Candidate, DeviceLostError, choose, difference, hold
 from benchmarks.tune.sweep import CHUNK, Entry, settings
 from benchmarks.work import WORKS
 from grpo_kernels.backends.configs.linear import LINEAR_KERNELS, default_config
@@ -35,6 +34,11 @@ ENVIRONMENT = {
     "versions": {"torch": "2.11.0", "triton": "3.6.0", "trl": None},
 }
 SOURCE = {"device_class": "sm_90", "environment": ENVIRONMENT}
+EMPTY = {"MEASURED_ON": {}, "ROW_CONFIGS": {}, "LINEAR_CONFIGS": {}, "CHUNK_ROWS": {}}
+FUSED = (128, 128, 64, 4, 3, 2, 16, 16, 1, 0)
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off"
+)
 
 
 def candidate(value: tuple[int, ...], check: Callable[[], str | None]) -> Candidate:
@@ -55,7 +59,7 @@ def never() -> bool:
 
 def test_the_fastest_replaces_the_default_where_its_lead_is_clear() -> None:
     trials = hold(right(4, 1, 2, 8, 16), timer({4: 1.0, 1: 0.9, 2: 0.8, 8: 1.2, 16: 5.0}), never)
-    assert choose(trials) == (2,) and gain(trials) == pytest.approx(1.25)
+    assert choose(trials) == (2,)
     # three finalists and the default were timed again
     assert {trial.value[0] for trial in trials if trial.final} == {1, 2, 4}
 
@@ -63,7 +67,7 @@ def test_the_fastest_replaces_the_default_where_its_lead_is_clear() -> None:
 @pytest.mark.parametrize("times", ({4: 1.0, 2: 0.98}, {4: 1.0, 2: 1.0}, {4: 1.0, 2: 3.0}))
 def test_the_default_stays_where_the_lead_may_be_noise(times: dict[int, float]) -> None:
     trials = hold(right(4, 2), timer(times), never)
-    assert choose(trials) == (4,) and gain(trials) == 1.0
+    assert choose(trials) == (4,)
 
 
 def test_luck_in_the_first_round_is_not_enough() -> None:
@@ -97,7 +101,7 @@ def test_wrong_results_and_errors_are_out() -> None:
 
 def test_a_default_that_fails_stays_in_the_table() -> None:
     trials = hold([candidate((4,), lambda: "wrong"), *right(2)], timer({2: 1.0}), never)
-    assert choose(trials) == (4,) and gain(trials) == 1.0
+    assert choose(trials) == (4,)
 
 
 def test_a_fault_of_the_device_ends_the_contest() -> None:
@@ -124,55 +128,51 @@ def test_a_sweep_goes_on_after_a_failure_and_stops_when_the_device_is_lost() -> 
     assert entries[1].skipped == "MemoryError: the tile does not fit"
     assert entries[2].skipped == "the default failed: wrong"
     assert entries[3].skipped.startswith("DeviceLostError")
-    assert entries[4].skipped.startswith(f"not reached: the device was lost at {chosen[3]}")
+    assert entries[4].skipped == f"not reached: the device was lost at {chosen[3].key}"
     late = list(sweep.sweep(chosen[:1], make, timer({}), never, end=0.0))
     assert late[0].skipped == "not reached: the time was up"
 
 
 def test_every_kernel_dtype_and_vocabulary_is_a_setting() -> None:
     chosen = settings()
-    assert len(set(chosen)) == len(chosen) == 24 + 14
+    assert len({setting.part + str(setting.key) for setting in chosen}) == len(chosen) == 24 + 14
     assert {setting.kernel for setting in chosen} == {*ROW_KERNELS, *LINEAR_KERNELS, CHUNK}
-    assert {setting.width for setting in chosen} == {None, "narrow", "wide"}
     for setting in chosen:
-        assert vocabulary_class(setting.head.vocabulary) == setting.head.name
+        assert vocabulary_class(setting.head.vocabulary) == setting.head.name == setting.key[-1]
+        wide = "wide" if setting.head.hidden > 4000 else "narrow"
+        assert (setting.kernel in LINEAR_KERNELS) == (setting.key[-2] == wide)
 
 
 def entries() -> list[Entry]:
-    """Return entries of three kernels and the chunks; the second value is twice as fast."""
-    made = []
+    """Return an entry of each kind; the second value is twice as fast. And one without a place."""
     contests = {
-        "stats": [(4, 4), (8, 2)],
-        "linear": [(128, 256, 64, 8, 3, 2, 8, 16, 1, 0), (128, 128, 64, 4, 3, 2, 16, 16, 1, 0)],
-        "linear_softcap": [(128, 256, 64, 8, 3, 2, 8, 16, 1, 0), ()],
-        CHUNK: [(4096,), (2048,)],
+        ("ROW_CONFIGS", ("stats", 32, "medium")): [(4, 4), (8, 2)],
+        ("LINEAR_CONFIGS", ("linear", 32, "narrow", "medium")): [(1,) * 10, FUSED],
+        ("LINEAR_CONFIGS", ("linear_softcap", 32, "narrow", "medium")): [(1,) * 10, ()],
+        ("CHUNK_ROWS", (32, "medium")): [(4096,), (2048,)],
     }
-    for kernel, values in contests.items():
+    made = []
+    for (part, key), values in contests.items():
         trials = hold(
             [candidate(value, lambda: None) for value in values],
             lambda run, first=values[0]: 1.0 if run() == first else 0.5,
             never,
         )
-        facts = dict(kernel=kernel, bits=32, vocabulary="medium", columns=151936)
-        width = "narrow" if kernel.startswith("linear") else None
-        made.append(Entry(**facts, width=width, trials=trials))
-    skipped = Entry(kernel="dlogits", bits=32, vocabulary="small", columns=9, skipped="no time")
+        made.append(Entry(part=part, key=key, trials=trials))
+    skipped = Entry(part="ROW_CONFIGS", key=("dlogits", 32, "small"), skipped="no time")
     return [*made, skipped]
-
-
-EMPTY = table.Table(measured_on={}, row_configs={}, linear_configs={}, chunk_rows={})
 
 
 def test_the_table_survives_being_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "row_configs.py"
     new = sweep.updated(EMPTY, SOURCE, entries())
-    assert new.row_configs == {("sm_90", "stats", 32, "medium"): (8, 2)}
-    assert new.linear_configs == {
-        ("sm_90", "linear", 32, "narrow", "medium"): (128, 128, 64, 4, 3, 2, 16, 16, 1, 0),
+    assert new["ROW_CONFIGS"] == {("sm_90", "stats", 32, "medium"): (8, 2)}
+    assert new["LINEAR_CONFIGS"] == {
+        ("sm_90", "linear", 32, "narrow", "medium"): FUSED,
         ("sm_90", "linear_softcap", 32, "narrow", "medium"): (),
     }
-    assert new.chunk_rows == {("sm_90", 32, "medium"): 2048}
-    assert new.measured_on["sm_90"] == {
+    assert new["CHUNK_ROWS"] == {("sm_90", 32, "medium"): 2048}
+    assert new["MEASURED_ON"]["sm_90"] == {
         "device": "Test GPU",
         "date": "2026-01-02",
         "commit": "0123456789ab",
@@ -180,48 +180,34 @@ def test_the_table_survives_being_written_and_read(tmp_path: Path) -> None:
         "triton": "3.6.0",
     }
     for written in (EMPTY, new):
-        written.write(path)
+        table.write(written, path)
         assert table.read(path) == written
 
 
 def test_a_device_is_replaced_as_a_whole_and_others_stay() -> None:
     old = sweep.updated(EMPTY, {**SOURCE, "device_class": "gfx942"}, entries())
     old = sweep.updated(old, SOURCE, entries())
-    stale = {("sm_90", "dlogits", 16, "small"): (2, 2)}
-    old = table.Table(**{**vars(old), "row_configs": {**old.row_configs, **stale}})
+    old["ROW_CONFIGS"]["sm_90", "dlogits", 16, "small"] = (2, 2)
     new = sweep.updated(old, SOURCE, entries())
-    assert set(new.row_configs) == {
-        ("gfx942", "stats", 32, "medium"),
-        ("sm_90", "stats", 32, "medium"),
-    }
-    assert set(new.measured_on) == {"gfx942", "sm_90"}
-
-
-@pytest.mark.skipif(shutil.which("ruff") is None, reason="ruff is not installed")
-def test_the_table_is_formatted(tmp_path: Path) -> None:
-    for name, written in (("a", EMPTY), ("b", sweep.updated(EMPTY, SOURCE, entries()))):
-        path = tmp_path / f"{name}.py"
-        written.write(path)
-        options = ["--line-length", "100", "--isolated", str(path)]
-        run = subprocess.run(["ruff", "format", "--diff", *options], capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout
+    kept = ("stats", 32, "medium")
+    assert set(new["ROW_CONFIGS"]) == {("gfx942", *kept), ("sm_90", *kept)}
+    assert set(new["MEASURED_ON"]) == {"gfx942", "sm_90"}
 
 
 def test_the_table_in_the_package_is_what_the_writer_writes() -> None:
-    assert table.PATH.read_text() == table.read().text()
+    assert table.PATH.read_text() == table.text(table.read())
 
 
 def test_the_table_follows_from_the_stored_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored = tmp_path / "tune.json"
+    stored, written = tmp_path / "tune.json", []
     stored.write_text(json.dumps({**SOURCE, "entries": [asdict(entry) for entry in entries()]}))
-    monkeypatch.setattr(table.Table, "write", lambda self: pytest.fail("a dry run writes nothing"))
-    monkeypatch.setattr(sys, "argv", ["tune", "--dry-run", "--table-from", str(stored)])
+    monkeypatch.setattr(table, "write", written.append)
+    monkeypatch.setattr(sys, "argv", ["tune", "--table-from", str(stored)])
     assert command.main() == 1  # one entry is missing
-    printed = capsys.readouterr().out
-    assert '("sm_90", "stats", 32, "medium"): (8, 2),' in printed
-    assert "1 of 5 entries are missing" in printed
+    assert written[0]["ROW_CONFIGS"]["sm_90", "stats", 32, "medium"] == (8, 2)
+    assert "1 of 5 entries are missing" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -246,44 +232,43 @@ def test_the_first_candidate_is_the_default() -> None:
         assert {config.descriptors for config in configs} == {configs[0].descriptors}
 
 
-def test_every_candidate_gives_the_defaults_result() -> None:
+def test_what_differs_is_named() -> None:
+    want = {"logp": torch.ones(4), "lse": torch.ones(4)}
+    assert difference(want, want, 1e-6) is None
+    assert (
+        difference({**want, "lse": torch.full((4,), 1.1)}, want, 0.01) == "lse differs by 1.0e-01"
+    )
+    one_wrong = {"tile": torch.ones(2000, 3)}, {"tile": torch.ones(2000, 3)}
+    one_wrong[0]["tile"][1999, 1] = 1.1
+    assert difference(*one_wrong, 0.01) == "tile differs by 1.0e-01"
+    nan = torch.tensor([1.0, 1.0, 1.0, float("nan")])
+    assert difference({**want, "logp": nan}, want, 0.01) == "logp differs by nan"
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ROW_KERNELS)
+def test_every_candidate_gives_the_defaults_result(kernel: str) -> None:
     rows = pytest.importorskip("benchmarks.tune.rows")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("the interpreter is off")
-    tile = rows.make_tile(torch.float32, 300, torch.device("cpu"), 2)
-    for kernel in ROW_KERNELS:
-        for one in rows.candidates(kernel, tile):
-            one.prepare()
-            assert one.check() is None, (kernel, one.value)
-    tile.dlogits[1, 7] = float("nan")
-    wrong = rows.candidates("dlogits", tile)[0]
-    wrong.prepare()
-    assert wrong.check() == "the gradient differs by nan"
-    tile.dloss[0, 3] = float("nan")
-    wrong = rows.candidates("loss", tile)[0]
-    wrong.prepare()
-    assert wrong.check() == "the gradient differs by nan"
-    tile.stats.entropy.add_(1.0)
-    assert rows.candidates("stats", tile)[0].check() == "entropy differs by 1.0e+00"
+    for one in rows.candidates(kernel, torch.float32, 2, 300, torch.device("cpu")):
+        one.prepare()
+        assert one.check() is None, one.value
 
 
+@interpreted
 @pytest.mark.parametrize("precision", ("fp32", "input"))
 def test_every_forward_gives_the_same_statistics(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = pytest.importorskip("benchmarks.tune.linear")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("the interpreter is off")
     monkeypatch.setattr(linear, "_SLICE", slice(5, 20))
     model = Model("small", 24, 300, softcap=5.0)
-    problem = linear.make_forward(model, 20, precision, torch.device("cpu"), torch.float16)
-    engine, pointers = (linear.candidates(problem, device) for device in ("sm_90", "sm_80"))
-    assert engine[-1].value == linear.TILES_OF_LOGITS
-    for one in (engine[0], engine[-1], pointers[0]):
-        assert one.check() is None, one.value
-        assert len(one.run().logp) == 20
-    problem.want.entropy[3] += 1.0
-    assert engine[-1].check().startswith("entropy differs by 1.0")
+    for device in ("sm_90", "sm_80"):
+        monkeypatch.setattr(linear, "device_class", lambda _, name=device: name)
+        found = linear.candidates(model, 20, precision, torch.device("cpu"), torch.float16)
+        assert found[-1].value == linear.TILES_OF_LOGITS
+        for one in (found[0], found[-1]):
+            assert one.check() is None, one.value
+            assert len(one.run().logp) == 20
 
 
 @pytest.mark.parametrize("precision", ("fp32", "input"))
@@ -293,7 +278,6 @@ def test_chunks_of_any_size_give_the_same_loss(
     monkeypatch.setattr(chunks, "_ROWS", (64, 128))
     problem = make_problem(Case(MODELS["tiny"], 256, "bf16", WORKS["dapo"]))
     for one in chunks.candidates(problem, precision):
-        one.prepare()
         assert one.check() is None, one.value
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _LOSS = LossConfig(loss_type="dapo", epsilon=0.2)
 _NOISE = 0.1  # of the old log-probabilities: no ratio comes near its bound, where rounding decides
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # relative; the body is rounded to 16 bits too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +64,6 @@ def compare(model: PreTrainedModel, loss: Tensor, exact: Reference) -> dict[str,
         "loss": abs(loss.item() - exact.loss) / abs(exact.loss),
         "gradient": (difference / total) ** 0.5,
     }
-
-
-def failure(errors: dict[str, float], dtype: str) -> str | None:
-    """Return why the errors are too large, or None; NaN is too large."""
-    allowed = TOLERANCE[dtype]
-    bad = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= allowed]
-    return f"error of {', '.join(bad)}; allowed {allowed:.0e}" if bad else None
 
 
 def _make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> SharedBatch:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
-from benchmarks.measure import describe
+from benchmarks.check import why_wrong
+from benchmarks.measure import describe, in_turns
 from benchmarks.results import TrainingRow, TrainingTable
-from benchmarks.training import batch
-from benchmarks.training.batch import Reference, make_reference
-from benchmarks.training.isolation import own_globals
+from benchmarks.training.batch import Reference, compare, make_reference
 from benchmarks.training.providers import (
     PROVIDERS,
     Job,
     TrainerProvider,
-    missing_module,
-    not_installed,
 )
 from benchmarks.training.task import TrainingConfig
 
@@ -40,19 +36,12 @@ def measure_training(
     providers: Sequence[TrainerProvider] = PROVIDERS,
     deadline: float = float("inf"),
 ) -> TrainingTable:
-    """Measure steps of every trainer.
+    """Measure ``rounds`` steps of every trainer, in turns.
 
-    Every trainer is built, compared with the reference at its initial weights, and warmed up by a
-    step. Then a round is one step of each, backwards every other time.
-
-    Args:
-        config: the shapes.
-        device: ``cpu`` or ``cuda``.
-        rounds: measured steps of each trainer.
-        providers: the trainers.
-        deadline: by ``time.monotonic()``; no round but the first begins after it.
+    Each is first compared with the reference at its initial weights, and warmed up by a step. No
+    round but the first begins after ``deadline``, by ``time.monotonic()``.
     """
-    contestants = [_Contestant(provider, device) for provider in providers]
+    contestants = [Contestant(provider, device) for provider in providers]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             config=config,
@@ -77,36 +66,37 @@ def measure_training(
             )
         finally:
             for each in contestants:
-                each.close()
-            gc.collect()
+                if each.training is not None:
+                    each.training.close()
 
 
 @dataclass
-class _Contestant:
+class Contestant:
     """One trainer and its row."""
 
     provider: TrainerProvider
     device: str
     training: PausedTraining | None = None
     steps: list[Step] = field(default_factory=list)
-    patched: dict[str, Any] = field(default_factory=dict)  # names of the model's module
+    # the names of the model's module, which Liger replaces: the others keep their own
+    patched: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         absent = self.provider.absent(self.device)
         self.row = TrainingRow(self.provider.name, self.provider.note, absent=absent)
 
-    def attempt(self, call: Callable[[_Contestant], None]) -> None:
+    def attempt(self, call: Callable[[Contestant], None]) -> None:
         """Call; an error of a trainer is its result, not the end of the others."""
+        from transformers.models.qwen2 import modeling_qwen2
+
         if not self.row.runs:
             return
         try:
-            with own_globals(self.patched):
+            with patch.dict(vars(modeling_qwen2), self.patched):
                 call(self)
+                self.patched = dict(vars(modeling_qwen2))
         except Exception as error:
-            if (name := missing_module(error)) is not None:
-                self.row.absent = not_installed(name)
-            else:
-                self.row.failure = describe(error)
+            self.row.failure = describe(error)
 
     def logged(self, name: str) -> list[float]:
         """Return what ``train()`` logged at the measured steps."""
@@ -124,13 +114,8 @@ class _Contestant:
             row.loss, row.grad_norm = self.logged("loss"), self.logged("grad_norm")
         return row
 
-    def close(self) -> None:
-        if self.training is not None:
-            self.training.close()
-            self.training = None
 
-
-def _run(contestants: list[_Contestant], job: Job, rounds: int, deadline: float) -> None:
+def _run(contestants: list[Contestant], job: Job, rounds: int, deadline: float) -> None:
     exact = make_reference(job.config, job.device)
     for each in contestants:
         each.attempt(partial(_start, job=job, exact=exact))
@@ -138,16 +123,14 @@ def _run(contestants: list[_Contestant], job: Job, rounds: int, deadline: float)
     for each in contestants:
         each.attempt(partial(_step, seed=0))
         each.steps.clear()  # that was the warm-up
-    for index in range(rounds):
-        if index > 0 and time.monotonic() > deadline:
-            break
-        for each in contestants if index % 2 == 0 else reversed(contestants):
-            each.attempt(partial(_step, seed=1 + index))
+    turns = in_turns([(each, each.steps) for each in contestants], rounds, deadline)
+    for each, steps in turns:
+        each.attempt(partial(_step, seed=1 + len(steps)))
     for each in contestants:
         each.attempt(partial(_check_lengths, expected=job.config.completion_tokens))
 
 
-def _start(each: _Contestant, job: Job, exact: Reference) -> None:
+def _start(each: Contestant, job: Job, exact: Reference) -> None:
     from benchmarks.training.paused import PausedTraining
 
     each.training = PausedTraining(each.provider.build(job), job.device)
@@ -155,18 +138,18 @@ def _start(each: _Contestant, job: Job, exact: Reference) -> None:
     with trainer.compute_loss_context_manager():
         loss = trainer.compute_loss(trainer.model_wrapped, each.provider.inputs(exact.batch))
     loss.backward()
-    each.row.errors = batch.compare(trainer.model, loss, exact)
+    each.row.errors = compare(trainer.model, loss, exact)
     trainer.model.zero_grad()
-    each.row.failure = batch.failure(each.row.errors, job.dtype)
+    each.row.failure = why_wrong(each.row.errors, job.dtype)
 
 
-def _step(each: _Contestant, seed: int) -> None:
+def _step(each: Contestant, seed: int) -> None:
     assert each.training is not None
     torch.manual_seed(seed)  # all trainers sample alike
     each.steps.append(each.training.step())
 
 
-def _check_lengths(each: _Contestant, expected: int) -> None:
+def _check_lengths(each: Contestant, expected: int) -> None:
     """Check that the work was that of all the others."""
     lengths = each.logged("completions/mean_length")
     if lengths != [float(expected)] * len(each.steps):

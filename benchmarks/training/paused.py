@@ -27,7 +27,11 @@ class Step:
         return self.generate + self.train
 
 
-class PausedTraining:
+class _Closed(BaseException):
+    """Unwinds ``train()``."""
+
+
+class PausedTraining(TrainerCallback):
     """``trainer.train()``, halted at the start of every optimisation step.
 
     The call lives on a thread of its own, so that several trainers can take turns while each runs
@@ -46,7 +50,7 @@ class PausedTraining:
         self._closing = False
         self._error: BaseException | None = None
         self._generate, self._before = 0.0, 0
-        trainer.add_callback(_AtStepBegin(self._pause))
+        trainer.add_callback(self)
         self._prepare_inputs = trainer._prepare_inputs
         trainer._prepare_inputs = self._timed_inputs  # generates at the first call of a step
         self._thread = threading.Thread(target=self._train, daemon=True)
@@ -69,6 +73,12 @@ class PausedTraining:
         self._resume.release()
         self._thread.join()
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._paused.release()
+        self._resume.acquire()
+        if self._closing:
+            raise _Closed
+
     def _train(self) -> None:
         try:
             self.trainer.train()
@@ -79,12 +89,6 @@ class PausedTraining:
             self._error = error
         self._paused.release()
 
-    def _pause(self) -> None:
-        self._paused.release()
-        self._resume.acquire()
-        if self._closing:
-            raise _Closed
-
     def _wait(self) -> None:
         self._paused.acquire()
         error, self._error = self._error, None  # it holds the memory of its stack
@@ -92,8 +96,7 @@ class PausedTraining:
             raise error
 
     def _timed_inputs(self, inputs: Any) -> Any:
-        start = self._clock()
-        first = self._generate == 0.0
+        start, first = self._clock(), self._generate == 0.0
         prepared = self._prepare_inputs(inputs)
         self._generate += self._clock() - start
         if self._cuda and first:
@@ -105,15 +108,3 @@ class PausedTraining:
         if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-class _Closed(BaseException):
-    """Unwinds ``train()``."""
-
-
-class _AtStepBegin(TrainerCallback):
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._call()

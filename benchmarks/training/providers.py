@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.providers.base import needs_gpu
+from benchmarks.providers.baselines import lacking
 from benchmarks.training.batch import SharedBatch
 from benchmarks.training.task import (
     PAD,
@@ -47,35 +50,14 @@ class TrainerProvider:
 
     name: str
     note: str  # what exactly is run
-    requires: tuple[str, ...]  # modules
+    requires: tuple[str, ...]  # distributions
     needs_gpu: bool = False
     build: Callable[[Job], Trainer]
     inputs: Callable[[SharedBatch], Any]  # what its ``compute_loss`` takes
 
     def absent(self, device: str) -> str | None:
-        """Return none when it can run here, else why not."""
-        missing = [name for name in self.requires if not _installed(name)]
-        if missing:
-            return not_installed(*missing)
-        return "needs a GPU" if self.needs_gpu and device != "cuda" else None
-
-
-def missing_module(error: BaseException) -> str | None:
-    """Return the missing module behind an error, if any: a baseline may need more than itself."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ModuleNotFoundError) and cause.name and not _installed(cause.name):
-            return cause.name
-        cause = cause.__cause__
-    return None
-
-
-def not_installed(*names: str) -> str:
-    return f"{', '.join(names)} not installed"
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name.partition(".")[0]) is not None
+        """Return why it cannot run here, or None."""
+        return lacking(*self.requires) or (needs_gpu(device) if self.needs_gpu else None)
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -114,10 +96,13 @@ def _settings(job: Job) -> dict[str, Any]:
     }
 
 
-def _build(trainer: Callable[..., Trainer], args: Any, job: Job) -> Trainer:
+def build(package: str, job: Job, **changes: Any) -> Trainer:
+    """Build the GRPOTrainer of a package, with other values for some of the settings."""
     from transformers import PrinterCallback
 
-    built = trainer(
+    library = importlib.import_module(package)
+    args = library.GRPOConfig(**{**_settings(job), **changes})
+    built = library.GRPOTrainer(
         model=make_model(job.config),
         reward_funcs=reward,
         args=args,
@@ -126,18 +111,6 @@ def _build(trainer: Callable[..., Trainer], args: Any, job: Job) -> Trainer:
     )
     built.remove_callback(PrinterCallback)
     return built
-
-
-def _build_ours(job: Job, **changes: Any) -> Trainer:
-    from grpo_trainer import GRPOConfig, GRPOTrainer
-
-    return _build(GRPOTrainer, GRPOConfig(**_settings(job), **changes), job)
-
-
-def _build_trl(job: Job, **changes: Any) -> Trainer:
-    from trl import GRPOConfig, GRPOTrainer
-
-    return _build(GRPOTrainer, GRPOConfig(**_settings(job), **changes), job)
 
 
 def _our_inputs(batch: SharedBatch) -> Any:
@@ -169,35 +142,34 @@ def _trl_inputs(batch: SharedBatch) -> Any:
 
 _COMMON = ("transformers", "accelerate", "datasets")
 # both trainers keep Liger off the head
-_LIGER = {"use_liger_kernel": True}
 OURS = TrainerProvider(
     name="ours",
     note="grpo_trainer.GRPOTrainer",
     requires=_COMMON,
-    build=_build_ours,
+    build=partial(build, "grpo_trainer"),
     inputs=_our_inputs,
 )
 OURS_LIGER = TrainerProvider(
     name="ours-liger",
     note="the same with Liger's norms, rotary embedding and MLP in the body",
-    requires=("liger_kernel", *_COMMON),
+    requires=("liger-kernel", *_COMMON),
     needs_gpu=True,
-    build=lambda job: _build_ours(job, **_LIGER),
+    build=partial(build, "grpo_trainer", use_liger_kernel=True),
     inputs=_our_inputs,
 )
 TRL = TrainerProvider(
     name="trl",
     note="trl.GRPOTrainer, its chunked head",
     requires=("trl", *_COMMON),
-    build=_build_trl,
+    build=partial(build, "trl"),
     inputs=_trl_inputs,
 )
 TRL_LIGER = TrainerProvider(
     name="trl-liger",
     note="the same with use_liger_kernel: Liger's norms, rotary embedding and MLP in the body",
-    requires=("trl", "liger_kernel", *_COMMON),
+    requires=("trl", "liger-kernel", *_COMMON),
     needs_gpu=True,
-    build=lambda job: _build_trl(job, **_LIGER),
+    build=partial(build, "trl", use_liger_kernel=True),
     inputs=_trl_inputs,
 )
 PROVIDERS = (OURS, OURS_LIGER, TRL, TRL_LIGER)

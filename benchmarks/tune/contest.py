@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import describe, in_turns
 
 Timer = Callable[[Callable[[], Any]], float]
 
@@ -13,6 +18,7 @@ MARGIN = 0.03  # of the default's time; a lead that is smaller may be noise
 _ROUNDS = 7
 _FINALISTS = 3
 _FINAL_ROUNDS = 21
+_BLOCK_ROWS = 256  # compared at a time: no large copies
 
 
 class DeviceLostError(RuntimeError):
@@ -25,7 +31,7 @@ class Candidate:
 
     value: tuple[int, ...]
     check: Callable[[], str | None]  # why its result is wrong; also its warm-up
-    prepare: Callable[[], None]  # before each run, outside of its time
+    prepare: Callable[[], Any] = lambda: None  # before each run, outside of its time
     run: Callable[[], Any]
 
 
@@ -39,6 +45,19 @@ class Trial:
     final: list[float] = field(default_factory=list)  # of the fastest and the default, again
 
 
+def difference(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float
+) -> str | None:
+    """Return what is anywhere further from ``want`` than a part of its largest value; NaN is."""
+    for name, expected in want.items():
+        parts = zip(got[name].split(_BLOCK_ROWS), expected.split(_BLOCK_ROWS), strict=True)
+        error = torch.stack([(a.float() - b.float()).abs().amax() for a, b in parts]).amax()
+        largest = torch.stack([b.abs().amax() for b in expected.split(_BLOCK_ROWS)]).amax()
+        if not error <= tolerance * largest:
+            return f"{name} differs by {error:.1e}"
+    return None
+
+
 def hold(candidates: Sequence[Candidate], seconds: Timer, lost: Callable[[], bool]) -> list[Trial]:
     """Measure all of them; the first is the default.
 
@@ -49,57 +68,33 @@ def hold(candidates: Sequence[Candidate], seconds: Timer, lost: Callable[[], boo
         DeviceLostError: ``lost`` says so after a check.
     """
     trials = [Trial(value=candidate.value) for candidate in candidates]
-    for candidate, trial in zip(candidates, trials, strict=True):
-        trial.failure = _failure(candidate)
+    pairs = list(zip(trials, candidates, strict=True))
+    for trial, candidate in pairs:
+        try:
+            candidate.prepare()
+            trial.failure = candidate.check()
+        except Exception as error:  # it does not compile, or does not fit: a result like any other
+            trial.failure = describe(error)
         if lost():
             raise DeviceLostError(f"{trial.value}: {trial.failure}")
     if trials[0].failure is not None:
         return trials
-    right = [pair for pair in zip(candidates, trials, strict=True) if pair[1].failure is None]
-    for candidate, trial in _turns(right, _ROUNDS):
-        trial.seconds.append(_time(candidate, seconds))
-    fastest = sorted(right, key=lambda pair: median(pair[1].seconds))[:_FINALISTS]
+    right = [pair for pair in pairs if pair[0].failure is None]
+    for trial, candidate in in_turns(right, _ROUNDS):
+        candidate.prepare()
+        trial.seconds.append(seconds(candidate.run))
+    fastest = sorted(right, key=lambda pair: median(pair[0].seconds))[:_FINALISTS]
     finalists = fastest if right[0] in fastest else [right[0], *fastest]
-    for candidate, trial in _turns(finalists, _FINAL_ROUNDS):
-        trial.final.append(_time(candidate, seconds))
+    for trial, candidate in in_turns(finalists, _FINAL_ROUNDS):
+        candidate.prepare()
+        trial.final.append(seconds(candidate.run))
     return trials
 
 
 def choose(trials: Sequence[Trial]) -> tuple[int, ...]:
     """Return the value to use: the default's, unless another is faster by more than the margin."""
-    times = _final_medians(trials)
+    times = {trial.value: median(trial.final) for trial in trials if trial.final}
     default = trials[0].value
     winner = min(times, key=lambda value: times[value], default=default)
     clear = bool(times) and times[winner] < (1 - MARGIN) * times[default]
     return winner if clear else default
-
-
-def gain(trials: Sequence[Trial]) -> float:
-    """Return the default's time over that of the chosen value."""
-    times = _final_medians(trials)
-    return times[trials[0].value] / times[choose(trials)] if times else 1.0
-
-
-def _final_medians(trials: Sequence[Trial]) -> dict[tuple[int, ...], float]:
-    return {trial.value: median(trial.final) for trial in trials if trial.final}
-
-
-def _failure(candidate: Candidate) -> str | None:
-    try:
-        candidate.prepare()
-        return candidate.check()
-    except Exception as error:  # it does not compile, or does not fit: a result like any other
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def _time(candidate: Candidate, seconds: Timer) -> float:
-    candidate.prepare()
-    return seconds(candidate.run)
-
-
-def _turns(
-    pairs: Sequence[tuple[Candidate, Trial]], rounds: int
-) -> Iterator[tuple[Candidate, Trial]]:
-    """Yield each pair once per round, every other round backwards."""
-    for index in range(rounds):
-        yield from pairs if index % 2 == 0 else reversed(pairs)

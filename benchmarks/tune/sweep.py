@@ -1,8 +1,7 @@
-"""All entries of the table for one device, measured; and the table that follows from it."""
+"""All entries of the table for one device, measured."""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +9,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
-from benchmarks.measure import device_is_lost
+from benchmarks.measure import describe
 from benchmarks.problem import make_problem
 from benchmarks.shapes import Case, Model
-from benchmarks.timing import make_timer
 from benchmarks.tune import chunks
-from benchmarks.tune.contest import Candidate, Timer, Trial, choose, gain, hold
-from benchmarks.tune.table import Table
+from benchmarks.tune.contest import Candidate, Timer, Trial, choose, hold
 from benchmarks.work import WORKS
 from grpo_kernels.backends.configs.linear import LINEAR_KERNELS, width_class
-from grpo_kernels.backends.configs.rows import ROW_KERNELS, bits, device_class, vocabulary_class
+from grpo_kernels.backends.configs.rows import ROW_KERNELS, bits, vocabulary_class
 
 CHUNK = "chunk"
 # The head of each vocabulary class that stands for it, the commonest first.
@@ -53,24 +49,33 @@ class Setting:
     head: Model
 
     @property
-    def width(self) -> str | None:
-        """Class of the hidden size, where it counts."""
-        return width_class(self.head.hidden) if self.kernel in LINEAR_KERNELS else None
+    def part(self) -> str:
+        """The dictionary of the table."""
+        if self.kernel == CHUNK:
+            return "CHUNK_ROWS"
+        return "LINEAR_CONFIGS" if self.kernel in LINEAR_KERNELS else "ROW_CONFIGS"
 
-    def __str__(self) -> str:
-        width = f", {self.width}" if self.width else ""
-        return f"{self.kernel}, {bits(self.dtype)}-bit logits, {self.head.name} vocabulary{width}"
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        """The key in it, without the device."""
+        size, vocabulary = bits(self.dtype), vocabulary_class(self.head.vocabulary)
+        if self.kernel == CHUNK:
+            return size, vocabulary
+        width = (width_class(self.head.hidden),) if self.kernel in LINEAR_KERNELS else ()
+        return self.kernel, size, *width, vocabulary
+
+    @property
+    def precision(self) -> str:
+        """What keeps the logits of 16-bit inputs in ``dtype``."""
+        return "fp32" if self.dtype == torch.float32 else "input"
 
 
 @dataclass(kw_only=True)
 class Entry:
     """What was measured for a setting."""
 
-    kernel: str
-    bits: int
-    vocabulary: str
-    columns: int
-    width: str | None = None
+    part: str
+    key: tuple[str | int, ...]
     trials: list[Trial] = field(default_factory=list)
     skipped: str | None = None  # why it has no place in the table
 
@@ -86,16 +91,17 @@ def settings() -> list[Setting]:
     return chosen
 
 
-Maker = Callable[[Setting], list[Candidate]]
-
-
 def sweep(
-    chosen: Sequence[Setting], make: Maker, seconds: Timer, lost: Callable[[], bool], end: float
+    chosen: Sequence[Setting],
+    make: Callable[[Setting], list[Candidate]],
+    seconds: Timer,
+    lost: Callable[[], bool],
+    end: float,
 ) -> Iterator[Entry]:
     """Yield a result for every setting; none begins after ``end``, by ``time.monotonic()``."""
     why: str | None = None
     for setting in chosen:
-        entry = _entry(setting)
+        entry = Entry(part=setting.part, key=setting.key)
         if why is None and time.monotonic() > end:
             why = "not reached: the time was up"
         if why is None:
@@ -104,85 +110,39 @@ def sweep(
                 if (failure := entry.trials[0].failure) is not None:
                     entry.skipped = f"the default failed: {failure}"
             except Exception as error:  # of the default; the other settings can still be measured
-                entry.skipped = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                entry.skipped = describe(error)
                 if lost():
-                    why = f"not reached: the device was lost at {setting}"
+                    why = f"not reached: the device was lost at {setting.key}"
         entry.skipped = entry.skipped or why
-        print(f"{setting}: {entry.skipped or _outcome(entry)}", flush=True)
+        print(f"{entry.part} {entry.key}: {entry.skipped or choose(entry.trials)}", flush=True)
         yield entry
 
 
-def measure() -> tuple[Maker, Timer, Callable[[], bool]]:
-    """Return the measuring functions for this machine's GPU."""
-    gc.collect()
-    gc.freeze()  # the timer collects before each sample: of what is new since then
-    return gpu_candidates, make_timer("cuda"), lambda: device_is_lost("cuda")
-
-
 def gpu_candidates(setting: Setting) -> list[Candidate]:
-    device = torch.device("cuda", torch.cuda.current_device())
+    """Return the candidates on this machine's GPU."""
+    device, head = torch.device("cuda", torch.cuda.current_device()), setting.head
     torch.cuda.empty_cache()
     if setting.kernel == CHUNK:
-        case = Case(setting.head, _TOKENS, "bf16", WORKS["dapo"])
-        return chunks.candidates(make_problem(case, "cuda"), chunks.precision_of(setting.dtype))
+        problem = make_problem(Case(head, _TOKENS, "bf16", WORKS["dapo"]), "cuda")
+        return chunks.candidates(problem, setting.precision)
     from benchmarks.tune import linear, rows  # import Triton
 
     if setting.kernel in LINEAR_KERNELS:
-        precision = chunks.precision_of(setting.dtype)
-        forward = linear.make_forward(setting.head, _LINEAR_ROWS, precision, device, torch.bfloat16)
-        return linear.candidates(forward, device_class(device))
-
-    columns = setting.head.vocabulary
-    count = rows.tile_rows(setting.dtype, columns, torch.cuda.mem_get_info(device)[0])
-    return rows.candidates(setting.kernel, rows.make_tile(setting.dtype, columns, device, count))
+        return linear.candidates(head, _LINEAR_ROWS, setting.precision, device, torch.bfloat16)
+    count = rows.tile_rows(setting.dtype, head.vocabulary, torch.cuda.mem_get_info(device)[0])
+    return rows.candidates(setting.kernel, setting.dtype, count, head.vocabulary, device)
 
 
-def facts() -> dict[str, Any]:
-    """Return the facts about where the entries come from."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return {"device_class": device_class(device), "environment": environment("cuda")}
-
-
-def updated(table: Table, source: dict[str, Any], entries: Sequence[Entry]) -> Table:
-    """Return ``table`` with the entries of one device."""
-    made, known = [entry for entry in entries if not entry.skipped], source["environment"]
+def updated(table: dict[str, Any], source: dict[str, Any], entries: Sequence[Entry]) -> Any:
+    """Return ``table`` with all entries of one device replaced: what it is holds for each."""
+    device, known = source["device_class"], source["environment"]
     versions = {name: str(known["versions"][name]) for name in ("torch", "triton")}
     told = {"device": known["device"], "date": known["date"][:10], "commit": known["commit"][:12]}
-    return table.with_device(
-        source["device_class"],
-        {**told, **versions},
-        {
-            "row_configs": {
-                (e.kernel, e.bits, e.vocabulary): choose(e.trials)
-                for e in made
-                if e.kernel in ROW_KERNELS
-            },
-            "linear_configs": {
-                (e.kernel, e.bits, e.width, e.vocabulary): choose(e.trials)
-                for e in made
-                if e.kernel in LINEAR_KERNELS
-            },
-            "chunk_rows": {
-                (e.bits, e.vocabulary): choose(e.trials)[0] for e in made if e.kernel == CHUNK
-            },
-        },
-    )
-
-
-def _entry(setting: Setting) -> Entry:
-    columns = setting.head.vocabulary
-    return Entry(
-        kernel=setting.kernel,
-        bits=bits(setting.dtype),
-        vocabulary=vocabulary_class(columns),
-        columns=columns,
-        width=setting.width,
-    )
-
-
-def _outcome(entry: Entry) -> str:
-    chosen, default = choose(entry.trials), entry.trials[0].value
-    wrong = [trial for trial in entry.trials if trial.failure]
-    text = f"{chosen} is {gain(entry.trials):.2f} times as fast as {default}"
-    text = f"{default} stays" if chosen == default else text
-    return f"{text}; {len(wrong)} of {len(entry.trials)} failed" if wrong else text
+    new = {part: {k: v for k, v in old.items() if k[0] != device} for part, old in table.items()}
+    new["MEASURED_ON"] = {**table["MEASURED_ON"], device: {**told, **versions}}
+    for entry in entries:
+        if not entry.skipped:
+            value = choose(entry.trials)
+            key = (device, *entry.key)
+            new[entry.part][key] = value[0] if entry.part == "CHUNK_ROWS" else value
+    return new
