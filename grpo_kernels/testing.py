@@ -172,6 +172,23 @@ def assert_as_exact_as(
     assert own <= max(2 * theirs, floor), f"{what}: error {own:.2e}, eager {theirs:.2e}"
 
 
+def assert_all_as_exact_as(
+    values: Mapping[str, Tensor],
+    eager: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    gradient_floor: float,
+    value_floor: float = 1e-5,
+) -> None:
+    """Assert it of all results by name, those of "d..." as gradients; NaN only where exact is."""
+    assert set(values) == set(exact)
+    for name, value in values.items():
+        if exact[name].isnan().all():
+            assert value.isnan().all(), name
+            continue
+        floor = gradient_floor if name.startswith("d") else value_floor
+        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+
+
 class _Poison(TorchDispatchMode):
     """Fill what an allocator returns with NaN (or the largest integer)."""
 

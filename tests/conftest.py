@@ -29,3 +29,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a backward cut even a tiny vocabulary into slices."""
+    from grpo_kernels.engine import recompute
+
+    for name, columns in (("_MIN_COLUMNS", 16), ("_MAX_COLUMNS", 32), ("_ALIGNMENT", 16)):
+        monkeypatch.setattr(recompute, name, columns)

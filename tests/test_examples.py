@@ -32,7 +32,14 @@ def _losses_as_before():
         del LOSSES[name]
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != TWO_PROCESSES])
+EXAMPLES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "tools" else [])
+    for name in SCRIPTS
+    if name != TWO_PROCESSES
+]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -40,6 +47,7 @@ def test_example(name, capsys):
     assert re.search(r"^final ", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_two_processes():
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

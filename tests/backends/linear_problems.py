@@ -15,7 +15,13 @@ DTYPES = (FP32, BF16, FP16)
 
 
 def problem(
-    tokens: int, depth: int, columns: int, dtype: torch.dtype, bias: bool = True, size: float = 1.0
+    tokens: int,
+    depth: int,
+    columns: int,
+    dtype: torch.dtype,
+    bias: bool = True,
+    size: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Head, Tensor]:
     """Return hidden states, a head whose logits have about standard deviation 3, and targets."""
     hidden = torch.randn(tokens, depth).to(dtype)
@@ -23,6 +29,8 @@ def problem(
     own_bias = torch.randn(columns).to(dtype) if bias else None
     target = torch.randint(columns, (tokens,))
     target[::2] = (hidden.double() @ weight.double().t())[::2].argmax(-1)
+    hidden, weight, target = (x.to(device) for x in (hidden, weight, target))
+    own_bias = own_bias.to(device) if own_bias is not None else None
     return hidden, Head(weight, own_bias, Transform()), target
 
 
@@ -37,6 +45,7 @@ def logits_of(hidden: Tensor, head: Head, precision: str, wide: torch.dtype) -> 
 
 
 def statistics(logits: Tensor, target: Tensor, transform: Transform) -> RowStats:
+    """Return the statistics of raw logits in their dtype, differentiable."""
     temperature = transform.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype)[:, None]
@@ -48,7 +57,7 @@ def statistics(logits: Tensor, target: Tensor, transform: Transform) -> RowStats
     probs = logps.exp()
     return RowStats(
         logps.gather(-1, target[:, None])[:, 0],
-        -(probs * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1),
+        -(probs * torch.where(probs > 0, logps, 0.0)).sum(-1),
         scores.logsumexp(-1),
         logits.argmax(-1) == target,
         probs.square().sum(-1),

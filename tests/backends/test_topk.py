@@ -235,7 +235,7 @@ def test_batch_invariant(backend: str, device: torch.device, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("backend", [name for name in ALL if name != "reference"])
-@pytest.mark.parametrize("rank,top_k", ((True, 0), (False, 3), (True, 3)))
+@pytest.mark.parametrize("rank,top_k", ((True, 0), (False, 3)))
 def test_opcheck(backend: str, rank: bool, top_k: int) -> None:
     problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
     head = Head(problem.weight, problem.bias, Transform(temperature=1.5))

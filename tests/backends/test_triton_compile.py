@@ -17,6 +17,7 @@ from tests.backends.compile_gate import command, fits
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942"))
 def test_kernels_compile(target: str) -> None:
     # the interpreter replaces triton.jit at import, so compilation needs a process without it

@@ -14,9 +14,9 @@ from grpo_kernels import (
     available_backends,
     linear_logprobs,
 )
-from grpo_kernels.engine import recompute
 from grpo_kernels.head import mkl
-from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations, relative_error
+from grpo_kernels.testing import assert_all_as_exact_as, poisoned_allocations, relative_error
+from tests.engine.heads import HEADS, head_options
 from tests.engine.lora_problems import NAMES, LoRAProblem, lora_problem
 from tests.targets import targets
 
@@ -26,11 +26,6 @@ TRITON = "triton" in available_backends()
 OUTPUTS = ("logprobs", "entropy", "lse", "sum_sq_probs", "max_logit", "min_logit")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1e-3}
-HEADS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "softcapped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
-    "per_token": {"temperature": "per token"},
-}
 
 
 def run(
@@ -38,15 +33,11 @@ def run(
 ) -> dict[str, Tensor]:
     """Return all outputs, and the gradients of a random combination of logprobs and entropy."""
     problem = posed.problem
-    options = dict(HEADS[head])
-    if options.get("temperature") == "per token":
-        generator = torch.Generator().manual_seed(7)
-        per_token = 0.5 + torch.rand(problem.target.shape, generator=generator)
-        options["temperature"] = per_token.to(problem.target.device)
     target = torch.where(problem.mask, problem.target, -100)
     out = linear_logprobs(
         problem.hidden, posed.merged if merged else problem.weight, target, bias=problem.bias,
-        lora=None if merged else posed.lora, outputs=OUTPUTS, **options, **kwargs,
+        lora=None if merged else posed.lora, outputs=OUTPUTS,
+        **head_options(head, target), **kwargs,
     )  # type: ignore[arg-type]  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     outer = torch.randn((2, *problem.target.shape), generator=generator).to(target.device)
@@ -74,18 +65,8 @@ def assert_accurate(
     eager = run(half, head, backend="reference", precision=precision)
     with poisoned_allocations():
         got = run(half, head, **kwargs)
-    assert set(got) == set(exact)
-    for name, value in got.items():
-        rounded = name.startswith("d") or precision == "input"
-        floor = FLOOR[dtype] if rounded else 2e-6
-        assert_as_exact_as(value, eager[name], exact[name], floor, name)
-
-
-@pytest.fixture
-def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "_MIN_COLUMNS", 16)
-    monkeypatch.setattr(recompute, "_MAX_COLUMNS", 32)
-    monkeypatch.setattr(recompute, "_ALIGNMENT", 16)
+    value_floor = FLOOR[dtype] if precision == "input" else 2e-6
+    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], value_floor)
 
 
 @pytest.mark.parametrize("backend,device", targets("triton"))
@@ -229,9 +210,7 @@ def test_sampling_masks(backend: str, dtype: torch.dtype) -> None:
     half = posed.to("cpu", dtype, torch.float32)
     eager = masked_logprobs(half, lora=half.lora, backend="reference")
     got = masked_logprobs(half, lora=half.lora, backend=backend)
-    for name, value in got.items():
-        floor = FLOOR[dtype] if name.startswith("d") else 2e-6
-        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], 2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,13 +15,6 @@ T, D, V = 13, 16, 133
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture
-def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "_MIN_COLUMNS", 16)
-    monkeypatch.setattr(recompute, "_MAX_COLUMNS", 48)
-    monkeypatch.setattr(recompute, "_ALIGNMENT", 16)
-
-
 def gradients(
     dtype: torch.dtype, device: torch.device, backend: str, **options: object
 ) -> list[Tensor]:

@@ -12,20 +12,16 @@ from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import (
     Problem,
-    assert_as_exact_as,
+    assert_all_as_exact_as,
     make_problem,
     poisoned_allocations,
 )
+from tests.engine.heads import HEADS, head_options
 from tests.engine.op_checks import check_backward, check_forward
 from tests.targets import targets
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
-HEADS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "softcapped": {"softcap": 3.0, "temperature": 1.7, "logit_scale": 0.5},
-    "per_token": {"temperature": "per token", "softcap": 5.0},
-}
 
 
 def random_masks(rows: int, columns: int, device: torch.device | str = "cpu") -> SamplingMask:
@@ -40,16 +36,13 @@ def random_masks(rows: int, columns: int, device: torch.device | str = "cpu") ->
 def run(problem: Problem, head: str, **kwargs: object) -> dict[str, Tensor]:
     """Return masked log-probabilities, and the gradients of a combination of all that have one."""
     target = torch.where(problem.mask, problem.target, -100)
-    options = dict(HEADS[head])
-    g = torch.Generator().manual_seed(7)
-    if options.get("temperature") == "per token":
-        per_token = 0.5 + torch.rand(target.shape, generator=g)
-        options["temperature"] = per_token.to(target.device)
     sampling_mask = random_masks(target.numel(), problem.weight.shape[0], target.device)
     out = linear_logprobs(
         problem.hidden, problem.weight, target, bias=problem.bias, sampling_mask=sampling_mask,
-        outputs=("masked_logprobs", "logprobs", "entropy"), **options, **kwargs,
+        outputs=("masked_logprobs", "logprobs", "entropy"),
+        **head_options(head, target), **kwargs,
     )  # fmt: skip
+    g = torch.Generator().manual_seed(7)
     outer = torch.randn(3, *target.shape, generator=g, dtype=torch.float64).to(target.device)
     values = (out.masked_logprobs, out.logprobs, out.entropy)
     loss = sum((x.double() * dx).sum() for x, dx in zip(values, outer, strict=True))
@@ -71,9 +64,7 @@ def test_matches_fp64(backend: str, device: torch.device, head: str, dtype: torc
     eager = run(problem.to(device, dtype), head, backend="reference")
     with poisoned_allocations():
         got = run(problem.to(device, dtype), head, backend=backend)
-    for name, value in got.items():
-        floor = FLOOR[dtype] if name.startswith("d") else 2e-6
-        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], 2e-6)
 
 
 def test_gradcheck() -> None:
@@ -204,57 +195,35 @@ def test_rows_of_one() -> None:
 
 
 IDS, OFFSETS = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
+FALLING = torch.tensor([0, 4, 3])
 META = torch.device("meta")
+csr, lists, padded = SamplingMask.from_csr, SamplingMask.from_lists, SamplingMask.from_padded
 
 
 @pytest.mark.parametrize(
-    "build,message",
+    "build,arguments,message",
     [
-        (lambda: SamplingMask.from_csr([1], OFFSETS), r"indices: expected a \(N,\) .* got list"),
-        (
-            lambda: SamplingMask.from_csr(IDS.float(), OFFSETS),
-            "indices: expected int32 or int64, got",
-        ),
-        (
-            lambda: SamplingMask.from_csr(IDS, OFFSETS[None]),
-            r"offsets: expected a \(T \+ 1,\) integer",
-        ),
-        (lambda: SamplingMask.from_csr(IDS, OFFSETS.short()), "offsets: expected int32 or int64"),
-        (lambda: SamplingMask.from_csr(IDS, OFFSETS.to(META)), "offsets: expected device cpu"),
-        (
-            lambda: SamplingMask.from_csr(IDS, OFFSETS[:2]),
-            "offsets: expected values rising from 0 to N",
-        ),
-        (
-            lambda: SamplingMask.from_csr(IDS, torch.tensor([0, 4, 3])),
-            "offsets: .* 1 of them falling",
-        ),
-        (
-            lambda: SamplingMask.from_csr(IDS - 2, OFFSETS),
-            r"indices: expected token ids in \[0, 2\*\*31\), got -1",
-        ),
-        (lambda: SamplingMask.from_lists([[-5]]), r"ids: expected token ids in \[0, .* got -5"),
-        (lambda: SamplingMask.from_lists([[1.5]]), "ids: expected integers, got 1.5"),
-        (lambda: SamplingMask.from_lists([[3], [True]]), "ids: expected integers, got True"),
-        (
-            lambda: SamplingMask.from_lists([[2**62]]),
-            r"ids: expected token ids in \[0, .* got 46116",
-        ),
-        (
-            lambda: SamplingMask.from_padded(IDS[None] + 2**62),
-            "ids: expected token ids in .* got 4611",
-        ),
-        (lambda: SamplingMask.from_padded(IDS), r"ids: expected a \(\.\.\., K\) integer tensor"),
-        (lambda: SamplingMask.from_padded(IDS[None].half()), "ids: expected int32 or int64"),
-        (
-            lambda: SamplingMask.from_padded(IDS[None] - 4),
-            r"ids: expected token ids in \[0, .* got -3",
-        ),
+        (csr, ([1], OFFSETS), r"indices: expected a \(N,\) .* got list"),
+        (csr, (IDS.float(), OFFSETS), "indices: expected int32 or int64, got"),
+        (csr, (IDS, OFFSETS[None]), r"offsets: expected a \(T \+ 1,\) integer"),
+        (csr, (IDS, OFFSETS.short()), "offsets: expected int32 or int64"),
+        (csr, (IDS, OFFSETS.to(META)), "offsets: expected device cpu"),
+        (csr, (IDS, OFFSETS[:2]), "offsets: expected values rising from 0 to N"),
+        (csr, (IDS, FALLING), "offsets: .* 1 of them falling"),
+        (csr, (IDS - 2, OFFSETS), r"indices: expected token ids in \[0, 2\*\*31\), got -1"),
+        (lists, ([[-5]],), r"ids: expected token ids in \[0, .* got -5"),
+        (lists, ([[1.5]],), "ids: expected integers, got 1.5"),
+        (lists, ([[3], [True]],), "ids: expected integers, got True"),
+        (lists, ([[2**62]],), r"ids: expected token ids in \[0, .* got 46116"),
+        (padded, (IDS[None] + 2**62,), "ids: expected token ids in .* got 4611"),
+        (padded, (IDS,), r"ids: expected a \(\.\.\., K\) integer tensor"),
+        (padded, (IDS[None].half(),), "ids: expected int32 or int64"),
+        (padded, (IDS[None] - 4,), r"ids: expected token ids in \[0, .* got -3"),
     ],
 )
-def test_bad_sets(build, message: str) -> None:
+def test_bad_masks(build, arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build()
+        build(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -25,6 +26,7 @@ def worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_gate_as_one(tmp_path: Path) -> None:
     mp.spawn(worker, args=(str(tmp_path),), nprocs=len(SHARES))
     got = torch.cat([torch.load(tmp_path / f"gate{rank}.pt") for rank in range(len(SHARES))])

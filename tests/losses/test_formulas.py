@@ -244,6 +244,7 @@ def test_top_entropy_gate_is_torch_quantile() -> None:
         assert torch.equal(top_entropy_gate(entropy, share).bool(), expected)
 
 
+@pytest.mark.slow
 def test_top_entropy_gate_above_the_limit_of_torch_quantile() -> None:
     entropy = torch.arange(2**24 + 8, dtype=torch.float32)
     assert top_entropy_gate(entropy, 0.25).sum().item() == pytest.approx(2**22 + 2, abs=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def variants() -> list[tuple[str, dict[str, object]]]:
 
 
 LENGTHS = (5, 0, 7, 1)
+LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 
 def make_batch(
@@ -106,9 +108,7 @@ def test_gradcheck(name: str, option: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", [n for n in LOSSES if LOSSES[n].surrogate in UNIT_SLOPE])
 def test_gradient_at_ratio_one_is_minus_weighted_advantage(name: str) -> None:
     logprobs, _, batch = make_batch()
-    on_policy = TokenBatch.from_packed(
-        batch.target, batch.advantages, batch.cu_seqlens, num_items_in_batch=23.0
-    )
+    on_policy = replace(batch, **dict.fromkeys(LOGPROBS))
     config = make_config(name)
     (gradient,) = torch.autograd.grad(policy_loss(logprobs, on_policy, config).loss, logprobs)
     expected = -static_weights(on_policy, config).policy * batch.advantages
@@ -124,13 +124,9 @@ def test_finite_at_huge_log_ratios(
 ) -> None:
     logprobs, entropy, batch = make_batch()
     logprobs = (logprobs.detach().to(dtype) - 101).requires_grad_()
-    far = TokenBatch.from_packed(
-        batch.target,
-        batch.advantages,
-        batch.cu_seqlens,
-        old_logprobs=logprobs.detach() - drift,
-        ref_logprobs=logprobs.detach() + drift,
-        rollout_logprobs=logprobs.detach() - drift,
+    near = logprobs.detach()
+    far = replace(
+        batch, old_logprobs=near - drift, ref_logprobs=near + drift, rollout_logprobs=near - drift
     )
     try:
         config = make_config(name, beta=0.1, importance_sampling_level=level)
@@ -150,8 +146,7 @@ def permuted(
     offsets = batch.cu_seqlens.tolist()
     pieces = [torch.arange(offsets[i], offsets[i + 1]) for i in order]
     index = torch.cat(pieces)
-    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-    logprobs = {name: getattr(batch, name)[index] for name in names}
+    logprobs = {name: getattr(batch, name)[index] for name in LOGPROBS}
     lengths = [batch.lengths[i] for i in order]
     again = TokenBatch.from_packed(
         batch.target[index],
@@ -202,8 +197,7 @@ def test_masked_tokens_do_not_matter(name: str, option: dict[str, object]) -> No
     shape = (3, 6)
     mask = torch.rand(shape, generator=g) > 0.4
     values = {
-        key: -torch.rand(shape, generator=g, dtype=torch.float64)
-        for key in ("lp", "old_logprobs", "ref_logprobs", "rollout_logprobs", "h")
+        key: -torch.rand(shape, generator=g, dtype=torch.float64) for key in ("lp", *LOGPROBS, "h")
     }
     advantages = torch.randn(3, generator=g)
     results = []
@@ -211,9 +205,8 @@ def test_masked_tokens_do_not_matter(name: str, option: dict[str, object]) -> No
         padded = {key: torch.where(mask, value, junk) for key, value in values.items()}
         target = torch.where(mask, 3, -5 if junk else 0)
         batch = TokenBatch.from_padded(
-            target, advantages, mask,
-            **{key: padded[key] for key in padded if key.endswith("logprobs")},
-        )  # fmt: skip
+            target, advantages, mask, **{key: padded[key] for key in LOGPROBS}
+        )
         lp = padded["lp"][mask].requires_grad_()
         out = policy_loss(lp, batch, config, padded["h"][mask])
         results.append((out.loss, torch.autograd.grad(out.loss, lp)[0]))
@@ -225,9 +218,8 @@ def test_all_masked_batch_is_zero_with_a_live_graph(name: str, option: dict[str,
     logprobs = torch.zeros(0, dtype=torch.float64, requires_grad=True)
     empty = torch.zeros(2, 4)
     batch = TokenBatch.from_padded(
-        torch.zeros(2, 4, dtype=torch.int64), torch.ones(2), torch.zeros(2, 4),
-        old_logprobs=empty, ref_logprobs=empty, rollout_logprobs=empty,
-    )  # fmt: skip
+        empty.long(), torch.ones(2), empty, **dict.fromkeys(LOGPROBS, empty)
+    )
     out = policy_loss(logprobs, batch, make_config(name, **option), logprobs.detach())
     assert out.loss.item() == 0
     out.loss.backward()
@@ -245,12 +237,10 @@ def test_gradient_accumulation_adds_up_to_one_batch(name: str) -> None:
     parts = []
     for start, stop in ((0, 4), (4, 8)):
         piece = batch.narrow(start, stop)
-        fields = {
-            k: getattr(piece, k) for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-        }
         micro = TokenBatch.from_packed(
             piece.target, piece.advantages, torch.tensor([0, 4]),
-            num_items_in_batch=23.0, gradient_accumulation_steps=2, **fields,
+            num_items_in_batch=23.0, gradient_accumulation_steps=2,
+            **{name: getattr(piece, name) for name in LOGPROBS},
         )  # fmt: skip
         parts.append(policy_loss(logprobs[start:stop], micro, config, entropy[start:stop]).loss)
     torch.testing.assert_close(sum(parts), whole)

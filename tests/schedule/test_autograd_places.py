@@ -70,27 +70,20 @@ def assert_equal(got: list[Tensor], other: list[Tensor], **tolerance: float) -> 
 
 @both
 @pytest.mark.parametrize("use_reentrant", (False, True))
-def test_model_and_loss_inside_a_checkpoint(schedule: str, use_reentrant: bool) -> None:
-    model, gradients = expected(schedule)
-    x, batch = posed()
-    loss = checkpoint(model, x.requires_grad_(), batch, use_reentrant=use_reentrant)
-    loss.backward()
-    assert_equal(model.gradients(), gradients, rtol=0, atol=0)
-    assert x.grad is not None
-
-
-@both
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_checkpoint_under_autocast(schedule: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("autocast", (False, True))
+def test_model_and_loss_inside_a_checkpoint(
+    schedule: str, use_reentrant: bool, autocast: bool
+) -> None:
     """The recomputation runs under the autocast of the forward."""
-    model, _ = expected(schedule)
+    model = Model(schedule)
     x, batch = posed()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         model(x, batch).backward()
         gradients = model.gradients()
         loss = checkpoint(model, x.requires_grad_(), batch, use_reentrant=use_reentrant)
     loss.backward()
     assert_equal(model.gradients(), gradients, rtol=0, atol=0)
+    assert x.grad is not None
 
 
 @both
@@ -155,15 +148,6 @@ def test_one_backward_for_two_losses(schedule: str) -> None:
 
 
 @both
-def test_repeated_backward_through_a_model(schedule: str) -> None:
-    model, gradients = expected(schedule)
-    loss = model(*posed())
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert_equal(model.gradients(), [2 * x for x in gradients])
-
-
-@both
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 def test_no_graph_no_gradients(schedule: str, mode: Callable) -> None:
     model, _ = expected(schedule)
@@ -212,6 +196,7 @@ def worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
     mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
     for schedule in SCHEDULES:
@@ -282,6 +267,7 @@ def transformed(name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> o
     return getattr(torch.func, name)(function)(torch.stack([x, x]) if name == "vmap" else x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind,transform", (("one_pass", "jvp"), ("two_pass", "grad"), ("logprobs", "vmap"))
 )

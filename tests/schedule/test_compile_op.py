@@ -247,13 +247,6 @@ def test_metrics_of_compiled_losses_merge() -> None:
         assert torch.equal(merged[name].nan_to_num(), other[name].nan_to_num()), name
 
 
-def test_dynamo_explains_one_graph() -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
-    explained = torch._dynamo.explain(loss_of)(*args)
-    assert explained.graph_count == 1 and explained.graph_break_count == 0
-
-
 def test_errors_come_through_the_compiler() -> None:
     problem = make_problem().to("cpu", torch.float32)
     with pytest.raises(ValueError, match="hidden: expected shape"):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from grpo_kernels import LossConfig, TokenBatch, explain, linear_policy_loss, policy_loss
 from tests.targets import targets
 
+pytestmark = pytest.mark.slow
+
 STEPS, UPDATES = 200, 2  # of the optimizer; on each rollout
 VOCAB, HIDDEN, LENGTH = 509, 32, 8
 PROMPTS, GROUP = 4, 8  # of a rollout; completions of a prompt

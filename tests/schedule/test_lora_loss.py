@@ -20,10 +20,16 @@ from grpo_kernels import (
     linear_policy_loss,
     testing,
 )
-from grpo_kernels.engine import recompute
-from grpo_kernels.testing import LossRun, assert_as_exact_as, poisoned_allocations
+from grpo_kernels.testing import (
+    LossRun,
+    assert_all_as_exact_as,
+    assert_as_exact_as,
+    poisoned_allocations,
+)
 from tests.engine.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
 from tests.targets import targets
+
+pytestmark = pytest.mark.usefixtures("narrow_slices")
 
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
 SCHEDULES = ("one_pass", "two_pass")
@@ -33,13 +39,6 @@ LOSSES = {
     "gspo": LossConfig(loss_type="gspo", temperature=0.8),
     "batch scope": LossConfig(loss_type="grpo", top_entropy_quantile=0.6),
 }
-
-
-@pytest.fixture(autouse=True)
-def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "_MIN_COLUMNS", 16)
-    monkeypatch.setattr(recompute, "_MAX_COLUMNS", 32)
-    monkeypatch.setattr(recompute, "_ALIGNMENT", 16)
 
 
 def loss_of(posed: LoRAProblem, config: LossConfig, **kwargs: object) -> PolicyLossOutput:
@@ -72,13 +71,7 @@ def assert_matches_fp64(
     eager = run(half, config, backend="reference", batch=batch)
     with poisoned_allocations():
         got = run(half, config, **kwargs)
-    assert set(got) == set(exact)
-    for name, value in got.items():
-        if exact[name].isnan().all():
-            assert value.isnan().all(), name
-            continue
-        floor = FLOOR[dtype] if name.startswith("d") else 1e-5
-        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype])
 
 
 @pytest.mark.parametrize("backend,device", targets("triton"))

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import grpo_kernels.batch.host as host
 from grpo_kernels import FusedLinearGRPOLoss, LossConfig, linear_policy_loss
@@ -19,6 +17,7 @@ from grpo_kernels.testing import (
     relative_error,
     run,
 )
+from tests.engine.lora_problems import largest_allocation
 from tests.targets import targets
 
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
@@ -232,23 +231,6 @@ def test_frozen_weight_takes_no_buffer() -> None:
 # --- memory
 
 
-class _Sizes(TorchDispatchMode):
-    """The largest number of elements of a tensor that an operation makes, apart from ``known``."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self._known = {x.untyped_storage().data_ptr() for x in known}
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._known:
-                elements = x.untyped_storage().nbytes() // x.element_size()
-                self.largest = max(self.largest, elements)
-        return out
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(
     "schedule,told", [("two_pass", False), ("two_pass", True), ("one_pass", True)]
@@ -269,7 +251,6 @@ def test_no_second_tensor_of_the_size_of_the_weight(
     buffer = torch.zeros(columns, depth) if given else None
     options = dict(schedule=schedule, main_grad=buffer, max_workspace_bytes=columns * 4 * 3)
     options["gradient_scale"] = 1.0 if told and given else None
-    known = (problem.weight, buffer) if buffer is not None else (problem.weight,)
-    with _Sizes(*known) as sizes:
+    with largest_allocation() as seen:
         loss_of(problem, **options).backward()
-    assert (sizes.largest < columns * depth) == given
+    assert (seen.elements < columns * depth) == given

@@ -306,10 +306,16 @@ def restricted(problem: Problem, config: LossConfig, batch: TokenBatch, keep: Te
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_metrics_of_the_active_rows(name: str, schedule: str) -> None:
-    problem = make_problem(6, 6).to("cpu", torch.float64)
-    batch = problem.batch(advantages=half_zero(problem))
-    config = make_config(name)
+@pytest.mark.parametrize("of", ("sequences", "tokens"))
+def test_metrics_of_the_active_rows(name: str, schedule: str, of: str) -> None:
+    problem, config = make_problem(6, 6).to("cpu", torch.float64), make_config(name)
+    if of == "tokens" and config.scope(True) == "sequence":
+        pytest.skip("has an advantage of each sequence")
+    advantages = half_zero(problem)
+    if of == "tokens":
+        advantages = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+        advantages[advantages.abs() < 0.7] = 0
+    batch = problem.batch(advantages=advantages)
     exact = restricted(problem, config, batch, (batch.advantages != 0).nonzero().squeeze(-1))
     single = problem.to("cpu", torch.float32)
     every = run(single, config, batch, schedule=schedule)
@@ -322,30 +328,14 @@ def test_metrics_of_the_active_rows(name: str, schedule: str) -> None:
         assert relative_error(active[key], exact[key]) < 1e-5 or exact[key].isnan(), key
 
 
-@pytest.mark.parametrize("name", ("dapo", "bnpo", "sapo"))
-def test_metrics_of_active_tokens_within_sequences(name: str) -> None:
-    problem = make_problem(5, 6).to("cpu", torch.float64)
-    advantages = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
-    advantages[advantages.abs() < 0.7] = 0
-    batch = problem.batch(advantages=advantages)
-    config = make_config(name)
-    exact = restricted(problem, config, batch, (batch.advantages != 0).nonzero().squeeze(-1))
-    single = problem.to("cpu", torch.float32)
-    active = run(single, config, batch, metric_rows="active")
-    every = run(single, config, batch)
-    for key in ("loss", "dhidden", "dweight"):
-        assert relative_error(active[key], every[key]) < 1e-6
-    for key, value in exact.items():
-        assert relative_error(active[key], value) < 1e-5 or value.isnan(), key
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_active(schedule: str) -> None:
+@pytest.mark.parametrize("metrics", ("all", "active"))
+def test_nothing_active(schedule: str, metrics: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
     batch = problem.batch(advantages=torch.zeros(4))
-    got = run(problem, make_config("dapo"), batch, metric_rows="active", schedule=schedule)
+    got = run(problem, make_config("dapo"), batch, metric_rows=metrics, schedule=schedule)
     assert got["loss"] == 0 and not got["dweight"].any() and not got["dhidden"].any()
-    assert got["entropy"].isnan() and got["frac_rows_skipped"] == 1
+    assert got["entropy"].isfinite() == (metrics == "all") and got["frac_rows_skipped"] == 1
 
 
 def test_metrics_do_not_depend_on_grad_mode() -> None:
