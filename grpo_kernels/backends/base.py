@@ -83,6 +83,20 @@ class StatsGradients(NamedTuple):
         return StatsGradients(*(x * scale if x is not None else None for x in self))
 
 
+class TileGradient(NamedTuple):
+    """The gradient of a tile of raw logits: ``dlogits``, each row times its ``factor``."""
+
+    dlogits: Tensor  # (C, V)
+    factor: Tensor | None = None  # (C,) fp32; None: 1
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        """Return (C, n) ``rows`` times the factor, for a product with ``dlogits^T``."""
+        if self.factor is None:
+            return rows
+        # 0 times what a row without gradient holds may be NaN
+        return torch.where(self.factor[:, None] == 0, 0, rows * self.factor[:, None])
+
+
 class Wanted(NamedTuple):
     """The statistics requested beside those of every call."""
 
@@ -157,7 +171,9 @@ class FusedStage(ABC):
     """The loss between statistics and gradient, where it runs inside the row kernel."""
 
     @abstractmethod
-    def gradient_(self, rows: slice, tile: Tile, out_dtype: torch.dtype) -> tuple[RowStats, Tensor]:
+    def gradient_(
+        self, rows: slice, tile: Tile, out_dtype: torch.dtype
+    ) -> tuple[RowStats, TileGradient]:
         """Do what ``stats`` and ``dlogits_`` of :class:`RowKernels` do, for the range ``rows``."""
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import StatsGradients
+from grpo_kernels.backends import StatsGradients, TileGradient
 from grpo_kernels.batch import host
 from grpo_kernels.engine.lora import LoRAGradients
 from grpo_kernels.engine.rows import Rows
@@ -146,22 +146,25 @@ class GradientSums:
         if self._lora is not None:
             self._lora.times_(factor)
 
-    def add(self, dlogits: Tensor, part: slice, chunk: Rows) -> None:
-        """Add the share of the range ``part``; ``dlogits`` has the dtype of the hidden states.
+    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
+        """Add the share of the range ``part``; the gradient has the dtype of the hidden states.
 
         ``chunk`` has the rows of the range that have a gradient, by their places in it.
         """
         where = part if chunk.index is None else chunk.index + part.start
+        dlogits = gradient.dlogits
         if self._sums.hidden is not None:
-            self._set_rows(self._sums.hidden, dlogits, part, where, chunk)
-        if self._sums.weight is not None:
-            accumulate(self._sums.weight, dlogits.t(), chunk.hidden, self._first)
-        if self._main_grad is not None:
-            self._main_grad.add(dlogits, chunk.hidden, scale=self._scale)
+            self._set_rows(self._sums.hidden, gradient, part, where, chunk)
+        if self._sums.weight is not None or self._main_grad is not None:
+            hidden = gradient.weighted(chunk.hidden).to(dlogits.dtype)
+            if self._sums.weight is not None:
+                accumulate(self._sums.weight, dlogits.t(), hidden, self._first)
+            if self._main_grad is not None:
+                self._main_grad.add(dlogits, hidden, scale=self._scale)
         if self._sums.bias is not None:
-            self._sums.bias.add_(torch.sum(dlogits, 0, dtype=self._sums.bias.dtype))
+            self._add_to_bias(self._sums.bias, gradient)
         if self._lora is not None:
-            self._lora.add(dlogits, where, slice(0, dlogits.shape[1]))
+            self._lora.add(gradient, where, slice(0, dlogits.shape[1]))
         self._first = False
 
     def finish(self) -> Gradients:
@@ -170,17 +173,31 @@ class GradientSums:
         return gradients if self._scale is None else gradients.times_(1 / self._scale)
 
     @staticmethod
+    def _add_to_bias(dbias: Tensor, gradient: TileGradient) -> None:
+        dlogits, factor = gradient
+        if factor is None:
+            dbias.add_(torch.sum(dlogits, 0, dtype=dbias.dtype))
+        else:
+            weights = factor[:, None].to(dlogits.dtype)
+            accumulate(dbias[:, None], dlogits.t(), weights, first=False)
+
+    @staticmethod
     def _set_rows(
-        dhidden: Tensor, dlogits: Tensor, part: slice, where: slice | Tensor, chunk: Rows
+        dhidden: Tensor, gradient: TileGradient, part: slice, where: slice | Tensor, chunk: Rows
     ) -> None:
         """Set the chunk's rows of ``dhidden``; rows that were dropped have no gradient."""
+        dlogits, factor = gradient
         clear_row_ends(dlogits)
         weight = chunk.head.weight
         if isinstance(where, slice):
             place = dhidden[where]
         else:
             place = dhidden.new_empty(chunk.hidden.shape)
-        if place.dtype == dlogits.dtype:
+        if factor is not None:
+            wide = torch.empty_like(place, dtype=factor.dtype)
+            accumulate(wide, dlogits, weight, first=True)
+            place.copy_(wide.mul_(factor[:, None]))
+        elif place.dtype == dlogits.dtype:
             torch.mm(dlogits, weight, out=place)
         else:
             accumulate(place, dlogits, weight, first=True)

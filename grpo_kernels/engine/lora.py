@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import TileGradient
 from grpo_kernels.head import HeadLoRA, accumulate, clear_row_ends
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
@@ -34,16 +35,20 @@ class LoRAGradients:
         self._dinner = lora.a.new_zeros(hidden.shape[0], lora.rank) if inner else None
         self._db = torch.zeros_like(lora.b) if of_b else None
 
-    def add(self, dlogits: Tensor, rows: slice | Tensor, columns: slice) -> None:
-        """Add a tile's share; ``dlogits`` has the dtype of the hidden states."""
+    def add(self, gradient: TileGradient, rows: slice | Tensor, columns: slice) -> None:
+        """Add a tile's share; the gradient has the dtype of the hidden states."""
+        dlogits, of_rows = gradient
         if self._dinner is not None and self._factor is not None:
             clear_row_ends(dlogits)
             place = self._dinner[rows]  # a copy for an index
-            _add(place, dlogits, self._factor.rows(columns))
+            factor = self._factor.rows(columns)
+            scale = factor.scale if of_rows is None else of_rows[:, None]  # never both
+            _add(place, dlogits, factor.values, scale)
             self._dinner[rows] = place
         if self._db is not None:
-            inner = _Narrow.of(self._lora.inner(self._hidden[rows]), dlogits.dtype)
-            _add(self._db[columns], dlogits.t(), inner)
+            inner = gradient.weighted(self._lora.inner(self._hidden[rows]))
+            narrow = _Narrow.of(inner, dlogits.dtype)
+            _add(self._db[columns], dlogits.t(), narrow.values, narrow.scale)
 
     def times_(self, factor: Tensor) -> None:
         """Multiply what is summed so far by a () tensor."""
@@ -69,14 +74,14 @@ class LoRAGradients:
         return da, self._db
 
 
-def _add(out: Tensor, a: Tensor, b: _Narrow) -> None:
-    """Compute ``out += a @ b``."""
-    if b.scale is None:
-        accumulate(out, a, b.values, first=False)
+def _add(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None) -> None:
+    """Compute ``out += scale * (a @ b)``; None: 1."""
+    if scale is None:
+        accumulate(out, a, b, first=False)
         return
     product = torch.empty_like(out)
-    accumulate(product, a, b.values, first=True)
-    out.addcmul_(product, b.scale)
+    accumulate(product, a, b, first=True)
+    out.addcmul_(product, scale)
 
 
 @dataclass(frozen=True)

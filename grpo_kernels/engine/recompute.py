@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Tile
+from grpo_kernels.backends import RowStats, StatsGradients, Tile, TileGradient
 from grpo_kernels.engine.gradients import Gradients, Needs, fp16_scale
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
@@ -86,7 +86,7 @@ def recompute_backward(
                 if needs.weight and needs.main_grad is not None:
                     needs.main_grad.add(dlogits, hidden[part], columns, scale)
                 if lora is not None:
-                    lora.add(dlogits, part, columns)
+                    lora.add(TileGradient(dlogits), part, columns)
                 if results.bias is not None:
                     results.bias[columns] += torch.sum(dlogits, 0, dtype=results.bias.dtype)
             if dweight is not None and results.weight is not None:

@@ -18,6 +18,7 @@ from grpo_kernels.backends import (
     RowStats,
     StatsGradients,
     Tile,
+    TileGradient,
     Wanted,
     concatenate,
     dtype_of,
@@ -79,10 +80,10 @@ def sweep(
     with matmul_precision(hidden.device, route.precision):
         for part in chunks:
             chunk = rows.narrow(part)
-            stats, chunk, dlogits = _pass(chunk, part, buffer, route, wanted, stage, sums)
+            stats, chunk, gradient = _pass(chunk, part, buffer, route, wanted, stage, sums)
             found.append(stats)
-            if dlogits is not None:
-                sums.add(dlogits, part, chunk)
+            if gradient is not None:
+                sums.add(gradient, part, chunk)
         gradients = sums.finish()
     return concatenate(found) if found else _no_stats(rows, wanted), gradients
 
@@ -95,7 +96,7 @@ def _pass(
     wanted: Wanted,
     stage: Stage | FusedStage | None,
     sums: GradientSums,
-) -> tuple[RowStats, Rows, Tensor | None]:
+) -> tuple[RowStats, Rows, TileGradient | None]:
     """Form a chunk's logits in ``buffer`` and their statistics; with a stage also their gradient.
 
     The gradient is that of the chunk's rows which have one; these come back.
@@ -103,8 +104,8 @@ def _pass(
     if isinstance(stage, FusedStage):
         logits = _project(chunk, buffer, route)[: chunk.count]
         tile = Tile(logits, chunk.target, chunk.head.transform)
-        stats, dlogits = stage.gradient_(part, tile, chunk.hidden.dtype)
-        return stats, chunk, dlogits
+        stats, gradient = stage.gradient_(part, tile, chunk.hidden.dtype)
+        return stats, chunk, gradient
     tile, stats = _tile(chunk, buffer, route, wanted.extras)
     masked = None
     if chunk.sampling_mask is not None:
@@ -125,7 +126,7 @@ def _dlogits(
     outer: StatsGradients,
     masked: MaskedRows | None,
     route: Route,
-) -> tuple[Rows, Tensor]:
+) -> tuple[Rows, TileGradient]:
     """Compute the gradient of the raw logits of the rows that have one; return these rows, too."""
     moves = surviving_rows(outer.nonzero)
     if moves is not None:
@@ -136,7 +137,7 @@ def _dlogits(
     dlogits = route.backend.kernels.dlogits_(tile, stats, outer, chunk.hidden.dtype)
     if masked is not None and outer.dmasked is not None:
         masked.add_gradient_(dlogits, outer.dmasked)
-    return chunk, dlogits
+    return chunk, TileGradient(dlogits)
 
 
 def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from grpo_kernels.backends import Backend, FusedStage, RowStats, StatsGradients, Tile
+from grpo_kernels.backends import (
+    Backend,
+    FusedStage,
+    RowStats,
+    StatsGradients,
+    Tile,
+    TileGradient,
+)
 from grpo_kernels.batch import Segments, TokenBatch
 from grpo_kernels.losses import (
     LossConfig,
@@ -158,14 +165,16 @@ class RowKernelStage(_OnTriton, FusedStage):
 
     words = "in the row kernel, generated from the loss"
 
-    def gradient_(self, rows: slice, tile: Tile, out_dtype: torch.dtype) -> tuple[RowStats, Tensor]:
+    def gradient_(
+        self, rows: slice, tile: Tile, out_dtype: torch.dtype
+    ) -> tuple[RowStats, TileGradient]:
         """Compute statistics of a tile's rows, and write the gradient of its raw logits."""
         from grpo_kernels.backends import triton
 
         function, values = self.function(rows)
-        stats, each, dlogits = triton.row_loss_(tile, function, values, out_dtype)
+        stats, each, gradient = triton.row_loss_(tile, function, values, out_dtype)
         self._contributions.append(each)
-        return stats, dlogits
+        return stats, gradient
 
     def function(self, rows: slice) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
         """Return what the row kernel calls for each of the ``rows``, and the values it gets."""

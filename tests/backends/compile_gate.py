@@ -54,16 +54,7 @@ def kernels() -> dict[str, JITFunction]:
 
 def compile_case(case: Case, target: str) -> dict[str, Any]:
     """Compile one variant for one target; return registers, stack, spills, shared memory."""
-    names = case.kernel.arg_names
-    signature = {name: case.types.get(name, "constexpr") for name in names}
-    pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
-    sizes = [
-        i for i, name in enumerate(names) if name.startswith(("stride", "num_columns", "depth"))
-    ]
-    divisible = [*pointers, *(sizes if case.aligned else [])]
-    attrs = {(index,): [["tt.divisibility", 16]] for index in divisible}
-    source = ASTSource(case.kernel, signature, constexprs=case.constants, attrs=attrs)
-    compiled = triton.compile(source, target=TARGETS[target], options=case.options)
+    compiled = _compiled(case, target)
     usage = _cuda_usage if TARGETS[target].backend == "cuda" else _hip_usage
     return {
         "kernel": case.kernel.__name__,
@@ -74,15 +65,53 @@ def compile_case(case: Case, target: str) -> dict[str, Any]:
     }
 
 
+def _compiled(case: Case, target: str) -> Any:
+    names = case.kernel.arg_names
+    signature = {name: case.types.get(name, "constexpr") for name in names}
+    pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
+    sizes = [
+        i for i, name in enumerate(names) if name.startswith(("stride", "num_columns", "depth"))
+    ]
+    divisible = [*pointers, *(sizes if case.aligned else [])]
+    attrs = {(index,): [["tt.divisibility", 16]] for index in divisible}
+    source = ASTSource(case.kernel, signature, constexprs=case.constants, attrs=attrs)
+    return triton.compile(source, target=TARGETS[target], options=case.options)
+
+
+def instructions_per_logit(case: Case, target: str) -> float:
+    """Count the SASS instructions that a row kernel issues per logit, in loops that take an exp.
+
+    What is nested in such a loop is left out: it rewrites a row whose anchor rises, once or never.
+    """
+    code = _dump(_compiled(case, target).asm, "-sass")
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+    lines = [(int(place, 16), text) for place, text in found]
+    loops = []
+    for place, text in lines:
+        back = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if back is not None and int(back[1], 16) < place:
+            loops.append(range(int(back[1], 16), place + 1))
+    own = 0
+    for loop in loops:
+        nested = [x for x in loops if x != loop and x.start in loop and x.stop <= loop.stop]
+        body = [t for at, t in lines if at in loop and not any(at in x for x in nested)]
+        own += len(body) if any("MUFU.EX2" in text for text in body) else 0
+    return own * 32 * case.options["num_warps"] / case.constants["BLOCK_V"]
+
+
 def _cuda_usage(asm: dict[str, Any]) -> dict[str, int]:
+    text = _dump(asm, "-res-usage")
+    values = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
+    return {"registers": values["REG"], "stack": values["STACK"], "spilled": values["LOCAL"]}
+
+
+def _dump(asm: dict[str, Any], what: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    values = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
-    return {"registers": values["REG"], "stack": values["STACK"], "spilled": values["LOCAL"]}
+        command = [str(tool), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _hip_usage(asm: dict[str, Any]) -> dict[str, int]:
@@ -120,6 +149,10 @@ def print_table() -> None:
             most = [str(max(variant[name] for variant in variants)) for name in names]
             star = "" if all(map(fits, variants)) else " *"
             print(f"| {kernel}{star} | {target} | {len(variants)} | {' | '.join(most)} |")
+    print("\n| row kernel on sm_90 | instructions per logit |\n|---|---|")
+    for case in cases("sm_90"):
+        if "logits_ptr" in case.types and case.aligned:
+            print(f"| {case.label} | {instructions_per_logit(case, 'sm_90'):.1f} |", flush=True)
 
 
 _STACK_BYTES = 8

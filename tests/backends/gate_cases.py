@@ -121,16 +121,18 @@ def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) 
 
 def _row_loss_cases(target: str) -> Iterator[Case]:
     """Yield the statistics, a loss with all of its inputs, and the gradient."""
+    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
     values = {f"value{index}_ptr": "*fp32" for index in range(row_loss.MAX_VALUES)}
     kernel = row_loss._row_loss_kernel
     for dtype, out in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")):
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **_BASICS, **values)
         types |= {"each_ptr": "*fp32", "stride_out_row": "i64"}
         for config in _configs("loss", DTYPES[dtype], target):
-            for flags in _variants(
-                "HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY", thorough=False
-            ):
-                case = _row_case(kernel, config, types, flags)
+            for flags in (*_variants(*names[:2], thorough=False), dict.fromkeys(names, True)):
+                flags = {"HAS_DENTROPY": False, **flags}
+                one_read = out == "bf16" and not flags["HAS_DENTROPY"]
+                given = {**types, "factor_ptr": "*fp32"} if one_read else types
+                case = _row_case(kernel, config, given, flags)
                 case.constants["LANES"] = config.lanes(DTYPES[dtype])
                 case.constants["FUNCTION"] = _loss(flags["HAS_DENTROPY"])
                 yield case

@@ -80,14 +80,14 @@ def raised(peak, total, moment, squares, other_peak, f2):
 @triton.jit
 def folded(y, base, total, moment, squares, f2, AXIS: tl.constexpr, EXTRAS: tl.constexpr):
     """Add a tile of scores to sums relative to ``base``, along ``AXIS``; ``squares`` with
-    ``EXTRAS`` only."""
+    ``EXTRAS`` only. Return the sums and the tile's e, too."""
     t = (y - tl.expand_dims(base, AXIS)) * tl.expand_dims(f2, AXIS)
     e = tl.exp2(t)
     moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=AXIS)
     total += tl.sum(e, axis=AXIS)
     if EXTRAS:
         squares += tl.sum(e * e, axis=AXIS)
-    return total, moment, squares
+    return total, moment, squares, e
 
 
 @triton.jit

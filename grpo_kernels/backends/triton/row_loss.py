@@ -1,7 +1,8 @@
 """Statistics of a row, a caller's function of them and the gradient of its logits, in one kernel.
 
-The row is read for its statistics and, while it is still in the cache, once more for its gradient.
-Between the two runs the caller's device function, which knows what the statistics are for.
+The row is read once, for its statistics and for :mod:`exponentials`; where these do not serve, it
+is read once more for its gradient. In between runs the caller's device function, which knows what
+the statistics are for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile
+from grpo_kernels.backends.base import RowStats, Tile, TileGradient
 from grpo_kernels.backends.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
@@ -26,6 +27,7 @@ from grpo_kernels.backends.triton.common import (
     transform_arguments,
 )
 from grpo_kernels.backends.triton.dlogits import gradient_view, write_gradient
+from grpo_kernels.backends.triton.exponentials import finish_exponentials
 from grpo_kernels.backends.triton.row_stats import write_statistics
 
 MAX_VALUES = 6
@@ -42,7 +44,7 @@ def _value(value_ptr, row):
     return value
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, *_VALUES, "each_ptr"])
+@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, *_VALUES, "each_ptr", "factor_ptr"])
 def _row_loss_kernel(
     logits_ptr,  # (C, V)
     out_ptr,  # (C, V), the same storage, of the same or half the width
@@ -58,6 +60,7 @@ def _row_loss_kernel(
     entropy_ptr,
     lse_ptr,  # fp64
     each_ptr,
+    factor_ptr,  # of the gradient's rows, or None: they get their gradient itself
     stride_row,
     stride_out_row,
     num_columns,
@@ -72,11 +75,16 @@ def _row_loss_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
+    out_ptr += row * stride_out_row
+    exponentials_ptr = out_ptr
+    if factor_ptr is None:
+        exponentials_ptr = None
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
     target = tl.load(target_ptr + row).to(tl.int32)
-    logp, entropy, lse, _, _ = write_statistics(
-        logits_ptr, row, target, factor, logp_ptr, entropy_ptr, lse_ptr, num_columns, inner,
-        HAS_SOFTCAP, False, BLOCK_V, LANES,
+    x_target = tl.load(logits_ptr + target)
+    logp, entropy, lse, _, sums = write_statistics(
+        logits_ptr, exponentials_ptr, row, target, factor, logp_ptr, entropy_ptr, lse_ptr,
+        num_columns, inner, HAS_SOFTCAP, False, BLOCK_V, LANES,
     )  # fmt: skip
 
     single = tl.zeros((1,), tl.float32)
@@ -89,11 +97,19 @@ def _row_loss_kernel(
     dentropy = 0.0
     if HAS_DENTROPY:
         dentropy = tl.sum(results[2], axis=0)
-    write_gradient(
-        logits_ptr, out_ptr + row * stride_out_row, num_columns, target,
-        entropy, lse, tl.sum(results[1], axis=0), dentropy, inner, factor,
-        HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-    )  # fmt: skip
+    dlogp = tl.sum(results[1], axis=0)
+    if factor_ptr is not None:
+        log_anchor = (sums[6] - sums[0]) * factor - tl.log(sums[1])  # its score less lse
+        of_row = finish_exponentials(
+            out_ptr, x_target, target, num_columns, logp, log_anchor, dlogp, inner, factor,
+            HAS_SOFTCAP, BLOCK_V,
+        )  # fmt: skip
+        tl.store(factor_ptr + row, of_row)
+    else:
+        write_gradient(
+            logits_ptr, out_ptr, num_columns, target, entropy, lse, dlogp, dentropy,
+            inner, factor, HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +126,7 @@ def row_loss_(
     values: Sequence[Tensor | None],  # (C,) fp32 each; ``MAX_VALUES`` of them
     out_dtype: torch.dtype,
     config: RowConfig | None = None,  # the table's
-) -> tuple[RowStats, Tensor, Tensor]:
+) -> tuple[RowStats, Tensor, TileGradient]:
     """Return statistics, what each row adds to the loss (C,), and the gradient of the logits, in
     their storage."""
     check_tile(tile)
@@ -119,6 +135,8 @@ def row_loss_(
     rows, columns = logits.shape
     stats = empty_stats(rows, logits.device, extras=False)
     each = torch.empty_like(stats.logp)
+    one_read = out_dtype == torch.bfloat16 and not function.has_dentropy
+    factor = torch.empty_like(stats.logp) if one_read else None
     if rows:
         config = config or row_config("loss", logits.dtype, columns, logits.device)
         contiguous = (x if x is None else x.contiguous() for x in values)
@@ -132,6 +150,7 @@ def row_loss_(
                 entropy_ptr=stats.entropy,
                 lse_ptr=stats.lse,
                 each_ptr=each,
+                factor_ptr=factor,
                 stride_row=logits.stride(0),
                 stride_out_row=out.stride(0),
                 num_columns=columns,
@@ -142,4 +161,4 @@ def row_loss_(
                 **config.options,
                 **transform_arguments(transform, logits),
             )
-    return stats, each, out
+    return stats, each, TileGradient(out, factor)
