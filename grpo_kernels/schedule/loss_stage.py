@@ -73,9 +73,7 @@ class LossStage:
         if not self._contributions:
             return self._inputs.logprobs.new_zeros(())
         parts = self._contributions
-        return self._sum(parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def _sum(self, each: Tensor) -> Tensor:
+        each = parts[0] if len(parts) == 1 else torch.cat(parts)
         return each.sum(dtype=torch.float64).to(each.dtype)
 
     def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
@@ -131,14 +129,7 @@ def _traced(
         return thread.submit(trace, *vectors, *offsets).result()
 
 
-class _OnTriton(LossStage):
-    def _sum(self, each: Tensor) -> Tensor:
-        from grpo_kernels.backends import triton
-
-        return triton.weighted_sum(each, torch.ones_like(each))
-
-
-class SegmentStage(_OnTriton):
+class SegmentStage(LossStage):
     """Triton's sums over sequences, torch ops for the rest."""
 
     words = "Triton sums over sequences, torch ops"
@@ -148,7 +139,7 @@ class SegmentStage(_OnTriton):
         return _TritonSegments(part.cu_seqlens, part.total)
 
 
-class GeneratedStage(_OnTriton):
+class GeneratedStage(LossStage):
     """A kernel that is generated from the loss."""
 
     words = "a Triton kernel, generated from the loss"
@@ -160,7 +151,7 @@ class GeneratedStage(_OnTriton):
         return StageOutput(each, dlogp, rest[0] if rest else None)
 
 
-class RowKernelStage(_OnTriton, FusedStage):
+class RowKernelStage(LossStage, FusedStage):
     """The stage inside the Triton row kernel, between a row's statistics and its gradient."""
 
     words = "in the row kernel, generated from the loss"

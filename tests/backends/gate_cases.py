@@ -24,7 +24,6 @@ from grpo_kernels.backends.triton.segment_sum import (
     _BLOCK,
     _OPTIONS,
     _segment_sum_kernel,
-    _weighted_partials_kernel,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -225,13 +224,8 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 
 
 def _reduce_cases() -> Iterator[Case]:
-    constants, options = {"BLOCK": _BLOCK}, _OPTIONS
-    partial = {"values_ptr": "*fp32", "weights_ptr": "*fp32", "partials_ptr": "*fp64"}
-    types = {**partial, "length": "i32"}
-    yield Case(_weighted_partials_kernel, types, constants, options)
-    for dtype in ("fp32", "fp64"):
-        types = {"values_ptr": f"*{dtype}", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
-        yield Case(_segment_sum_kernel, types, constants, options)
+    types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
+    yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)
 
 
 def _pointwise_case() -> Case:

@@ -3,7 +3,7 @@
 from grpo_kernels.backends.triton.linear_launch import linear_stats
 from grpo_kernels.backends.triton.row_loss import MAX_VALUES, RowFunction, row_loss_
 from grpo_kernels.backends.triton.rows import TRITON_ROWS
-from grpo_kernels.backends.triton.segment_sum import segment_sum, weighted_sum
+from grpo_kernels.backends.triton.segment_sum import segment_sum
 
 __all__ = [
     "MAX_VALUES",
@@ -12,5 +12,4 @@ __all__ = [
     "linear_stats",
     "row_loss_",
     "segment_sum",
-    "weighted_sum",
 ]
