@@ -50,12 +50,16 @@ def difference(
 ) -> str | None:
     """Return what is anywhere further from ``want`` than a part of its largest value; NaN is."""
     for name, expected in want.items():
-        parts = zip(got[name].split(_BLOCK_ROWS), expected.split(_BLOCK_ROWS), strict=True)
+        parts = list(zip(_parts(got[name]), _parts(expected), strict=True))
         error = torch.stack([(a.float() - b.float()).abs().amax() for a, b in parts]).amax()
-        largest = torch.stack([b.abs().amax() for b in expected.split(_BLOCK_ROWS)]).amax()
+        largest = torch.stack([b.abs().amax() for _, b in parts]).amax()
         if not error <= tolerance * largest:
             return f"{name} differs by {error:.1e}"
     return None
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.atleast_1d(x).split(_BLOCK_ROWS)
 
 
 def hold(candidates: Sequence[Candidate], seconds: Timer, lost: Callable[[], bool]) -> list[Trial]:

@@ -107,7 +107,7 @@ def _by_tiles(rows: Rows, precision: str) -> RowStats:
     route = Route(
         backend=BACKENDS["triton"],
         options=RunOptions(precision=precision),
-        logits=logits,
+        dtype=rows.hidden.dtype,
         columns=columns,
         tile_rows=gpu_chunk_rows(logits, columns, rows.hidden.device),
         linear_stats=None,

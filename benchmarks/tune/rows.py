@@ -85,7 +85,9 @@ def _kernel(kernel: str, tile: Tile, out: torch.dtype) -> Run:
         return {"the gradient": dlogits_(tile, stats, outer, out, config)}
 
     def run_loss(config: RowConfig) -> dict[str, Tensor]:
-        return {"the gradient": row_loss_(tile, loss, values, out, config)[2]}
+        gradient = row_loss_(tile, loss, values, out, config)[2]
+        named = {"the gradient": gradient.dlogits, "its factor": gradient.factor}
+        return {name: value for name, value in named.items() if value is not None}
 
     return {"stats": run_stats, "dlogits": run_dlogits, "loss": run_loss}[kernel]
 

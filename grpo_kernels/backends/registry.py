@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from grpo_kernels.backends import cpu
 from grpo_kernels.backends.base import LinearStats, RowKernels
@@ -16,6 +17,7 @@ from grpo_kernels.backends.configs import (
     linear_config,
     row_config,
 )
+from grpo_kernels.batch import host
 from grpo_kernels.head import Head, logits_dtype
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
@@ -58,6 +60,11 @@ class Backend:
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         """Name what its kernels are configured by, for the fingerprint."""
         return []
+
+    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``values`` times the () ``scale`` in ``dtype``; ``values`` is used up."""
+        unit = host.reading_is_free(scale) and scale.item() == 1  # no sync, and a pass saved
+        return (values if unit else values.mul_(scale)).to(dtype)
 
 
 class _Chunked(Backend):
@@ -134,6 +141,11 @@ class _Triton(Backend):
         from grpo_kernels.backends import triton
 
         return triton.linear_stats
+
+    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        from grpo_kernels.backends import triton
+
+        return triton.scaled_(values, scale, dtype)
 
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         import triton  # by its module: the distribution has other names on other platforms

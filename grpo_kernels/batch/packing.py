@@ -27,7 +27,9 @@ class _Layout(NamedTuple):
     target: Tensor  # (N,)
     mask: Tensor  # (N,) bool, the valid ones
     bad_mask: Tensor | None  # (), whether the caller's mask has other values than 0 and 1
-    starts: Tensor  # (B + 1,) int64, where the sequences begin and end; safe to index with
+    sequences: int  # B
+    # (B + 1,) int64, where packed sequences begin and end, safe to index with; None: all are N / B
+    starts: Tensor | None
     bad_starts: Tensor | None  # (), whether the caller's were not
 
 
@@ -45,7 +47,7 @@ def packed_fields(
     """
     _check_optional(optional)
     layout = _layout(target, mask, cu_seqlens)
-    given = _given_counts(optional, layout.starts.numel() - 1)
+    given = _given_counts(optional, layout.sequences)
     per_token = _check_advantages(advantages, target, layout)
     sampling_mask = optional.get("sampling_mask")
     if sampling_mask is not None:
@@ -100,24 +102,27 @@ def _layout(target: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _
     valid = flat != IGNORE_INDEX
     if mask is not None:
         _check_mask(mask, target)
-        ones = mask.reshape(-1) != 0
+        ones = mask.reshape(-1)
         if mask.dtype != torch.bool:
-            bad_mask = (ones & (mask.reshape(-1) != 1)).any()
+            given, ones = ones, ones != 0
+            bad_mask = (ones & (given != 1)).any()
         valid = ones & valid
     if cu_seqlens is None:
-        sequences, length = target.shape
-        starts = torch.arange(sequences + 1, device=target.device) * length
-        return _Layout(flat, valid, bad_mask, starts, None)
+        return _Layout(flat, valid, bad_mask, target.shape[0], None, None)
     starts = cu_seqlens.long().clamp(0, flat.numel()).cummax(0).values
     # slices are filled on the device; a number set at an index would be sent there, with a wait
     starts[:1], starts[-1:] = 0, flat.numel()
-    return _Layout(flat, valid, bad_mask, starts, (starts != cu_seqlens).any())
+    bad_starts = (starts != cu_seqlens).any()
+    return _Layout(flat, valid, bad_mask, starts.numel() - 1, starts, bad_starts)
 
 
 def _offsets(layout: _Layout, advantages: Tensor) -> Tensor:
     """Return (2, B + 1) offsets of each sequence's valid tokens, and of those with an advantage."""
     both = torch.stack([layout.mask, layout.mask & (advantages != 0)])
-    return pad(both.cumsum(1), (1, 0))[:, layout.starts]
+    if layout.starts is not None:
+        return pad(both.cumsum(1), (1, 0))[:, layout.starts]
+    length = both.shape[1] // max(layout.sequences, 1)
+    return pad(both.view(2, layout.sequences, length).sum(2).cumsum(1), (1, 0))
 
 
 def _counts(offsets: list[int]) -> list[list[int]]:
@@ -208,7 +213,7 @@ def _check_mask(mask: Tensor, target: Tensor) -> None:
 
 def _check_advantages(advantages: Tensor, target: Tensor, layout: _Layout) -> bool:
     """Return whether they are given one per token, or else one per sequence."""
-    per_token, per_sequence = tuple(target.shape), (layout.starts.numel() - 1,)
+    per_token, per_sequence = tuple(target.shape), (layout.sequences,)
     shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else None
     if shape not in (per_token, per_sequence):
         got = shape if shape is not None else type(advantages).__name__
@@ -228,7 +233,7 @@ def _token_advantages(
     advantages = _wide(advantages)
     if per_token:
         return advantages.reshape(-1)
-    if target.dim() == 2:
+    if layout.starts is None:
         return advantages.unsqueeze(1).expand(target.shape).reshape(-1)
     sizes = layout.starts.diff()
     return torch.repeat_interleave(advantages, sizes, output_size=layout.target.numel())
@@ -273,7 +278,7 @@ def _value_flags(
     """Return names and flags to join: lowest and highest valid target, then 1 for a bad value."""
     target, mask = layout.target, layout.mask
     ids = target * mask
-    ends = ids.new_zeros(2) if not ids.numel() else torch.stack(ids.aminmax())
+    ends = ids.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
     wrong = (table - table) != 0  # NaN for what is not finite, 0 for the rest
     if "rollout_logprobs" in columns:  # the last; NaN says that the engine does not know
         wrong[-1] = table[-1].isinf()
@@ -283,7 +288,7 @@ def _value_flags(
         if value is not None and not host.reading_is_free(value)
     }
     present = {name: flag for name, flag in others.items() if flag is not None}
-    flags = [ends, (wrong & mask).any(1), *(flag.reshape(1) for flag in present.values())]
+    flags = [*ends, (wrong & mask).any(1), *(flag.reshape(1) for flag in present.values())]
     return [*columns, *present], flags
 
 

@@ -156,7 +156,7 @@ class GradientSums:
         if self._sums.hidden is not None:
             self._set_rows(self._sums.hidden, gradient, part, where, chunk)
         if self._sums.weight is not None or self._main_grad is not None:
-            hidden = gradient.weighted(chunk.hidden).to(dlogits.dtype)
+            hidden = gradient.weighted(chunk.hidden)
             if self._sums.weight is not None:
                 accumulate(self._sums.weight, dlogits.t(), hidden, self._first)
             if self._main_grad is not None:
@@ -196,7 +196,7 @@ class GradientSums:
         if factor is not None:
             wide = torch.empty_like(place, dtype=factor.dtype)
             accumulate(wide, dlogits, weight, first=True)
-            place.copy_(wide.mul_(factor[:, None]))
+            torch.mul(wide, factor[:, None], out=place)
         elif place.dtype == dlogits.dtype:
             torch.mm(dlogits, weight, out=place)
         else:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats
-from grpo_kernels.batch import host
 from grpo_kernels.engine import Gradients, MainGrad, sweep, with_less_memory
 from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only, stats_dtype
 from grpo_kernels.losses import static_weights
@@ -49,10 +48,9 @@ class _OnePass(torch.autograd.Function):
             found = with_less_memory(run, plan, spoils=plan.spoils_main_grad)
         if found.main_grad is not None:
             plan.main_grad.settle(found.main_grad, dloss)
-        if not (host.reading_is_free(dloss) and dloss.item() == 1):  # no sync, and a pass saved
-            found.gradients.times_(dloss)
+        scaled_ = plan.route.backend.scaled_
         dhidden, *rest = (
-            gradient.to(x.dtype) if gradient is not None else None
+            scaled_(gradient, dloss, x.dtype) if gradient is not None else None
             for gradient, x in zip(found.gradients, inputs, strict=True)
         )
         index = plan.active.index

@@ -8,13 +8,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton import knobs
-
-from grpo_kernels.backends import Tile, TileGradient
+from grpo_kernels.backends import StatsGradients, Tile, TileGradient
 from grpo_kernels.backends.triton import MAX_VALUES, TRITON_ROWS, RowFunction, row_loss_
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.head import Transform
-from tests.backends.test_triton_rows import eager_dlogits
+from tests.backends.test_rows import PLAIN, dlogits
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -23,18 +21,17 @@ COLUMNS = (1, 5, 1007, 4096 + 77)  # one, few, an odd count, more than one tile
 ROWS = 6
 
 
-@pytest.fixture
-def device(device: torch.device) -> torch.device:
-    if device.type == "cpu" and not knobs.runtime.interpret:
-        pytest.skip("the interpreter is off")
-    return device
+def exact_gradient(
+    logits: Tensor, target: Tensor, dlogp: Tensor, transform: Transform = PLAIN
+) -> Tensor:
+    return dlogits(logits, target, transform, StatsGradients(dlogp), torch.float64)
 
 
 def run(
     logits: Tensor,
     target: Tensor,
     dlogp: Tensor,
-    transform: Transform = Transform(),  # noqa: B008
+    transform: Transform = PLAIN,
 ) -> tuple[Tensor, Tensor, TileGradient]:
     """Return log-probabilities, what rows add to the loss ``dlogp * logp``, and the gradient."""
 
@@ -70,7 +67,7 @@ def test_gradient(device: torch.device, columns: int, scale: float, dtype: torch
     dlogp = torch.randn(ROWS, device=device)
     logp, each, gradient = run(logits, target, dlogp)
     assert gradient.dlogits.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
-    assert_rounded(gradient, eager_dlogits(logits.double(), target, Transform(), dlogp, None))
+    assert_rounded(gradient, exact_gradient(logits, target, dlogp))
     torch.testing.assert_close(each, logp * dlogp)
 
 
@@ -82,7 +79,7 @@ def test_transforms(device: torch.device, per_row: bool, softcap: float | None) 
     logits, target = 4 * torch.randn(ROWS, 2100, device=device), torch.arange(ROWS, device=device)
     dlogp = torch.randn(ROWS, device=device)
     _, _, gradient = run(logits, target, dlogp, transform)
-    assert_rounded(gradient, eager_dlogits(logits.double(), target, transform, dlogp, None))
+    assert_rounded(gradient, exact_gradient(logits, target, dlogp, transform))
 
 
 @pytest.mark.parametrize("place", [0, 2047, 2048, 4999])
@@ -94,7 +91,7 @@ def test_a_peak_that_comes_late_or_early(device: torch.device, place: int) -> No
     target = torch.tensor([7, 3], device=device)
     dlogp = torch.tensor([1.0, -2.0], device=device)
     _, _, gradient = run(logits, target, dlogp)
-    assert_rounded(gradient, eager_dlogits(logits.double(), target, Transform(), dlogp, None))
+    assert_rounded(gradient, exact_gradient(logits, target, dlogp))
 
 
 def test_peaked_rows(device: torch.device) -> None:
@@ -105,7 +102,7 @@ def test_peaked_rows(device: torch.device) -> None:
     logits[torch.arange(ROWS), target] = torch.tensor([9.0, 14, 17, 19, 21, 23], device=device)
     dlogp = torch.ones(ROWS, device=device)
     _, _, gradient = run(logits, target, dlogp)
-    exact = eager_dlogits(logits.double(), target, Transform(), dlogp, None)
+    exact = exact_gradient(logits, target, dlogp)
     at_target = torch.nn.functional.one_hot(target, 3000).double()
     assert_rounded(gradient, exact, 1e-12 + 2.4e-7 * at_target)
 

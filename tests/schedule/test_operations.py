@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import os
+from typing import Any
 
-from grpo_kernels import LossConfig, linear_policy_loss
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.testing import make_problem
+
+# these start no work on a device
+_FREE = ("view", "slice", "select", "expand", "detach", "alias", "as_strided", "unsqueeze")
+_FREE += ("squeeze", "t", "split", "unbind", "empty", "new_empty", "empty_like", "set_")
+_FREE += ("_unsafe_view", "lift_fresh", "zero_")  # the last is of a CPU's GEMMs
 
 
 class Operations(TorchDispatchMode):
-    """Counts what reaches torch's dispatcher, views included."""
+    """Counts what reaches torch's dispatcher, and which of it would start work on a device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.launches = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
+        self.launches += func._schema.name.removeprefix("aten::") not in _FREE
         return func(*args, **(kwargs or {}))
 
 
@@ -31,6 +41,38 @@ def test_a_step_takes_few_operations() -> None:
         out.loss.backward()
     assert batch.count <= 45
     assert loss.count <= 150
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
+@pytest.mark.parametrize("loss_type,most", [("dapo", 40), ("cispo", 40), ("grpo", 48)])
+def test_a_step_on_a_gpu_launches_few_kernels(
+    loss_type: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count a batch, its loss and its backward, with a scaled loss and unread metrics."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    problem = make_problem(4, 8, 16, 67).to("cpu", torch.bfloat16)
+    advantages, old = torch.randn(4), problem.logprobs["old_logprobs"].float()
+    launched: list[str] = []
+
+    def run(*args: Any, **options: Any) -> Any:
+        launched.append("")
+        with _disable_current_modes():  # the interpreter computes with torch operations
+            return launch(*args, **options)
+
+    launch = interpreter.run
+    monkeypatch.setattr(interpreter, "run", run)
+    config, scale = LossConfig(loss_type=loss_type), torch.tensor(2.0)
+    for _ in range(2):  # the first one traces the loss
+        launched.clear()
+        problem.hidden.grad = problem.weight.grad = None
+        with Operations() as step:
+            mask = problem.mask
+            batch = TokenBatch.from_padded(problem.target, advantages, mask, old_logprobs=old)
+            inputs = (problem.hidden, problem.weight, batch, config)
+            (linear_policy_loss(*inputs, backend="triton").loss * scale).backward()
+    gemms_outside_of_torch = 2  # of a 16-bit tile and of dhidden: a CPU's are MKL's
+    assert 3 <= len(launched) <= 6
+    assert step.launches + len(launched) + gemms_outside_of_torch <= most
 
 
 def test_metrics_cost_nothing_until_they_are_read() -> None:
