@@ -108,8 +108,9 @@ def _by_tiles(rows: Rows, precision: str) -> RowStats:
         backend=BACKENDS["triton"],
         options=RunOptions(precision=precision),
         dtype=rows.hidden.dtype,
+        device=rows.hidden.device,
         columns=columns,
         tile_rows=gpu_chunk_rows(logits, columns, rows.hidden.device),
         linear_stats=None,
     )
-    return sweep(rows, route, row_chunks(rows.count, route.tile_rows))[0]
+    return sweep(rows, route, row_chunks(rows.count, route))[0]

@@ -18,7 +18,7 @@ from grpo_kernels.backends.configs import (
     row_config,
 )
 from grpo_kernels.batch import host
-from grpo_kernels.head import Head, logits_dtype
+from grpo_kernels.head import Head, logits_dtype, row_pitch
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 
@@ -221,6 +221,7 @@ def chunk_rows(
     precision: str,
     device: torch.device,
     max_workspace_bytes: int | None,
+    memory: int | None = None,  # bytes of a GPU; None: ask it
 ) -> int:
     """Return how many rows of logits fit into the workspace.
 
@@ -228,10 +229,10 @@ def chunk_rows(
         ValueError: the workspace does not hold one row.
     """
     tile_dtype = logits_dtype(dtype, precision)
-    row_bytes = max(1, columns) * tile_dtype.itemsize
+    row_bytes = row_pitch(max(1, columns), tile_dtype, device) * tile_dtype.itemsize
     if max_workspace_bytes is None:
         if device.type != "cpu":
-            return gpu_chunk_rows(tile_dtype, columns, device)
+            return gpu_chunk_rows(tile_dtype, columns, device, memory)
         wide = dtype.itemsize > 2
         default = _CPU_WORKSPACE_BYTES if wide else _CPU_WORKSPACE_BYTES_16BIT
         max_workspace_bytes = max(default, row_bytes)

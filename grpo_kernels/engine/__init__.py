@@ -12,9 +12,9 @@ from grpo_kernels.engine.ops import (
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry import with_less_memory
-from grpo_kernels.engine.route import Route, choose_route
+from grpo_kernels.engine.route import Route, choose_route, row_block
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep
+from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep, tile_height
 
 __all__ = [
     "Gradients",
@@ -29,10 +29,12 @@ __all__ = [
     "head_stats",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
+    "row_block",
     "row_chunks",
     "rows_backward",
     "rows_forward",
     "sweep",
+    "tile_height",
     "tile_shape",
     "with_less_memory",
 ]

@@ -68,7 +68,7 @@ def rows_backward(
         if rows.sampling_mask is None:
             return recompute_backward(rows, stats, outer, route, needs)
         # its gradient needs the logits of all ids of a row's mask at once
-        chunks = row_chunks(rows.count, route.tile_rows)
+        chunks = row_chunks(rows.count, route)
         stage = lambda part, stats: outer.rows(part)  # noqa: E731
         return sweep(rows, route, chunks, stage=stage, needs=needs)[1]
 

@@ -24,6 +24,7 @@ from grpo_kernels.head import (
     matmul_precision,
     on_huge_pages,
     project,
+    row_pitch,
     stats_dtype,
 )
 
@@ -40,22 +41,25 @@ class Slices:
     columns: list[slice]
 
     @property
-    def elements(self) -> int:
-        """The size of the largest tile."""
-        return _longest(self.rows) * _longest(self.columns)
+    def longest_rows(self) -> int:
+        return _longest(self.rows)
+
+    @property
+    def longest_columns(self) -> int:
+        return _longest(self.columns)
 
 
-def cut(rows: int, columns: int, elements: int) -> Slices:
+def cut(rows: int, columns: int, elements: int, block: int) -> Slices:
     """Cut rows and vocabulary into tiles of :func:`tile_shape`."""
-    height, width = tile_shape(rows, columns, elements)
+    height, width = tile_shape(rows, columns, elements, block)
     return Slices(rows=ranges(rows, height), columns=ranges(columns, width))
 
 
-def tile_shape(rows: int, columns: int, elements: int) -> tuple[int, int]:
+def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int, int]:
     """Take all rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
     width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
     width = min(width // _ALIGNMENT * _ALIGNMENT, columns)
-    return chunk_height(rows, max(1, min(rows, elements // max(width, 1)))), width
+    return chunk_height(rows, max(1, min(rows, elements // max(width, 1))), block), width
 
 
 def recompute_backward(
@@ -68,8 +72,9 @@ def recompute_backward(
     """Compute the gradients of hidden, weight, bias and an adapter."""
     hidden, whole = rows.hidden, rows.head.to(rows.hidden.dtype)
     scale = fp16_scale(outer) if hidden.dtype == torch.float16 else None
-    slices = cut(rows.count, route.columns, route.tile_rows * route.columns)
-    buffer = on_huge_pages(hidden.new_empty(slices.elements, dtype=route.logits))
+    slices = cut(rows.count, route.columns, route.tile_rows * route.columns, route.block)
+    pitch = row_pitch(slices.longest_columns, route.logits, route.device)
+    buffer = on_huge_pages(hidden.new_empty((slices.longest_rows, pitch), dtype=route.logits))
     work = _Work(rows, stats, outer.times(scale), route, buffer)
     results, lora = _zeros(hidden, rows.head, needs), needs.lora(rows)
     with matmul_precision(hidden.device, route.precision):
@@ -104,13 +109,12 @@ class _Work:
     stats: RowStats
     outer: StatsGradients
     route: Route
-    buffer: Tensor  # flat
+    buffer: Tensor  # as large as the largest tile
 
     def dlogits(self, part: slice, head: Head, columns: slice) -> Tensor:
         """Compute the gradient of the raw logits of some rows and columns, in the buffer."""
         hidden = self.rows.hidden[part]
-        size = (hidden.shape[0], head.weight.shape[0])
-        logits = self.buffer[: size[0] * size[1]].view(size)
+        logits = self.buffer[: hidden.shape[0], : head.weight.shape[0]]
         project(hidden, head, logits)
         # relative to the slice; the target of another slice is in none of its columns
         target = self.rows.target[part] - columns.start

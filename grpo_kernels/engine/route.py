@@ -14,7 +14,7 @@ from grpo_kernels.backends import (
     chunk_rows,
 )
 from grpo_kernels.engine.options import RunOptions
-from grpo_kernels.head import Head, logits_dtype
+from grpo_kernels.head import Head, logits_dtype, row_pitch
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
 # the fewest at which GEMMs still run near their full speed.
@@ -32,6 +32,7 @@ class Route:
     backend: Backend
     options: RunOptions
     dtype: torch.dtype  # of the hidden states
+    device: torch.device
     columns: int  # V
     tile_rows: int
     linear_stats: LinearStats | None  # the forward without a tile of logits, where there is one
@@ -44,6 +45,16 @@ class Route:
     def logits(self) -> torch.dtype:
         """The dtype of the tile."""
         return logits_dtype(self.dtype, self.precision)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row of the tile to the next."""
+        return row_pitch(self.columns, self.logits, self.device) * self.logits.itemsize
+
+    @property
+    def block(self) -> int:
+        """Rows that a GEMM takes together: chunks are multiples of it."""
+        return row_block(self.device)
 
     @property
     def fixed_rows(self) -> int | None:
@@ -63,7 +74,7 @@ class Route:
     @property
     def advice(self) -> str:
         """What to set for this tile."""
-        return f"max_workspace_bytes={self.tile_rows * self.columns * self.logits.itemsize}"
+        return f"max_workspace_bytes={self.tile_rows * self.row_bytes}"
 
     @property
     def keeps_bits_in_one_pass(self) -> bool:
@@ -84,6 +95,11 @@ class Route:
         if not rows or self.linear_stats is not None or self.fixed_rows is not None:
             return None
         return replace(self, tile_rows=rows)
+
+
+def row_block(device: torch.device) -> int:
+    """Return :attr:`Route.block` on a device."""
+    return 16 if device.type == "cpu" else 256
 
 
 def choose_route(
@@ -110,6 +126,7 @@ def choose_route(
         backend=backend,
         options=options,
         dtype=dtype,
+        device=device,
         columns=columns,
         tile_rows=rows,
         linear_stats=linear_stats,

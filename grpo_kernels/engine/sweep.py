@@ -29,11 +29,18 @@ from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows, move_rows_, surviving_rows
 from grpo_kernels.engine.sampling_mask import MaskedRows
-from grpo_kernels.head import Transform, matmul_precision, on_huge_pages, project, stats_dtype
+from grpo_kernels.head import (
+    Transform,
+    matmul_precision,
+    on_huge_pages,
+    project,
+    row_pitch,
+    stats_dtype,
+)
 
 Stage = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
 
-_BLOCK = 16  # rows of a GEMM's innermost loop
+_TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
 
 
 def ranges(length: int, size: int) -> list[slice]:
@@ -41,15 +48,33 @@ def ranges(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def row_chunks(rows: int, size: int) -> list[slice]:
-    """Cut rows into as few ranges of at most ``size`` as can be, evenly: small GEMMs are slow."""
-    return ranges(rows, chunk_height(rows, size))
+def row_chunks(rows: int, route: Route) -> list[slice]:
+    """Cut rows into as few ranges as tiles allow, evenly: small GEMMs are slow."""
+    return ranges(rows, chunk_height(rows, route.tile_rows, route.block))
 
 
-def chunk_height(rows: int, size: int) -> int:
+def chunk_height(rows: int, size: int, block: int) -> int:
     """Return the rows of each range of :func:`row_chunks` but the last, which may have fewer."""
     even = -(-rows // max(1, -(-rows // size)))
-    return max(1, min(size, -(-even // _BLOCK) * _BLOCK))
+    return max(1, min(size, -(-even // block) * block))
+
+
+def tile_height(rows: int, most: int, device: torch.device) -> int:
+    """Return the rows of a tile for chunks of at most ``rows``, themselves at most ``most``.
+
+    On a GPU there are few sizes of it per head, so that the allocator finds an old one again.
+    """
+    if device.type == "cpu":
+        return rows
+    return max(rows, min(most, -(-rows // _TILE_ROWS) * _TILE_ROWS))
+
+
+def new_tile(route: Route, height: int) -> Tensor:
+    """Return an uninitialised tile for chunks of at most ``height`` rows."""
+    rows = tile_height(route.fixed_rows or height, route.tile_rows, route.device)
+    shape = rows, row_pitch(route.columns, route.logits, route.device)
+    tile = on_huge_pages(torch.empty(shape, dtype=route.logits, device=route.device))
+    return tile[:, : route.columns]
 
 
 def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
@@ -58,7 +83,7 @@ def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  #
     if route.linear_stats is not None:
         with matmul_precision(hidden.device, route.precision):
             return route.linear_stats(hidden, head, target, route.precision, wanted.extras)
-    return sweep(rows, route, row_chunks(rows.count, route.tile_rows), wanted)[0]
+    return sweep(rows, route, row_chunks(rows.count, route), wanted)[0]
 
 
 def sweep(
@@ -74,8 +99,7 @@ def sweep(
     sums = GradientSums(rows, needs, len(chunks))
     rows = replace(rows, head=rows.head.to(hidden.dtype))
     height = max((part.stop - part.start for part in chunks), default=0)
-    shape = (route.fixed_rows or height, route.columns)
-    buffer = on_huge_pages(hidden.new_empty(shape, dtype=route.logits))
+    buffer = new_tile(route, height)
     found: list[RowStats] = []
     with matmul_precision(hidden.device, route.precision):
         for part in chunks:

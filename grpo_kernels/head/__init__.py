@@ -30,6 +30,7 @@ from grpo_kernels.head.matmul import (
     matmul_precision,
     on_huge_pages,
     project,
+    row_pitch,
     tf32_unavailable,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "no_second_derivative",
     "on_huge_pages",
     "project",
+    "row_pitch",
     "row_temperature",
     "stats_dtype",
     "tf32_unavailable",

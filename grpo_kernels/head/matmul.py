@@ -181,6 +181,21 @@ def with_clear_row_ends(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -columns % _CPU_COLUMNS))[:, :columns]
 
 
+_GPU_ROW_BYTES = 128
+
+
+def row_pitch(columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the elements from one row of a tile to the next.
+
+    On a GPU rows start at multiples of 128 bytes, whatever the vocabulary: without that neither a
+    library's fast kernels nor loads of 16 bytes can be had.
+    """
+    if device.type == "cpu":
+        return columns
+    step = _GPU_ROW_BYTES // dtype.itemsize
+    return -(-columns // step) * step
+
+
 # Above the largest threshold from which glibc maps an allocation on its own: the advice then ends
 # with the tensor.
 MIN_BYTES = 32 << 20

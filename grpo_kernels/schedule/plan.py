@@ -92,7 +92,7 @@ class Plan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the logits that exist at a time."""
-        return self.tile_rows * self.route.columns * self.logits_dtype.itemsize
+        return self.tile_rows * self.route.row_bytes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -129,7 +129,7 @@ class Plan:
             return None
         rows = self.tile_rows // _FEWER_ROWS
         if rows and not self.is_smaller and self.route.fixed_rows is None:
-            size = rows * self.route.columns * self.logits_dtype.itemsize
+            size = rows * self.route.row_bytes
             return self._again(replace(self.options, max_workspace_bytes=size))
         if self.options.schedule == "auto":
             return self._again(replace(self.options, schedule="two_pass"))
@@ -250,7 +250,7 @@ def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[s
         return [], "a gate of this loss needs the entropy of the whole batch first"
     size = route.tile_rows
     if scope == "token":
-        return row_chunks(batch.num_tokens, size), None
+        return row_chunks(batch.num_tokens, route), None
     longest = max(batch.lengths, default=0)
     if longest > size:
         return [], f"a sequence of {longest} tokens does not fit into a tile of {size} rows"

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.backends import chunk_rows
+from grpo_kernels.backends import BACKENDS, chunk_rows
+from grpo_kernels.backends.base import output_view
 from grpo_kernels.backends.configs import linear as linear_tiles
 from grpo_kernels.backends.configs import rows as tiles
 from grpo_kernels.backends.configs.linear import (
@@ -28,6 +29,8 @@ from grpo_kernels.backends.configs.rows import (
     row_config,
     vocabulary_class,
 )
+from grpo_kernels.engine import Route, RunOptions, row_chunks
+from grpo_kernels.engine.sweep import new_tile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,7 +49,7 @@ KEY = ("sm_90", "linear", 32, "narrow", "medium")
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake a GPU with one tuned entry of each kind; another class of heads is faster with tiles."""
-    properties = SimpleNamespace(major=9, minor=0)
+    properties = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setitem(tiles.ROW_CONFIGS, ("sm_90", "stats", 16, "medium"), (8, 2))
@@ -69,8 +72,30 @@ def test_a_tuned_entry_is_used_for_its_kind_only(hopper: None) -> None:
 
 def test_rows_of_a_chunk(hopper: None) -> None:
     assert chunk_rows(151936, BF16, "fp32", GPU, None) == 2048
-    assert chunk_rows(151936, BF16, "input", GPU, None) == DEFAULT_CHUNK_ROWS
-    assert chunk_rows(256000, BF16, "fp32", GPU, None) == DEFAULT_CHUNK_ROWS
+    # others follow the memory: a sixteenth of it, in blocks of a GEMM
+    assert chunk_rows(151936, BF16, "input", GPU, None) == 16384
+    assert chunk_rows(256000, BF16, "fp32", GPU, None) == 5120
+    assert chunk_rows(256000, BF16, "fp32", GPU, None, memory=24 << 30) == 1536
+    assert chunk_rows(256000, BF16, "fp32", GPU, None, memory=2 << 30) == 256
+
+
+def test_tiles_of_a_gpu_have_few_sizes_and_aligned_rows() -> None:
+    route = Route(
+        backend=BACKENDS["chunked"],
+        options=RunOptions(),
+        dtype=BF16,
+        device=torch.device("meta"),
+        columns=50257,
+        tile_rows=4096,
+        linear_stats=None,
+    )
+    assert row_chunks(5000, route) == [slice(0, 2560), slice(2560, 5000)]
+    assert row_chunks(4096, route) == [slice(0, 4096)]
+    sizes = {new_tile(route, height).shape[0] for height in range(1, 4097, 7)}
+    assert sizes == {512 * n for n in range(1, 9)}
+    tile = new_tile(route, 100)
+    assert tile.shape == (512, 50257) and tile.stride() == (50272, 1)
+    assert output_view(tile, BF16).stride(0) * BF16.itemsize % 128 == 0
 
 
 def test_a_gpu_can_be_asked_about_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,14 +58,15 @@ def test_cuts_cover_everything_within_the_tile() -> None:
         (1, 1, 1), (0, 50, 10), (7, 300_000, 1 << 20), (65_536, 151_936, 1 << 26),
         (512, 151_936, 151_936), (4096, 151_936, 4096 * 151_936), (3, 2049, 10**9),
     ]:  # fmt: skip
-        slices = cut(rows, columns, elements)
+        slices = cut(rows, columns, elements, block=16)
         for parts, total in ((slices.rows, rows), (slices.columns, columns)):
             assert [part.start for part in parts] == [0, *(p.stop for p in parts[:-1])][
                 : len(parts)
             ]
             assert (parts[-1].stop if parts else 0) == total
         # a row is never cut below the narrowest slice
-        assert slices.elements <= max(elements, min(columns, recompute._MIN_COLUMNS))
+        size = slices.longest_rows * slices.longest_columns
+        assert size <= max(elements, min(columns, recompute._MIN_COLUMNS))
 
 
 def test_no_wide_copy_of_the_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

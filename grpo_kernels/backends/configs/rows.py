@@ -14,8 +14,11 @@ import torch
 from grpo_kernels.backends.configs.tuned import CHUNK_ROWS, ROW_CONFIGS
 
 ROW_KERNELS = ("stats", "dlogits", "loss")
-# Fewer than about 2048 rows leave the matrix units idle, more cost memory.
-DEFAULT_CHUNK_ROWS = 4096
+# Fewer than about 2048 rows leave the matrix units idle; more cost memory, and save additions to a
+# sum of weight gradients in fp32. A guess, as is the share of the memory.
+DEFAULT_CHUNK_ROWS = 4096  # where there is no device to ask for its memory
+_MEMORY_SHARE = 1 / 16
+_FEWEST_ROWS, _MOST_ROWS = 256, 16384
 _UP_TO = {"small": 65_536, "medium": 196_608}  # columns; beyond: "large"
 
 
@@ -53,10 +56,22 @@ def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.devi
     return DEFAULT_ROW_CONFIG if tuned is None else RowConfig(*tuned)
 
 
-def gpu_chunk_rows(dtype: torch.dtype, columns: int, device: torch.device) -> int:
+def gpu_chunk_rows(
+    dtype: torch.dtype,
+    columns: int,
+    device: torch.device,
+    memory: int | None = None,  # bytes of the device; None: ask it
+) -> int:
     """Return the rows of a logits tile of ``dtype`` with ``columns`` columns."""
     key = (device_class(device), bits(dtype), vocabulary_class(columns))
-    return CHUNK_ROWS.get(key, DEFAULT_CHUNK_ROWS)
+    if key in CHUNK_ROWS:
+        return CHUNK_ROWS[key]
+    if memory is None:
+        if not torch.cuda.is_available():
+            return DEFAULT_CHUNK_ROWS
+        memory = torch.cuda.get_device_properties(device).total_memory
+    rows = int(memory * _MEMORY_SHARE) // (max(1, columns) * dtype.itemsize)
+    return max(_FEWEST_ROWS, min(rows, _MOST_ROWS) // _FEWEST_ROWS * _FEWEST_ROWS)
 
 
 def device_class(device: torch.device) -> str:

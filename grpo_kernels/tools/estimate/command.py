@@ -120,7 +120,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def line(title: str, name: str, workspace: int | None = None) -> dict[str, Any]:
         def estimate(tokens: int) -> MemoryEstimate:
-            return estimate_memory(name, head, tokens, device=device, max_workspace_bytes=workspace)
+            options = {"device": device, "max_workspace_bytes": workspace, "memory": memory}
+            return estimate_memory(name, head, tokens, **options)
 
         gemms, largest = _GEMMS[name] - head.frozen, None
         if memory is not None:
@@ -139,7 +140,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
     small = arguments.max_workspace or _SMALL_WORKSPACE[device]
     ours = {name: f"ours, {name}" for name in ("one_pass", "two_pass")}
-    ours[default_schedule(head, tokens, device=device)] += " (the default)"
+    ours[default_schedule(head, tokens, device=device, memory=memory)] += " (the default)"
     return {
         "model": _name(arguments.model),
         "head": {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from grpo_kernels.backends import BACKENDS, chunk_rows
-from grpo_kernels.engine import chunk_height, tile_shape
-from grpo_kernels.head import logits_dtype
+from grpo_kernels.engine import chunk_height, row_block, tile_height, tile_shape
+from grpo_kernels.head import logits_dtype, row_pitch
 from grpo_kernels.schedule import adding_costs_more
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,6 +98,7 @@ class _Call:
     device: str  # "cpu" | "cuda"
     precision: str = "fp32"  # of ours
     max_workspace_bytes: int | None = None  # of ours
+    memory: int | None = None  # bytes of the GPU; None: the present one's
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -110,20 +111,30 @@ class _Call:
         return self.device == "cpu"
 
     @property
-    def logit(self) -> int:
-        """Bytes of a logit of ours."""
-        return logits_dtype(self.head.dtype, self.precision).itemsize
+    def logits(self) -> torch.dtype:
+        """The dtype of our logits."""
+        return logits_dtype(self.head.dtype, self.precision)
 
     @property
     def fit(self) -> int:
         """Rows that fit into a logits tile of ours."""
         shape = (self.head.vocabulary, self.head.dtype, self.precision)
-        return chunk_rows(*shape, torch.device(self.device), self.max_workspace_bytes)
+        return chunk_rows(*shape, self.where, self.max_workspace_bytes, self.memory)
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device)
 
     @property
     def height(self) -> int:
         """Rows of a chunk of ours."""
-        return min(self.tokens, chunk_height(self.tokens, self.fit))
+        return min(self.tokens, chunk_height(self.tokens, self.fit, row_block(self.where)))
+
+    @property
+    def tile(self) -> int:
+        """Bytes of a logits tile of ours."""
+        pitch = row_pitch(self.head.vocabulary, self.logits, self.where)
+        return tile_height(self.height, self.fit, self.where) * pitch * self.logits.itemsize
 
     def library(self, fp32_gemms: bool) -> int:
         """Return the bytes that the GEMM library of a CPU keeps."""
@@ -176,8 +187,8 @@ def _one_pass(call: _Call) -> int:
     single = call.tokens <= call.fit  # the weight's gradient is one GEMM, rounded once
     dhidden = call.tokens * head.hidden * (_WIDE if fp16 else head.width)
     dweight = head.trained * (head.width if single and not fp16 and not head.cast else _WIDE)
-    tile = call.height * head.vocabulary * call.logit
-    tile += head.cast + call.library(fp32_gemms=_WIDE in (call.logit, head.width))
+    tile = call.tile + head.cast
+    tile += call.library(fp32_gemms=_WIDE in (call.logits.itemsize, head.width))
     returned = [(dhidden, _dhidden(call)), (dweight, _dweight(call))]
     rounded = sum(result for gradient, result in returned if gradient != result)
     return dhidden + dweight + max(tile, rounded)
@@ -186,8 +197,9 @@ def _one_pass(call: _Call) -> int:
 def _two_pass(call: _Call) -> int:
     """Estimate statistics first, and a backward that forms the logits slice by slice."""
     head = call.head
-    rows, columns = tile_shape(call.tokens, head.vocabulary, call.fit * head.vocabulary)
-    tile = min(rows, call.tokens) * columns * call.logit
+    elements = call.fit * head.vocabulary
+    rows, columns = tile_shape(call.tokens, head.vocabulary, elements, row_block(call.where))
+    tile = min(rows, call.tokens) * columns * call.logits.itemsize
     wide, dweight = call.tokens * head.hidden * _WIDE, _dweight(call)
     # a slice of dweight is summed apart, where its own dtype would round the sums
     narrow = call.tokens > rows and head.weight_width < _WIDE
@@ -196,7 +208,7 @@ def _two_pass(call: _Call) -> int:
     rounded = _dhidden(call) if head.width < _WIDE else 0
     # the forward has a tile only where no GEMM comes with its statistics
     tiled = BACKENDS["cpu"].unavailable() if call.on_cpu else head.width == _WIDE
-    forward = call.height * head.vocabulary * call.logit if tiled else 0
+    forward = call.tile if tiled else 0
     return call.library(fp32_gemms=head.width == _WIDE) + max(
         head.cast + forward,
         head.cast + tile + wide + dweight + waiting,
@@ -225,6 +237,7 @@ def estimate_memory(
     device: str = "cuda",
     precision: str = "fp32",
     max_workspace_bytes: int | None = None,
+    memory: int | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a loss of ``tokens`` valid tokens, all with a gradient.
 
@@ -237,6 +250,7 @@ def estimate_memory(
         device: "cpu" (resident memory) or "cuda" (the caching allocator's).
         precision: as in ``linear_policy_loss``; of ours only.
         max_workspace_bytes: likewise.
+        memory: bytes of the GPU, which the default tile follows; None: of the present one.
 
     Raises:
         ValueError: a number or name is out of range; the message names the argument.
@@ -249,6 +263,7 @@ def estimate_memory(
         device=device,
         precision=precision,
         max_workspace_bytes=max_workspace_bytes,
+        memory=memory,
     )
     inputs = tokens * head.hidden * head.width + head.size * head.weight_width
     returned = _dhidden(call) + _dweight(call)
@@ -256,10 +271,15 @@ def estimate_memory(
 
 
 def default_schedule(
-    head: HeadShape, tokens: int, *, device: str = "cuda", precision: str = "fp32"
+    head: HeadShape,
+    tokens: int,
+    *,
+    device: str = "cuda",
+    precision: str = "fp32",
+    memory: int | None = None,
 ) -> str:
     """Return what ``schedule="auto"`` takes for a loss of token scope."""
-    call = _Call(head=head, tokens=tokens, device=device, precision=precision)
+    call = _Call(head=head, tokens=tokens, device=device, precision=precision, memory=memory)
     num_chunks = -(-tokens // call.height)
     costly = not head.frozen and adding_costs_more(device, head.dtype, tokens, num_chunks)
     return "two_pass" if costly else "one_pass"
