@@ -161,7 +161,7 @@ _STACK_BYTES = 8
 def fits(result: dict[str, Any]) -> bool:
     """Return whether nothing spills, and shared memory suffices.
 
-    Triton 3.6 keeps one 8-byte value of the largest bf16 row kernel on the stack of sm_90; nothing
+    Triton 3.6 keeps one 8-byte value of the largest row kernel on the stack of sm_120; nothing
     spills.
     """
     clean = result["stack"] <= _STACK_BYTES and result["spilled"] == 0
