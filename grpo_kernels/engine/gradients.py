@@ -178,8 +178,11 @@ class GradientSums:
         if factor is None:
             dbias.add_(torch.sum(dlogits, 0, dtype=dbias.dtype))
         else:
-            weights = factor[:, None].to(dlogits.dtype)
-            accumulate(dbias[:, None], dlogits.t(), weights, first=False)
+            high = factor.to(dlogits.dtype)  # the factor in two parts: a sum hides no rounding
+            parts = torch.stack([high, (factor - high).to(dlogits.dtype)], 1)
+            sums = dbias.new_empty(dbias.shape[0], 2)
+            accumulate(sums, dlogits.t(), parts, first=True)
+            dbias.add_(sums.sum(1))
 
     @staticmethod
     def _set_rows(
