@@ -27,4 +27,9 @@ PARTS = (
     Part(name="bits", seconds=30, function="exactness:bits"),
     Part(name="waiting", seconds=25, function="waiting:waiting", needs_gpu=True),
     Part(name="capture", seconds=30, tests=("tests/schedule/test_capture.py",), needs_gpu=True),
+    Part(name="products", seconds=40, function="products:products"),
+    Part(name="rows", seconds=40, function="tiles:rows"),
+    Part(name="profiles", seconds=30, function="profiles:profiles", needs_gpu=True),
+    Part(name="forward", seconds=40, function="tiles:forward"),
+    Part(name="chunks", seconds=35, function="chunks:chunks"),
 )
