@@ -62,7 +62,8 @@ bench-vllm: $(VENV)/.dev
 results: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report --documents
 
-# tests, benchmarks and a summary in under nine minutes; writes to OUT, by default benchmarks/results
+# checks, measurements, benchmarks, tests and a summary in under nine minutes; writes to OUT, by
+# default benchmarks/results
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
 

@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
 from benchmarks.environment import ROOT
-from benchmarks.gpu import Job, Step, finish, install_wheels, run_tests, summary
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import job as jobs
+from benchmarks.gpu import plan, steps
+from benchmarks.gpu.job import Job, Step, finish, summary
+from benchmarks.gpu.plan import PARTS
+from benchmarks.gpu.steps import install_wheels, run_part, run_tests
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(gpu, "_GRACE", 0.5)
+    monkeypatch.setattr(jobs, "_GRACE", 0.5)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     log = tmp_path / "log.txt"
@@ -40,7 +44,7 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch, ready: Callable[[], bool]) -
             time.sleep(0.02)
         return finish(process, 0.0)
 
-    monkeypatch.setattr(gpu, "finish", until_ready)
+    monkeypatch.setattr(jobs, "finish", until_ready)
 
 
 def test_what_hangs_is_ended_with_its_children(
@@ -70,7 +74,7 @@ def _status(pid: int) -> str:
 
 
 def test_what_is_interrupted_may_still_report(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_GRACE", 60.0)
+    monkeypatch.setattr(jobs, "_GRACE", 60.0)
     code = """
 import time
 try:
@@ -135,8 +139,8 @@ def test_all_files_with_gpu_tests_are_run() -> None:
         for path in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"targets\(|device: torch\.device|mark\.gpu\b", path.read_text())
     }
-    assert marked and all(path.startswith(gpu.TESTS) for path in marked), marked
-    assert all((ROOT / path).exists() for path in gpu.TESTS)
+    assert marked and all(path.startswith(steps.TESTS) for path in marked), marked
+    assert all((ROOT / path).exists() for path in steps.TESTS)
 
 
 def write_wheel(folder: Path, name: str, tag: str) -> None:
@@ -165,7 +169,7 @@ def test_the_summary_is_one_screen(job: Job, tmp_path: Path) -> None:
     files = [tmp_path / f"plot-{index}.png" for index in range(4)]
     said = list(summary("a GPU", job, files))
     assert len(said) < 40 and said[0] == "a GPU"
-    assert said[1] == "tests      failed      3 s  why" and "    ... and 288 more" in said
+    assert said[1] == "tests      failed      3 s  why" and "    ... and 292 more" in said
     assert said[-1].startswith("4 files in") and "plot-3.png" in said[-1]
 
 
@@ -174,7 +178,7 @@ def test_without_a_gpu_it_says_so(
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(gpu, "_LOOK", "raise SystemExit('none is here')")
-    assert gpu.main() == 2
+    assert gpu.main([]) == 2
     assert capsys.readouterr().out == "no GPU to measure on: none is here\n"
 
 
@@ -185,7 +189,7 @@ def test_the_job_ends_with_its_summary(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def benchmark(job: Job) -> None:
+    def run(job: Job, small: bool) -> None:
         (job.out / "2026-01-02-abc.json").write_text("{}")
         if interrupted:
             raise KeyboardInterrupt
@@ -193,17 +197,50 @@ def test_the_job_ends_with_its_summary(
 
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(gpu, "_LOOK", "print('a GPU')")
-    monkeypatch.setattr(gpu, "run_tests", lambda job: None)
-    monkeypatch.setattr(gpu, "install_wheels", lambda job: None)
-    monkeypatch.setattr(gpu, "benchmark", benchmark)
-    (tmp_path / "2026-01-02-abc.json").unlink(missing_ok=True)
-    assert gpu.main() == (1 if interrupted else 0)
+    monkeypatch.setattr(gpu, "run", run)
+    (tmp_path / plan.FILE).write_text("of an earlier job")
+    assert gpu.main([]) == (1 if interrupted else 0)
     printed = capsys.readouterr().out
     assert "a GPU\n" in printed and "2026-01-02-abc.json" in printed
     assert ("interrupted" in printed) == interrupted
     assert (tmp_path / "gpu-log.txt").read_text().splitlines()[-1] == printed.splitlines()[-1]
+    assert not (tmp_path / plan.FILE).exists()
 
 
-def test_the_steps_fit_into_nine_minutes() -> None:
-    before = gpu._FACTS + gpu._WHEELS + gpu._TESTS
-    assert gpu.LIMIT <= 530 and gpu.LIMIT - before - gpu._REPORT > gpu._AROUND
+def test_the_steps_are_those_of_the_plan_and_fit_into_nine_minutes(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if each takes all of its time, some is left for the benchmarks."""
+    taken: list[tuple[str, float]] = []
+
+    def step(self: Job, name: str, words: list[str], limit: float) -> str:
+        self.end -= limit
+        self.steps.append(Step(name=name, state="ok", seconds=limit))
+        taken.append((name, limit))
+        return ""
+
+    monkeypatch.setattr(Job, "step", step)
+    job.end = time.monotonic() + plan.LIMIT
+    gpu.run(job, small=False)
+    names = [name for name, _ in taken]
+    assert names == [*(part.name for part in PARTS), "benchmarks", "report", "tests"]
+    benchmarks = dict(taken)["benchmarks"]
+    assert plan.LIMIT <= 530 and benchmarks - steps._AROUND > 0
+    assert all(part.seconds > steps._START for part in PARTS if part.function)
+
+
+def test_a_part_runs_in_a_process_and_its_failures_are_shown(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does one that asks for a GPU where there is none: it says so."""
+    waiting = next(part for part in PARTS if part.name == "waiting")
+    run_part(job, waiting, small=True)
+    (step,) = job.steps
+    assert (step.state, step.note) == ("ok", "waiting needs a GPU")
+    said = (
+        "ok     a: expected 1, got 1\n* 5 TFLOP/s\nFAILED b: expected 1, got 2\n2 checks, 1 failed"
+    )
+    monkeypatch.setattr(Job, "python", lambda self, words, limit: (1, said))
+    run_part(job, waiting, small=True)
+    assert job.steps[1].state == "failed" and job.steps[1].note == "2 checks, 1 failed"
+    assert list(job.steps[1].lines) == ["FAILED b: expected 1, got 2", "* 5 TFLOP/s"]

@@ -52,7 +52,7 @@ def candidates(
     target = torch.randint(columns, (rows,), generator=generator, device=device)
     source = logits.clone()
     out = torch.bfloat16 if dtype == torch.float32 else dtype
-    run = _kernel(kernel, Tile(logits, target, Transform()), out)
+    run = run_of(kernel, Tile(logits, target, Transform()), out)
     restore = partial(logits.copy_, source)  # a gradient is left in the logits
     want = {name: x.clone() for name, x in run(DEFAULT_ROW_CONFIG).items()}
     tolerance = _FP32_TOLERANCE if kernel == "stats" else torch.finfo(out).eps
@@ -71,7 +71,7 @@ def candidates(
     ]
 
 
-def _kernel(kernel: str, tile: Tile, out: torch.dtype) -> Run:
+def run_of(kernel: str, tile: Tile, out: torch.dtype) -> Run:
     """Return the kernel, with everything but its config."""
     stats = row_stats(tile, False, DEFAULT_ROW_CONFIG)
     outer = StatsGradients(torch.ones_like(stats.logp))
