@@ -65,7 +65,7 @@ def _configs(kernel: str, dtype: torch.dtype, target: str) -> list[RowConfig]:
     tuned = [
         RowConfig(*v) for k, v in ROW_CONFIGS.items() if k[:3] == (target, kernel, bits(dtype))
     ]
-    return list(dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned]))
+    return [config.on(target) for config in dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned])]
 
 
 def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict[str, Any]) -> Case:
@@ -89,7 +89,7 @@ def _stats_cases(target: str) -> Iterator[Case]:
     for name, dtype in DTYPES.items():
         types = _row_types(logits_ptr=f"*{name}", **_BASICS)
         for config in _configs("stats", dtype, target):
-            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG
+            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG.on(target)
             for flags in _variants(*names, thorough=thorough):
                 results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
                 case = _row_case(row_stats._row_stats_kernel, config, results, flags)
@@ -105,7 +105,8 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
         types["stride_out_row"] = "i64"
         for config in _configs("dlogits", DTYPES[dtype], target):
-            thorough = (dtype, out) == ("fp32", "bf16") and config == DEFAULT_ROW_CONFIG
+            default = config == DEFAULT_ROW_CONFIG.on(target)
+            thorough = (dtype, out) == ("fp32", "bf16") and default
             yield from _dlogits_variants(config, types, thorough)
 
 

@@ -87,6 +87,16 @@ def test_amd_devices_go_by_their_architecture(monkeypatch: pytest.MonkeyPatch) -
     assert device_class(GPU) == "gfx942"
 
 
+def test_a_wave_has_64_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_config.cache_clear()
+    monkeypatch.setattr(tiles, "device_class", lambda device: "gfx942")
+    config = row_config("stats", FP32, 151936, GPU)
+    row_config.cache_clear()
+    assert config.lanes(FP32) == 2 * DEFAULT_ROW_CONFIG.lanes(FP32)
+    assert config.options == DEFAULT_ROW_CONFIG.options
+    assert DEFAULT_ROW_CONFIG.on("sm_120") == DEFAULT_ROW_CONFIG == DEFAULT_ROW_CONFIG.on("gfx1100")
+
+
 def test_vocabulary_classes() -> None:
     sizes = {32000: "small", 128256: "medium", 151936: "medium", 256000: "large", 262144: "large"}
     assert {size: vocabulary_class(size) for size in sizes} == sizes
