@@ -13,6 +13,7 @@ from grpo_kernels.linear_policy_loss import FusedLinearGRPOLoss, explain, linear
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.schedule import Plan
 from grpo_kernels.version import VERSION
+from grpo_kernels.warm_up import warm_up
 
 __version__ = VERSION
 
@@ -35,4 +36,5 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "policy_loss",
+    "warm_up",
 ]

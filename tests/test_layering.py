@@ -21,6 +21,7 @@ KERNELS = {
     "schedule": "batch head backends losses engine",
     "linear_logprobs": "batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",
+    "warm_up": "batch engine head losses schedule",
     "hf": "head",
     "testing": "batch losses linear_policy_loss",
 }

@@ -124,6 +124,10 @@ def test_logprobs(model: PreTrainedModel, text: str, capsys: pytest.CaptureFixtu
     assert text is README or "numerics" in capsys.readouterr().out
 
 
+def test_warm_up() -> None:
+    exec(python_block(KERNELS, "warm_up("), {"torch": torch, "weight": torch.randn(50, 16)})
+
+
 def test_lora_on_the_head() -> None:
     names: dict[str, Any] = {
         "lora_a": torch.nn.Linear(16, 3, bias=False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from functools import partial
 from itertools import product
 
@@ -13,7 +12,12 @@ from torch import Tensor
 from benchmarks.tune.contest import Candidate, difference
 from grpo_kernels import LossConfig, TokenBatch
 from grpo_kernels.backends import StatsGradients, Tile
-from grpo_kernels.backends.configs.rows import DEFAULT_CHUNK_ROWS, DEFAULT_ROW_CONFIG, RowConfig
+from grpo_kernels.backends.configs.rows import (
+    DEFAULT_CHUNK_ROWS,
+    DEFAULT_ROW_CONFIG,
+    RowConfig,
+    device_class,
+)
 from grpo_kernels.backends.triton.dlogits import dlogits_
 from grpo_kernels.backends.triton.row_loss import RowFunction, row_loss_
 from grpo_kernels.backends.triton.row_stats import row_stats
@@ -62,12 +66,12 @@ def candidates(
 
     return [
         Candidate(
-            value=astuple(config),
+            value=(config.num_warps, config.depth),
             check=partial(check, config),
             prepare=restore,
             run=partial(run, config),
         )
-        for config in row_configs()
+        for config in (config.on(device_class(device)) for config in row_configs())
     ]
 
 

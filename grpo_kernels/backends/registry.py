@@ -35,6 +35,7 @@ class Backend:
     name = "reference"
     has_tiles = False  # the reference forms all logits at once
     generates = False  # whether the loss can run in kernels that are generated from it
+    compiles = False  # whether kernels are compiled when they are first launched
 
     def unavailable(self) -> str | None:
         """Say why this machine cannot run it; None if it can."""
@@ -103,7 +104,7 @@ class _Native(Backend):
 class _Triton(Backend):
     """Its kernels are imported on first use: they import Triton."""
 
-    name, has_tiles, generates = "triton", True, True
+    name, has_tiles, generates, compiles = "triton", True, True, True
 
     def unavailable(self) -> str | None:
         try:

@@ -15,8 +15,13 @@ SPOILED_SUM = (
     "main_grad now holds a part of this call's gradient, so nothing was tried again. Clear it "
     "before the step is repeated, with a smaller max_workspace_bytes"
 )
-# torch's CPU allocator has no exception of its own
-_OF_THE_CPU = "can't allocate memory"
+# what says so without an exception of its own: torch's CPU allocator, a Triton launch, and cuBLAS,
+# whose workspace is allocated beside torch's
+_MESSAGES = (
+    "can't allocate memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class Smaller(Protocol):
@@ -31,8 +36,9 @@ class Smaller(Protocol):
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether torch had no memory left for a tensor."""
-    return isinstance(error, torch.OutOfMemoryError) or _OF_THE_CPU in str(error)
+    """Return whether no memory was left."""
+    message = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(text in message for text in _MESSAGES)
 
 
 def with_less_memory(run: Callable[[Self], Result], plan: Self, spoils: bool = False) -> Result:

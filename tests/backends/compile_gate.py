@@ -68,7 +68,12 @@ def compile_case(case: Case, target: str) -> dict[str, Any]:
 def _compiled(case: Case, target: str) -> Any:
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
-    pointers = [index for index, name in enumerate(names) if signature[name].startswith("*")]
+    pointers = [
+        index
+        for index, parameter in enumerate(case.kernel.params)
+        if signature[parameter.name].startswith("*")
+        and not parameter.do_not_specialize_on_alignment
+    ]
     sizes = [
         i for i, name in enumerate(names) if name.startswith(("stride", "num_columns", "depth"))
     ]

@@ -17,7 +17,7 @@ from grpo_kernels.backends.configs.linear import (
 )
 from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig, bits
 from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS, ROW_CONFIGS
-from grpo_kernels.backends.triton import dlogits, linear_launch, merge, row_loss, row_stats
+from grpo_kernels.backends.triton import dlogits, linear_launch, merge, row_loss, row_stats, scale
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.backends.triton.segment_sum import (
@@ -34,7 +34,7 @@ class Case:
     """One variant of a kernel that the package launches."""
 
     kernel: Any  # triton.jit function
-    types: dict[str, str]  # argument -> Triton type; a pointer is taken as 16-byte aligned
+    types: dict[str, str]  # argument -> Triton type; pointers are 16-byte aligned
     constants: dict[str, Any]
     options: dict[str, Any]
     aligned: bool = True  # rows start at a multiple of 16 elements, as in most vocabularies
@@ -65,7 +65,7 @@ def _configs(kernel: str, dtype: torch.dtype, target: str) -> list[RowConfig]:
     tuned = [
         RowConfig(*v) for k, v in ROW_CONFIGS.items() if k[:3] == (target, kernel, bits(dtype))
     ]
-    return list(dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned]))
+    return [config.on(target) for config in dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned])]
 
 
 def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict[str, Any]) -> Case:
@@ -89,7 +89,7 @@ def _stats_cases(target: str) -> Iterator[Case]:
     for name, dtype in DTYPES.items():
         types = _row_types(logits_ptr=f"*{name}", **_BASICS)
         for config in _configs("stats", dtype, target):
-            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG
+            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG.on(target)
             for flags in _variants(*names, thorough=thorough):
                 results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
                 case = _row_case(row_stats._row_stats_kernel, config, results, flags)
@@ -105,7 +105,8 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
         types["stride_out_row"] = "i64"
         for config in _configs("dlogits", DTYPES[dtype], target):
-            thorough = (dtype, out) == ("fp32", "bf16") and config == DEFAULT_ROW_CONFIG
+            default = config == DEFAULT_ROW_CONFIG.on(target)
+            thorough = (dtype, out) == ("fp32", "bf16") and default
             yield from _dlogits_variants(config, types, thorough)
 
 
@@ -226,6 +227,10 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 def _reduce_cases() -> Iterator[Case]:
     types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
     yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)
+    for wide, narrow in (("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")):
+        types = {"values_ptr": f"*{wide}", "out_ptr": f"*{narrow}", "scale_ptr": "*fp32"}
+        constants = {"IN_PLACE": wide == narrow, "BLOCK": scale._BLOCK}
+        yield Case(scale._scale_kernel, {**types, "length": "i64"}, constants, scale._OPTIONS)
 
 
 def _pointwise_case() -> Case:

@@ -266,7 +266,7 @@ def test_gradient_of_a_slice_of_the_vocabulary(rows, name, dtypes):
     for columns in (slice(0, 5), slice(5, 600), slice(600, 1007)):
         inside = target - columns.start
         outside = (inside < 0) | (inside >= columns.stop - columns.start)
-        for elsewhere in (inside, -1, *((2**40, -(2**40)) if rows.native else ())):
+        for elsewhere in (inside, -1, 2**40, -(2**40)):
             own = torch.where(outside, elsewhere, inside)
             part = Tile(logits[:, columns].clone(), own, transform)
             got = rows.kernels.dlogits_(part, stats, outer, dtypes[1])

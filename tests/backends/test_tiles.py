@@ -112,6 +112,16 @@ def test_amd_devices_go_by_their_architecture(monkeypatch: pytest.MonkeyPatch) -
     assert device_class(GPU) == "gfx942"
 
 
+def test_a_wave_has_64_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_config.cache_clear()
+    monkeypatch.setattr(tiles, "device_class", lambda device: "gfx942")
+    config = row_config("stats", FP32, 151936, GPU)
+    row_config.cache_clear()
+    assert config.lanes(FP32) == 2 * DEFAULT_ROW_CONFIG.lanes(FP32)
+    assert config.options == DEFAULT_ROW_CONFIG.options
+    assert DEFAULT_ROW_CONFIG.on("sm_120") == DEFAULT_ROW_CONFIG == DEFAULT_ROW_CONFIG.on("gfx1100")
+
+
 def test_vocabulary_classes() -> None:
     sizes = {32000: "small", 128256: "medium", 151936: "medium", 256000: "large", 262144: "large"}
     assert {size: vocabulary_class(size) for size in sizes} == sizes
@@ -165,8 +175,21 @@ def test_width_classes() -> None:
     assert [width_class(x) for x in (1, 896, 2560, 4096)] == ["narrow"] * 3 + ["wide"]
 
 
+# shared memory of a block, KiB
+SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227}
+SHARED |= {"sm_110": 227, "sm_120": 99, "sm_121": 99, "gfx942": 64}
+
+
+@pytest.mark.parametrize("device", SHARED)
+def test_the_tile_of_a_named_device_fits_into_its_shared_memory(device: str) -> None:
+    config = default_config(device)
+    operands = (config.block_t + config.block_v) * config.block_d * BF16.itemsize
+    assert operands * config.num_stages <= SHARED[device] << 10
+    assert config != default_config("any other")
+
+
 def test_configs_are_powers_of_two() -> None:
-    devices = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "any other")
+    devices = (*SHARED, "any other")
     tuned = [LinearConfig(*values) for values in linear_tiles.LINEAR_CONFIGS.values() if values]
     for config in (*map(default_config, devices), UNALIGNED_CONFIG, TUNED, *tuned):
         for name in ("block_t", "block_v", "block_d", "num_warps", "subtiles", "tiles"):

@@ -26,6 +26,10 @@ ERRORS = {
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
         "memory: you tried to allocate 12 bytes. Error code 12 (Cannot allocate memory)"
     ),
+    "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "cublas": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
 }
 
 

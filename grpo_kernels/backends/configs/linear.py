@@ -74,12 +74,20 @@ class LinearConfig:
 
 _HOPPER = LinearConfig(128, 256, 64, 8, 3, subtiles=2, tiles=8, group=16, descriptors=1)
 _AMPERE = LinearConfig(128, 128, 32, 8, 4, subtiles=2, tiles=16, group=16, descriptors=0)
+_CDNA = LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)
+# All are guesses, since none has run: what fits into shared memory (given in KiB of a block) and
+# into registers. Hopper's takes 144 KiB, Ampere's and CDNA's 64.
 _DEVICES = {
-    "sm_80": _AMPERE,
-    "sm_90": _HOPPER,
-    "sm_100": _HOPPER,
-    "sm_120": _AMPERE,  # half the shared memory of sm_100, and the older kind of matrix units
-    "gfx942": LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0),
+    "sm_80": _AMPERE,  # 163, A100
+    "sm_86": _AMPERE,  # 99, RTX 30
+    "sm_89": _AMPERE,  # 99, RTX 40, L4, L40
+    "sm_90": _HOPPER,  # 227, H100, H200
+    "sm_100": _HOPPER,  # 227, B200, whose matrix units could take the tiles of two blocks
+    "sm_103": _HOPPER,  # 227, B300, as before
+    "sm_110": _HOPPER,  # 227, Thor, as before
+    "sm_120": _AMPERE,  # 99, RTX 50, and the older kind of matrix units
+    "sm_121": _AMPERE,  # 99, GB10, as before
+    "gfx942": _CDNA,  # 64, MI300
 }
 # Of devices that are not named; it fits into registers and shared memory everywhere.
 _ANY_DEVICE = LinearConfig(128, 128, 32, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)

@@ -7,7 +7,7 @@ bits are the same in every batch.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,7 @@ class RowConfig:
 
     num_warps: int
     depth: int  # 16-byte loads of one thread for one tile
+    warp: int = 32  # threads
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -37,11 +38,15 @@ class RowConfig:
 
     def lanes(self, dtype: torch.dtype) -> int:
         """Return how many columns the threads load at once, 16 bytes each."""
-        return self.num_warps * 32 * (16 // dtype.itemsize)
+        return self.num_warps * self.warp * (16 // dtype.itemsize)
 
     def columns(self, dtype: torch.dtype) -> int:
         """Return the number of columns of a tile."""
         return self.lanes(dtype) * self.depth
+
+    def on(self, device: str) -> RowConfig:
+        """Return the same on a class of devices: a warp of AMD's CDNA has 64 threads."""
+        return replace(self, warp=64 if device.startswith("gfx9") else 32)
 
 
 DEFAULT_ROW_CONFIG = RowConfig(num_warps=4, depth=4)
@@ -53,7 +58,7 @@ def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.devi
     assert kernel in ROW_KERNELS
     key = (device_class(device), kernel, bits(dtype), vocabulary_class(columns))
     tuned = ROW_CONFIGS.get(key)
-    return DEFAULT_ROW_CONFIG if tuned is None else RowConfig(*tuned)
+    return (DEFAULT_ROW_CONFIG if tuned is None else RowConfig(*tuned)).on(key[0])
 
 
 def gpu_chunk_rows(

@@ -96,11 +96,13 @@ def _dlogits_kernel(
     if HAS_DENTROPY:
         entropy = tl.load(entropy_ptr + row)
         dentropy = tl.load(dentropy_ptr + row)
+    target = tl.load(target_ptr + row)
+    target = tl.where((target >= 0) & (target < num_columns), target, -1)  # before it is narrowed
     write_gradient(
         logits_ptr + row * stride_row,
         out_ptr + row * stride_out_row,
         num_columns,
-        tl.load(target_ptr + row).to(tl.int32),
+        target.to(tl.int32),
         entropy,
         tl.load(lse_ptr + row),
         tl.load(dlogp_ptr + row),

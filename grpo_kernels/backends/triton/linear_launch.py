@@ -17,7 +17,7 @@ from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.configs import LinearConfig, linear_config, row_stride
 from grpo_kernels.backends.triton.common import empty_stats, on_device, transform_arguments
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
-from grpo_kernels.backends.triton.merge import merge_splits
+from grpo_kernels.backends.triton.merge import SUMS, merge_splits
 from grpo_kernels.head import Head, logits_dtype
 
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -115,11 +115,11 @@ def _partials(
     splits: int, rows: int, device: torch.device, extras: bool
 ) -> dict[str, Tensor | None]:
     """Return uninitialised sums by the kernels' names."""
-    shape, names = (splits, rows), ("peak", "total", "moment", "squares", "least")
+    shape = (splits, rows)
     sums = torch.empty(5 if extras else 3, *shape, device=device).unbind(0)
     best = torch.empty(shape, dtype=torch.int32, device=device) if extras else None
-    partials = {f"{name}_ptr": None for name in names} | {"best_ptr": best}
-    return partials | {f"{name}_ptr": x for name, x in zip(names, sums, strict=False)}
+    partials = {f"{name}_ptr": None for name in SUMS} | {"best_ptr": best}
+    return partials | {f"{name}_ptr": x for name, x in zip(SUMS, sums, strict=False)}
 
 
 def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str, object]:

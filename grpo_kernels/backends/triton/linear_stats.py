@@ -19,9 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton.common import PER_ROW, bounded, folded, raised, row_factor
+from grpo_kernels.backends.triton.common import bounded, folded, raised, row_factor
 from grpo_kernels.backends.triton.math import LOG2_E
-from grpo_kernels.backends.triton.merge import COUNTS
+from grpo_kernels.backends.triton.merge import COUNTS, PER_SPLIT
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -96,7 +96,7 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
     return new_peak, total, moment, squares, least, best
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_SPLIT)
 def linear_stats_kernel(
     x_ptr,  # (T, D), contiguous, or its descriptor
     weight_ptr,  # (V, D), or its descriptor

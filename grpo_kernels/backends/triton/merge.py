@@ -22,9 +22,12 @@ _BLOCK = 128
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # of these a new value brings no compilation
 COUNTS = ["num_rows", "num_splits"]
+# of each row and split; slices of one allocation, aligned as the number of rows has it
+SUMS = ("peak", "total", "moment", "squares", "least")
+PER_SPLIT = [*PER_ROW, *(f"{name}_ptr" for name in (*SUMS, "best"))]
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_SPLIT)
 def _merge_splits_kernel(
     target_ptr,  # (T,) int64
     temperature_ptr,  # (T,) or None

@@ -14,19 +14,28 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
+def _scale_block(values_ptr, out_ptr, at, scale, mask):
+    values = tl.load(values_ptr + at, mask=mask).to(tl.float32)
+    tl.store(out_ptr + at, (values * scale).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["scale_ptr"])
 def _scale_kernel(
     values_ptr,
     out_ptr,  # the same, or of another dtype
     scale_ptr,  # () of any floating dtype
-    length,
+    length: tl.int64,
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     scale = tl.load(scale_ptr).to(tl.float32)
     if (scale != 1.0) | (not IN_PLACE):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(values_ptr + at, mask=at < length).to(tl.float32)
-        tl.store(out_ptr + at, (values * scale).to(out_ptr.dtype.element_ty), mask=at < length)
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        at = first + tl.arange(0, BLOCK)
+        if first + BLOCK <= length:  # 16 bytes at once, which a mask by any length prevents
+            _scale_block(values_ptr, out_ptr, at, scale, None)
+        else:
+            _scale_block(values_ptr, out_ptr, at, scale, at < length)
 
 
 def scaled_(

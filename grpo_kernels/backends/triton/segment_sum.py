@@ -13,7 +13,7 @@ _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["values_ptr", "bounds_ptr", "sums_ptr"])
 def _segment_sum_kernel(
     values_ptr,  # (T,) fp32
     bounds_ptr,  # (B + 1,) int64
