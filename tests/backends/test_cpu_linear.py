@@ -85,7 +85,8 @@ def test_training_has_the_statistics_of_the_forward(native, dtype, batch_invaria
     route = Route(
         backend=_OneIsa(native._isa_rank),
         options=RunOptions(batch_invariant=batch_invariant),
-        logits=torch.float32,
+        dtype=dtype,
+        device=hidden.device,
         columns=1300,
         tile_rows=16,
         linear_stats=None,

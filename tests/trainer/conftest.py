@@ -73,7 +73,7 @@ def make_args(tmp_path):
 @pytest.fixture
 def make_trainer(make_args, policy, tokenizer, dataset):
     """Make a trainer; ``changes`` are of its own arguments, and of those of its config."""
-    own = inspect.signature(GRPOTrainer).parameters
+    own = set(inspect.signature(GRPOTrainer).parameters)
 
     def make(
         reward_funcs=digits_reversal_reward, model=None, engine=None, **changes
@@ -84,7 +84,9 @@ def make_trainer(make_args, policy, tokenizer, dataset):
             "processing_class": tokenizer,
             "rollout_engine": engine,
         }
-        given |= {name: changes.pop(name) for name in own.keys() & changes.keys()}
+        named = isinstance(changes.get("rollout_engine"), str)  # a field of the config, too
+        taken = (own - {"rollout_engine"} if named else own) & changes.keys()
+        given |= {name: changes.pop(name) for name in taken}
         model = model if model is not None else policy
         return GRPOTrainer(model, reward_funcs, make_args(**changes), **given)
 
