@@ -111,7 +111,7 @@ class _Steps:
 
     def run(self) -> None:
         plan = self.plan()
-        tile = _TILE_ROWS * plan.route.columns * plan.route.logits.itemsize
+        tile = _TILE_ROWS * plan.route.row_bytes
         options = replace(self.options, max_workspace_bytes=tile)
         # The weight stays frozen where it is whole: no (V, D) tensor is made. Two passes do the
         # same to a weight that is trained.
