@@ -18,7 +18,7 @@ from grpo_kernels.backends.configs import (
     row_config,
 )
 from grpo_kernels.batch import host
-from grpo_kernels.head import Head, logits_dtype, row_pitch
+from grpo_kernels.head import Head, logits_dtype
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 
@@ -224,13 +224,14 @@ def chunk_rows(
     max_workspace_bytes: int | None,
     memory: int | None = None,  # bytes of a GPU; None: ask it
 ) -> int:
-    """Return how many rows of logits fit into the workspace.
+    """Return how many rows of logits fit into the workspace, gaps between them (of less than 128
+    bytes) not counted.
 
     Raises:
         ValueError: the workspace does not hold one row.
     """
     tile_dtype = logits_dtype(dtype, precision)
-    row_bytes = row_pitch(max(1, columns), tile_dtype, device) * tile_dtype.itemsize
+    row_bytes = max(1, columns) * tile_dtype.itemsize
     if max_workspace_bytes is None:
         if device.type != "cpu":
             return gpu_chunk_rows(tile_dtype, columns, device, memory)

@@ -14,7 +14,7 @@ from grpo_kernels.backends import (
     chunk_rows,
 )
 from grpo_kernels.engine.options import RunOptions
-from grpo_kernels.head import Head, logits_dtype, row_pitch
+from grpo_kernels.head import Head, logits_dtype
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
 # the fewest at which GEMMs still run near their full speed.
@@ -48,8 +48,8 @@ class Route:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from one row of the tile to the next."""
-        return row_pitch(self.columns, self.logits, self.device) * self.logits.itemsize
+        """Bytes of a row's logits."""
+        return self.columns * self.logits.itemsize
 
     @property
     def block(self) -> int:

@@ -311,7 +311,7 @@ def test_units():
         (["--gpu", "abacus"], "argument --gpu: expected one of H100 PCIe"),
         (["--gpu", "H200", "--device", "cpu"], "with --device cuda; got 'H200'"),
         (["--gpu", "H200", "--tflops", "1"], "argument --gpu: not allowed with --tflops"),
-        (["--max-workspace", "1KiB"], "argument --max-workspace: expected at least 4096"),
+        (["--max-workspace", "1KiB"], "argument --max-workspace: expected at least 4000"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (
             ["--dtype", "fp32", "--weight-dtype", "bf16"],
