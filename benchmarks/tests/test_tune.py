@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -39,6 +40,12 @@ FUSED = (128, 128, 64, 4, 3, 2, 16, 16, 1, 0)
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect no garbage between rounds: it takes longer than all else here."""
+    monkeypatch.setattr("benchmarks.measure.quick_collections", contextlib.nullcontext)
 
 
 def candidate(value: tuple[int, ...], check: Callable[[], str | None]) -> Candidate:
