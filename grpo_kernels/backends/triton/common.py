@@ -43,6 +43,13 @@ def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def softcap_slope(x, inner):
+    """Return the derivative of :func:`bounded` with a softcap by ``inner * x``."""
+    y = bounded(x, inner, True)
+    return 1.0 - y * y
+
+
+@triton.jit
 def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
     """Return the scores z of raw logits ``x``, of any shape."""
     return bounded(x, inner, HAS_SOFTCAP) * factor

@@ -15,9 +15,9 @@ from grpo_kernels.backends.triton.common import (
     on_device,
     row_factor,
     scores,
+    softcap_slope,
     transform_arguments,
 )
-from grpo_kernels.backends.triton.math import tanh
 
 
 @triton.jit
@@ -65,8 +65,7 @@ def write_gradient(
             dz -= dentropy * p * tl.where(p == 0.0, 0.0, logq + entropy)
         slope = factor
         if HAS_SOFTCAP:
-            bounded = tanh(x.to(tl.float32) * inner)
-            slope = factor * inner * (1.0 - bounded * bounded)
+            slope = factor * inner * softcap_slope(x, inner)
         dx = tl.where(mask_active, dz * slope, 0.0)
         tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 

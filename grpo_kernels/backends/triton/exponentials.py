@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton.math import tanh
+from grpo_kernels.backends.triton.common import softcap_slope
+from grpo_kernels.backends.triton.math import expm1
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
 # than 1e-16 of the gradient.
@@ -44,9 +45,9 @@ def raised_anchor(
     top = tl.max(tile_peak, axis=0)
     if (top - anchor) * factor > _REACH:
         shrink = tl.exp((anchor - top) * factor)
+        tl.debug_barrier()  # other threads may have written what this one reads
         for earlier in range(0, start, BLOCK_V):
-            # the places that this thread has written itself, as many at once as it loads logits:
-            # wider accesses would spread the lanes over the warps
+            # as many at once as it loads logits: more would spread the lanes over the warps
             at = out_ptr + tl.max_contiguous(earlier + offs_v, (1, VECTOR))
             tl.store(at, (tl.load(at).to(tl.float32) * shrink).to(out_ptr.dtype.element_ty))
         anchor = top
@@ -71,7 +72,7 @@ def store_exponentials(
     lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
     e = e * lift[None, :]
     if HAS_SOFTCAP:
-        e = e * _slope(x, inner)
+        e = e * softcap_slope(x, inner)
     tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
 
 
@@ -94,11 +95,10 @@ def finish_exponentials(
     A row without weight that holds infinities or NaNs becomes zeros: r = 0 would not hide them.
     """
     slope = factor
-    rivals = 2.0 * tanh(0.5 * logp) / (1.0 - tanh(0.5 * logp))  # expm1(logp) = p - 1
-    at_target = rivals * tl.exp(-log_anchor)
+    at_target = expm1(logp) * tl.exp(-log_anchor)
     if HAS_SOFTCAP:
         slope = factor * inner
-        at_target = at_target * _slope(x_target, inner)
+        at_target = at_target * softcap_slope(x_target, inner)
     finite = (log_anchor - log_anchor == 0.0) & (logp - logp == 0.0)
     tl.debug_barrier()  # the target's place was written by another thread
     if (dlogp == 0.0) & (finite == 0):
@@ -109,9 +109,3 @@ def finish_exponentials(
     else:
         tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty))
     return tl.where(dlogp == 0.0, 0.0, -dlogp * slope * tl.exp(log_anchor))
-
-
-@triton.jit
-def _slope(x, inner):
-    bounded = tanh(x.to(tl.float32) * inner)
-    return 1.0 - bounded * bounded

@@ -46,6 +46,13 @@ def log1p(x):
 
 
 @triton.jit
+def expm1(x):
+    """Compute exp(x) - 1 for ``x`` of at most 0, also near 0."""
+    half = tanh(0.5 * x)
+    return 2.0 * half / (1.0 - half)
+
+
+@triton.jit
 def tanh(x):
     """Compute tanh of fp32 ``x`` to about 4 ulp, also near 0; NaN stays NaN."""
     square = x * x
