@@ -230,7 +230,9 @@ def test_the_first_candidate_is_the_default() -> None:
     rows = pytest.importorskip("benchmarks.tune.rows")
     assert rows.row_configs()[0] == DEFAULT_ROW_CONFIG
     assert len(set(rows.row_configs())) == len(rows.row_configs()) > 10
-    assert chunks.chunk_rows()[0] == DEFAULT_CHUNK_ROWS
+    counts = chunks.chunk_rows(torch.float32, 151936, torch.device("cpu"))
+    assert counts[0] == DEFAULT_CHUNK_ROWS
+    assert len(set(counts)) == len(counts) >= 5
     linear = pytest.importorskip("benchmarks.tune.linear")
     for device in ("sm_80", "sm_90", "sm_120", "gfx942", "sm_75"):
         configs = linear.linear_configs(device)

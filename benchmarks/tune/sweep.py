@@ -37,7 +37,7 @@ _LINEAR_HEADS = (
 )
 _LINEAR_ROWS = 8192
 _DTYPES = (torch.float32, torch.bfloat16)  # of the logits
-_TOKENS = 16384  # two of the largest chunks
+_TOKENS = 32768  # two of the largest chunks
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,14 @@ def gpu_chunk_rows(
 ) -> int:
     """Return the rows of a logits tile of ``dtype`` with ``columns`` columns."""
     key = (device_class(device), bits(dtype), vocabulary_class(columns))
-    if key in CHUNK_ROWS:
-        return CHUNK_ROWS[key]
+    tuned = CHUNK_ROWS.get(key)
+    return default_chunk_rows(dtype, columns, device, memory) if tuned is None else tuned
+
+
+def default_chunk_rows(
+    dtype: torch.dtype, columns: int, device: torch.device, memory: int | None = None
+) -> int:
+    """Return the same where nothing was tuned: what a share of the memory holds."""
     if memory is None:
         if not torch.cuda.is_available():
             return DEFAULT_CHUNK_ROWS
