@@ -125,11 +125,14 @@ def _strided(notes: Notes, rows: int, columns: int, depth: int) -> None:
         copy = narrowed.contiguous()
         hidden, weight = normal(rows, depth, dtype=dtype), normal(columns, depth, dtype=dtype)
         wide = partial(torch.empty, device=notes.device, dtype=torch.float32)
-        for name, shape, of in (
-            ("dhidden", (rows, depth), lambda x: (x, weight)),  # noqa: B023
-            ("dweight", (columns, depth), lambda x: (x.t(), hidden)),  # noqa: B023
+        for name, rows_out, turned, factor in (
+            ("dhidden", rows, False, weight),
+            ("dweight", columns, True, hidden),
         ):
-            expected, came = (_sum(wide(shape), *of(x)) for x in (copy, narrowed))
+            expected, came = (
+                _sum(wide(rows_out, depth), x.t() if turned else x, factor)
+                for x in (copy, narrowed)
+            )
             what = f"{name} of a strided {dtype} tile, C {rows} V {columns} D {depth}"
             notes.check_equal(what, expected, came)
 

@@ -112,9 +112,9 @@ def _odd(notes: Notes, watch: Stopwatch, rows: int, columns: int, padded: int, d
         strided = output_view(tile, _BF16)
         strided.normal_()
         forms: dict[str, tuple[Cost, Callable[[], object], Callable[[], object]]] = {
-            "dhidden": (product, lambda: accumulate(dhidden, strided, weight, True), _nothing),  # noqa: B023
-            "dweight": (product, lambda: accumulate(dweight, strided.t(), hidden, True), _nothing),  # noqa: B023
-            "logits fp32": (product, lambda: project(hidden, head, tile), _nothing),  # noqa: B023
+            "dhidden": (product, partial(accumulate, dhidden, strided, weight, True), _nothing),
+            "dweight": (product, partial(accumulate, dweight, strided.t(), hidden, True), _nothing),
+            "logits fp32": (product, partial(project, hidden, head, tile), _nothing),
         }
         what = f"{name}, C {rows} V {columns} D {depth}"
         seconds[name] = sum(_measured(notes, watch, what, forms).values())

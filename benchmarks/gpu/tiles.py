@@ -89,7 +89,7 @@ def forward(notes: Notes, small: bool) -> None:
     )  # fmt: skip
     for model in models:
         floor = Cost(operations=2.0 * count * model.vocabulary * model.hidden).floor
-        _best(notes, f"forward {model.name}", times[model], default, lambda s: f"x{s / floor:.2f}")  # noqa: B023
+        _best(notes, f"forward {model.name}", times[model], default, partial(_over, floor))
 
 
 def _candidate(
@@ -109,6 +109,10 @@ def _candidate(
         seconds = watch.seconds(candidate.run, candidate.prepare)
         times[candidate.value] = seconds
         notes.number(f"{name} {candidate.value}", **rates(seconds, cost))
+
+
+def _over(floor: float, seconds: float) -> str:
+    return f"x{seconds / floor:.2f}"
 
 
 def _best(

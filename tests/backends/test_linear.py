@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,18 +70,12 @@ def check(
 
 
 def posed(
-    linear: LinearTarget,
-    tokens: int,
-    depth: int,
-    columns: int,
-    dtype: torch.dtype,
-    bias: bool = True,
-    size: float = 1.0,
+    linear: LinearTarget, tokens: int, depth: int, columns: int, *options: Any, **named: Any
 ) -> tuple[Tensor, Head, Tensor]:
-    """Return hidden states, a head and targets; the interpreter, which is slow, gets small ones."""
+    """Return ``problem``; the interpreter, which is slow, gets a small one."""
     if linear.interpreted:
         tokens, depth, columns = min(tokens, 35), min(depth, 24), min(columns, 150)
-    return problem(tokens, depth, columns, dtype, bias, size, linear.device)
+    return problem(tokens, depth, columns, *options, **named, device=linear.device)
 
 
 def assert_top1(stats: RowStats, hidden: Tensor, head: Head, target: Tensor) -> None:
