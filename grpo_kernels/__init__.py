@@ -2,6 +2,7 @@
 
 from grpo_kernels.backends import available_backends
 from grpo_kernels.batch import SamplingMask, TokenBatch
+from grpo_kernels.engine import Bounded
 from grpo_kernels.head import Head, HeadLoRA, Transform
 from grpo_kernels.linear_logprobs import (
     LinearLogprobs,
@@ -18,6 +19,7 @@ from grpo_kernels.warm_up import warm_up
 __version__ = VERSION
 
 __all__ = [
+    "Bounded",
     "FusedLinearGRPOLoss",
     "Head",
     "HeadLoRA",

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from grpo_kernels.backends import EXTRAS, Wanted, why_backend
 from grpo_kernels.batch import SamplingMask, check_sampling_mask
-from grpo_kernels.engine import Route, Rows, RunOptions, choose_route, fingerprint, head_stats
+from grpo_kernels.engine import (
+    OF_MASK,
+    Bounded,
+    Keeping,
+    Needs,
+    Route,
+    Rows,
+    RunOptions,
+    choose_route,
+    fingerprint,
+    head_stats,
+)
 from grpo_kernels.head import (
     Head,
     HeadLoRA,
@@ -73,6 +84,8 @@ def linear_logprobs(
     sampling_mask: SamplingMask | None = None,
     top_k: int | None = None,
     batch_invariant: bool = False,
+    backward: str | Bounded = "exact",
+    activation_bytes: int | None = None,
 ) -> LinearLogprobs:
     """Compute log-probabilities of ``target`` under a linear head, without its logits in memory.
 
@@ -111,6 +124,12 @@ def linear_logprobs(
             their number, or on whether gradients are wanted. Else they may, by fp32 rounding. It
             holds for one device, one setting of the arguments and, on a CPU, of its threads:
             :func:`grpo_kernels.explain_logprobs` gives a fingerprint of all that matters.
+        backward: ``"exact"``, or a :class:`Bounded`: gradients from the entries of the softmax that
+            matter. Not for ``masked_logprobs``. A gradient through ``entropy`` is exact.
+        activation_bytes: what the forward may keep for its backward. Where the head has no gradient
+            it keeps (T, D) values, and else (T, V) of the hidden states' dtype: the backward then
+            forms no logits. None: the first only, as large as the hidden states (twice in fp16). 0:
+            nothing. A gradient through ``entropy`` or ``masked_logprobs`` forms the logits anew.
 
     Returns:
         :class:`LinearLogprobs`, statistics in fp32 (fp64 for fp64 inputs).
@@ -124,6 +143,8 @@ def linear_logprobs(
         backend=backend,
         max_workspace_bytes=max_workspace_bytes,
         batch_invariant=batch_invariant,
+        backward=backward,
+        activation_bytes=activation_bytes,
     )
     check_floating("hidden", hidden)
     _check_target(hidden, target)
@@ -132,6 +153,8 @@ def linear_logprobs(
     hidden, head = checked_head(hidden, head, precision)
     if sampling_mask is not None:
         check_sampling_mask(sampling_mask, target)
+    if "masked_logprobs" in outputs and options.bounded is not None:
+        raise ValueError(f"backward: expected 'exact' for masked_logprobs, got {backward!r}")
     columns = head.weight.shape[0]
     if top_k is not None and not 1 <= top_k <= columns:
         raise ValueError(f"top_k: expected 1 to {columns} (ids of weight), got {top_k}")
@@ -142,7 +165,7 @@ def linear_logprobs(
         sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
     )
     wanted = Wanted(any(name in EXTRAS for name in outputs), "rank" in outputs, top_k or 0)
-    stats = head_stats(rows, options, wanted)
+    stats, _ = head_stats(rows, options, wanted)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     values = zip(OUTPUTS, stats, strict=True)
     return LinearLogprobs(
@@ -157,6 +180,7 @@ class LogprobsPlan:
     route: Route
     head: Head
     tiled: bool  # something is asked for that is read from a tile of logits
+    keeping: Keeping  # what the forward keeps for the backward
 
     @property
     def backend(self) -> str:
@@ -183,6 +207,7 @@ class LogprobsPlan:
         reasons = why_backend(route.backend, route.options.backend, device, route.dtype)
         if self.tiled:
             reasons.append("a tile of logits: some of what is asked for is read from it")
+        reasons.append(str(self.keeping))
         return tuple(reasons)
 
     def __str__(self) -> str:
@@ -218,7 +243,8 @@ def explain_logprobs(
         sampling_mask: whether ``masked_logprobs`` are asked for.
         ranked: whether ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
         hidden, weight, ...: as for ``linear_logprobs``.
-        options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``.
+        options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
+            ``backward``, ``activation_bytes``.
 
     Raises:
         ValueError: as ``linear_logprobs`` would for these arguments.
@@ -227,7 +253,12 @@ def explain_logprobs(
     head = head_of(weight, bias, lora, logit_scale, softcap, 1.0)
     hidden, head = checked_head(hidden, head, chosen.precision)
     route = choose_route(hidden.dtype, head, chosen, tiled)
-    return LogprobsPlan(route=route, head=head, tiled=tiled)
+    inputs = (hidden, *head.tensors)
+    needs = Needs(*[x is not None and x.requires_grad for x in inputs])  # type: ignore[arg-type]
+    tokens = hidden.numel() // hidden.shape[-1]
+    why_not = OF_MASK if sampling_mask else None
+    keeping = Keeping.of(tokens, hidden.shape[-1], route, needs, why_not)
+    return LogprobsPlan(route=keeping.route(route), head=head, tiled=tiled, keeping=keeping)
 
 
 def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.engine import RunOptions
+from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.head import Head, HeadLoRA, head_of
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
@@ -30,6 +30,8 @@ def linear_policy_loss(
     max_workspace_bytes: int | None = None,
     batch_invariant: bool = False,
     metric_rows: str = "all",
+    backward: str | Bounded = "exact",
+    activation_bytes: int | None = None,
     main_grad: Tensor | None = None,
     gradient_scale: float | None = None,
 ) -> PolicyLossOutput:
@@ -61,6 +63,10 @@ def linear_policy_loss(
             the rows with a gradient, and over the sequences that have one. (A loss in which
             advantages act on whole sequences sets whole sequences aside.) The loss and its
             gradients are the same.
+        backward: ``"exact"``, or a :class:`Bounded`: gradients from the entries of the softmax that
+            matter. Not for an entropy bonus or a sampling mask.
+        activation_bytes: what two passes may keep from the forward for the backward, as for
+            ``linear_logprobs``; one pass keeps nothing.
         main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
             ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
             to it, and autograd gets none, so hooks and DDP do not see it.
@@ -86,6 +92,8 @@ def linear_policy_loss(
         max_workspace_bytes=max_workspace_bytes,
         batch_invariant=batch_invariant,
         metric_rows=metric_rows,
+        backward=backward,
+        activation_bytes=activation_bytes,
     )
     temperature = config.temperature if isinstance(config, LossConfig) else 1.0
     head = head_of(weight, bias, lora, logit_scale, softcap, temperature)
@@ -116,7 +124,8 @@ def explain(
         hidden, weight, batch, config, bias, lora, logit_scale, softcap: as for
             ``linear_policy_loss``.
         options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-            ``batch_invariant``, ``metric_rows``.
+            ``batch_invariant``, ``metric_rows``, ``backward``,
+            ``activation_bytes``.
 
     Raises:
         ValueError: as ``linear_policy_loss`` would for these arguments.
@@ -133,7 +142,7 @@ class FusedLinearGRPOLoss(nn.Module):
 
     Keyword arguments are :class:`LossConfig`'s, those of its loss included, and ``logit_scale``,
     ``softcap``, ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-    ``batch_invariant`` and ``metric_rows``.
+    ``batch_invariant``, ``metric_rows``, ``backward`` and ``activation_bytes``.
 
     Example:
         >>> loss_fn = FusedLinearGRPOLoss(loss_type="dapo", beta=0.04)

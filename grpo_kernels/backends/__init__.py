@@ -19,6 +19,7 @@ from grpo_kernels.backends.base import (
     shapes_of,
 )
 from grpo_kernels.backends.chunked import slope, transformed
+from grpo_kernels.backends.entries import WHOLE, Entries, EntryKernels, row_keys
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.registry import (
     BACKEND_VARIABLE,
@@ -38,7 +39,10 @@ __all__ = [
     "BACKENDS",
     "BACKEND_VARIABLE",
     "EXTRAS",
+    "WHOLE",
     "Backend",
+    "Entries",
+    "EntryKernels",
     "FormsLogits",
     "FusedStage",
     "LinearStats",
@@ -57,6 +61,7 @@ __all__ = [
     "passed_over",
     "reference_logprobs",
     "requested_backend",
+    "row_keys",
     "shapes_of",
     "slope",
     "transformed",

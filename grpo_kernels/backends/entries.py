@@ -12,6 +12,7 @@ same bits. Which rows are computed whole follows from expectations, so the mean 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,6 +46,23 @@ class Entries(NamedTuple):
         """K."""
         return self.ids.shape[1]
 
+    @staticmethod
+    def joined(parts: Sequence[Entries]) -> Entries:
+        """Join the entries of consecutive rows."""
+        return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def packed(self) -> Tensor:
+        """Return all as one (C, 2 K + 4) tensor: ids and counts are exact in every float."""
+        single = torch.stack([self.used.to(self.values.dtype), *self[3:]], 1)
+        return torch.cat([self.values, self.ids.to(self.values.dtype), single], 1)
+
+    @staticmethod
+    def unpacked(packed: Tensor) -> Entries:
+        """Return what was :meth:`packed`."""
+        slots = packed.shape[1] // 2 - 2
+        values, ids, single = packed.split((slots, slots, 4), 1)
+        return Entries(ids.int(), values.contiguous(), single[:, 0].int(), *single[:, 1:].unbind(1))
+
 
 class EntryKernels(Protocol):
     """One backend's passes over entries."""
@@ -55,8 +73,9 @@ class EntryKernels(Protocol):
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         ``keys`` (C,) int32 are those of :func:`row_keys`, ``allowed`` (C,) the L2 norm that each
-        row's error is expected to have at most. A row without a finite ``lse`` is whole, and so is
-        one that is expected to need more entries.
+        row's error is expected to have at most. One that is allowed an infinite error has no
+        entries. A row without a finite ``lse`` is whole, and so is one that is expected to need
+        more entries.
         """
         ...
 
@@ -120,7 +139,7 @@ class TorchEntries:
             _extract(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
             for block in row_blocks(tile.logits, _BLOCK_ELEMENTS)
         ]
-        return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return Entries.joined(parts)
 
     def matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         rows, ids, values = _listed(entries, factor)
@@ -180,12 +199,13 @@ def _extract(tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: 
         at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
     scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
     norm = (at_target**2 + (others * others).sum(1)).sqrt()
-    eps, expected = _cuts(others, (allowed.double() / scale) ** 2)
+    ignored = allowed.isinf()
+    eps, expected = _cuts(others, (torch.where(ignored, 0, allowed.double()) / scale) ** 2)
     survives = uniforms(keys, logits.shape[1]) * eps < others
     kept = torch.where(others > eps, others, torch.where(survives, eps, 0.0))
     count = (kept > 0).sum(1) + 1
     fits = finite & (expected <= slots) & (count <= slots)
-    count = torch.where(fits, count, WHOLE).int()
+    count = torch.where(ignored, 0, torch.where(fits, count, WHOLE)).int()
     error = kept - others
     ids, values = _packed(kept, at_target, target, count, slots)
     found = (error.norm(dim=1), error.abs().sum(1), norm)
@@ -225,7 +245,7 @@ def _packed(
     """Return ids and values of what is kept, in the order of :class:`Entries`."""
     ids = target.new_zeros((len(count), slots), dtype=torch.int32)
     values = kept.new_zeros((len(count), slots))
-    meant = (kept > 0) & (count >= 0)[:, None]
+    meant = (kept > 0) & (count > 0)[:, None]
     rows, columns = torch.nonzero(meant, as_tuple=True)
     place = meant.cumsum(1)[rows, columns]  # from 1: the target is at 0
     ids[rows, place], values[rows, place] = columns.int(), -kept[rows, columns]

@@ -17,6 +17,7 @@ from grpo_kernels.backends.configs import (
     linear_config,
     row_config,
 )
+from grpo_kernels.backends.entries import TORCH_ENTRIES, EntryKernels
 from grpo_kernels.batch import host
 from grpo_kernels.head import Head, logits_dtype
 
@@ -53,6 +54,11 @@ class Backend:
     def kernels(self) -> RowKernels:
         """Its row kernels."""
         raise NotImplementedError(self.name)
+
+    @property
+    def entries(self) -> EntryKernels:
+        """Its kernels for the entries that matter."""
+        return TORCH_ENTRIES
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         """Return the forward without logits in memory; None where it does not exist for these."""

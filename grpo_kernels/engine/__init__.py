@@ -1,7 +1,9 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
+from grpo_kernels.engine.bounded import BoundedSums, of_kept
 from grpo_kernels.engine.fingerprint import fingerprint
-from grpo_kernels.engine.gradients import Gradients, MainGrad, Needs
+from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs, TileGradients
+from grpo_kernels.engine.kept import OF_ENTROPY, OF_MASK, Keeping, kept_gradients
 from grpo_kernels.engine.ops import (
     head_stats,
     linear_logprobs_backward,
@@ -9,7 +11,7 @@ from grpo_kernels.engine.ops import (
     rows_backward,
     rows_forward,
 )
-from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.options import OPTIONS_SCHEMA, Bounded, RunOptions
 from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route, row_block
@@ -17,18 +19,28 @@ from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep, tile_height
 
 __all__ = [
+    "OF_ENTROPY",
+    "OF_MASK",
+    "OPTIONS_SCHEMA",
+    "Bounded",
+    "BoundedSums",
+    "GradientSums",
     "Gradients",
+    "Keeping",
     "MainGrad",
     "Needs",
     "Route",
     "Rows",
     "RunOptions",
+    "TileGradients",
     "choose_route",
     "chunk_height",
     "fingerprint",
     "head_stats",
+    "kept_gradients",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
+    "of_kept",
     "row_block",
     "row_chunks",
     "rows_backward",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import StatsGradients, TileGradient
+from grpo_kernels.backends import RowStats, StatsGradients, Tile, TileGradient
 from grpo_kernels.batch import host
 from grpo_kernels.engine.lora import LoRAGradients
-from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.route import Route
+from grpo_kernels.engine.rows import Rows, move_rows_, surviving_rows
+from grpo_kernels.engine.sampling_mask import MaskedRows
 from grpo_kernels.head import (
     SLICE_COLUMNS,
     Head,
@@ -65,6 +67,16 @@ class Needs:
         return self.hidden or self.weight or self.bias or self.lora_a or self.lora_b
 
     @property
+    def of_head(self) -> bool:
+        """Whether a gradient with an entry per id of the vocabulary is wanted."""
+        return self.weight or self.bias or self.lora_b
+
+    @property
+    def of_rows(self) -> Needs:
+        """The others of these."""
+        return replace(self, weight=False, bias=False, lora_b=False, main_grad=None)
+
+    @property
     def new_weight(self) -> bool:
         """Whether the weight's gradient is a tensor of its own."""
         return self.weight and self.main_grad is None
@@ -94,6 +106,10 @@ class Gradients(NamedTuple):
         da, db = sums.finish(self.hidden)
         return self._replace(lora_a=da, lora_b=db)
 
+    def joined(self, others: Gradients) -> Gradients:
+        """Return these and the others; no input has both."""
+        return Gradients(*(x if y is None else y for x, y in zip(self, others, strict=True)))
+
     def times_(self, factor: Tensor) -> Gradients:
         """Multiply them in place by a () tensor."""
         for gradient in self:
@@ -114,8 +130,38 @@ def fp16_scale(outer: StatsGradients) -> Tensor | None:
     return torch.exp2(exponent.clamp(-100, 100))
 
 
+class Chunk(NamedTuple):
+    """A chunk of rows whose logits are there, and what is known of them."""
+
+    rows: Rows
+    part: slice  # of all rows
+    tile: Tile  # may be overwritten
+    stats: RowStats
+    masked: MaskedRows | None  # with a sampling mask
+
+
+class TileGradients(Protocol):
+    """What becomes of the gradients of tiles of logits."""
+
+    def tile(self, part: slice) -> Tensor | None:
+        """Return where the logits of the rows ``part`` are to be formed; None: anywhere."""
+        ...
+
+    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+        """Take a chunk, whose statistics have the gradients ``outer``."""
+        ...
+
+    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
+        """Take the gradient of a tile, of the rows ``part``."""
+        ...
+
+    def finish(self) -> Gradients:
+        """Return the gradients of the head's inputs; nothing is taken afterwards."""
+        ...
+
+
 class GradientSums:
-    """The sums over chunks of rows."""
+    """Implements :class:`TileGradients` by GEMMs: the sums over chunks of rows."""
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int) -> None:
         self._sums = _uninitialised(rows.hidden, rows.head, needs, num_chunks)
@@ -124,6 +170,24 @@ class GradientSums:
         self._first = True
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
+
+    def tile(self, part: slice) -> Tensor | None:
+        return None
+
+    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+        """Add the share of a chunk's rows that have a gradient."""
+        rows, part, tile, stats, masked = chunk
+        outer = self.scaled(outer)
+        moves = surviving_rows(outer.nonzero)
+        if moves is not None:
+            order = torch.tensor(moves, dtype=torch.int64)  # there may be none
+            rows, stats, outer = rows.at(order), stats.rows(order), outer.rows(order)
+            tile = Tile(move_rows_(tile.logits, moves), rows.target, rows.head.transform)
+            masked = masked.at(order) if masked is not None else None
+        dlogits = route.backend.kernels.dlogits_(tile, stats, outer, rows.hidden.dtype)
+        if masked is not None and outer.dmasked is not None:
+            masked.add_gradient_(dlogits, outer.dmasked)
+        self.add(TileGradient(dlogits), part, rows)
 
     def scaled(self, outer: StatsGradients) -> StatsGradients:
         """Multiply a chunk's coefficients by the scale that fp16 needs, which never rises.

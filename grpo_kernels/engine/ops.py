@@ -19,8 +19,16 @@ from grpo_kernels.backends import (
     shapes_of,
 )
 from grpo_kernels.batch import SamplingMask
-from grpo_kernels.engine.gradients import Gradients, Needs
-from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
+from grpo_kernels.engine.kept import (
+    NOTHING,
+    OF_ALL_ROWS,
+    OF_MASK,
+    Keeping,
+    keeping_forward,
+    kept_gradients,
+)
+from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route
@@ -36,24 +44,48 @@ from grpo_kernels.head import (
 )
 
 
-def head_stats(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
-    """Compute the statistics of rows; a target of -100 marks one that costs nothing."""
+def head_stats(
+    rows: Rows,
+    options: RunOptions,
+    wanted: Wanted = Wanted(),  # noqa: B008
+) -> tuple[RowStats, Tensor | None]:
+    """Compute the statistics of rows; a target of -100 marks one that costs nothing.
+
+    Also return what is kept for the backward, None where nothing can be.
+    """
     forced = BACKENDS.get(requested_backend(options.backend))
     if forced is None or forced.has_tiles:
         check_plain(**dict(zip(_DIFFERENTIABLE, (rows.hidden, *rows.head.tensors), strict=True)))
-        return RowStats(*linear_logprobs_forward(*_flat(rows, options), *wanted))
+        inputs, tracks = (rows.hidden, *rows.head.tensors), torch.is_grad_enabled()
+        needs = [tracks and x is not None and x.requires_grad for x in inputs]
+        found = linear_logprobs_forward(*_flat(rows, options), *wanted, needs)
+        return RowStats(*found[:-1]), found[-1]
     choose_route(rows.hidden.dtype, rows.head, options)  # for its checks
     valid = rows.valid()
     stats = reference_logprobs(
         valid.hidden, valid.head, valid.target, options.precision, valid.sampling_mask, wanted
     )
-    return RowStats(*(valid.spread(x) if x is not None else None for x in stats))  # type: ignore[arg-type]
+    return RowStats(*(valid.spread(x) if x is not None else None for x in stats)), None  # type: ignore[arg-type]
 
 
-def rows_forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
-    """Compute the statistics of rows that all have a target, with as much memory as there is."""
+def rows_forward(
+    rows: Rows,
+    route: Route,
+    wanted: Wanted = Wanted(),  # noqa: B008
+    keeping: Keeping = Keeping(what=NOTHING),  # noqa: B008
+) -> tuple[RowStats, Tensor | None]:
+    """Compute the statistics of rows that all have a target, with as much memory as there is.
+
+    Also return what is kept for the backward.
+    """
+
+    def run(route: Route) -> tuple[RowStats, Tensor | None]:
+        if keeping.what == NOTHING:
+            return forward(rows, route, wanted), None
+        return keeping_forward(rows, route, wanted, keeping)
+
     with torch.no_grad():
-        return with_less_memory(lambda route: forward(rows, route, wanted), route)
+        return with_less_memory(run, route)
 
 
 def rows_backward(
@@ -70,7 +102,8 @@ def rows_backward(
         # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(rows.count, route)
         stage = lambda part, stats: outer.rows(part)  # noqa: E731
-        return sweep(rows, route, chunks, stage=stage, needs=needs)[1]
+        sums = GradientSums(rows, needs, len(chunks))
+        return sweep(rows, route, chunks, stage=stage, sums=sums)[1]
 
     return with_less_memory(run, route.tiled(), spoils=needs.main_grad is not None)
 
@@ -97,13 +130,11 @@ _TENSORS = (
     "Tensor? mask_max_id"
 )
 _OPTIONS = (
-    "float temperature, float logit_scale, float? softcap, float lora_scaling, str precision, "
-    "str backend, int? max_workspace_bytes, bool batch_invariant"
+    f"float temperature, float logit_scale, float? softcap, float lora_scaling, {OPTIONS_SCHEMA}"
 )
-_WANTED = "bool extras, bool rank, int top_k"
-_STATS = ", ".join(["Tensor"] * len(RowStats._fields))
+_WANTED = "bool extras, bool rank, int top_k, bool[] needs"
+_OUTPUTS = ", ".join(["Tensor"] * (len(RowStats._fields) + 1))  # the last is what is kept
 _NUM_TENSORS, _NUM_OPTIONS = len(_Tensors._fields), _OPTIONS.count(",") + 1
-_NUM_WANTED = len(Wanted._fields)
 _DIFFERENTIABLE = Gradients._fields
 
 
@@ -121,10 +152,7 @@ def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
         float(transform.logit_scale),
         None if transform.softcap is None else float(transform.softcap),
         1.0 if head.lora is None else float(head.lora.scaling),
-        options.precision,
-        options.backend,
-        options.max_workspace_bytes,
-        options.batch_invariant,
+        *options.arguments,
     )
 
 
@@ -145,8 +173,7 @@ def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
     per_row = temperature if x.row_temperature is None else x.row_temperature
     head = Head(x.weight, x.bias, Transform(scale, softcap, per_row), lora)
     rows = Rows(hidden=x.hidden, head=head, target=x.target, sampling_mask=mask)
-    names = ("precision", "backend", "max_workspace_bytes", "batch_invariant")
-    return rows, RunOptions(**dict(zip(names, options, strict=True)))
+    return rows, RunOptions.of_arguments(options)
 
 
 def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:  # noqa: B008
@@ -154,21 +181,38 @@ def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:
     return choose_route(rows.hidden.dtype, rows.head, options, tiled)
 
 
+def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, Wanted, Route, Keeping]:
+    """Rebuild the call of the forward."""
+    rows, options = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
+    *ranked, needs = arguments[_NUM_TENSORS + _NUM_OPTIONS :]
+    wanted = Wanted(*ranked)
+    route = _route(rows, options, wanted)
+    tokens, depth = rows.hidden.shape
+    why_not = OF_MASK if rows.sampling_mask is not None else None
+    keeping = Keeping.of(tokens, depth, route, Needs(*needs), why_not)
+    return rows, wanted, route, keeping
+
+
 @torch.library.custom_op(
     "grpo_kernels::linear_logprobs",
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),  # it asks which rows are valid
-    schema=f"({_TENSORS}, {_OPTIONS}, {_WANTED}) -> ({_STATS})",
+    schema=f"({_TENSORS}, {_OPTIONS}, {_WANTED}) -> ({_OUTPUTS})",
 )
 def linear_logprobs_forward(*arguments):
-    """Compute the statistics of (T, D) rows in the order of :class:`RowStats`; others are empty."""
-    rows, options = _call(arguments[:-_NUM_WANTED])
-    wanted = Wanted(*arguments[-_NUM_WANTED:])
+    """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
+    for the backward; what is not computed is empty."""
+    rows, wanted, route, keeping = _forward_call(arguments)
     valid = rows.valid()
-    stats = rows_forward(valid, _route(rows, options, wanted), wanted)
-    return tuple(
-        valid.spread(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
-        for value, dtype in zip(stats, _stats_dtypes(rows), strict=True)
+    stats, kept = rows_forward(valid, route, wanted, keeping)
+    if kept is None:
+        kept = rows.hidden.new_empty(0, dtype=keeping.dtype)
+    return (
+        *(
+            valid.spread(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
+            for value, dtype in zip(stats, _stats_dtypes(rows), strict=True)
+        ),
+        valid.spread(kept) if keeping.what in OF_ALL_ROWS else kept,
     )
 
 
@@ -179,12 +223,14 @@ def _stats_dtypes(rows: Rows) -> list[torch.dtype]:
 
 @linear_logprobs_forward.register_fake
 def _(*arguments):
-    rows, _ = _call(arguments[:-_NUM_WANTED])
-    wanted = Wanted(*arguments[-_NUM_WANTED:])
+    rows, wanted, _, keeping = _forward_call(arguments)
     shapes = shapes_of(rows.target.shape, wanted, rows.sampling_mask is not None)
-    return tuple(
-        rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
-        for name, dtype in zip(RowStats._fields, _stats_dtypes(rows), strict=True)
+    return (
+        *(
+            rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
+            for name, dtype in zip(RowStats._fields, _stats_dtypes(rows), strict=True)
+        ),
+        rows.hidden.new_empty(keeping.shape, dtype=keeping.dtype),
     )
 
 
@@ -194,20 +240,26 @@ def _(*arguments):
     tags=(torch.Tag.cudagraph_unsafe,),
     schema=(
         f"({_TENSORS}, {_OPTIONS}, Tensor logp, Tensor entropy, Tensor lse, "
-        "Tensor? dlogp, Tensor? dentropy, Tensor? dmasked, bool[] needs)"
+        "Tensor? dlogp, Tensor? dentropy, Tensor? dmasked, Tensor kept, str keeps, bool[] needs)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def linear_logprobs_backward(*arguments):
     """Compute the gradients of the differentiable statistics; one that is not needed is empty."""
-    *call, logp, entropy, lse, dlogp, dentropy, dmasked, needs = arguments
+    *call, logp, entropy, lse, dlogp, dentropy, dmasked, kept, keeps, needs = arguments
     rows, options = _call(call)
-    outer = StatsGradients(dlogp, dentropy, dmasked)
-    valid = rows.valid(outer.nonzero)
+    outer, route = StatsGradients(dlogp, dentropy, dmasked), _route(rows, options)
+    suffices = keeps != NOTHING and dlogp is not None and dentropy is None
+    if keeps in OF_ALL_ROWS and suffices:
+        valid = rows
+    else:
+        valid = rows.valid(None if suffices else outer.nonzero)
     outer = StatsGradients(*(valid.take(gradient) for gradient in outer))
     stats = RowStats(*(valid.take(found) for found in (logp, entropy, lse)))  # type: ignore[arg-type]
-    route = _route(rows, options)
-    gradients = rows_backward(valid, stats, outer, route, Needs(*needs))
+    if suffices and outer.dlogp is not None:
+        gradients = kept_gradients(keeps, kept, valid, stats, outer.dlogp, route, Needs(*needs))
+    else:
+        gradients = rows_backward(valid, stats, outer, route, Needs(*needs))
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=valid.spread(gradients.hidden))
     return tuple(
@@ -232,17 +284,22 @@ def _inputs(rows: Rows) -> list[Tensor]:
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3])  # logp, entropy and lse
-    ctx.options = inputs[_NUM_TENSORS:-_NUM_WANTED]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3], output[-1])  # logp, entropy, lse
+    ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
+    ctx.keeps = _forward_call(inputs)[-1].what
+    ctx.mark_non_differentiable(output[-1])
+    ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
 
 
 def _backward(ctx, *outer):
-    given = dict(zip(RowStats._fields, outer, strict=True))
+    given = dict(zip(RowStats._fields, outer, strict=False))
     needed = ctx.needs_input_grad[: len(_DIFFERENTIABLE)]
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
+    *stats, kept = saved[_NUM_TENSORS:]
     gradients = linear_logprobs_backward(
-        *saved[:_NUM_TENSORS], *ctx.options, *saved[_NUM_TENSORS:],
-        *(_dense(given[name]) for name in ("logp", "entropy", "masked_logp")), list(needed),
+        *saved[:_NUM_TENSORS], *ctx.options, *stats,
+        *(_dense(given[name]) for name in ("logp", "entropy", "masked_logp")),
+        kept, ctx.keeps, list(needed),
     )  # fmt: skip
     wanted = [x if need else None for x, need in zip(gradients, needed, strict=True)]
     others = len(ctx.needs_input_grad) - len(wanted)

@@ -1,13 +1,56 @@
-"""RunOptions: how a call is computed. Exactness depends on ``precision`` alone."""
+"""RunOptions: how a call is computed. Exactness depends on ``precision`` and ``backward``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_kernels.head import PRECISIONS
 
 SCHEDULES = ("auto", "one_pass", "two_pass")
 METRIC_ROWS = ("all", "active")
+
+# RunOptions as arguments of a torch.library op
+OPTIONS_SCHEMA = (
+    "str precision, str backend, int? max_workspace_bytes, bool batch_invariant, str schedule, "
+    "str metric_rows, int? activation_bytes, bool bounded, float tolerance, int slots, "
+    "bool exact_weight, int seed"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """A backward by the entries of the softmax that matter: unbiased, with a bounded error.
+
+    Of a row's V probabilities only some are kept for the backward: the large ones, and a sample of
+    the small ones whose mean is right. The GEMMs of the gradients become sparse products. Rows that
+    would need too many entries, as that of a flat distribution, take the exact backward.
+
+    Args:
+        tolerance: the expected relative error of the gradient of the logits, in the Frobenius norm
+            over all rows; that of the other gradients is near it. Statistics and losses stay exact.
+        slots: the most entries of a row. A row takes 8 bytes of memory for each.
+        exact_weight: the gradients of the head (weight, bias and LoRA's B) stay exact. Adam then
+            sees no gradient of an entry that is sampled now and then.
+        seed: of the sample, which also depends on the row and on the policy.
+
+    Raises:
+        ValueError: the tolerance is not in (0, 1), or ``slots`` or ``seed`` is no number of such.
+    """
+
+    tolerance: float = 2e-3
+    slots: int = 1024
+    exact_weight: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.tolerance, float) and 0 < self.tolerance < 1):
+            raise ValueError(f"tolerance: expected a float in (0, 1), got {self.tolerance!r}")
+        if not _is_int(self.slots) or self.slots < 1:
+            raise ValueError(f"slots: expected an int of at least 1, got {self.slots!r}")
+        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed: expected an int in [0, 2^32), got {self.seed!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +58,7 @@ class RunOptions:
     """The caller's options for how a call runs; ``linear_policy_loss`` describes each.
 
     Raises:
-        ValueError: a name is unknown, or the workspace is no number of bytes.
+        ValueError: a name is unknown, or a size is no number of bytes.
     """
 
     precision: str = "fp32"
@@ -24,6 +67,8 @@ class RunOptions:
     batch_invariant: bool = False
     schedule: str = "auto"
     metric_rows: str = "all"
+    backward: str | Bounded = "exact"
+    activation_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -35,6 +80,39 @@ class RunOptions:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}"
                 )
-        size = self.max_workspace_bytes
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            raise ValueError(f"max_workspace_bytes: expected an int or None, got {size!r}")
+        for name in ("max_workspace_bytes", "activation_bytes"):
+            size = getattr(self, name)
+            if size is not None and not _is_int(size):
+                raise ValueError(f"{name}: expected an int or None, got {size!r}")
+        if self.activation_bytes is not None and self.activation_bytes < 0:
+            raise ValueError(f"activation_bytes: expected at least 0, got {self.activation_bytes}")
+        if self.backward != "exact" and not isinstance(self.backward, Bounded):
+            raise ValueError(f"backward: expected 'exact' or a Bounded, got {self.backward!r}")
+
+    @property
+    def bounded(self) -> Bounded | None:
+        """The bounded backward, None for the exact one."""
+        return self.backward if isinstance(self.backward, Bounded) else None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of :data:`OPTIONS_SCHEMA`."""
+        given = tuple(getattr(self, name) for name in _PLAIN)
+        bounded = self.bounded or Bounded()
+        return *given, self.bounded is not None, *(getattr(bounded, name) for name in _BOUNDED)
+
+    @staticmethod
+    def of_arguments(arguments: Sequence[Any]) -> RunOptions:
+        """Return the options with these :attr:`arguments`."""
+        given = dict(zip(_PLAIN, arguments, strict=False))
+        bounded, *rest = arguments[len(_PLAIN) :]
+        backward = Bounded(**dict(zip(_BOUNDED, rest, strict=True))) if bounded else "exact"
+        return RunOptions(**given, backward=backward)
+
+
+_PLAIN = tuple(name for name in RunOptions.__dataclass_fields__ if name != "backward")
+_BOUNDED = tuple(Bounded.__dataclass_fields__)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -63,6 +63,10 @@ class Rows:
         if self.sampling_mask is not None:
             check_mask_range(self.sampling_mask.max_id, self.head.weight.shape[0])
 
+    def ready(self) -> Rows:
+        """Return the same with a head that is ready for GEMMs with the hidden states."""
+        return replace(self, head=self.head.to(self.hidden.dtype))
+
     def narrow(self, part: slice) -> Rows:
         """Return a range of rows as if they were all."""
         if part == slice(0, self.count):

@@ -19,19 +19,19 @@ from grpo_kernels.head import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scores:
+class Scores:
     """Some logits of a tile after the transform."""
 
     values: Tensor  # (N,) fp64
     slopes: Tensor  # (N,) fp64, their derivative by the raw logit
 
     @staticmethod
-    def at(logits: Tensor, transform: Transform, rows: Tensor, columns: Tensor) -> _Scores:
+    def at(logits: Tensor, transform: Transform, rows: Tensor, columns: Tensor) -> Scores:
         picked = logits[rows, columns].double().unsqueeze(-1)
         of_rows = transform.rows(rows)
         values, tanh = transformed(picked, of_rows)
         slopes = slope(torch.ones_like(picked), of_rows, tanh)
-        return _Scores(values=values.squeeze(-1), slopes=slopes.squeeze(-1))
+        return Scores(values=values.squeeze(-1), slopes=slopes.squeeze(-1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class MaskedRows:
         logits, target, transform = tile
         ids, rows = sampling_mask.indices, sampling_mask.rows
         all_rows = torch.arange(target.numel(), device=target.device)
-        own = _Scores.at(logits, transform, all_rows, target)
-        listed = _Scores.at(logits, transform, rows, ids)
+        own = Scores.at(logits, transform, all_rows, target)
+        listed = Scores.at(logits, transform, rows, ids)
         is_target = ids == target[rows]
         scores = listed.values.masked_fill(is_target, float("-inf"))  # it is added below
         peak = torch.maximum(_reduce("max", scores, sampling_mask, float("-inf")), own.values)

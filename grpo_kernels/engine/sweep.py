@@ -18,16 +18,15 @@ from grpo_kernels.backends import (
     RowStats,
     StatsGradients,
     Tile,
-    TileGradient,
     Wanted,
     concatenate,
     dtype_of,
     shapes_of,
     with_ranks,
 )
-from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
+from grpo_kernels.engine.gradients import Chunk, Gradients, TileGradients
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows, move_rows_, surviving_rows
+from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.sampling_mask import MaskedRows
 from grpo_kernels.head import (
     Transform,
@@ -92,24 +91,26 @@ def sweep(
     chunks: Sequence[slice],  # of the rows, in order, without gaps
     wanted: Wanted = Wanted(),  # noqa: B008
     stage: Stage | FusedStage | None = None,
-    needs: Needs = Needs(),  # noqa: B008
+    sums: TileGradients | None = None,
 ) -> tuple[RowStats, Gradients]:
-    """Compute statistics of every row, and the gradients that ``stage`` asks for."""
+    """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them."""
     hidden = rows.hidden
-    sums = GradientSums(rows, needs, len(chunks))
-    rows = replace(rows, head=rows.head.to(hidden.dtype))
-    height = max((part.stop - part.start for part in chunks), default=0)
-    buffer = new_tile(route, height)
+    rows = rows.ready()
+    shared = None
     found: list[RowStats] = []
     with matmul_precision(hidden.device, route.precision):
         for part in chunks:
+            buffer = None if sums is None else sums.tile(part)
+            if buffer is None:
+                buffer = shared = new_tile(route, _tallest(chunks)) if shared is None else shared
             chunk = rows.narrow(part)
-            stats, chunk, gradient = _pass(chunk, part, buffer, route, wanted, stage, sums)
-            found.append(stats)
-            if gradient is not None:
-                sums.add(gradient, part, chunk)
-        gradients = sums.finish()
+            found.append(_pass(chunk, part, buffer, route, wanted, stage, sums))
+        gradients = Gradients() if sums is None else sums.finish()
     return concatenate(found) if found else _no_stats(rows, wanted), gradients
+
+
+def _tallest(chunks: Sequence[slice]) -> int:
+    return max(part.stop - part.start for part in chunks)
 
 
 def _pass(
@@ -119,17 +120,16 @@ def _pass(
     route: Route,
     wanted: Wanted,
     stage: Stage | FusedStage | None,
-    sums: GradientSums,
-) -> tuple[RowStats, Rows, TileGradient | None]:
-    """Form a chunk's logits in ``buffer`` and their statistics; with a stage also their gradient.
-
-    The gradient is that of the chunk's rows which have one; these come back.
-    """
+    sums: TileGradients | None,
+) -> RowStats:
+    """Form a chunk's logits in ``buffer`` and their statistics; with a stage also gradients."""
     if isinstance(stage, FusedStage):
+        assert sums is not None
         logits = _project(chunk, buffer, route)[: chunk.count]
         tile = Tile(logits, chunk.target, chunk.head.transform)
         stats, gradient = stage.gradient_(part, tile, chunk.hidden.dtype)
-        return stats, chunk, gradient
+        sums.add(gradient, part, chunk)
+        return stats
     tile, stats = _tile(chunk, buffer, route, wanted.extras)
     masked = None
     if chunk.sampling_mask is not None:
@@ -137,31 +137,10 @@ def _pass(
         stats = stats._replace(masked_logp=masked.logp.to(stats.logp.dtype))
     if wanted.ranked:
         stats = with_ranks(tile, stats, wanted)
-    if stage is None:
-        return stats, chunk, None
-    outer = sums.scaled(stage(part, stats))
-    return stats, *_dlogits(chunk, tile, stats, outer, masked, route)
-
-
-def _dlogits(
-    chunk: Rows,
-    tile: Tile,  # overwritten
-    stats: RowStats,
-    outer: StatsGradients,
-    masked: MaskedRows | None,
-    route: Route,
-) -> tuple[Rows, TileGradient]:
-    """Compute the gradient of the raw logits of the rows that have one; return these rows, too."""
-    moves = surviving_rows(outer.nonzero)
-    if moves is not None:
-        order = torch.tensor(moves, dtype=torch.int64)  # there may be none
-        chunk, stats, outer = chunk.at(order), stats.rows(order), outer.rows(order)
-        tile = Tile(move_rows_(tile.logits, moves), chunk.target, chunk.head.transform)
-        masked = masked.at(order) if masked is not None else None
-    dlogits = route.backend.kernels.dlogits_(tile, stats, outer, chunk.hidden.dtype)
-    if masked is not None and outer.dmasked is not None:
-        masked.add_gradient_(dlogits, outer.dmasked)
-    return chunk, TileGradient(dlogits)
+    if stage is not None and sums is not None:
+        outer = stage(part, stats)
+        sums.take(Chunk(chunk, part, tile, stats, masked), outer, route)
+    return stats
 
 
 def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:

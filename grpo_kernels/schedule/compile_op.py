@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.engine import Gradients, Needs, RunOptions, with_less_memory
+from grpo_kernels.engine import (
+    OPTIONS_SCHEMA,
+    Gradients,
+    Needs,
+    RunOptions,
+    with_less_memory,
+)
 from grpo_kernels.head import (
     Head,
     HeadLoRA,
@@ -32,7 +38,6 @@ from grpo_kernels.schedule.run import planned
 from grpo_kernels.schedule.two_pass import two_pass_gradients, with_rest
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b"
-_OPTIONS = tuple(RunOptions.__dataclass_fields__)
 _NUM_INPUTS, _NUM_PARTS = len(Gradients._fields), len(LossParts._fields)
 
 
@@ -56,7 +61,7 @@ def compiled_policy_loss(
         *inputs, needs, batch.tensors(), batch.advantages_per_token,
         batch.gradient_accumulation_steps, config.number, autocast_dtype(hidden.device),
         1.0 if lora is None else lora.scaling, transform.logit_scale, transform.softcap,
-        *(getattr(options, name) for name in _OPTIONS),
+        *options.arguments,
     )[:_NUM_PARTS]  # fmt: skip
     metrics = LazyMetrics(measured, *parts, batch, config, options.metric_rows)
     return PolicyLossOutput(loss, metrics)
@@ -69,8 +74,7 @@ def compiled_policy_loss(
     schema=(
         f"({_INPUTS}, bool[] needs, Tensor?[] batch, bool per_token, int steps, Tensor config, "
         "ScalarType? autocast, float lora_scaling, float logit_scale, float? softcap, "
-        "str precision, str backend, int? max_workspace_bytes, bool batch_invariant, "
-        "str schedule, str metric_rows) -> "
+        f"{OPTIONS_SCHEMA}) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -85,7 +89,7 @@ def policy_loss_op(*arguments):
         lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora_scaling)
     head = Head(weight, bias, Transform(logit_scale, softcap, config.temperature), lora)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
-    chosen = RunOptions(**dict(zip(_OPTIONS, options, strict=True)))
+    chosen = RunOptions.of_arguments(options)
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
         wanted = replace(Needs(*needs), wide=dtypes[0] == torch.float16)
         rows, plan = planned(hidden, head, batch, config, chosen, needs=wanted)

@@ -181,7 +181,7 @@ class RowKernelStage(LossStage, FusedStage):
 
 
 def choose_stage(
-    backend: Backend, batch: TokenBatch, config: LossConfig, dtype: torch.dtype
+    backend: Backend, batch: TokenBatch, config: LossConfig, dtype: torch.dtype, exact: bool = True
 ) -> type[LossStage]:
     """Choose generated code where backend and loss allow it, else torch ops."""
     if not backend.generates:
@@ -190,8 +190,9 @@ def choose_stage(
         return SegmentStage
     if why_not_generated(batch, config) is not None:
         return LossStage
-    # these need the gradients of the statistics themselves: to scale them, or to spread them
-    if dtype == torch.float16 or batch.sampling_mask is not None:
+    # these need the gradients of the statistics themselves: to scale them, or to spread them, or to
+    # choose entries by them
+    if dtype == torch.float16 or batch.sampling_mask is not None or not exact:
         return GeneratedStage
     return RowKernelStage
 

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats
-from grpo_kernels.engine import Gradients, MainGrad, sweep, with_less_memory
+from grpo_kernels.engine import (
+    BoundedSums,
+    Gradients,
+    GradientSums,
+    MainGrad,
+    TileGradients,
+    sweep,
+    with_less_memory,
+)
 from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only, stats_dtype
 from grpo_kernels.losses import static_weights
 from grpo_kernels.schedule.parts import LossParts
@@ -100,5 +108,9 @@ def _swept(hidden: Tensor, plan: Plan) -> _Swept:
     stage = plan.stage(batch, weights, plan.config, stats_dtype(hidden.dtype))
     sums = plan.main_grad.sums() if plan.main_grad is not None else None
     needs = replace(plan.needs, main_grad=sums)
-    stats, gradients = sweep(plan.rows(hidden), plan.route, plan.chunks, stage=stage, needs=needs)
+    rows, chunks = plan.rows(hidden), plan.chunks
+    total: TileGradients = GradientSums(rows, needs, len(chunks))
+    if plan.options.bounded is not None:
+        total = BoundedSums(rows, needs, len(chunks), plan.route)
+    stats, gradients = sweep(rows, plan.route, chunks, stage=stage, sums=total)
     return _Swept(stage.loss(), stats, gradients, sums)

@@ -11,6 +11,9 @@ from torch import Tensor
 from grpo_kernels.backends import why_backend
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
+    OF_ENTROPY,
+    OF_MASK,
+    Keeping,
     Needs,
     Route,
     Rows,
@@ -95,9 +98,17 @@ class Plan:
         return self.tile_rows * self.route.row_bytes
 
     @cached_property
+    def keeping(self) -> Keeping:
+        """What the forward of two passes keeps for the backward."""
+        why_not = _why_exact(self.batch, self.config)
+        size = self.active.batch.num_tokens, self.head.weight.shape[1]
+        return Keeping.of(*size, self.route, self.needs, why_not)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs from another run's, so may the bits."""
-        return fingerprint(self.route, self.head, self.schedule)
+        route = self.route if self.schedule == "one_pass" else self.keeping.route(self.route)
+        return fingerprint(route, self.head, self.schedule)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -107,6 +118,8 @@ class Plan:
         reasons.append(f"{self.schedule}: {self._why_schedule()}")
         if self.schedule == "one_pass":
             reasons.append(f"loss: {self._why_stage()}")
+        if self.needs.any and (self.schedule == "two_pass" or self.options.bounded is not None):
+            reasons.append(str(self.keeping))
         if route.backend.has_tiles:
             reasons += self._rows_left_out()
         return tuple(reasons)
@@ -205,6 +218,9 @@ def make_plan(
             "metric_rows: expected 'all' for a loss whose gate needs the entropy of every token, "
             "got 'active'"
         )
+    why_exact = _why_exact(batch, config)
+    if options.bounded is not None and why_exact is not None:
+        raise ValueError(f"backward: expected 'exact', since {why_exact}; got {options.bounded}")
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
     if main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
@@ -227,9 +243,16 @@ def make_plan(
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        stage=choose_stage(route.backend, active.batch, config, dtype),
+        stage=choose_stage(route.backend, active.batch, config, dtype, options.bounded is None),
         why_two_passes=why_two,
     )
+
+
+def _why_exact(batch: TokenBatch, config: LossConfig) -> str | None:
+    """Say why the gradient is not that of log-probabilities alone; None if it is."""
+    if config.entropy_coef != 0:
+        return OF_ENTROPY
+    return OF_MASK if batch.sampling_mask is not None else None
 
 
 def adding_costs_more(device: str, dtype: torch.dtype, tokens: int, num_chunks: int) -> bool:

@@ -1,4 +1,4 @@
-"""Two passes: log-probabilities, the loss in torch, and a backward that recomputes the logits."""
+"""Two passes: log-probabilities, the loss in torch, then the gradients of the head's inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGradients, reference_logprobs
-from grpo_kernels.engine import Gradients, Rows, rows_backward, rows_forward
+from grpo_kernels.engine import (
+    Gradients,
+    Keeping,
+    Rows,
+    kept_gradients,
+    rows_backward,
+    rows_forward,
+)
 from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only
 from grpo_kernels.losses import static_weights, top_entropy_gate, weighted_loss
 from grpo_kernels.schedule.parts import LossParts
@@ -35,8 +42,8 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     The gradient of the hidden states is that of the rows with one.
     """
     config, active = plan.config, plan.active
-    rows = plan.rows(hidden)
-    stats = rows_forward(rows, plan.route)
+    rows, keeping = plan.rows(hidden), plan.keeping
+    stats, kept = rows_forward(rows, plan.route, keeping=keeping)
     logp, entropy = _of_policy(stats), stats.entropy
     batch, weights, gate = active.batch, static_weights(plan.batch, config), None
     if plan.scope == "batch":
@@ -52,7 +59,7 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
         return parts, Gradients()
     if plan.scope == "batch" and active.index is not None:
         outer = outer.rows(active.index)
-    return parts, _gradients(rows, stats, outer, plan)
+    return parts, _gradients(rows, stats, outer, plan, keeping, kept)
 
 
 def _of_policy(stats: RowStats) -> Tensor:
@@ -82,47 +89,59 @@ def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor]:
         return _of_policy(stats), stats.entropy
     names = ("hidden", "weight", "bias", "lora.a", "lora.b")
     check_plain(**dict(zip(names, (rows.hidden, *head.tensors), strict=True)))
-    return _Recomputed.apply(plan, rows, rows.hidden, *head.tensors)
+    keeping = plan.keeping if torch.is_grad_enabled() else Keeping()
+    return _Logprobs.apply(plan, rows, keeping, rows.hidden, *head.tensors)
 
 
-class _Recomputed(torch.autograd.Function):
+class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, rows: Rows, hidden: Tensor, *head: Tensor | None
+        ctx: Any, plan: Plan, rows: Rows, keeping: Keeping, hidden: Tensor, *head: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         rows.check_values()
-        stats = rows_forward(rows, plan.route)
+        stats, kept = rows_forward(rows, plan.route, keeping=keeping)
         # autograd keeps the tensors; without them the rows are what else belongs to them
-        ctx.plan, ctx.rows = plan, replace(rows, hidden=hidden[:0])
-        ctx.save_for_backward(hidden, *head, rows.target, stats.logp, stats.entropy, stats.lse)
+        ctx.plan, ctx.rows, ctx.keeping = plan, replace(rows, hidden=hidden[:0]), keeping
+        ctx.save_for_backward(hidden, *head, rows.target, kept, *stats[:3])
+        ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
         return _of_policy(stats), stats.entropy
 
     @staticmethod
     @first_derivative_only("linear_policy_loss")
     def backward(ctx: Any, saved: Any, dlogp: Tensor, dentropy: Tensor) -> Any:
-        hidden, weight, bias, lora_a, lora_b, target, *found = saved
+        hidden, weight, bias, lora_a, lora_b, target, kept, *found = saved
         plan, lora = ctx.plan, ctx.rows.head.lora
         if lora is not None:
             lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora.scaling)
         head = Head(weight, bias, ctx.rows.head.transform, lora)
         rows = replace(ctx.rows, hidden=hidden, head=head, target=target)
-        gradients = _gradients(rows, RowStats(*found), StatsGradients(dlogp, dentropy), plan)
+        outer = StatsGradients(dlogp, dentropy)
+        gradients = _gradients(rows, RowStats(*found), outer, plan, ctx.keeping, kept)
         inputs = (hidden, weight, bias, lora_a, lora_b)
         pairs = zip(gradients, inputs, strict=True)
-        return None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
+        return None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
 
 
-def _gradients(rows: Rows, stats: RowStats, outer: StatsGradients, plan: Plan) -> Gradients:
+def _gradients(
+    rows: Rows,
+    stats: RowStats,
+    outer: StatsGradients,
+    plan: Plan,
+    keeping: Keeping,
+    kept: Tensor | None,  # what the forward kept
+) -> Gradients:
     """Compute gradients from the rows' statistics and the gradients of these."""
+    needs, route = plan.needs, plan.route
+    if plan.main_grad is not None:  # the gradients of the logits contain the loss's own
+        needs = replace(needs, main_grad=plan.main_grad.direct())
+    if kept is not None and outer.dlogp is not None and outer.dentropy is None:
+        return kept_gradients(keeping.what, kept, rows, stats, outer.dlogp, route, needs)
     if rows.sampling_mask is not None:
         outer = StatsGradients(None, outer.dentropy, outer.dlogp)
     chosen = rows.chosen(outer.nonzero)
     outer = StatsGradients(*(chosen.take(gradient) for gradient in outer))
     stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    needs = plan.needs
-    if plan.main_grad is not None:  # the gradients of the logits contain the loss's own
-        needs = replace(needs, main_grad=plan.main_grad.direct())
-    gradients = rows_backward(chosen, stats, outer, plan.route, needs)
+    gradients = rows_backward(chosen, stats, outer, route, needs)
     if gradients.hidden is None:
         return gradients
     return gradients._replace(hidden=chosen.spread(gradients.hidden))

@@ -13,7 +13,7 @@ import torch
 from grpo_kernels.backends import Backend, RowStats, StatsGradients, Wanted
 from grpo_kernels.backends.cpu.linear import NativeHeadRows, NativeLinear
 from grpo_kernels.backends.registry import BACKENDS
-from grpo_kernels.engine import Needs, Route, Rows, RunOptions, sweep
+from grpo_kernels.engine import GradientSums, Needs, Route, Rows, RunOptions, sweep
 from grpo_kernels.head import Transform
 from tests.backends.conftest import CPU, LinearTarget
 from tests.backends.linear_problems import (
@@ -95,14 +95,10 @@ def test_training_has_the_statistics_of_the_forward(native, dtype, batch_invaria
     def stage(part: slice, stats: RowStats) -> StatsGradients:
         return StatsGradients(dlogp=torch.ones_like(stats.logp))
 
-    stats, gradients = sweep(
-        Rows(hidden=hidden, head=head, target=target),
-        route,
-        [slice(0, 16), slice(16, 21)],
-        Wanted(extras=True),
-        stage,
-        Needs(hidden=True, weight=True, bias=True),
-    )
+    rows = Rows(hidden=hidden, head=head, target=target)
+    chunks = [slice(0, 16), slice(16, 21)]
+    sums = GradientSums(rows, Needs(hidden=True, weight=True, bias=True), len(chunks))
+    stats, gradients = sweep(rows, route, chunks, Wanted(extras=True), stage, sums)
     assert same(stats, native(hidden, head, target, "fp32", extras=True))
     inputs = [x.double().requires_grad_() for x in (hidden, head.weight, head.bias)]
     logits = inputs[0] @ inputs[1].t() + inputs[2]

@@ -19,7 +19,16 @@ from torch.utils._pytree import tree_leaves
 from grpo_kernels import LossConfig, TokenBatch, explain
 from grpo_kernels.backends import Backend, RowStats, StatsGradients, Tile, chunk_rows
 from grpo_kernels.backends.base import output_view
-from grpo_kernels.engine import Needs, Route, Rows, RunOptions, row_chunks, rows_backward, sweep
+from grpo_kernels.engine import (
+    GradientSums,
+    Needs,
+    Route,
+    Rows,
+    RunOptions,
+    row_chunks,
+    rows_backward,
+    sweep,
+)
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.tools.estimate import (
     HeadShape,
@@ -115,7 +124,8 @@ def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: s
         if name == "one_pass":
             stage = lambda part, stats: StatsGradients(stats.logp)  # noqa: E731
             chunks = row_chunks(tokens, route)
-            gradients = sweep(rows, route, chunks, stage=stage, needs=needs)[1]
+            sums = GradientSums(rows, needs, len(chunks))
+            gradients = sweep(rows, route, chunks, stage=stage, sums=sums)[1]
         else:
             if head.dtype == torch.float32:  # a 16-bit forward has no tile
                 sweep(rows, route, row_chunks(tokens, route))

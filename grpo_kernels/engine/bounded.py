@@ -1,0 +1,209 @@
+"""The bounded backward: gradients from the entries of the softmax that matter.
+
+What a row's error may be follows from its chunk: each row is allowed the same share of the chunk's
+whole squared error, weighted by the gradient of its log-probability where that is known already.
+A row that would need too many entries is computed exactly, from logits that are formed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import (
+    WHOLE,
+    Entries,
+    RowStats,
+    StatsGradients,
+    TileGradient,
+    concatenate,
+    row_keys,
+)
+from grpo_kernels.batch import host
+from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
+from grpo_kernels.engine.options import Bounded
+from grpo_kernels.engine.recompute import recompute_backward
+from grpo_kernels.engine.route import Route
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sampling_mask import Scores
+from grpo_kernels.head import matmul_precision, on_huge_pages, stats_dtype
+
+# of the tolerance: what is left is for other gradients than that of the logits
+_SHARE = 0.75
+REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
+
+
+def chosen_entries(
+    chunk: Chunk, dlogp: Tensor | None, bounded: Bounded, route: Route
+) -> tuple[Entries, Tensor]:
+    """Choose the entries of a chunk's rows; also return the error that each is allowed, (C,).
+
+    Args:
+        dlogp: (C,) gradient of the log-probabilities; None: not known yet, as if all were 1.
+    """
+    rows, part, tile, stats, _ = chunk
+    own = torch.arange(rows.count, device=route.device)
+    slope = Scores.at(tile.logits, tile.transform, own, tile.target).slopes
+    norm = -torch.expm1(stats.logp.double()) * slope.abs()  # at most that of the row's gradient
+    weight = torch.ones_like(norm) if dlogp is None else dlogp.double().abs()
+    square = torch.where(stats.lse.isfinite(), (weight * norm) ** 2, 0.0)
+    allowed = _SHARE * bounded.tolerance * square.mean().sqrt() / weight
+    keys = row_keys(bounded.seed, stats.lse, part.start)
+    slots = min(bounded.slots, route.columns)
+    allowed = allowed.to(stats.logp.dtype)
+    return route.backend.entries.extract(tile, stats, keys, allowed, slots), allowed
+
+
+class KeptEntries:
+    """Implements :class:`TileGradients`: keeps each row's entries and the error it was allowed."""
+
+    def __init__(self, route: Route) -> None:
+        assert route.options.bounded is not None
+        self._bounded = route.options.bounded
+        self._found: list[Tensor] = []
+
+    def tile(self, part: slice) -> Tensor | None:
+        return None
+
+    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+        entries, allowed = chosen_entries(chunk, None, self._bounded, route)
+        self._found.append(torch.cat([entries.packed(), allowed[:, None]], 1))
+
+    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
+        raise NotImplementedError("no fused stage chooses entries")
+
+    def finish(self) -> Gradients:
+        return Gradients()
+
+    def kept(self) -> Tensor:
+        """Return what :func:`of_kept` reads, of all rows."""
+        return torch.cat(self._found)
+
+
+def of_kept(kept: Tensor) -> tuple[Entries, Tensor]:
+    """Return entries, and the errors that they were allowed, (T,)."""
+    return Entries.unpacked(kept[:, :-1]), kept[:, -1]
+
+
+def within(entries: Entries, allowed: Tensor, dlogp: Tensor, bounded: Bounded) -> Entries:
+    """Return the entries with as many rows whole as the tolerance needs for these gradients.
+
+    The errors were allowed before the gradients were known. These may be largest just where a
+    row's own gradient is small. Expected errors decide, so that what is kept is right in the mean.
+    """
+    share = (dlogp * allowed).double() ** 2
+    share = torch.where((entries.used >= 0) & share.isfinite(), share, 0.0)
+    most = bounded.tolerance**2 * ((dlogp * entries.norm).double() ** 2).sum()
+    order = share.argsort(descending=True)
+    sums = share[order].cumsum(0)
+    excess = sums[-1:] - sums + share[order] > most  # what is left without the rows before
+    whole = torch.zeros_like(excess).index_copy_(0, order, excess)
+    return entries._replace(used=torch.where(whole, WHOLE, entries.used))
+
+
+class BoundedSums:
+    """Implements :class:`TileGradients` by entries, where the gradients of the rows are known."""
+
+    def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
+        bounded = route.options.bounded
+        assert bounded is not None
+        self._rows, self._needs, self._route, self._bounded = rows, needs, route, bounded
+        self._exact = None
+        if bounded.exact_weight and needs.of_head:
+            self._exact = GradientSums(rows, replace(needs, hidden=False), num_chunks)
+        self._found: list[tuple[Entries, RowStats, Tensor]] = []
+        self.report: Tensor | None = None  # of :func:`bounded_report`, after ``finish``
+
+    def tile(self, part: slice) -> Tensor | None:
+        return None
+
+    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+        assert outer.dlogp is not None and outer.dentropy is None
+        entries, _ = chosen_entries(chunk, outer.dlogp, self._bounded, route)
+        self._found.append((entries, RowStats(*chunk.stats[:3]), outer.dlogp))
+        if self._exact is not None:
+            self._exact.take(chunk, outer, route)
+
+    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
+        raise NotImplementedError("no fused stage chooses entries")
+
+    def finish(self) -> Gradients:
+        head = Gradients() if self._exact is None else self._exact.finish()
+        needs = self._needs if self._exact is None else self._needs.of_rows
+        if not self._found:
+            return head
+        parts, stats, dlogp = zip(*self._found, strict=True)
+        entries, factor = Entries.joined(parts), torch.cat(dlogp)
+        self.report = bounded_report(entries, factor)
+        found = bounded_gradients(
+            entries, factor, self._rows, concatenate(list(stats)), self._route, needs
+        )
+        return found.joined(head)
+
+
+def bounded_gradients(
+    entries: Entries, dlogp: Tensor, rows: Rows, stats: RowStats, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from the rows' entries; of rows that are whole from their logits."""
+    whole = (entries.used < 0) & (dlogp != 0)
+    (count,) = host.known(host.fetch(whole.sum()[None]))
+    found = Gradients()
+    if count:
+        order = torch.argsort(~whole, stable=True)[:count]
+        outer = StatsGradients(dlogp[order])
+        exact = replace(needs, wide=True)
+        found = recompute_backward(rows.at(order), stats.rows(order), outer, route.tiled(), exact)
+        if found.hidden is not None:
+            every = found.hidden.new_zeros(rows.hidden.shape)
+            found = found._replace(hidden=every.index_copy_(0, order, found.hidden))
+    with matmul_precision(route.device, route.precision):
+        return _with_entries(found, entries, dlogp, rows.ready(), route, needs)
+
+
+def _with_entries(
+    found: Gradients, entries: Entries, dlogp: Tensor, rows: Rows, route: Route, needs: Needs
+) -> Gradients:
+    """Add the entries' share to what has been ``found`` of whole rows."""
+    kernels, hidden, weight = route.backend.entries, rows.hidden, rows.head.weight
+    wide = stats_dtype(hidden.dtype)
+    narrow = wide if hidden.dtype == torch.float16 else hidden.dtype  # to be scaled yet
+    dhidden, dweight, dbias, da, db = found
+    if needs.hidden:
+        if dhidden is None:
+            dhidden = torch.empty_like(hidden, dtype=narrow)
+        kernels.matmul(entries, dlogp, weight, dhidden)
+    if needs.weight and needs.main_grad is not None:
+        total, factor = needs.main_grad.total, dlogp * needs.main_grad.factor
+        kernels.transposed_matmul(entries, factor, hidden, total, True)
+    elif needs.weight:
+        add = dweight is not None
+        if dweight is None:
+            dweight = on_huge_pages(torch.empty_like(weight, dtype=narrow))
+        kernels.transposed_matmul(entries, dlogp, hidden, dweight, add)
+    if needs.bias:
+        ones = dlogp.new_ones(len(dlogp), 1)
+        sums = dlogp.new_zeros(len(weight), 1) if dbias is None else dbias[:, None]
+        kernels.transposed_matmul(entries, dlogp, ones, sums, True)
+        dbias = sums[:, 0]
+    lora = needs.lora(rows)
+    if lora is not None:
+        lora.add_entries(kernels, entries, dlogp)
+        more = lora.finish(dhidden)
+        da, db = (_plus(x, y) for x, y in zip((da, db), more, strict=True))
+    return Gradients(dhidden, dweight, dbias, da, db)
+
+
+def _plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
+
+
+def bounded_report(entries: Entries, dlogp: Tensor | None = None) -> Tensor:
+    """Return what there is to know of a bounded backward, () sums of :data:`REPORT`, in fp64."""
+    weight = torch.ones_like(entries.norm) if dlogp is None else dlogp.abs()
+    kept = entries.used >= 0
+    squares = [((weight * x).double() ** 2).sum() for x in (entries.error * kept, entries.norm)]
+    bound = (weight * entries.error_l1 * kept).double().sum()
+    counts = entries.used.clamp(min=0).sum(), (~kept).sum(), weight.count_nonzero()
+    return torch.stack([*(x.double() for x in counts), *squares, bound])

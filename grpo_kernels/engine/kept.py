@@ -1,0 +1,179 @@
+"""What a forward keeps for its backward, so that no logit is formed twice.
+
+The gradient of the log-probabilities is known up to one factor a row, that of the loss. So it can
+be computed while the logits are there: its product with the weight, (T, D), where the head itself
+gets no gradient; else as it is, (T, V), where the caller allows the memory; or the few entries of
+it that matter, where he allows an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import RowStats, StatsGradients, TileGradient, Wanted
+from grpo_kernels.engine.bounded import KeptEntries, bounded_gradients, of_kept, within
+from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
+from grpo_kernels.engine.recompute import recompute_backward
+from grpo_kernels.engine.route import Route
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sweep import row_chunks, sweep
+from grpo_kernels.head import matmul_precision, on_huge_pages, row_pitch, stats_dtype
+
+NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
+OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
+OF_MASK = "the gradient through a sampling mask is another one"
+OF_ENTROPY = "the gradient through the entropy is another one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What is kept, and why."""
+
+    what: str = NOTHING
+    shape: tuple[int, ...] = (0,)
+    dtype: torch.dtype = torch.float32
+    gemms: int = 0  # over the vocabulary, forward and backward together
+    why: str = ""
+
+    def route(self, route: Route) -> Route:
+        """Return the route of such a forward: it has a tile, whose statistics are as exact."""
+        if self.what == NOTHING or route.options.batch_invariant:
+            return route
+        return replace(route, linear_stats=None)
+
+    def __str__(self) -> str:
+        kept = "logits are formed again" if self.what == NOTHING else f"keeps {self.what}"
+        size = "" if self.what == NOTHING else f", {self.nbytes / 2**20:.1f} MiB"
+        return f"backward: {kept}{size}, {self.gemms} GEMMs in all" + (self.why and f": {self.why}")
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @staticmethod
+    def of(
+        tokens: int, depth: int, route: Route, needs: Needs, why_not: str | None = None
+    ) -> Keeping:
+        """Choose for a call with so many rows of the hidden size ``depth``.
+
+        ``why_not``: why nothing can be kept, if the caller knows such a reason.
+        """
+        gemms = 1 + needs.hidden + needs.weight
+        why_not = why_not or _why_nothing(route)
+        if not needs.any:
+            return Keeping(what=NOTHING, gemms=1, why="there is no backward")
+        if why_not is not None:
+            return Keeping(what=NOTHING, gemms=gemms + 1, why=why_not)
+        bounded, budget = route.options.bounded, route.options.activation_bytes
+        if bounded is not None:
+            shape = tokens, 2 * min(bounded.slots, route.columns) + 5
+            again = (1 + needs.weight) * (bounded.exact_weight and needs.of_head)
+            dtype = stats_dtype(route.dtype)
+            return Keeping(what=ENTRIES, shape=shape, dtype=dtype, gemms=1 + again)
+        if needs.of_head or needs.lora_a:
+            shape = tokens, row_pitch(route.columns, route.dtype, route.device)
+            kept = Keeping(what=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
+            fits = budget is not None and kept.nbytes <= budget
+        else:
+            is_fp16 = route.dtype == torch.float16
+            dtype = stats_dtype(route.dtype) if is_fp16 else route.dtype
+            kept = Keeping(what=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
+            fits = budget is None or kept.nbytes <= budget
+        if fits:
+            return kept
+        why = f"activation_bytes={kept.nbytes} would keep the gradient of the logits"
+        return Keeping(what=NOTHING, gemms=gemms + 1, why=why)
+
+
+def _why_nothing(route: Route) -> str | None:
+    if not route.backend.has_tiles:
+        return "autograd keeps what the eager reference computes"
+    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
+        return "the forward that fixes a row's bits forms no logits to take gradients from"
+    return None
+
+
+def keeping_forward(
+    rows: Rows, route: Route, wanted: Wanted, keeping: Keeping
+) -> tuple[RowStats, Tensor]:
+    """Compute the statistics of every row, and what is kept for the backward."""
+    chunks = row_chunks(rows.count, route)
+    if keeping.what == HIDDEN:
+        sums = GradientSums(rows, Needs(hidden=True), len(chunks))
+        stats, gradients = sweep(rows, route, chunks, wanted, _unit, sums)
+        assert gradients.hidden is not None
+        return stats, gradients.hidden
+    if keeping.what == ENTRIES:
+        entries = KeptEntries(route)
+        stats = sweep(rows, route, chunks, wanted, _unit, entries)[0]
+        return stats, entries.kept() if chunks else torch.empty(0, keeping.shape[1])
+    kept = on_huge_pages(torch.empty(keeping.shape, dtype=keeping.dtype, device=route.device))
+    logits = KeptLogits(kept[:, : route.columns], route)
+    return sweep(rows, route, chunks, wanted, _unit, logits)[0], kept
+
+
+def _unit(part: slice, stats: RowStats) -> StatsGradients:
+    """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
+    return StatsGradients(stats.lse.isfinite().to(stats.logp.dtype))
+
+
+def kept_gradients(
+    what: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from what :func:`keeping_forward` kept of the same rows."""
+    if what == ENTRIES:
+        return _of_entries(kept, rows, stats, dlogp, route, needs)
+    nan = torch.full_like(dlogp, torch.nan)
+    dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
+    if what == HIDDEN:
+        return Gradients(kept * dlogp[:, None] if needs.hidden else None)
+    sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
+    with matmul_precision(route.device, route.precision):
+        factor = sums.scaled(StatsGradients(dlogp)).dlogp
+        gradient = TileGradient(kept[everything, : route.columns], factor)
+        sums.add(gradient, everything, rows.ready().narrow(everything))
+        return sums.finish()
+
+
+def _of_entries(
+    kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+) -> Gradients:
+    bounded = route.options.bounded
+    assert bounded is not None
+    entries, allowed = of_kept(kept)
+    entries = within(entries, allowed, dlogp, bounded)
+    if not (bounded.exact_weight and needs.of_head):
+        return bounded_gradients(entries, dlogp, rows, stats, route, needs)
+    found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
+    exact = replace(needs, hidden=False, lora_a=False)
+    chosen = rows.valid(dlogp != 0)
+    outer = StatsGradients(chosen.take(dlogp))
+    part = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+    of_head = recompute_backward(chosen, part, outer, route.tiled(), exact)
+    return found.joined(of_head)
+
+
+class KeptLogits:
+    """Implements :class:`TileGradients`: keeps them all, (T, V)."""
+
+    def __init__(self, kept: Tensor, route: Route) -> None:
+        self._kept = kept
+        self._in_place = kept.dtype == route.logits and route.fixed_rows is None
+
+    def tile(self, part: slice) -> Tensor | None:
+        return self._kept[part] if self._in_place else None
+
+    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+        kernels, dtype = route.backend.kernels, self._kept.dtype
+        dlogits = kernels.dlogits_(chunk.tile, chunk.stats, outer, dtype)
+        if not self._in_place:
+            self._kept[chunk.part] = dlogits
+
+    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
+        raise NotImplementedError("no fused stage keeps gradients")
+
+    def finish(self) -> Gradients:
+        return Gradients()
