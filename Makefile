@@ -1,6 +1,6 @@
 # make demo | make test-fast | make test | make check | make bench | make gpu: each works alone, from a
 # fresh machine with python3, make and gcc. All goes into .venv, vLLM into .venv-vllm. make gpu and
-# make gpu-tune need neither network nor compiler, but a python3 with torch: a GPU machine has it.
+# make gpu-tune need no network, but a python3 with torch, and what Triton needs: a GPU machine has it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

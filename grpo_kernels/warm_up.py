@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def warm_up(
 
     It runs the loss on a few rows, forward and backward, in all ways that a batch of any size may
     take. No gradient is left anywhere, and the random state stays. Where nothing is compiled (every
-    backend but Triton's) it returns at once. Call it under the autocast of the training step. It
+    backend but Triton's) none is run. Call it under the autocast of the training step. It
     does not prepare calls inside ``torch.compile``.
 
     Args:
@@ -66,31 +67,34 @@ def warm_up(
         ValueError: as ``linear_policy_loss`` would for such a call; an input has an unknown name;
             there is a group but no ``LOCAL_RANK``.
     """
-    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
-    unknown = sorted(set(inputs) - set(INPUTS))
-    if unknown:
-        raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
-    dtype = head.weight.dtype if dtype is None else dtype
-    steps = _Steps(head, config, RunOptions(**options), dtype, tuple(inputs), gradients)
-    if not steps.plan().route.backend.compiles:
-        return
+    with _first_of_each_machine_first(group):
+        head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
+        unknown = sorted(set(inputs) - set(INPUTS))
+        if unknown:
+            raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
+        dtype = head.weight.dtype if dtype is None else dtype
+        steps = _Steps(head, config, RunOptions(**options), dtype, tuple(inputs), gradients)
+        if steps.plan().route.backend.compiles:
+            steps.run()
+
+
+@contextmanager
+def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
+    """Let the block run in the first process of a machine, then in its others."""
     if group is None:
-        steps.run()
-    else:
-        _first_of_each_machine_first(steps.run, group)
-
-
-def _first_of_each_machine_first(run: Callable[[], None], group: ProcessGroup) -> None:
+        yield
+        return
     rank = os.environ.get("LOCAL_RANK")
     if rank is None:
         raise ValueError("group: expected LOCAL_RANK in the environment, as torchrun sets it")
-    try:
-        if int(rank) == 0:
-            run()
-    finally:  # nobody waits for a process that failed
+    first = int(rank) == 0
+    if not first:
         torch.distributed.barrier(group)
-    if int(rank) != 0:
-        run()
+    try:
+        yield
+    finally:  # nobody waits for a process that failed, be it before it compiled anything
+        if first:
+            torch.distributed.barrier(group)
 
 
 @dataclass(frozen=True)

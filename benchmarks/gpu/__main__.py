@@ -27,7 +27,9 @@ _LOOK = """
 import importlib.metadata as metadata, platform, torch
 torch.ones(1, device="cuda").sum().item()  # it does not only exist
 memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-versions = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
+installed = {each.name: each.version for each in metadata.distributions()}
+names = ("torch", "triton", "transformers")  # some images have Triton under another name
+versions = [f"{name} {installed.get(name, '(not found)')}" for name in names]
 print(", ".join([torch.cuda.get_device_name(), f"{memory:.0f} GiB", *versions,
                  f"python {platform.python_version()}"]))
 """

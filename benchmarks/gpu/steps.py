@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
 
-from benchmarks.gpu.job import ROOT, Job
+from benchmarks.gpu.job import ROOT, Job, Step
 from benchmarks.gpu.plan import LIMIT, SHOWN, Part
 
 _WHEELS, _BENCHMARKS, _REPORT = 30.0, 190.0, 30.0  # seconds, at most
@@ -63,7 +63,7 @@ def run_tests(
     """Run the tests in several processes, since most of their work is compilation."""
     words = [*_PYTEST, "-m", marker, "--tb=short", "-rfE", *tests]
     words += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=90"]
-    if importlib.util.find_spec("xdist") or list(job.site.glob("xdist")):
+    if _importable(job, "xdist"):
         words += ["-n", str(max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2)))]
     _shown(job, name, words, limit)
 
@@ -77,9 +77,18 @@ def benchmark(job: Job) -> None:
 
 
 def report(job: Job) -> None:
-    """Make tables and plots of what has been measured."""
+    """Make tables and plots of what has been measured, if what reads the files is here."""
+    if not _importable(job, "msgspec"):
+        why = "left out: msgspec is not installed; python -m benchmarks.report FOLDER makes it"
+        job.steps.append(Step(name="report", state="ok", seconds=0.0, note=why))
+        return
     said = job.step("report", ["-m", "benchmarks.report", str(job.out)], _REPORT)
     job.steps[-1].lines = said.splitlines()[:-1]
+
+
+def _importable(job: Job, package: str) -> bool:
+    """Return whether the steps can import it, from this environment or from the wheels."""
+    return bool(importlib.util.find_spec(package) or list(job.site.glob(package)))
 
 
 def _shown(job: Job, name: str, words: Sequence[str], limit: float) -> None:

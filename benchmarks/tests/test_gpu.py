@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.environment import ROOT
 from benchmarks.gpu import __main__ as gpu
@@ -127,6 +130,16 @@ def test_a_test_that_crashes_is_named(job: Job, tmp_path: Path) -> None:
     assert any("test_some.py::test_wrong" in line for line in step.lines)
 
 
+def test_without_what_reads_the_results_there_is_no_report(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be made elsewhere, from the files; so it is no failure."""
+    monkeypatch.setattr(steps.importlib.util, "find_spec", lambda name: None)
+    steps.report(job)
+    assert [(step.name, step.state) for step in job.steps] == [("report", "ok")]
+    assert job.steps[0].note.startswith("left out: msgspec is not installed")
+
+
 def test_no_test_at_all_is_a_failure(job: Job, tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("def test_on_the_cpu(): pass\n")
     run_tests(job, [str(tmp_path)])
@@ -180,6 +193,26 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr(gpu, "_LOOK", "raise SystemExit('none is here')")
     assert gpu.main([]) == 2
     assert capsys.readouterr().out == "no GPU to measure on: none is here\n"
+
+
+def test_a_gpu_is_found_under_any_distribution(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image may have Triton by another name; that it is there is for the parts to find out."""
+    one, memory = torch.ones(1), SimpleNamespace(total_memory=141 << 30)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: one)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    found = [
+        SimpleNamespace(name="torch", version="2.11.0"),
+        SimpleNamespace(name=None, version=""),
+    ]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    exec(gpu._LOOK, {})
+    said = (
+        "NVIDIA H200, 141 GiB, torch 2.11.0, triton (not found), transformers (not found), python "
+    )
+    assert capsys.readouterr().out.startswith(said)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -7,13 +7,14 @@ import os
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import cpu
+from grpo_kernels.backends import cpu, triton_install
 from grpo_kernels.backends.base import LinearStats, RowKernels
 from grpo_kernels.backends.chunked import TORCH_ROWS
 from grpo_kernels.backends.configs import (
     LinearCase,
     device_class,
     gpu_chunk_rows,
+    has_bf16,
     linear_config,
     row_config,
 )
@@ -113,22 +114,20 @@ class _Triton(Backend):
     name, has_tiles, generates, compiles = "triton", True, True, True
 
     def unavailable(self) -> str | None:
-        try:
-            from triton import knobs
-        except ModuleNotFoundError as error:
-            return "triton is not installed" if error.name == "triton" else str(error)
-        except ImportError:
-            return "triton 3.4 or newer is not installed"
-        if torch.cuda.is_available() or knobs.runtime.interpret:
-            return None
-        return (
-            "no CUDA or ROCm device is present (TRITON_INTERPRET=1 runs the kernels on CPU, slowly)"
-        )
+        return triton_install.unavailable()
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the tensors are on the CPU"
-        return "the Triton kernels have no fp64" if dtype == torch.float64 else None
+        if dtype == torch.float64:
+            return "the Triton kernels have no fp64"
+        if dtype == torch.bfloat16 and not has_bf16(device):
+            return (
+                f"bf16 takes a device of compute capability 8.0, and this is {device_class(device)}"
+            )
+        if device.type != "cpu":
+            triton_install.announce_absence()  # once, where it would have served
+        return None
 
     def only_by_name(self, device: torch.device) -> str | None:
         # the interpreter runs kernels one program at a time

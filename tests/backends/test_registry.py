@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,10 +18,11 @@ from grpo_kernels.backends import (
     BACKENDS,
     choose_backend,
     chunk_rows,
+    triton_install,
     why_backend,
 )
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_available_backends_end_with_the_ones_that_run_everywhere() -> None:
@@ -77,3 +85,108 @@ def test_backends_are_loaded_lazily() -> None:
     assert set(BACKENDS) == {"triton", "cpu", "chunked", "reference"}
     logprobs = linear_logprobs(torch.randn(2, 3), torch.randn(4, 3), torch.tensor([0, 1])).logprobs
     assert logprobs.shape == (2,)
+
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def hopper(monkeypatch: Patch) -> Iterator[None]:
+    """Fake a GPU with Triton's driver for it."""
+    pytest.importorskip("triton")
+    cached = (
+        triton_install.announce_absence,
+        triton_install._why_not_usable,
+        triton_install._why_no_driver,
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_driver(monkeypatch, object())
+    set_capability(monkeypatch, 9, 0)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def set_driver(monkeypatch: Patch, active: object) -> None:
+    from triton.runtime import driver
+
+    monkeypatch.setattr(type(driver), "active", active)
+
+
+def set_capability(monkeypatch: Patch, major: int, minor: int) -> None:
+    properties = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def not_installed(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+
+
+def broken(monkeypatch: Patch) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "triton":
+                raise ImportError("libtriton.so: GLIBC_2.38 not found")
+
+    monkeypatch.delitem(sys.modules, "triton")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+
+
+def old(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.5.1+git")
+
+
+def without_driver(monkeypatch: Patch) -> None:
+    def active(_: object) -> None:
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    set_driver(monkeypatch, property(active))
+
+
+ABSENT = [
+    (not_installed, "triton is not installed"),
+    (broken, "triton cannot be imported: libtriton.so: GLIBC_2.38 not found"),
+    (old, "expected triton 3.6 or newer, got 3.5.1+git"),
+    (without_driver, "triton has no driver for this device: 0 active drivers"),
+]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("spoil", "reason"), ABSENT)
+def test_a_gpu_without_triton(
+    monkeypatch: Patch, spoil: Callable[[Patch], None], reason: str
+) -> None:
+    """Whoever names it gets an error; else torch serves, and a warning says why, once."""
+    spoil(monkeypatch)
+    with pytest.raises(ValueError, match=re.escape(f"backend: 'triton' cannot run: {reason}")):
+        choose_backend("triton", GPU, torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match=re.escape(f"on the GPU, because {reason}")):
+        chosen = choose_backend("auto", GPU, torch.bfloat16)
+    assert chosen.name == "chunked"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_backend("auto", GPU, torch.float32) is chosen
+    assert why_backend(chosen, "auto", GPU, torch.bfloat16)[0].startswith(f"not triton: {reason}")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_bf16_on_a_gpu_without_it(monkeypatch: Patch) -> None:
+    assert choose_backend("auto", GPU, torch.bfloat16).name == "triton"
+    set_capability(monkeypatch, 7, 5)
+    reason = "bf16 takes a device of compute capability 8.0, and this is sm_75"
+    with pytest.raises(ValueError, match=f"backend: 'triton' cannot run: {reason}"):
+        choose_backend("triton", GPU, torch.bfloat16)
+    chosen = choose_backend("auto", GPU, torch.bfloat16)
+    assert chosen.name == "chunked"
+    assert why_backend(chosen, "auto", GPU, torch.bfloat16)[0] == f"not triton: {reason}"
+    assert choose_backend("auto", GPU, torch.float16).name == "triton"
+
+
+def test_the_oldest_triton_is_the_declared_one() -> None:
+    oldest = ".".join(map(str, triton_install._OLDEST))
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert f'"triton>={oldest}.0;' in project.read_text()

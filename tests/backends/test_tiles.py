@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from types import SimpleNamespace
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from grpo_kernels.backends import BACKENDS, chunk_rows
-from grpo_kernels.backends.base import output_view
+from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
 from grpo_kernels.backends.configs import linear as linear_tiles
 from grpo_kernels.backends.configs import rows as tiles
 from grpo_kernels.backends.configs.linear import (
@@ -31,6 +34,7 @@ from grpo_kernels.backends.configs.rows import (
 )
 from grpo_kernels.engine import Route, RunOptions, row_chunks
 from grpo_kernels.engine.sweep import new_tile
+from grpo_kernels.head import Head
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -135,6 +139,60 @@ def test_tiles_are_powers_of_two() -> None:
     for (_, kernel, bits, vocabulary), _ in tiles.ROW_CONFIGS.items():
         assert kernel in tiles.ROW_KERNELS and bits in (16, 32)
         assert vocabulary in ("small", "medium", "large")
+
+
+ROWS_KEY = ("sm_90", "stats", 16, "medium")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (RowConfig(8, 2), f"tuned.py under {ROWS_KEY}; without this entry the default runs"),
+        (TUNED, f"tuned.py under {KEY}; without this entry the default runs"),
+        (DEFAULT_ROW_CONFIG, "no tuned tile of sm_90; `make gpu-tune` measures"),
+    ],
+)
+def test_a_tile_that_does_not_fit_is_named(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, config: RowConfig | LinearConfig, said: str
+) -> None:
+    common = pytest.importorskip("grpo_kernels.backends.triton.common")
+    monkeypatch.setattr(common, "on_device", lambda tensor: nullcontext())
+    too_much = common.OutOfResources(262144, 232448, "shared memory")
+    with (
+        pytest.raises(RuntimeError, match=r"out of resource: shared memory, .*: 232448") as caught,
+        common.launching(config, SimpleNamespace(device=GPU)),
+    ):
+        raise too_much
+    assert str(config) in str(caught.value) and said in str(caught.value)
+
+
+def test_every_launch_of_a_tile_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three row kernels, and the fused forward."""
+    triton = pytest.importorskip("grpo_kernels.backends.triton")
+    from triton.runtime.errors import OutOfResources
+
+    def refuse(**_: object) -> None:
+        raise OutOfResources(262144, 232448, "shared memory")
+
+    kernels = {"row_stats": "_row_stats_kernel", "dlogits": "_dlogits_kernel"}
+    kernels |= {"row_loss": "_row_loss_kernel", "linear_launch": "linear_stats_kernel"}
+    for name, kernel in kernels.items():
+        module = importlib.import_module(f"{triton.__name__}.{name}")
+        monkeypatch.setattr(module, kernel, defaultdict(lambda: refuse))
+    x, head = torch.randn(3, 8).bfloat16(), Head(torch.randn(9, 8).bfloat16())
+    target = torch.arange(3)
+    tile = Tile(torch.randn(3, 9), target, head.transform)
+    stats = RowStats(*(torch.zeros(3) for _ in range(3)))
+    function = triton.RowFunction(device_function=None, has_dentropy=False)
+    outer = StatsGradients(torch.ones(3), None)
+    for call in (
+        lambda: triton.TRITON_ROWS.stats(tile, False),
+        lambda: triton.TRITON_ROWS.dlogits_(tile, stats, outer, FP32),
+        lambda: triton.row_loss_(tile, function, [None] * triton.MAX_VALUES, FP32),
+        lambda: triton.linear_stats(x, head, target, "fp32", False),
+    ):
+        with pytest.raises(RuntimeError, match=r"shared memory.*Config\(.*make gpu-tune"):
+            call()
 
 
 # --- of the fused GEMM

@@ -4,12 +4,14 @@ from grpo_kernels.backends.configs.linear import (
     LinearCase,
     LinearConfig,
     linear_config,
+    origin,
     row_stride,
 )
 from grpo_kernels.backends.configs.rows import (
     RowConfig,
     device_class,
     gpu_chunk_rows,
+    has_bf16,
     row_config,
 )
 
@@ -19,7 +21,9 @@ __all__ = [
     "RowConfig",
     "device_class",
     "gpu_chunk_rows",
+    "has_bf16",
     "linear_config",
+    "origin",
     "row_config",
     "row_stride",
 ]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.configs.rows import bits, device_class, vocabulary_class
-from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS
+from grpo_kernels.backends.configs.rows import RowConfig, bits, device_class, vocabulary_class
+from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS, ROW_CONFIGS
 from grpo_kernels.head import Head, logits_dtype
 
 LINEAR_KERNELS = ("linear", "linear_softcap")
@@ -144,6 +144,23 @@ class LinearCase:
 def default_config(device: str) -> LinearConfig:
     """Return the untuned tile of a class of devices."""
     return _DEVICES.get(device, _ANY_DEVICE)
+
+
+def origin(config: LinearConfig | RowConfig, device: torch.device) -> str:
+    """Say where a tile comes from, and what to do where it does not fit the device."""
+    name = device_class(device)
+    tuned: dict[tuple[object, ...], LinearConfig | RowConfig]
+    if isinstance(config, RowConfig):
+        tuned = {key: RowConfig(*values).on(name) for key, values in ROW_CONFIGS.items()}
+    else:
+        tuned = {key: LinearConfig(*values) for key, values in LINEAR_CONFIGS.items() if values}
+    keys = [str(key) for key, found in tuned.items() if key[0] == name and found == config]
+    if not keys:
+        return f"{config} is no tuned tile of {name}; `make gpu-tune` measures some that fit"
+    return (
+        f"{config} is tuned in grpo_kernels/backends/configs/tuned.py under {', '.join(keys)}; "
+        "without this entry the default runs, and `make gpu-tune` measures others"
+    )
 
 
 def width_class(depth: int) -> str:

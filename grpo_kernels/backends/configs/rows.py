@@ -96,6 +96,12 @@ def device_class(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Return whether the matrix units of a device take bf16; elsewhere it is emulated, slowly."""
+    name = device_class(device)
+    return not name.startswith("sm_") or int(name.removeprefix("sm_")) >= 80
+
+
 def bits(dtype: torch.dtype) -> int:
     """Return the bits of a logit; both 16-bit dtypes share their entries."""
     return dtype.itemsize * 8

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from grpo_kernels.backends.base import EXTRAS, RowStats, Tile, dtype_of
+from grpo_kernels.backends.configs import LinearConfig, RowConfig, origin
 from grpo_kernels.backends.triton.math import LN2, tanh
 from grpo_kernels.head import Transform
 
@@ -191,3 +194,17 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+@contextlib.contextmanager
+def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None]:
+    """Launch a tile on the tensor's device, and say whose it is where it does not fit.
+
+    Raises:
+        RuntimeError: the device has less shared memory or fewer registers than the tile takes.
+    """
+    try:
+        with on_device(tensor):
+            yield
+    except OutOfResources as error:
+        raise RuntimeError(f"{error} {origin(config, tensor.device)}") from error

@@ -12,7 +12,7 @@ from grpo_kernels.backends.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
-    on_device,
+    launching,
     row_factor,
     scores,
     softcap_slope,
@@ -142,7 +142,7 @@ def dlogits_(
     rows, columns = logits.shape
     if rows:
         config = config or row_config("dlogits", logits.dtype, columns, logits.device)
-        with on_device(logits):
+        with launching(config, logits):
             _dlogits_kernel[(rows,)](
                 logits_ptr=logits,
                 out_ptr=out,

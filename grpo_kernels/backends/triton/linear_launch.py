@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.configs import LinearConfig, linear_config, row_stride
-from grpo_kernels.backends.triton.common import empty_stats, on_device, transform_arguments
+from grpo_kernels.backends.triton.common import empty_stats, launching, transform_arguments
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.backends.triton.merge import SUMS, merge_splits
 from grpo_kernels.head import Head, logits_dtype
@@ -42,14 +42,13 @@ def linear_stats(
     head = Head(weight, bias, head.transform)
     hidden = _packed(hidden)
     logits = logits_dtype(hidden.dtype, precision)
-    if extras:
-        config = config.of_one_subtile()
+    tile = config.of_one_subtile() if extras else config
     rows = hidden.shape[0]
     stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
-    with on_device(hidden):
-        for chunk in _chunks(rows, triton.cdiv(weight.shape[0], config.split_columns)):
+    with launching(config, hidden):
+        for chunk in _chunks(rows, triton.cdiv(weight.shape[0], tile.split_columns)):
             its_head, its_stats = head.rows(chunk), stats.rows(chunk)
-            _chunk(hidden[chunk], its_head, target[chunk], logits, its_stats, config)
+            _chunk(hidden[chunk], its_head, target[chunk], logits, its_stats, tile)
     return stats
 
 

@@ -22,7 +22,7 @@ from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
     empty_stats,
-    on_device,
+    launching,
     row_factor,
     transform_arguments,
 )
@@ -140,7 +140,7 @@ def row_loss_(
     if rows:
         config = config or row_config("loss", logits.dtype, columns, logits.device)
         contiguous = (x if x is None else x.contiguous() for x in values)
-        with on_device(logits):
+        with launching(config, logits):
             _row_loss_kernel[(rows,)](
                 logits_ptr=logits,
                 out_ptr=out,

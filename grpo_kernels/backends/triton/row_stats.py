@@ -13,7 +13,7 @@ from grpo_kernels.backends.triton.common import (
     check_tile,
     empty_stats,
     folded,
-    on_device,
+    launching,
     pointers,
     raised,
     rebased,
@@ -181,7 +181,7 @@ def row_stats(
     stats = empty_stats(rows, logits.device, extras)
     if rows:
         config = config or row_config("stats", logits.dtype, columns, logits.device)
-        with on_device(logits):
+        with launching(config, logits):
             _row_stats_kernel[(rows,)](
                 logits_ptr=logits,
                 target_ptr=target.contiguous(),
