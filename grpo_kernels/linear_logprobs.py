@@ -136,6 +136,7 @@ def linear_logprobs(
 
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
+        RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
     _check_outputs(outputs, sampling_mask, top_k)
     options = RunOptions(

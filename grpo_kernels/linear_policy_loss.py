@@ -84,6 +84,7 @@ def linear_policy_loss(
 
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
+        RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
     options = RunOptions(
         precision=precision,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.notes import Notes
-from grpo_kernels.backends.base import output_view
 from grpo_kernels.backends.triton import linear_stats
-from grpo_kernels.head import Head, accumulate, clear_row_ends, matmul_precision, project
+from grpo_kernels.head import Head, matmul_precision, project
+from grpo_kernels.tools.canaries import Shape, gemm_canaries
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _Sizes:
     rows: tuple[int, ...]  # C of canaries
     hidden: tuple[int, ...]  # D
     vocabularies: tuple[int, ...]  # V, some odd
-    strided: tuple[tuple[int, int, int], ...]  # (C, V, D)
+    chunks: tuple[tuple[int, int, int], ...]  # (C, V, D) of more canaries
     batch: int  # rows of the fused forward
     fixed_rows: int  # of the batch-invariant tile
     heads: tuple[tuple[int, int], ...]  # (V, D) of bits
@@ -32,7 +32,7 @@ _SIZES = {
         rows=(1, 7, 64, 200, 1000, 4096),
         hidden=(896, 2049),
         vocabularies=(151936, 151665, 50257, 16384, 4480),
-        strided=((4096, 151936, 2048), (1000, 151936, 896), (7, 50264, 2048), (4096, 50257, 896)),
+        chunks=((4096, 151936, 2048), (7, 50264, 2048)),
         batch=8192,
         fixed_rows=1024,
         heads=((151936, 2048), (32000, 896), (1000, 512)),
@@ -41,7 +41,7 @@ _SIZES = {
         rows=(1, 7, 33),
         hidden=(17, 32),
         vocabularies=(53, 257),
-        strided=((7, 53, 32), (33, 256, 16)),
+        chunks=((33, 256, 16),),
         batch=24,
         fixed_rows=32,
         heads=((53, 32), (257, 16)),
@@ -51,90 +51,22 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def canaries(notes: Notes, small: bool) -> None:
-    """Multiply ones, whose sum is K exactly, and the narrowed rows of an fp32 tile."""
+    """Check every GEMM of a step by its canaries."""
     sizes = _SIZES[small]
-    with matmul_precision(notes.device, "fp32"):
-        notes.every(
-            (f"strided {shape}", partial(_strided, notes, *shape)) for shape in sizes.strided
-        )
-        notes.every(
-            (f"ones C {rows} V {columns} D {depth}", partial(_ones, notes, rows, columns, depth))
-            for columns in sizes.vocabularies
-            for depth in sizes.hidden
-            for rows in sizes.rows
-        )
+    tiles = [
+        *sizes.chunks,
+        *((c, v, d) for v in sizes.vocabularies for d in sizes.hidden for c in sizes.rows),
+    ]
+    notes.every(
+        (f"{dtype}, {shape}", partial(_canaries, notes, dtype, shape))
+        for shape in (Shape(rows=c, columns=v, depth=d) for c, v, d in tiles)
+        for dtype in (*_HALF, torch.float32)
+    )
 
 
-def _ones(notes: Notes, rows: int, columns: int, depth: int) -> None:
-    """Check every GEMM of a step: a kernel that drops a part of K shows as a smaller number."""
-
-    def ones(*shape: int) -> Tensor:
-        return torch.ones(shape, dtype=dtype, device=notes.device)
-
-    def wide(*shape: int, value: float = float("nan")) -> Tensor:
-        return torch.full(shape, value, dtype=torch.float32, device=notes.device)
-
-    shape = f"C {rows} V {columns} D {depth}"
-    for dtype in (*_HALF, torch.float32):
-        hidden, weight, dlogits = ones(rows, depth), ones(columns, depth), ones(rows, columns)
-        forms = {
-            "logits": (depth, project(hidden, Head(weight), wide(rows, columns))),
-            "dhidden": (columns, _sum(wide(rows, depth), dlogits, weight)),
-            "dweight": (rows, _sum(wide(columns, depth), dlogits.t(), hidden)),
-            "dweight, added": (
-                rows + 3,
-                _sum(wide(columns, depth, value=3.0), dlogits.t(), hidden, first=False),
-            ),
-            "dweight, added half": (
-                rows / 2 + 3,
-                _sum(wide(columns, depth, value=3.0), dlogits.t(), hidden, False, alpha=0.5),
-            ),
-        }
-        if dtype != torch.float32:
-            narrow = torch.empty(rows, columns, dtype=dtype, device=notes.device)
-            forms["logits of 16 bits"] = (depth, project(hidden, Head(weight), narrow))
-            narrow = torch.empty(columns, depth, dtype=dtype, device=notes.device)
-            forms["dweight of 16 bits"] = (rows, _sum(narrow, dlogits.t(), hidden))
-            narrow = torch.empty(rows, depth, dtype=dtype, device=notes.device)
-            forms["dhidden of 16 bits"] = (columns, torch.mm(dlogits, weight, out=narrow))
-        for form, (sum_, came) in forms.items():
-            expected = torch.tensor(sum_).to(came.dtype).item()
-            least, most = (float(x) for x in came.aminmax())
-            ok = least == most == expected
-            notes.check(f"{form}, {dtype}, {shape}", ok, f"{expected}", f"{least} to {most}")
-
-
-def _sum(out: Tensor, a: Tensor, b: Tensor, first: bool = True, alpha: float = 1.0) -> Tensor:
-    accumulate(out, a, b, first, alpha)
-    return out
-
-
-def _strided(notes: Notes, rows: int, columns: int, depth: int) -> None:
-    """Multiply a tile narrowed in place, each row in the first half of its bytes, and a copy."""
-    generator = torch.Generator(notes.device).manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        x = torch.empty(shape, dtype=dtype, device=notes.device)
-        return x.normal_(generator=generator)
-
-    for dtype in _HALF:
-        tile = torch.full((rows, columns), float("nan"), device=notes.device)
-        narrowed = output_view(tile, dtype)
-        narrowed.copy_(normal(rows, columns, dtype=dtype))
-        clear_row_ends(narrowed)
-        copy = narrowed.contiguous()
-        hidden, weight = normal(rows, depth, dtype=dtype), normal(columns, depth, dtype=dtype)
-        wide = partial(torch.empty, device=notes.device, dtype=torch.float32)
-        for name, rows_out, turned, factor in (
-            ("dhidden", rows, False, weight),
-            ("dweight", columns, True, hidden),
-        ):
-            expected, came = (
-                _sum(wide(rows_out, depth), x.t() if turned else x, factor)
-                for x in (copy, narrowed)
-            )
-            what = f"{name} of a strided {dtype} tile, C {rows} V {columns} D {depth}"
-            notes.check_equal(what, expected, came)
+def _canaries(notes: Notes, dtype: torch.dtype, shape: Shape) -> None:
+    for found in gemm_canaries(notes.device, dtype, shape):
+        notes.check(f"{found.gemm}, {dtype}, {shape}", found.ok, found.expected, found.came)
 
 
 def bits(notes: Notes, small: bool) -> None:

@@ -19,6 +19,7 @@ from benchmarks.gpu import part as parts
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.plan import FILE, PARTS
 from benchmarks.gpu.timed import Cost, rates
+from grpo_kernels.tools import canaries as gemms
 
 pytestmark = pytest.mark.slow
 
@@ -99,16 +100,16 @@ def spoiled(function: Callable[..., Any], by: Callable[[Any], Any]) -> Callable[
 
 
 def test_canaries_see_a_lost_part_of_k(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = exactness.accumulate
+    right = gemms.accumulate
 
     def short(out: Any, a: Any, b: Any, *rest: Any, **options: Any) -> None:
         whole = a.shape[1] // 16 * 16
         right(out, a[:, :whole], b[:whole], *rest, **options)
 
-    monkeypatch.setattr(exactness, "accumulate", short)
-    exactness._ones(notes, 33, 53, 32)
+    monkeypatch.setattr(gemms, "accumulate", short)
+    exactness.canaries(notes, small=True)
     wrong = [line["name"] for line in kept(notes) if not line["ok"]]
-    assert any("dhidden, torch.bfloat16" in name for name in wrong)
+    assert any("dhidden, torch.bfloat16, C 33 V 53 D 32" in name for name in wrong)
     assert not any(name.startswith("logits") for name in wrong)
 
 

@@ -16,6 +16,7 @@ from grpo_kernels.backends.base import (
     Wanted,
     concatenate,
     dtype_of,
+    output_view,
     shapes_of,
 )
 from grpo_kernels.backends.chunked import slope, transformed
@@ -58,6 +59,7 @@ __all__ = [
     "concatenate",
     "device_numerics",
     "dtype_of",
+    "output_view",
     "passed_over",
     "reference_logprobs",
     "requested_backend",

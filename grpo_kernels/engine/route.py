@@ -69,7 +69,11 @@ class Route:
             return "full logits"
         if self.linear_stats is not None:
             return "linear_stats"
-        return f"logits tile of {self.tile_rows} rows" + (", filled up" if self.fixed_rows else "")
+        words = f"logits tile of {self.tile_rows} rows"
+        if self.fixed_rows is None:
+            return words
+        own = self._kernels_form_logits
+        return f"{words}, filled up" + ("" if own else ", its GEMM proven at first use")
 
     @property
     def advice(self) -> str:
@@ -79,8 +83,10 @@ class Route:
     @property
     def keeps_bits_in_one_pass(self) -> bool:
         """Return whether a tile made for its gradient has the forward's statistics to the bit."""
-        if self.linear_stats is None:
-            return True  # both are that tile
+        return self.linear_stats is None or self._kernels_form_logits  # without: both are that tile
+
+    @property
+    def _kernels_form_logits(self) -> bool:
         kernels = self.backend.kernels
         return isinstance(kernels, FormsLogits) and kernels.forms(self.dtype, self.logits)
 

@@ -25,6 +25,7 @@ from grpo_kernels.backends import (
     with_ranks,
 )
 from grpo_kernels.engine.gradients import Chunk, Gradients, TileGradients
+from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.sampling_mask import MaskedRows
@@ -168,6 +169,7 @@ def _project(chunk: Rows, buffer: Tensor, route: Route) -> Tensor:
     hidden = chunk.hidden
     if route.fixed_rows is not None:
         hidden = _filled_up(hidden, route.fixed_rows)
+        prove_same_bits(chunk.head, buffer[: route.fixed_rows], route.precision)
     return project(hidden, chunk.head, buffer[: hidden.shape[0]])
 
 

@@ -1,12 +1,13 @@
 """``grpo-kernels check``: values and gradients of every backend on this machine, against fp64.
 
 The yardstick is that of the tests: at most twice the error of eager PyTorch at the same dtype.
+Before them come the libraries' GEMMs, whose canaries have to be right to the bit.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from grpo_kernels.backends import BACKENDS
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
+from grpo_kernels.tools.canaries import Shape, gemm_canaries
 from grpo_kernels.tools.machine import device_types
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,6 +49,19 @@ _LOSSES: dict[str, tuple[LossConfig, str]] = {
     "sapo, entropy bonus": (LossConfig(loss_type="sapo", entropy_coef=0.01), "auto"),
 }
 
+# Odd K, K that are no multiples of 64, few rows, odd vocabularies
+_GEMMS = tuple(
+    Shape(rows=rows, columns=columns, depth=depth)
+    for rows, columns, depth in ((1, 257, 17), (7, 1000, 96), (33, 2503, 41), (200, 4099, 130))
+)
+# A GPU's library cuts a long K into parts that it sums apart, where the result is small: dhidden of
+# a few rows of a real head, and of a chunk.
+_LARGE_GEMMS = tuple(
+    Shape(rows=rows, columns=columns, depth=depth)
+    for rows, columns, depth in ((7, 151665, 2048), (1000, 50257, 896), (2000, 151665, 896))
+)
+_LARGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 Results = dict[str, Tensor]
 Run = Callable[[Problem, str, int | None], Results]  # problem, backend, tile bytes
 
@@ -61,7 +76,7 @@ class Outcome:
     what: str
     error: float = float("inf")
     allowed: float = 0.0
-    failure: str | None = None  # an exception stands in place of the error
+    failure: str | None = None  # an exception or a wrong canary stands in place of the error
 
     @property
     def ok(self) -> bool:
@@ -71,6 +86,8 @@ class Outcome:
 def outcomes() -> Iterator[Outcome]:
     """Yield every check that this machine can run, one after the other."""
     for device in device_types():
+        for dtype in DTYPES:
+            yield _check_gemms(torch.device(device), dtype)
         for backend in BACKENDS.values():
             for dtype in DTYPES:
                 why_not = backend.unavailable() or backend.unsuited(torch.device(device), dtype)
@@ -84,10 +101,34 @@ def _check(backend: str, device: str, dtype: torch.dtype) -> Iterator[Outcome]:
         try:
             error, allowed = _worst(what, backend, device, dtype)
         except Exception as problem:  # it is what the user has to report
-            line = str(problem).strip().splitlines()[:1]
-            yield Outcome(*labels, failure=": ".join([type(problem).__name__, *line]))
+            yield Outcome(*labels, failure=_described(problem))
         else:
             yield Outcome(*labels, error, allowed)
+
+
+def _described(problem: Exception) -> str:
+    line = str(problem).strip().splitlines()[:1]
+    return ": ".join([type(problem).__name__, *line])
+
+
+def _check_gemms(device: torch.device, dtype: torch.dtype) -> Outcome:
+    """Run the canaries of the library that multiplies ``dtype`` on ``device``."""
+    large = _LARGE_GEMMS if device.type == "cuda" and dtype in _LARGE_DTYPES else ()
+    try:
+        failure = next(_wrong_gemms(device, dtype, (*_GEMMS, *large)), None)
+    except Exception as problem:
+        failure = _described(problem)
+    labels = ("library", device.type, str(dtype).removeprefix("torch."), "GEMMs of a step")
+    return Outcome(*labels, error=0.0, failure=failure)
+
+
+def _wrong_gemms(
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[Shape]
+) -> Iterator[str]:
+    for shape in shapes:
+        for found in gemm_canaries(device, dtype, shape):
+            if not found.ok:
+                yield f"{found.gemm}, {shape}: expected {found.expected}, got {found.came}"
 
 
 def _worst(what: str, backend: str, device: str, dtype: torch.dtype) -> tuple[float, float]:

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="for programs")
     info.set_defaults(run=_info, parser=info)
     check = commands.add_parser(
-        "check", help="values and gradients of every backend on this machine, against fp64"
+        "check", help="GEMMs of this machine; values and gradients of every backend, against fp64"
     )
     check.set_defaults(run=_check, parser=check)
     plan = commands.add_parser("plan", help="memory and time of a model's head, without running it")

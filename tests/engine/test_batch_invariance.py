@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import (
+    Head,
+    HeadLoRA,
     LinearLogprobs,
     LossConfig,
     SamplingMask,
     TokenBatch,
     available_backends,
     explain,
+    explain_logprobs,
     linear_logprobs,
     linear_policy_loss,
 )
 from grpo_kernels.backends import BACKENDS, chunked
+from grpo_kernels.engine import invariance
 from grpo_kernels.testing import Problem, make_problem
 from tests.targets import targets
 
@@ -179,10 +183,14 @@ def plan_of(dtype: torch.dtype, backend: str, **kwargs: object):
 def test_plans_say_what_the_mode_costs() -> None:
     tiled = plan_of(torch.float32, "chunked")
     assert tiled.schedule == "one_pass" and tiled.tile_rows == 256
-    assert "filled up" in tiled.fingerprint and "batch_invariant" in tiled.fingerprint
+    assert "filled up, its GEMM proven at first use" in tiled.fingerprint
+    assert "batch_invariant" in tiled.fingerprint
     if "cpu" in available_backends():
         assert plan_of(torch.bfloat16, "cpu").schedule == "one_pass"
         assert plan_of(torch.float32, "cpu").schedule == "two_pass"
+        hidden, weight = torch.ones(2, 4).bfloat16(), torch.ones(9, 4).bfloat16()
+        plan = explain_logprobs(hidden, weight, backend="cpu", ranked=True, batch_invariant=True)
+        assert plan.forward.endswith("filled up")  # no library's GEMM
     if "triton" in available_backends():
         fused = plan_of(torch.bfloat16, "triton")
         assert fused.schedule == "two_pass" and "fixes a row's bits" in str(fused)
@@ -201,3 +209,77 @@ def test_where_it_cannot_be_had() -> None:
             hidden, weight, target, backend="chunked", batch_invariant=True,
             max_workspace_bytes=15 * 9 * 4,
         )  # fmt: skip
+
+
+def some_logprobs(rows: int = 3, columns: int = 9, invariant: bool = True, **given: object) -> None:
+    hidden, weight = torch.randn(rows, 4), torch.randn(columns, 4)
+    target = torch.zeros(rows, dtype=torch.int64)
+    linear_logprobs(
+        hidden, weight, target, backend="chunked", batch_invariant=invariant,
+        max_workspace_bytes=TILE_ROWS * columns * 4, **given,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nothing_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariance, "_proven", set())
+
+
+def by_place(hidden: Tensor, logits: Tensor) -> Tensor:
+    logits[11:] *= 1.001
+    return logits
+
+
+def by_neighbours(hidden: Tensor, logits: Tensor) -> Tensor:
+    return logits.add_(hidden.amax(0).sum() - hidden.amin(0).sum())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "wrong"), [(by_place, "5 of them, first at 11"), (by_neighbours, "1 of them")]
+)
+def test_a_library_that_does_not_keep_a_rows_bits_is_an_error(
+    nothing_proven: None,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Tensor, Tensor], Tensor],
+    wrong: str,
+) -> None:
+    right = invariance.project
+    spoiled = lambda hidden, head, out: spoil(hidden, right(hidden, head, out))  # noqa: E731
+    monkeypatch.setattr(invariance, "project", spoiled)
+    for _ in range(2):  # a failure is not forgotten
+        with pytest.raises(
+            RuntimeError, match=f"batch_invariant: expected .* all 16 places .* got .* at {wrong}"
+        ):
+            some_logprobs()
+    some_logprobs(invariant=False)
+
+
+def test_the_update_of_an_adapter_is_proven_while_it_is_zero(
+    nothing_proven: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = HeadLoRA.inner
+    monkeypatch.setattr(
+        HeadLoRA, "inner", lambda lora, hidden: by_place(hidden, right(lora, hidden))
+    )
+    with pytest.raises(RuntimeError, match="got others at 5 of them"):
+        some_logprobs(lora=HeadLoRA(a=torch.randn(2, 4), b=torch.zeros(9, 2)))
+
+
+def test_it_is_proven_once(nothing_proven: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, right, captured = [], invariance.project, True
+
+    def counted(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
+        calls.append(tuple(out.shape))
+        return right(hidden, head, out)
+
+    monkeypatch.setattr(invariance, "project", counted)
+    monkeypatch.setattr(invariance, "_is_captured", lambda device: captured)
+    some_logprobs()
+    assert not calls  # the host cannot look
+    captured = False
+    for rows in (3, 40, 1):
+        some_logprobs(rows)
+    assert calls == [(16, 9)] * 2
+    some_logprobs(columns=10)
+    some_logprobs(precision="input")
+    assert calls == [(16, 9)] * 2 + [(16, 10)] * 2 + [(16, 9)] * 2

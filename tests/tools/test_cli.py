@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Conf
 
 from grpo_kernels import __version__, available_backends
 from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS
+from grpo_kernels.tools import canaries, cli
 from grpo_kernels.tools import check as selfcheck
-from grpo_kernels.tools import cli
 from grpo_kernels.tools.check import Outcome
 from grpo_kernels.tools.estimate import HeadShape, command, estimate_memory
 from grpo_kernels.tools.text import byte_size
@@ -101,6 +102,7 @@ def test_check_passes_here(capsys, monkeypatch):
     for name, backend in BACKENDS.items():
         assert f"  {name}: {backend.unavailable() or 'available'}" in out
     assert "chunked    cpu    bfloat16 linear_policy_loss: gspo" in out
+    assert "library    cpu    bfloat16 GEMMs of a step" in out
     assert ", 0 failed" in out
 
 
@@ -134,8 +136,39 @@ def test_check_reports_an_exception(capsys, monkeypatch):
     assert "FAILED: RuntimeError: no such instruction\n" in capsys.readouterr().out
 
 
+def drops_a_part_of_k(right, out, a, b, *rest, **options):
+    whole = a.shape[1] // 64 * 64
+    right(out, a[:, :whole], b[:whole], *rest, **options)
+
+
+def misreads_long_rows(right, out, a, b, *rest, **options):
+    right(out, a, b, *rest, **options)
+    if not (a.is_contiguous() or a.t().is_contiguous()) and a.amin() < a.amax():
+        out[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("gemm", "said"),
+    [
+        (drops_a_part_of_k, "dhidden, C 1 V 257 D 17: expected 257.0, got 256.0 to 256.0"),
+        (
+            misreads_long_rows,
+            "dhidden of a narrowed tile, C 7 V 1000 D 96: expected the bits of a copy, "
+            "got 1 of 672 that differ",
+        ),
+    ],
+)
+def test_check_fails_on_a_wrong_gemm(capsys, monkeypatch, gemm, said):
+    only_one(monkeypatch, selfcheck._RUNS["linear_logprobs"])
+    monkeypatch.setattr(selfcheck, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(canaries, "accumulate", functools.partial(gemm, canaries.accumulate))
+    assert cli.main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED: {said}\n" in out and ", 1 failed" in out
+
+
 def only_one(monkeypatch, run) -> None:
-    """Leave one check for each backend on the CPU."""
+    """Leave the GEMMs and one check for each backend, on the CPU."""
     selfcheck._eager.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(selfcheck, "_RUNS", {"linear_logprobs": run})
