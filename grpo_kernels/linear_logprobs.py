@@ -22,6 +22,7 @@ from grpo_kernels.engine import (
     choose_route,
     fingerprint,
     head_stats,
+    of_kept,
 )
 from grpo_kernels.head import (
     Head,
@@ -45,6 +46,9 @@ OUTPUTS = (
     "topk_indices",
 )
 _TOP_K = ("topk_logprobs", "topk_indices")
+# of a bounded backward
+BOUNDED = ("entries", "gradient_error", "gradient_error_bound")
+_ALL_OUTPUTS = (*OUTPUTS, *BOUNDED)
 DIFFERENTIABLE = ("logprobs", "entropy", "masked_logprobs")
 
 
@@ -65,6 +69,10 @@ class LinearLogprobs(NamedTuple):
     rank: Tensor | None  # int64, how many ids come before the target; 0: it is top-1
     topk_logprobs: Tensor | None  # (..., k) log p of the first k ids, descending; no gradient
     topk_indices: Tensor | None  # (..., k) int64, these ids
+    # of the gradient of logprobs by the logits, with a bounded backward
+    entries: Tensor | None = None  # int32, how many of a row are kept; -1: the row is exact
+    gradient_error: Tensor | None = None  # L2 norm of a row's error over that of its gradient
+    gradient_error_bound: Tensor | None = None  # L1 norm of the error
 
 
 def linear_logprobs(
@@ -110,7 +118,10 @@ def linear_logprobs(
         softcap: tanh bound on the logits (Gemma), or None.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
             masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
-            from a tile of logits, also where a backend otherwise forms none.
+            from a tile of logits, also where a backend otherwise forms none. With a bounded
+            ``backward`` also ``entries, gradient_error, gradient_error_bound``: a row's error of
+            the gradient of ``hidden`` is at most the last, times that of its log-probability, times
+            the largest L2 norm of a row of ``weight``.
         precision: ``"fp32"`` keeps the accumulators of the GEMM unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
             a GPU's tf32 units. torch's own precision switches have no effect.
@@ -166,11 +177,13 @@ def linear_logprobs(
         sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
     )
     wanted = Wanted(any(name in EXTRAS for name in outputs), "rank" in outputs, top_k or 0)
-    stats, _ = head_stats(rows, options, wanted)
+    stats, kept = head_stats(rows, options, wanted)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
-    values = zip(OUTPUTS, stats, strict=True)
+    found = dict(zip(OUTPUTS, stats, strict=True))
+    if any(name in BOUNDED for name in outputs):
+        found.update(_of_backward(kept, options))
     return LinearLogprobs(
-        *(_output(name, value, target) if name in outputs else None for name, value in values)
+        *(_output(name, found[name], target) if name in outputs else None for name in _ALL_OUTPUTS)
     )
 
 
@@ -262,6 +275,20 @@ def explain_logprobs(
     return LogprobsPlan(route=keeping.route(route), head=head, tiled=tiled, keeping=keeping)
 
 
+def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor | None]:
+    """Return what :data:`BOUNDED` names."""
+    if kept is None or options.bounded is None or not kept.numel():
+        raise ValueError(
+            f"outputs: expected {', '.join(BOUNDED)} with backward=Bounded(...) and an input that "
+            f"requires a gradient alone, got backward={options.backward!r}"
+        )
+    entries = of_kept(kept.detach())[0]
+    exact = entries.used < 0
+    error = torch.where(exact, 0.0, entries.error / entries.norm)
+    found = (entries.used, error, torch.where(exact, 0.0, entries.error_l1))
+    return dict(zip(BOUNDED, found, strict=True))
+
+
 def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
     assert value is not None  # it was asked for
     if name not in DIFFERENTIABLE:
@@ -272,10 +299,10 @@ def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
 def _check_outputs(
     outputs: tuple[str, ...], sampling_mask: SamplingMask | None, top_k: int | None
 ) -> None:
-    unknown = [name for name in outputs if name not in OUTPUTS]
+    unknown = [name for name in outputs if name not in _ALL_OUTPUTS]
     if isinstance(outputs, str) or unknown or not outputs:
         raise ValueError(
-            f"outputs: expected a tuple of names among {', '.join(OUTPUTS)}; got {outputs!r}"
+            f"outputs: expected a tuple of names among {', '.join(_ALL_OUTPUTS)}; got {outputs!r}"
         )
     if "masked_logprobs" in outputs and sampling_mask is None:
         raise ValueError(

@@ -1,9 +1,9 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
-from grpo_kernels.engine.bounded import BoundedSums, of_kept
+from grpo_kernels.engine.bounded import REPORT, BoundedSums, bounded_report, of_kept
 from grpo_kernels.engine.fingerprint import fingerprint
-from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs, TileGradients
-from grpo_kernels.engine.kept import OF_ENTROPY, OF_MASK, Keeping, kept_gradients
+from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
+from grpo_kernels.engine.kept import ENTRIES, OF_ENTROPY, OF_MASK, Keeping, kept_gradients
 from grpo_kernels.engine.ops import (
     head_stats,
     linear_logprobs_backward,
@@ -19,9 +19,11 @@ from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep, tile_height
 
 __all__ = [
+    "ENTRIES",
     "OF_ENTROPY",
     "OF_MASK",
     "OPTIONS_SCHEMA",
+    "REPORT",
     "Bounded",
     "BoundedSums",
     "GradientSums",
@@ -32,7 +34,7 @@ __all__ = [
     "Route",
     "Rows",
     "RunOptions",
-    "TileGradients",
+    "bounded_report",
     "choose_route",
     "chunk_height",
     "fingerprint",

@@ -38,6 +38,8 @@ def _total(total: Tensor, count: Tensor) -> Tensor:
 _KINDS: dict[str, _Kind] = {
     "mean": _Kind(_sum, _ratio),
     "sum": _Kind(_sum, _total),
+    # a norm over another: the square roots of sums of squares
+    "norm_ratio": _Kind(_sum, lambda total, count: torch.sqrt(total / count)),
     "min": _Kind(lambda stacked: stacked.amin(0), _total, torch.inf),
     "max": _Kind(lambda stacked: stacked.amax(0), _total, -torch.inf),
     # exp of the mean negative log-probability

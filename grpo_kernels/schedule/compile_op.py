@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import (
     OPTIONS_SCHEMA,
+    REPORT,
     Gradients,
     Needs,
     RunOptions,
@@ -75,7 +76,7 @@ def compiled_policy_loss(
         f"({_INPUTS}, bool[] needs, Tensor?[] batch, bool per_token, int steps, Tensor config, "
         "ScalarType? autocast, float lora_scaling, float logit_scale, float? softcap, "
         f"{OPTIONS_SCHEMA}) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def policy_loss_op(*arguments):
@@ -120,7 +121,8 @@ def _run(rows: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
     elif logp.numel() < tokens:  # a compiler has to know the size
         logp, entropy = plan.active.merge(logp, 0.0), plan.active.merge(entropy, 0.0)
     gate = torch.ones_like(logp) if parts.entropy_gate is None else parts.entropy_gate
-    return LossParts(parts.loss, logp, entropy, gate), gradients
+    report = logp.new_empty(0, dtype=torch.float64) if parts.bounded is None else parts.bounded
+    return LossParts(parts.loss, logp, entropy, gate, report), gradients
 
 
 def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None:
@@ -156,15 +158,17 @@ def _split(arguments: tuple) -> tuple[tuple, tuple]:
 
 @policy_loss_op.register_fake
 def _(*arguments):
-    inputs, (needs, tensors, _, _, _, autocast, *_) = _split(arguments)
+    inputs, (needs, tensors, _, _, _, autocast, _, _, _, *options) = _split(arguments)
     hidden, target, dtypes = inputs[0], tensors[0], _dtypes(inputs, autocast)
     dtype = stats_dtype(dtypes[0])
-    parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 1))
+    parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 2))
+    bounded = RunOptions.of_arguments(options).bounded is not None and any(needs)
+    report = hidden.new_empty(len(REPORT) if bounded else 0, dtype=torch.float64)
     gradients = (
         x.new_empty(x.shape, dtype=_until_scaled(own)) if needed else hidden.new_empty(0)
         for x, own, needed in zip(inputs, dtypes, needs, strict=True)
     )
-    return (hidden.new_empty((), dtype=dtype), *parts, *gradients)
+    return (hidden.new_empty((), dtype=dtype), *parts, report, *gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

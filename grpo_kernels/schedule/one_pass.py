@@ -14,7 +14,6 @@ from grpo_kernels.engine import (
     Gradients,
     GradientSums,
     MainGrad,
-    TileGradients,
     sweep,
     with_less_memory,
 )
@@ -38,9 +37,10 @@ class _OnePass(torch.autograd.Function):
         ctx.found, ctx.plan = found, plan
         # the batch, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(hidden, *head, *plan.batch.tensors())
-        ctx.mark_non_differentiable(found.logp, found.stats.entropy)
+        others = (found.logp, found.stats.entropy, found.report)
+        ctx.mark_non_differentiable(*(x for x in others if x is not None))
         ctx.set_materialize_grads(False)  # their zeros would only be dropped
-        return found.loss, found.logp, found.stats.entropy
+        return found.loss, found.logp, found.stats.entropy, None, found.report
 
     @staticmethod
     @first_derivative_only("linear_policy_loss")
@@ -73,7 +73,8 @@ def one_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     The gradient of the hidden states is that of the rows with one.
     """
     found = _swept(hidden, plan)
-    return LossParts(found.loss, found.logp, found.stats.entropy), found.gradients
+    logp, entropy = found.logp, found.stats.entropy
+    return LossParts(found.loss, logp, entropy, None, found.report), found.gradients
 
 
 def _head(head: Head, inputs: tuple[Tensor | None, ...]) -> Head:
@@ -93,6 +94,7 @@ class _Swept(NamedTuple):
     stats: RowStats
     gradients: Gradients
     main_grad: MainGrad | None  # what got the weight's gradient
+    report: Tensor | None  # of a bounded backward
 
     @property
     def logp(self) -> Tensor:
@@ -109,8 +111,9 @@ def _swept(hidden: Tensor, plan: Plan) -> _Swept:
     sums = plan.main_grad.sums() if plan.main_grad is not None else None
     needs = replace(plan.needs, main_grad=sums)
     rows, chunks = plan.rows(hidden), plan.chunks
-    total: TileGradients = GradientSums(rows, needs, len(chunks))
+    total: GradientSums | BoundedSums = GradientSums(rows, needs, len(chunks))
     if plan.options.bounded is not None:
         total = BoundedSums(rows, needs, len(chunks), plan.route)
     stats, gradients = sweep(rows, plan.route, chunks, stage=stage, sums=total)
-    return _Swept(stage.loss(), stats, gradients, sums)
+    report = total.report if isinstance(total, BoundedSums) else None
+    return _Swept(stage.loss(), stats, gradients, sums, report)

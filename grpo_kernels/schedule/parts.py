@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
+from grpo_kernels.engine import REPORT
 from grpo_kernels.losses import LossConfig, Stat, loss_stats, static_weights
 from grpo_kernels.schedule.active import active_rows
 
@@ -20,12 +21,14 @@ class LossParts(NamedTuple):
     logp: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
     entropy: Tensor
     entropy_gate: Tensor | None = None  # (T,)
+    bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
 
 
 def measured(
     logp: Tensor,  # (T,), or (K,) with metric_rows="active"
     entropy: Tensor,
     entropy_gate: Tensor | None,  # (T,)
+    bounded: Tensor | None,  # (6,), or nothing
     batch: TokenBatch,
     config: LossConfig,
     metric_rows: str,
@@ -39,7 +42,21 @@ def measured(
         stats = loss_stats(logp, active.batch.occupied(), config, entropy, None, weights)
     else:
         stats = loss_stats(logp, batch, config, entropy, entropy_gate)
-    return {**stats, "frac_rows_skipped": _skipped(active.batch, batch)}
+    stats = {**stats, "frac_rows_skipped": _skipped(active.batch, batch)}
+    if bounded is not None and bounded.numel():
+        stats.update(_of_backward(**dict(zip(REPORT, bounded, strict=True))))
+    return stats
+
+
+def _of_backward(
+    entries: Tensor, whole: Tensor, rows: Tensor, error: Tensor, norm: Tensor, bound: Tensor
+) -> dict[str, Stat]:
+    return {
+        "backward_entries": Stat("mean", entries, rows),
+        "backward_whole_rows": Stat("mean", whole, rows),
+        "backward_error": Stat("norm_ratio", error, norm),
+        "backward_error_bound": Stat("sum", bound, rows),
+    }
 
 
 def _skipped(active: TokenBatch, batch: TokenBatch) -> Stat:

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGradients, reference_logprobs
 from grpo_kernels.engine import (
+    ENTRIES,
     Gradients,
     Keeping,
     Rows,
+    bounded_report,
     kept_gradients,
+    of_kept,
     rows_backward,
     rows_forward,
 )
@@ -26,14 +29,14 @@ from grpo_kernels.schedule.plan import Plan
 def two_pass(hidden: Tensor, plan: Plan) -> LossParts:
     """Compute the loss of (T, D) hidden states; four GEMMs, backward included."""
     batch, weights = plan.active.batch, static_weights(plan.batch, plan.config)
-    logp, entropy = _logprobs(plan.rows(hidden), plan)
+    logp, entropy, report = _logprobs(plan.rows(hidden), plan)
     if plan.scope == "batch":  # the gate needs the entropy of all rows
         batch = plan.batch
         logp, entropy = with_rest(logp, entropy, hidden, plan)
     else:
         weights = plan.active.take_weights(weights)
     loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights)
-    return LossParts(loss, logp.detach(), entropy.detach(), gate)
+    return LossParts(loss, logp.detach(), entropy.detach(), gate, report)
 
 
 def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
@@ -54,7 +57,7 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
         weights = active.take_weights(weights)
     stage = plan.stage(batch, weights, config, logp.dtype, gate)
     outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
-    parts = LossParts(stage.loss(), logp, entropy, gate)
+    parts = LossParts(stage.loss(), logp, entropy, gate, _report(keeping, kept))
     if not plan.needs.any:
         return parts, Gradients()
     if plan.scope == "batch" and active.index is not None:
@@ -79,14 +82,15 @@ def with_rest(
     return active.merge(logp, others[0]), active.merge(entropy, others[1])
 
 
-def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return the policy's log-probabilities of the targets, and its entropy."""
+def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the policy's log-probabilities of the targets, its entropy, and the report of a
+    bounded backward."""
     head = rows.head
     if not plan.route.backend.has_tiles:
         rows.check_values()
         precision, mask = plan.options.precision, rows.sampling_mask
         stats = reference_logprobs(rows.hidden, head, rows.target, precision, mask)
-        return _of_policy(stats), stats.entropy
+        return _of_policy(stats), stats.entropy, None
     names = ("hidden", "weight", "bias", "lora.a", "lora.b")
     check_plain(**dict(zip(names, (rows.hidden, *head.tensors), strict=True)))
     keeping = plan.keeping if torch.is_grad_enabled() else Keeping()
@@ -97,18 +101,21 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, plan: Plan, rows: Rows, keeping: Keeping, hidden: Tensor, *head: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows.check_values()
         stats, kept = rows_forward(rows, plan.route, keeping=keeping)
         # autograd keeps the tensors; without them the rows are what else belongs to them
         ctx.plan, ctx.rows, ctx.keeping = plan, replace(rows, hidden=hidden[:0]), keeping
         ctx.save_for_backward(hidden, *head, rows.target, kept, *stats[:3])
         ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
-        return _of_policy(stats), stats.entropy
+        report = _report(keeping, kept)
+        if report is not None:
+            ctx.mark_non_differentiable(report)
+        return _of_policy(stats), stats.entropy, report
 
     @staticmethod
     @first_derivative_only("linear_policy_loss")
-    def backward(ctx: Any, saved: Any, dlogp: Tensor, dentropy: Tensor) -> Any:
+    def backward(ctx: Any, saved: Any, dlogp: Tensor, dentropy: Tensor, *_: None) -> Any:
         hidden, weight, bias, lora_a, lora_b, target, kept, *found = saved
         plan, lora = ctx.plan, ctx.rows.head.lora
         if lora is not None:
@@ -120,6 +127,12 @@ class _Logprobs(torch.autograd.Function):
         inputs = (hidden, weight, bias, lora_a, lora_b)
         pairs = zip(gradients, inputs, strict=True)
         return None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
+
+
+def _report(keeping: Keeping, kept: Tensor | None) -> Tensor | None:
+    if kept is None or keeping.what != ENTRIES:
+        return None
+    return bounded_report(of_kept(kept)[0])
 
 
 def _gradients(
