@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.tune.linear import scheduled_configs
 from grpo_kernels.backends.configs.linear import (
     UNALIGNED_CONFIG,
     LinearConfig,
@@ -165,7 +166,7 @@ _EXTRAS |= {"is_top1_ptr": "*i1"}
 def _linear_cases(target: str) -> Iterator[Case]:
     """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
     tuned = [LinearConfig(*v) for k, v in LINEAR_CONFIGS.items() if k[0] == target and v]
-    first, *others = dict.fromkeys([default_config(target), *tuned])
+    first, *others = dict.fromkeys([default_config(target), *tuned, *scheduled_configs(target)])
     names = ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
     for flags in _variants(*names, thorough=True):
         yield _linear_case("bf16", first, flags)
