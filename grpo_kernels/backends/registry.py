@@ -17,6 +17,7 @@ from grpo_kernels.backends.configs import (
     linear_config,
     row_config,
 )
+from grpo_kernels.backends.entries import TORCH_ENTRIES, EntryKernels
 from grpo_kernels.batch import host
 from grpo_kernels.head import Head, logits_dtype
 
@@ -54,6 +55,11 @@ class Backend:
         """Its row kernels."""
         raise NotImplementedError(self.name)
 
+    @property
+    def entries(self) -> EntryKernels:
+        """Its passes over entries of the gradient."""
+        raise NotImplementedError(self.name)
+
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         """Return the forward without logits in memory; None where it does not exist for these."""
         return None
@@ -75,6 +81,10 @@ class _Chunked(Backend):
     def kernels(self) -> RowKernels:
         return TORCH_ROWS
 
+    @property
+    def entries(self) -> EntryKernels:
+        return TORCH_ENTRIES
+
 
 class _Native(Backend):
     name, has_tiles = "cpu", True
@@ -93,6 +103,10 @@ class _Native(Backend):
     @property
     def kernels(self) -> RowKernels:
         return cpu.NATIVE_HEAD_ROWS
+
+    @property
+    def entries(self) -> EntryKernels:
+        return cpu.NATIVE_ENTRIES
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         return cpu.NATIVE_LINEAR
