@@ -17,6 +17,7 @@ from grpo_kernels.backends.configs import (
     linear_config,
     row_config,
 )
+from grpo_kernels.backends.entries import EntryKernels
 from grpo_kernels.batch import host
 from grpo_kernels.head import Head, logits_dtype
 
@@ -52,6 +53,11 @@ class Backend:
     @property
     def kernels(self) -> RowKernels:
         """Its row kernels."""
+        raise NotImplementedError(self.name)
+
+    @property
+    def entries(self) -> EntryKernels:
+        """Its passes over entries."""
         raise NotImplementedError(self.name)
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
@@ -133,6 +139,12 @@ class _Triton(Backend):
         from grpo_kernels.backends import triton
 
         return triton.TRITON_ROWS
+
+    @property
+    def entries(self) -> EntryKernels:
+        from grpo_kernels.backends import triton
+
+        return triton.TRITON_ENTRIES
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         if head.lora is not None:  # its update is added to a tile
