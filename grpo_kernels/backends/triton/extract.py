@@ -307,7 +307,7 @@ def _extract_kernel(
 
 def config_for(dtype: torch.dtype, device: str) -> RowConfig:
     """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread."""
-    return RowConfig(num_warps=4, depth=dtype.itemsize // 2).on(device)
+    return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
 
 
 def blocks(config: RowConfig, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
@@ -331,8 +331,8 @@ def extract(
     check_tile(tile)
     logits, target, transform = tile
     (rows, columns), device = logits.shape, logits.device
-    ids = torch.empty((rows, slots), dtype=torch.int32, device=device)
-    values = torch.empty((rows, slots), device=device)
+    ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
+    values = torch.zeros((rows, slots), device=device)
     used = torch.empty(rows, dtype=torch.int32, device=device)
     error, error_l1, norm = (torch.empty(rows, device=device) for _ in range(3))
     if rows:
