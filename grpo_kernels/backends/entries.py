@@ -21,9 +21,9 @@ from torch import Tensor
 from grpo_kernels.backends.base import RowStats, Tile
 from grpo_kernels.backends.chunked import row_blocks, transformed
 
-_STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
+STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
 _MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9
+GOLDEN = 0x9E3779B9
 WHOLE = -1  # the count of a row that does not fit
 
 
@@ -108,7 +108,7 @@ def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
     """
     bits = lse.double().contiguous().view(torch.int64)
     row = torch.arange(first, first + lse.numel(), device=lse.device)
-    key = _mixed(row * _GOLDEN + seed)
+    key = _mixed(row * GOLDEN + seed)
     key = _mixed(key ^ (bits & _MASK))
     key = _mixed(key ^ (bits >> 32 & _MASK))
     return torch.where(key < 1 << 31, key, key - (1 << 32)).int()
@@ -125,7 +125,7 @@ def _mixed(x: Tensor) -> Tensor:
 def uniforms(keys: Tensor, columns: int) -> Tensor:
     """Return (C, V) fp64 numbers in (0, 1), multiples of 2^-25: those that decide what is kept."""
     column = torch.arange(columns, device=keys.device)
-    hashed = _mixed(keys.long()[:, None] + column * _GOLDEN)
+    hashed = _mixed(keys.long()[:, None] + column * GOLDEN)
     return ((hashed >> 8).double() + 0.5) * 2.0**-24
 
 
@@ -227,7 +227,7 @@ def _cuts(sizes: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     none = ascending.new_zeros(len(sizes), 1)
     sums = torch.cat([none, ascending.cumsum(1)], 1)
     squares = torch.cat([none, ascending.square().cumsum(1)], 1)
-    steps = torch.arange(_STEPS, device=sizes.device)
+    steps = torch.arange(STEPS, device=sizes.device)
     # the first is within the tolerance, whatever lies below it
     grid = (allowed / sums[:, -1].clamp(min=_TINY))[:, None] * 2.0 ** (steps / 2)
     below = torch.searchsorted(ascending, grid, right=True)

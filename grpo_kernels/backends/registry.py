@@ -147,6 +147,12 @@ class _Triton(Backend):
 
         return triton.TRITON_ROWS
 
+    @property
+    def entries(self) -> EntryKernels:
+        from grpo_kernels.backends import triton
+
+        return triton.TRITON_ENTRIES
+
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         if head.lora is not None:  # its update is added to a tile
             return None
