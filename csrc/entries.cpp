@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kSteps = 48;  // cuts to choose from: each sqrt(2) times the one before
 constexpr int32_t kWhole = -1;
 constexpr double kTiny = 1e-300;
+constexpr double kAnyError = 1e30;  // or more: the row has no gradient
 
 double uniform(int32_t key, int32_t column) {
   const uint32_t hashed = mixed(uint32_t(key) + uint32_t(column) * kGolden);
@@ -196,10 +197,11 @@ class Choice {
 
 void extract_row(const Tile& tile, const Extraction& extraction, const EntryKernels& kernels,
                  int64_t row, Candidate* candidates) {
-  if (std::isfinite(extraction.lse[row])) {
+  const bool without_gradient = extraction.allowed[row] >= kAnyError;
+  if (!without_gradient && std::isfinite(extraction.lse[row])) {
     return Choice(tile, extraction, kernels, row, candidates).run();
   }
-  extraction.out.used[row] = kWhole;
+  extraction.out.used[row] = without_gradient ? 0 : kWhole;
   extraction.error[row] = extraction.error_l1[row] = extraction.norm[row] = 0;
 }
 

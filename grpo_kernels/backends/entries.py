@@ -24,6 +24,7 @@ from grpo_kernels.backends.chunked import row_blocks, transformed
 STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
 _MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
+ANY_ERROR = 1e30  # or more: the row has no gradient
 WHOLE = -1  # the count of a row that does not fit
 
 
@@ -73,8 +74,8 @@ class EntryKernels(Protocol):
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         ``keys`` (C,) int32 are those of :func:`row_keys`, ``allowed`` (C,) the L2 norm that each
-        row's error is expected to have at most. One that is allowed an infinite error has no
-        entries. A row without a finite ``lse`` is whole, and so is one that is expected to need
+        row's error is expected to have at most. Of one that is allowed :data:`ANY_ERROR` nothing is
+        meant. A row without a finite ``lse`` is whole, and so is one that is expected to need
         more entries.
         """
         ...
@@ -199,13 +200,12 @@ def _extract(tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: 
         at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
     scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
     norm = (at_target**2 + (others * others).sum(1)).sqrt()
-    ignored = allowed.isinf()
-    eps, expected = _cuts(others, (torch.where(ignored, 0, allowed.double()) / scale) ** 2)
+    eps, expected = _cuts(others, (allowed.double() / scale) ** 2)
     survives = uniforms(keys, logits.shape[1]) * eps < others
     kept = torch.where(others > eps, others, torch.where(survives, eps, 0.0))
     count = (kept > 0).sum(1) + 1
     fits = finite & (expected <= slots) & (count <= slots)
-    count = torch.where(ignored, 0, torch.where(fits, count, WHOLE)).int()
+    count = torch.where(fits, count, WHOLE).int()
     error = kept - others
     ids, values = _packed(kept, at_target, target, count, slots)
     found = (error.norm(dim=1), error.abs().sum(1), norm)
