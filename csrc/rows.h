@@ -9,7 +9,7 @@
 
 namespace grpo {
 
-constexpr int32_t kAbiVersion = 5;
+constexpr int32_t kAbiVersion = 6;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -46,13 +46,16 @@ struct Stats {
   float* min_logit;     // (rows,) of the scores, or null
 };
 
-// What the gradient of a tile needs besides the tile. The result overwrites the logits.
+// What the gradient of a tile needs besides the tile. The result overwrites the logits, unless it
+// has a place of its own.
 struct Gradient {
   const float* logp;      // (rows,)
   const float* entropy;   // (rows,)
   const double* lse;      // (rows,)
   const float* dlogp;     // (rows,)
   const float* dentropy;  // (rows,), or null: zero
+  void* out;              // (rows, columns), or null
+  int64_t out_stride;     // elements
   int32_t out_dtype;      // the tile's dtype, or a 16-bit one for fp32 logits
 };
 

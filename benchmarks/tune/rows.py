@@ -86,7 +86,7 @@ def run_of(kernel: str, tile: Tile, out: torch.dtype) -> Run:
         return {"logp": found.logp, "entropy": found.entropy, "lse": found.lse}
 
     def run_dlogits(config: RowConfig) -> dict[str, Tensor]:
-        return {"the gradient": dlogits_(tile, stats, outer, out, config)}
+        return {"the gradient": dlogits_(tile, stats, outer, out, config=config)}
 
     def run_loss(config: RowConfig) -> dict[str, Tensor]:
         gradient = row_loss_(tile, loss, values, out, config)[2]

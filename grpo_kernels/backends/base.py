@@ -154,15 +154,21 @@ class RowKernels(Protocol):
         ...
 
     def dlogits_(
-        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGradients,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Write the gradient with respect to the raw logits into their storage.
+        """Write the gradient with respect to the raw logits into ``out``, or else their storage.
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
         ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
 
-        Returns a (C, V) tensor of ``out_dtype``. A 16-bit result of fp32 logits lives in the first
-        half of each row's bytes, so its row stride is twice that of the logits.
+        Returns a (C, V) tensor of ``out_dtype``, that of ``out``. A 16-bit result of fp32 logits in
+        their storage lives in the first half of each row's bytes, so its row stride is twice that
+        of the logits.
         """
         ...
 

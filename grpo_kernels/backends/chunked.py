@@ -27,9 +27,14 @@ class TorchRows:
         return concatenate([_stats(tile.rows(block), extras) for block in blocks])
 
     def dlogits_(
-        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGradients,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
-        out = output_view(tile.logits, out_dtype)
+        out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
             out[block] = _dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out

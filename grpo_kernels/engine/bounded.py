@@ -69,9 +69,6 @@ class KeptEntries:
         self._bounded = route.options.bounded
         self._found: list[Tensor] = []
 
-    def tile(self, part: slice) -> Tensor | None:
-        return None
-
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         entries, allowed = chosen_entries(chunk, None, self._bounded, route)
         self._found.append(torch.cat([entries.packed(), allowed[:, None]], 1))
@@ -120,9 +117,6 @@ class BoundedSums:
             self._exact = GradientSums(rows, replace(needs, hidden=False), num_chunks)
         self._found: list[tuple[Entries, RowStats, Tensor]] = []
         self.report: Tensor | None = None  # of :func:`bounded_report`, after ``finish``
-
-    def tile(self, part: slice) -> Tensor | None:
-        return None
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         assert outer.dlogp is not None and outer.dentropy is None

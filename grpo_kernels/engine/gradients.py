@@ -143,10 +143,6 @@ class Chunk(NamedTuple):
 class TileGradients(Protocol):
     """What becomes of the gradients of tiles of logits."""
 
-    def tile(self, part: slice) -> Tensor | None:
-        """Return where the logits of the rows ``part`` are to be formed; None: anywhere."""
-        ...
-
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         """Take a chunk, whose statistics have the gradients ``outer``."""
         ...
@@ -170,9 +166,6 @@ class GradientSums:
         self._first = True
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
-
-    def tile(self, part: slice) -> Tensor | None:
-        return None
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         """Add the share of a chunk's rows that have a gradient."""

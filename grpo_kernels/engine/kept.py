@@ -8,6 +8,7 @@ it that matter, where he allows an error.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from grpo_kernels.backends import RowStats, StatsGradients, TileGradient, Wanted
 from grpo_kernels.engine.bounded import KeptEntries, bounded_gradients, of_kept, within
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
+from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
@@ -36,22 +38,8 @@ class Keeping:
     shape: tuple[int, ...] = (0,)
     dtype: torch.dtype = torch.float32
     gemms: int = 0  # over the vocabulary, forward and backward together
-    why: str = ""
-
-    def route(self, route: Route) -> Route:
-        """Return the route of such a forward: it has a tile, whose statistics are as exact."""
-        if self.what == NOTHING or route.options.batch_invariant:
-            return route
-        return replace(route, linear_stats=None)
-
-    def __str__(self) -> str:
-        kept = "logits are formed again" if self.what == NOTHING else f"keeps {self.what}"
-        size = "" if self.what == NOTHING else f", {self.nbytes / 2**20:.1f} MiB"
-        return f"backward: {kept}{size}, {self.gemms} GEMMs in all" + (self.why and f": {self.why}")
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    why: str | None = None
+    refused: Keeping | None = None  # what activation_bytes has no room for
 
     @staticmethod
     def of(
@@ -64,28 +52,49 @@ class Keeping:
         gemms = 1 + needs.hidden + needs.weight
         why_not = why_not or _why_nothing(route)
         if not needs.any:
-            return Keeping(what=NOTHING, gemms=1, why="there is no backward")
+            return Keeping(gemms=1, why="there is no backward")
         if why_not is not None:
-            return Keeping(what=NOTHING, gemms=gemms + 1, why=why_not)
-        bounded, budget = route.options.bounded, route.options.activation_bytes
-        if bounded is not None:
-            shape = tokens, 2 * min(bounded.slots, route.columns) + 5
-            again = (1 + needs.weight) * (bounded.exact_weight and needs.of_head)
-            dtype = stats_dtype(route.dtype)
-            return Keeping(what=ENTRIES, shape=shape, dtype=dtype, gemms=1 + again)
+            return Keeping(gemms=gemms + 1, why=why_not)
+        if route.options.bounded is not None:
+            return _of_entries(tokens, route, needs, route.options.bounded)
+        budget = route.options.activation_bytes
         if needs.of_head or needs.lora_a:
             shape = tokens, row_pitch(route.columns, route.dtype, route.device)
             kept = Keeping(what=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
             fits = budget is not None and kept.nbytes <= budget
         else:
-            is_fp16 = route.dtype == torch.float16
+            is_fp16 = route.dtype == torch.float16  # to be scaled yet
             dtype = stats_dtype(route.dtype) if is_fp16 else route.dtype
             kept = Keeping(what=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
             fits = budget is None or kept.nbytes <= budget
-        if fits:
-            return kept
-        why = f"activation_bytes={kept.nbytes} would keep the gradient of the logits"
-        return Keeping(what=NOTHING, gemms=gemms + 1, why=why)
+        return kept if fits else Keeping(gemms=gemms + 1, refused=kept)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def route(self, route: Route) -> Route:
+        """Return the route of such a forward: it has a tile, whose statistics are as exact."""
+        if self.what == NOTHING or route.options.batch_invariant:
+            return route
+        return replace(route, linear_stats=None)
+
+    def __str__(self) -> str:
+        kept = "logits are formed again"
+        if self.what != NOTHING:
+            kept = f"keeps {self.what}, {self.nbytes / 2**20:.1f} MiB"
+        why = self.why
+        if self.refused is not None:
+            other = self.refused
+            why = f"activation_bytes={other.nbytes} would keep {other.what}"
+        count = f"{self.gemms} GEMM{'s' if self.gemms > 1 else ''} in all"
+        return f"backward: {kept}, {count}" + (f": {why}" if why else "")
+
+
+def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> Keeping:
+    anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
+    shape = tokens, 2 * min(bounded.slots, route.columns) + 5
+    return Keeping(what=ENTRIES, shape=shape, dtype=stats_dtype(route.dtype), gemms=1 + anew)
 
 
 def _why_nothing(route: Route) -> str | None:
@@ -111,7 +120,7 @@ def keeping_forward(
         stats = sweep(rows, route, chunks, wanted, _unit, entries)[0]
         return stats, entries.kept() if chunks else torch.empty(0, keeping.shape[1])
     kept = on_huge_pages(torch.empty(keeping.shape, dtype=keeping.dtype, device=route.device))
-    logits = KeptLogits(kept[:, : route.columns], route)
+    logits = KeptLogits(kept[:, : route.columns])
     return sweep(rows, route, chunks, wanted, _unit, logits)[0], kept
 
 
@@ -125,7 +134,7 @@ def kept_gradients(
 ) -> Gradients:
     """Compute gradients from what :func:`keeping_forward` kept of the same rows."""
     if what == ENTRIES:
-        return _of_entries(kept, rows, stats, dlogp, route, needs)
+        return _gradients_of_entries(kept, rows, stats, dlogp, route, needs)
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if what == HIDDEN:
@@ -141,7 +150,7 @@ def kept_gradients(
         return sums.finish()
 
 
-def _of_entries(
+def _gradients_of_entries(
     kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
 ) -> Gradients:
     bounded = route.options.bounded
@@ -162,18 +171,12 @@ def _of_entries(
 class KeptLogits:
     """Implements :class:`TileGradients`: keeps them all, (T, V)."""
 
-    def __init__(self, kept: Tensor, route: Route) -> None:
+    def __init__(self, kept: Tensor) -> None:
         self._kept = kept
-        self._in_place = kept.dtype == route.logits and route.fixed_rows is None
-
-    def tile(self, part: slice) -> Tensor | None:
-        return self._kept[part] if self._in_place else None
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
-        kernels, dtype = route.backend.kernels, self._kept.dtype
-        dlogits = kernels.dlogits_(chunk.tile, chunk.stats, outer, dtype)
-        if not self._in_place:
-            self._kept[chunk.part] = dlogits
+        place = self._kept[chunk.part]
+        route.backend.kernels.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
 
     def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
         raise NotImplementedError("no fused stage keeps gradients")

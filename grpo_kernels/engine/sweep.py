@@ -97,21 +97,13 @@ def sweep(
     """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them."""
     hidden = rows.hidden
     rows = rows.ready()
-    shared = None
+    buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
     found: list[RowStats] = []
     with matmul_precision(hidden.device, route.precision):
         for part in chunks:
-            buffer = None if sums is None else sums.tile(part)
-            if buffer is None:
-                buffer = shared = new_tile(route, _tallest(chunks)) if shared is None else shared
-            chunk = rows.narrow(part)
-            found.append(_pass(chunk, part, buffer, route, wanted, stage, sums))
+            found.append(_pass(rows.narrow(part), part, buffer, route, wanted, stage, sums))
         gradients = Gradients() if sums is None else sums.finish()
     return concatenate(found) if found else _no_stats(rows, wanted), gradients
-
-
-def _tallest(chunks: Sequence[slice]) -> int:
-    return max(part.stop - part.start for part in chunks)
 
 
 def _pass(

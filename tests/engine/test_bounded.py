@@ -338,4 +338,4 @@ def test_bad_input() -> None:
 def test_explain() -> None:
     x = inputs("policy-like").to(torch.float32)
     text = str(explain_logprobs(x.hidden, x.weight, backward=Bounded()))
-    assert "keeps entries" in text and "1 GEMMs in all" in text
+    assert "keeps entries" in text and "1 GEMM in all" in text

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from grpo_kernels import (
     HeadLoRA,
@@ -212,12 +213,34 @@ def test_explain_says_what_is_kept() -> None:
     assert "logits are formed again, 3 GEMMs" in anew
     weight.requires_grad_()
     anew = str(explain_logprobs(hidden, weight))
-    assert "logits are formed again, 4 GEMMs in all: activation_bytes=1600 would keep" in anew
+    assert (
+        "logits are formed again, 4 GEMMs in all: activation_bytes=1600 would keep dlogits" in anew
+    )
     kept = str(explain_logprobs(hidden, weight, activation_bytes=1600))
     assert "keeps dlogits, 0.0 MiB, 3 GEMMs" in kept
     batch = TokenBatch.from_padded(torch.zeros(2, 5, dtype=torch.int64), torch.ones(2))
     plan = explain(hidden.view(2, 5, 8), weight.detach(), batch, LossConfig(), schedule="two_pass")
     assert "keeps dhidden" in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_head", (False, True))
+def test_compiled_for_any_number_of_rows(of_head: bool) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    weight = torch.randn(40, 8, requires_grad=of_head)
+
+    def step(hidden: Tensor, target: Tensor) -> Tensor:
+        return linear_logprobs(hidden, weight, target).logprobs
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for rows in (7, 9, 12):
+        hidden, target = torch.randn(rows, 8, requires_grad=True), torch.arange(rows)
+        found = [
+            torch.autograd.grad(f(hidden, target).sum(), (hidden,))[0] for f in (step, compiled)
+        ]
+        assert torch.equal(*found)
+    assert counters["stats"]["unique_graphs"] <= 2  # the second for any number
 
 
 @pytest.mark.parametrize("of_head", (False, True))

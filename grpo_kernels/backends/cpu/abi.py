@@ -7,7 +7,7 @@ from ctypes import c_double, c_int32, c_int64, c_void_p
 
 from torch import Tensor
 
-ABI_VERSION = 5  # kAbiVersion of csrc/rows.h
+ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
 
 
 class NativeTile(ctypes.Structure):
@@ -107,5 +107,7 @@ class Gradient(ctypes.Structure):
         ("lse", c_void_p),
         ("dlogp", c_void_p),
         ("dentropy", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
         ("out_dtype", c_int32),
     ]

@@ -134,7 +134,12 @@ class NativeRows:
         return stats
 
     def dlogits_(
-        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGradients,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         logits = tile.logits
         assert out_dtype == logits.dtype or (
@@ -150,9 +155,10 @@ class NativeRows:
             row_vector(dlogp, rows),
             None if outer.dentropy is None else row_vector(outer.dentropy, rows),
         ]
-        gradient = Gradient(*(pointer(vector) for vector in vectors), DTYPES[out_dtype])
+        place = (None, 0) if out is None else (out.data_ptr(), out.stride(0))
+        gradient = Gradient(*(pointer(vector) for vector in vectors), *place, DTYPES[out_dtype])
         library().grpo_dlogits(view, gradient, self._isa_rank, torch.get_num_threads())
-        return output_view(logits, out_dtype)
+        return output_view(logits, out_dtype) if out is None else out
 
 
 NATIVE_ROWS = NativeRows()

@@ -73,7 +73,7 @@ def write_gradient(
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _dlogits_kernel(
     logits_ptr,  # (C, V)
-    out_ptr,  # (C, V), the same storage, of the same or half the width
+    out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
     entropy_ptr,  # (C,) fp32, or None
@@ -130,15 +130,16 @@ def dlogits_(
     stats: RowStats,
     outer: StatsGradients,  # fp32
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
-    """Write the gradient by the raw logits into their storage; see :class:`RowKernels`."""
+    """Write the gradient by the raw logits; see :class:`RowKernels`."""
     check_tile(tile)
     logits, target, transform = tile
     dlogp, dentropy = outer.dlogp, outer.dentropy
     if dlogp is None:
         dlogp = torch.zeros_like(stats.logp)
-    out = gradient_view(logits, out_dtype)
+    out = gradient_view(logits, out_dtype) if out is None else out
     rows, columns = logits.shape
     if rows:
         config = config or row_config("dlogits", logits.dtype, columns, logits.device)

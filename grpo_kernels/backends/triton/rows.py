@@ -15,9 +15,14 @@ class _TritonRows:
         return row_stats(tile, extras)
 
     def dlogits_(
-        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGradients,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return dlogits_(tile, stats, outer, out_dtype)
+        return dlogits_(tile, stats, outer, out_dtype, out)
 
 
 TRITON_ROWS: RowKernels = _TritonRows()
