@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from benchmarks.curves import save_curves
 from benchmarks.learning import ARMS, METRICS, SIZES, measure_learning, run
+from benchmarks.report import show
+from benchmarks.tests.stored import device, learning
+from benchmarks.tests.stored import run as stored_run
 
 
 def test_every_arm_begins_with_the_same_policy_and_logs_its_curves():
@@ -36,3 +40,21 @@ def test_every_seed_is_kept(monkeypatch):
 def test_a_seed_that_fails_is_a_result(monkeypatch):
     monkeypatch.setattr("benchmarks.learning.ask", lambda *_, **__: {"failure": "no memory"})
     assert [row.failure for row in measure_learning("quick").rows] == ["no memory"] * len(ARMS)
+
+
+def test_the_table_and_the_picture(tmp_path):
+    found = device(tmp_path, stored_run([], learning=[learning()]))
+    said = show("learning", "cpu", {"test-cpu": found}).splitlines()
+    assert "a policy; 40 steps of up to 512 tokens, 2 seeds, fp32. Test CPU; 2026-01-02." in said
+    assert said[-3:] == [
+        "| exact | n | 0.744 (0.738 to 0.750) | 0.950 (0.900 to 1.000) "
+        "| 0.900 (0.900 to 0.900) | 0.100 (0.100 to 0.100) |  |  |  |",
+        "| bounded | n | 0.744 (0.738 to 0.750) | 0.950 (0.900 to 1.000) "
+        "| 0.900 (0.900 to 0.900) | 0.100 (0.100 to 0.100) | 34.3 | 6.2 | 1e-3 |",
+        "| other | n | FAILED: no memory |  |  |  |  |  |  |",
+    ]
+    picture = tmp_path / "learning.png"
+    save_curves(found.learning, tmp_path)
+    assert picture.exists()
+    save_curves([], tmp_path)
+    assert not picture.exists()
