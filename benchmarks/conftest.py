@@ -20,7 +20,7 @@ from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # what ends at a deadline ends in the last of these
-_ORDER = ("host", "accuracy", "savings", "head", "memory", "training", "rollouts")
+_ORDER = ("host", "accuracy", "savings", "head", "memory", "training", "rollouts", "learning")
 _ROUNDS = {"cpu": 5, "cuda": 10}
 
 

@@ -16,12 +16,15 @@ from pathlib import Path
 
 from benchmarks import text
 from benchmarks.accuracy.providers import PROVIDERS
+from benchmarks.curves import NAME as CURVES
+from benchmarks.curves import save_curves
 from benchmarks.environment import ROOT
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.results import RESULTS, Device, Table, load
 from benchmarks.shapes import MODELS
 from benchmarks.tables import heads, others
 from benchmarks.tables.columns import in_order
+from benchmarks.tables.learning import learning
 from benchmarks.work import WORKS
 
 NOT_MEASURED = "not measured yet"
@@ -38,6 +41,7 @@ BLOCKS = {
         "Generation and the rest of a step",
         lambda device: others.rollouts(device.rollouts),
     ),
+    "learning": ("Learning with a bounded backward", lambda device: learning(device.learning)),
     "accuracy": (
         "Errors on a policy's distributions",
         lambda device: others.accuracy(device.accuracy),
@@ -66,9 +70,18 @@ def headline(
 
 def plots(kind: str, folder: str) -> str:
     """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
+    return _links(kind, folder, {name: title for name, (title, _) in PLOTS.items()})
+
+
+def curves(kind: str, folder: str) -> str:
+    """Link to the picture of what is learned on the newest device of a kind."""
+    return _links(kind, folder, {CURVES: "reward and entropy over the steps, by gradient"})
+
+
+def _links(kind: str, folder: str, titles: dict[str, str]) -> str:
     device = newest(kind)
-    there = [x for x in PLOTS if device and (RESULTS / device.slug / f"{x}.png").exists()]
-    links = [f"![{PLOTS[name][0]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
+    there = [x for x in titles if device and (RESULTS / device.slug / f"{x}.png").exists()]
+    links = [f"![{titles[name]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
     return "\n\n".join(links) or NOT_MEASURED
 
 
@@ -134,6 +147,7 @@ def main() -> None:
     for device in load(folder).values():
         if draws:
             save_plots(device.tables, folder / device.slug)
+            save_curves(device.learning, folder / device.slug)
         (folder / device.slug / "report.md").write_text(report(device))
         print(f"{folder / device.slug}: {len(device.tables)} cases of {len(device.runs)} runs")
         print(heads.cases(device.tables[:_PRINTED]))

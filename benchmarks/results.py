@@ -18,7 +18,7 @@ from benchmarks.shapes import DTYPES
 from benchmarks.work import WORKS
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("tables", "training", "accuracy", "savings", "rollouts")  # lists of a file
+KINDS = ("tables", "training", "accuracy", "savings", "rollouts", "learning")  # lists of a file
 # a list of numbers, which JSON with an indent spreads over as many lines
 _NUMBERS = re.compile(r"\[(?:\s+(?:-?\d[-+.\de]*|-?Infinity|NaN),?)+\s+\]")
 
@@ -120,6 +120,14 @@ class TrainingRow(Line):
     memory: dict[str, int] | None = None  # peak bytes by phase
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)  # of each step, before clipping
+
+
+@dataclass
+class LearningRow(Line):
+    """One arm's curves: by metric a list for every seed, with a point for every logged step."""
+
+    seeds: list[int] = field(default_factory=list)
+    curves: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -224,6 +232,17 @@ class RolloutsEntry(Entry):
 
 
 @dataclass(kw_only=True)
+class LearningTable(Entry):
+    """All arms of a comparison in training."""
+
+    tokens: int  # of a step, at most
+    vocabulary: int
+    steps: int
+    every: int  # steps from one point of a curve to the next
+    rows: list[LearningRow]
+
+
+@dataclass(kw_only=True)
 class Run:
     """One file."""
 
@@ -233,6 +252,7 @@ class Run:
     accuracy: list[AccuracyTable] = field(default_factory=list)
     savings: list[SavingsTable] = field(default_factory=list)
     rollouts: list[RolloutsEntry] = field(default_factory=list)
+    learning: list[LearningTable] = field(default_factory=list)
 
 
 class Device:
@@ -243,6 +263,7 @@ class Device:
     accuracy: list[AccuracyTable]
     savings: list[SavingsTable]
     rollouts: list[RolloutsEntry]
+    learning: list[LearningTable]
 
     def __init__(self, slug: str, runs: Iterable[Run]) -> None:
         self.slug, self.runs = slug, sorted(runs, key=lambda run: run.environment.date)

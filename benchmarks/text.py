@@ -50,6 +50,12 @@ def spread(values: Sequence[float], middle: float) -> str:
     return ratio(middle) if ends[0] == ends[1] else f"{ratio(middle)} ({ends[0]} to {ends[1]})"
 
 
+def over_seeds(values: Sequence[float]) -> str:
+    """Write a mean, and in brackets from which to which."""
+    mean, *ends = (f"{x:.3f}" for x in (sum(values) / len(values), min(values), max(values)))
+    return f"{mean} ({' to '.join(ends)})"
+
+
 def bold(text: str) -> str:
     return f"**{text}**" if text else text
 

@@ -16,7 +16,7 @@ from grpo_kernels import linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.attributes import TrainerAttributes
 from grpo_trainer.checkpoint import GroupTrainer, settings_of
-from grpo_trainer.config import GRPOConfig, check_arguments, loss_config
+from grpo_trainer.config import GRPOConfig, backward_options, check_arguments, loss_config
 from grpo_trainer.data import (
     Curriculum,
     MicroBatch,
@@ -215,6 +215,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             inputs,
             inputs.token_batch(steps, scale),
             self.loss_config,
+            backward_options(self.args),
             with_router_loss=self._router_coef != 0,
         )
         self._metrics[training].add(metrics)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.backends.registry import BACKENDS
-from grpo_kernels.linear_logprobs import OUTPUTS
+from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
 from grpo_kernels.losses.gates import CORRECTION_MODES
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -145,6 +145,16 @@ def test_lora_on_the_head() -> None:
     assert all(names[name].weight.grad.any() for name in ("lora_a", "lora_b"))
 
 
+def test_which_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {
+        "hidden": torch.empty(4096, 896, dtype=torch.bfloat16, requires_grad=True),
+        "weight": torch.empty(151936, 896, dtype=torch.bfloat16, requires_grad=True),
+    }
+    exec(python_block(KERNELS, "Bounded("), names)
+    (said,) = blocks(section(KERNELS, "Which backward for whom"), "text")
+    assert capsys.readouterr().out == said
+
+
 def test_counts_and_a_buffer_for_the_gradient() -> None:
     weight = torch.randn(50, 16, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
@@ -228,7 +238,7 @@ def test_lists_are_complete() -> None:
     losses = section(README, "Which losses").partition("\nAny of them")[0]
     listed = {name for row in losses.splitlines() for name in re.findall(r"`(\w+)`", row[:20])}
     assert listed - {"loss_type"} == set(LOSSES)
-    assert set(OUTPUTS) <= code(section(KERNELS, "Log-probabilities"))
+    assert {*OUTPUTS, *BOUNDED} <= code(section(KERNELS, "Log-probabilities"))
     assert set(BUILTIN_REWARDS) <= code(section(TRAINER, "Rewards"))
     assert set(CORRECTION_MODES) <= code(section(TRAINER, "Where completions come from"))
     assert set(OldNames.__dataclass_fields__) <= code(section(TRAINER, "Runs from files"))
@@ -247,6 +257,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_settings_are_fields() -> None:
     """Every setting with an underscore that docs/trainer.md names by a prefix of ours exists."""
     prefixes = ("vllm_", "use_", "ref_model_", "max_", "sync_", "router_", "dynamic_", "cast_")
+    prefixes += ("activation_",)
     named = {name for name in code(TRAINER) if name.startswith(prefixes)}
     fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"}
     assert named - fields == set()

@@ -1,5 +1,6 @@
 """GRPOConfig, its checks, and what the user names by an import path. May know ``common``."""
 
+from grpo_trainer.config.backward import backward_options
 from grpo_trainer.config.checks import AGGREGATIONS, SCALES, options
 from grpo_trainer.config.grpo_config import GRPOConfig, check_arguments
 from grpo_trainer.config.imports import load_function, load_module

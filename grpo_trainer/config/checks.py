@@ -34,6 +34,7 @@ _AT_LEAST = {
     "ref_model_sync_steps": 1,
     "max_tool_calling_iterations": 1,
     "top_k": 0,
+    "activation_bytes": 0,
 }
 
 # what generation shares with the loss is set once, in the field named here

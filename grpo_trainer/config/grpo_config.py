@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_trainer.common import masked
+from grpo_trainer.config.backward import BackwardFields, backward_options
 from grpo_trainer.config.checks import (
     AGGREGATIONS,
     SCALES,
@@ -26,7 +27,9 @@ from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 
 
 @dataclass
-class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArguments):
+class GRPOConfig(
+    LossFields, BackwardFields, RolloutFields, ToolFields, OldNames, TrainingArguments
+):
     """Arguments of :class:`~grpo_trainer.GRPOTrainer`.
 
     Beside the fields below it has those of ``transformers.TrainingArguments`` and those of
@@ -173,6 +176,7 @@ class GRPOConfig(LossFields, RolloutFields, ToolFields, OldNames, TrainingArgume
             self.check_eval_batch()
         loss = loss_config(self)
         check_level(self, loss)
+        backward_options(self)  # which checks them
         check_rollout(self, loss)
         check_tools(self)
 

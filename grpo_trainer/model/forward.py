@@ -26,18 +26,22 @@ def policy_loss_of(
     batch: MicroBatch,
     tokens: TokenBatch,
     config: LossConfig,
+    options: dict[str, Any],
     with_router_loss: bool = False,
 ) -> tuple[Tensor, Metrics, Tensor | None]:
-    """Return the policy loss of ``batch`` with ``tokens``, its metrics, and the routers' loss."""
+    """Return the policy loss of ``batch`` with ``tokens``, its metrics, and the routers' loss.
+
+    ``options`` are those of ``linear_policy_loss``.
+    """
     metrics: list[Metrics] = []
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
-        loss, found = linear_policy_loss(hidden, head, tokens, config)
+        loss, found = linear_policy_loss(hidden, head, tokens, config, **options)
         metrics.append(found)
         return loss
 
-    options = {"output_router_logits": True} if with_router_loss else {}
-    output = _run(model, batch, head_fn, **options)
+    wanted = {"output_router_logits": True} if with_router_loss else {}
+    output = _run(model, batch, head_fn, **wanted)
     return output.head, metrics[-1], output.aux_loss
 
 

@@ -34,6 +34,7 @@ _OWN = {
     "total_flos",
 }
 _OWN_PREFIXES = (
+    "backward_",
     "clip_ratio/",
     "completions/",
     "dynamic_sampling/",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Metrics, TokenBatch, policy_loss
+from grpo_kernels.losses import Stat
 from grpo_kernels.losses.gates import CORRECTION_MODES, top_entropy_gate
 from grpo_kernels.losses.kl import KL_ESTIMATORS, kl_penalty
 from grpo_kernels.losses.ratios import LOG_RATIO_LIMIT
@@ -264,6 +265,18 @@ def test_entropy_bonus_uses_the_kept_tokens_only() -> None:
         - policy_loss(logprobs, batch, gated, entropy).loss
     )
     torch.testing.assert_close(difference.item(), 2.0 * 0.35 / 2)
+
+
+def test_ratios_of_norms_merge_to_that_of_all_rows() -> None:
+    error, norm = torch.rand(9, 5, dtype=torch.float64), torch.rand(9, 5, dtype=torch.float64)
+
+    def stat(rows: slice) -> Metrics:
+        squares = (x[rows].square().sum() for x in (error, norm))
+        return Metrics({"error": Stat("norm_ratio", *squares)})
+
+    merged = Metrics.merge([stat(slice(0, 2)), stat(slice(2, 2)), stat(slice(2, 9))])
+    assert merged["error"].item() == pytest.approx((error.norm() / norm.norm()).item())
+    assert stat(slice(0, 0))["error"].isnan()  # no row had a gradient
 
 
 def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:

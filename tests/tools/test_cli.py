@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
-from grpo_kernels import __version__, available_backends
+from grpo_kernels import Bounded, __version__, available_backends
 from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS
 from grpo_kernels.tools import canaries, cli
 from grpo_kernels.tools import check as selfcheck
@@ -205,7 +205,27 @@ def test_time_is_that_of_the_gemms(capsys):
         return [line["gemms"] for line in lines]
 
     assert gemms() == [3, 4, 3, 4, 3]
-    assert gemms("--frozen-head") == [2, 3, 2, 3, 2]
+    assert gemms("--frozen-head") == [2, 3, 2, 2, 2]
+    assert gemms("--frozen-head", "--activation-bytes", "0") == [2, 3, 2, 3, 2]
+    assert gemms("--activation-bytes", "1MiB") == [3, 4, 3, 3, 3]
+    assert gemms("--bounded") == [3, 4, 3, 4, 3, 1, 1]
+
+
+def test_plan_says_what_is_kept(capsys):
+    options = (*SIZES, "--activation-bytes", "1MiB", "--gpu-memory", "1GiB", "--bounded", "64")
+    *_, two, _, first, second = plan_data(capsys, *options)["implementations"]
+    assert [two["keeps"], first["keeps"], second["keeps"]] == ["dlogits", "entries", "entries"]
+    # more tokens than the budget is for, whose logits are formed again
+    assert two["largest_micro_batch_tokens"] > (1 << 20) // 2000
+    head, bounded = HeadShape(hidden=64, vocabulary=1000), Bounded(slots=64)
+    for name, line in (("one_pass", first), ("two_pass", second)):
+        estimate = estimate_memory(name, head, 100, memory=1 << 30, bounded=bounded)
+        assert line["total_bytes"] == estimate.total
+    out = plan(capsys, *options)
+    assert "ours, two_pass, keeps dlogits" in out and "ours, one_pass, bounded" in out
+    assert "sparse products" in out and "sparse" not in plan(capsys, *SIZES)
+    with pytest.raises(SystemExit):
+        plan(capsys, *SIZES, "--bounded", "0")
 
 
 def test_the_largest_micro_batch_of_a_tiny_head_is_found_at_once(capsys):

@@ -20,13 +20,17 @@ from grpo_kernels import LossConfig, TokenBatch, explain
 from grpo_kernels.backends import Backend, RowStats, StatsGradients, Tile, chunk_rows
 from grpo_kernels.backends.base import output_view
 from grpo_kernels.engine import (
+    Bounded,
     GradientSums,
+    Keeping,
     Needs,
     Route,
     Rows,
     RunOptions,
+    kept_gradients,
     row_chunks,
     rows_backward,
+    rows_forward,
     sweep,
 )
 from grpo_kernels.head import Head, Transform
@@ -97,7 +101,9 @@ class OnAGpu(Backend):
     name, has_tiles, kernels = "a GPU's", True, EmptyRows()
 
 
-def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: str) -> int:
+def allocated(
+    monkeypatch, name: str, head: HeadShape, tokens: int, precision: str, kept: int | None
+) -> int:
     """Return the peak bytes of the schedule's gradients, on tensors without storage."""
     # on a GPU, a GEMM writes its result and nothing else
     for module in ("sweep", "recompute"):
@@ -112,7 +118,7 @@ def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: s
     rows = Rows(hidden=hidden, head=Head(weight, None, Transform()), target=target)
     route = Route(
         backend=OnAGpu(),
-        options=RunOptions(precision=precision),
+        options=RunOptions(precision=precision, activation_bytes=kept),
         dtype=head.dtype,
         device=hidden.device,
         columns=V,
@@ -120,12 +126,18 @@ def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: s
         linear_stats=None,
     )
     needs = Needs(hidden=True, weight=not head.frozen)
+    keeping = Keeping.of(tokens, D, route, needs)
     with torch.no_grad(), LiveBytes(hidden, weight, target) as live:
         if name == "one_pass":
             stage = lambda part, stats: StatsGradients(stats.logp)  # noqa: E731
             chunks = row_chunks(tokens, route)
             sums = GradientSums(rows, needs, len(chunks))
             gradients = sweep(rows, route, chunks, stage=stage, sums=sums)[1]
+        elif keeping.what != "nothing":
+            stats, saved = rows_forward(rows, route, keeping=keeping)
+            gradients = kept_gradients(
+                keeping.what, saved, rows, stats, torch.empty_like(stats.logp), route, needs
+            )
         else:
             if head.dtype == torch.float32:  # a 16-bit forward has no tile
                 sweep(rows, route, row_chunks(tokens, route))
@@ -142,11 +154,19 @@ def allocated(monkeypatch, name: str, head: HeadShape, tokens: int, precision: s
 @pytest.mark.parametrize("mixed", (False, True))
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize(
-    "name,precision", [("one_pass", "fp32"), ("one_pass", "input"), ("two_pass", "fp32")]
+    "name,precision,kept",
+    [
+        ("one_pass", "fp32", None),
+        ("one_pass", "input", None),
+        ("two_pass", "fp32", 0),
+        ("two_pass", "fp32", None),
+        ("two_pass", "fp32", 1 << 30),
+        ("two_pass", "input", 1 << 30),
+    ],
 )
 @pytest.mark.parametrize("chunks", (0.3, 2.4))
 def test_gpu_formula_is_what_the_schedule_allocates(
-    monkeypatch, dtype, mixed, frozen, name, precision, chunks
+    monkeypatch, dtype, mixed, frozen, name, precision, kept, chunks
 ):
     if mixed and dtype == torch.float32:
         pytest.skip("nothing is mixed")
@@ -158,9 +178,9 @@ def test_gpu_formula_is_what_the_schedule_allocates(
         frozen=frozen,
     )
     tokens = int(chunks * chunk_rows(V, dtype, precision, CUDA, None))
-    counted = allocated(monkeypatch, name, head, tokens, precision)
+    counted = allocated(monkeypatch, name, head, tokens, precision, kept)
     # vectors of one value per token are left out
-    estimate = estimate_memory(name, head, tokens, precision=precision)
+    estimate = estimate_memory(name, head, tokens, precision=precision, activation_bytes=kept)
     assert estimate.growth == pytest.approx(counted, rel=0.01)
 
 
@@ -201,6 +221,25 @@ def test_trl_counted_by_hand():
     assert growth("trl", frozen, tokens) == tokens * D * 4 + tile + tokens * D * 2
     on_cpu = growth("trl", head, tokens, device="cpu")
     assert on_cpu == sums + tile + tokens * columns * (7 * 4 + 1)
+
+
+def test_entries_counted_by_hand():
+    """Twice those of all rows: of the chunks, and joined; whatever the schedule."""
+    tokens, slots = 1000, 100
+    entries = tokens * (2 * slots + 5) * 4
+    for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
+        head = HeadShape(hidden=D, vocabulary=V, dtype=dtype)
+        gradients, tile = (tokens + V) * D * width, 1024 * 5024 * 4
+        one, two = (
+            growth(name, head, tokens, bounded=Bounded(slots=slots))
+            for name in ("one_pass", "two_pass")
+        )
+        assert one == gradients + tile + 2 * entries
+        assert two == max(entries + tile, gradients + 2 * entries)
+    few = HeadShape(hidden=D, vocabulary=50)  # no row has more entries than ids
+    assert growth("two_pass", few, tokens, bounded=Bounded()) == 2 * tokens * 105 * 4 + (
+        (tokens + 50) * D * 2
+    )
 
 
 def test_constants_of_trl():

@@ -1,10 +1,11 @@
 """Estimates of a head's peak memory and time, from formulas: nothing of the loss is run."""
 
+from grpo_kernels.tools.estimate.call import HeadShape
 from grpo_kernels.tools.estimate.memory import (
-    HeadShape,
     MemoryEstimate,
     default_schedule,
     estimate_memory,
+    what_is_kept,
 )
 
-__all__ = ["HeadShape", "MemoryEstimate", "default_schedule", "estimate_memory"]
+__all__ = ["HeadShape", "MemoryEstimate", "default_schedule", "estimate_memory", "what_is_kept"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 
 from grpo_kernels.backends import cpu
+from grpo_kernels.engine import Bounded
 from grpo_kernels.tools import machine
+from grpo_kernels.tools.estimate.call import DTYPES, HeadShape
 from grpo_kernels.tools.estimate.memory import (
-    DTYPES,
-    HeadShape,
     MemoryEstimate,
     default_schedule,
     estimate_memory,
+    what_is_kept,
 )
 from grpo_kernels.tools.text import (
     BadArgumentError,
@@ -61,9 +63,10 @@ _OPTIONS = {
     "dtype": "--dtype",
     "weight_dtype": "--weight-dtype",
     "max_workspace_bytes": "--max-workspace",
+    "activation_bytes": "--activation-bytes",
 }
-# GEMMs over the head, forward and backward; one fewer where it is frozen
-_GEMMS = {"eager": 3, "trl": 4, "one_pass": 3, "two_pass": 4}
+# exact GEMMs over the head, forward and backward; one fewer where it is frozen
+_GEMMS = {"eager": 3, "trl": 4, "one_pass": 3}
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
@@ -89,6 +92,20 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     )
     device.add_argument("--gpu", help=f"for the time [the present device]: {_NAMES}")
     device.add_argument("--tflops", type=positive, help="for the time: reached by GEMMs")
+    backward = plan.add_argument_group("our backward")
+    backward.add_argument(
+        "--activation-bytes",
+        type=lambda text: 0 if text == "0" else byte_size(text),
+        help="what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]",
+    )
+    backward.add_argument(
+        "--bounded",
+        type=count,
+        nargs="?",
+        const=Bounded().slots,
+        metavar="SLOTS",
+        help=f"also with a bounded error, by as many entries of a row [{Bounded().slots}]",
+    )
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.set_defaults(run=run)
 
@@ -118,15 +135,32 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     if memory is None and device in machine.device_types():
         memory = machine.device_memory(device)
 
-    def line(title: str, name: str, workspace: int | None = None) -> dict[str, Any]:
+    def line(
+        title: str, name: str, workspace: int | None = None, bounded: Bounded | None = None
+    ) -> dict[str, Any]:
+        options = {
+            "device": device,
+            "max_workspace_bytes": workspace,
+            "memory": memory,
+            "activation_bytes": arguments.activation_bytes,
+            "bounded": bounded,
+        }
+
         def estimate(tokens: int) -> MemoryEstimate:
-            options = {"device": device, "max_workspace_bytes": workspace, "memory": memory}
             return estimate_memory(name, head, tokens, **options)
 
-        gemms, largest = _GEMMS[name] - head.frozen, None
+        kept = what_is_kept(head, tokens, **options)
+        of_backward = name == "two_pass" or bounded is not None
+        gemms = kept.gemms if of_backward else _GEMMS[name] - head.frozen
+        if of_backward and bounded is None and kept.what != "nothing":
+            title += f", keeps {kept.what}"
+        largest = None
         if memory is not None:
-            free = max(0, memory - arguments.reserved)  # and a token takes more than a byte
-            largest = bisect_right(range(1, free + 1), free, key=lambda n: estimate(n).total)
+            largest = _largest(
+                lambda n: estimate(n).total,
+                lambda n: what_is_kept(head, n, **options).what != "nothing",
+                max(0, memory - arguments.reserved),
+            )
         found, flop = estimate(tokens), gemms * 2.0 * tokens * head.size
         return {
             "title": title,
@@ -134,6 +168,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
             **{f"{key}_bytes": size for key, size in asdict(found).items()},
             "total_bytes": found.total,
             "gemms": gemms,
+            "keeps": kept.what if of_backward else None,
             "seconds": flop / (tflops * 1e12) if tflops else None,
             "largest_micro_batch_tokens": largest,
         }
@@ -141,6 +176,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     small = arguments.max_workspace or _SMALL_WORKSPACE[device]
     ours = {name: f"ours, {name}" for name in ("one_pass", "two_pass")}
     ours[default_schedule(head, tokens, device=device, memory=memory)] += " (the default)"
+    entries = None if arguments.bounded is None else Bounded(slots=arguments.bounded)
     return {
         "model": _name(arguments.model),
         "head": {
@@ -151,6 +187,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "device": device,
         "memory_bytes": memory,
         "reserved_bytes": arguments.reserved,
+        "activation_bytes": arguments.activation_bytes,
+        "slots": arguments.bounded,
         "tflops": tflops,
         "tflops_source": source,
         "implementations": [
@@ -158,8 +196,21 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
             line("TRL 1.16, chunked head", "trl"),
             *(line(title, name) for name, title in ours.items()),
             line(f"ours, one_pass, tile of {in_units(small)}", "one_pass", small),
+            *(line(f"ours, {x}, bounded", x, None, entries) for x in ours if entries is not None),
         ],
     }
+
+
+def _largest(total: Callable[[int], int], keeps: Callable[[int], bool], free: int) -> int:
+    """Return how many tokens fit, each of which takes more than a byte.
+
+    Beyond a budget nothing is kept, so more tokens than that may take less.
+    """
+    numbers = range(1, free + 1)
+    keeping = bisect_left(numbers, True, key=lambda n: not keeps(n))
+    if keeping < free and total(keeping + 1) <= free:
+        return bisect_right(numbers, free, lo=keeping, key=total)
+    return bisect_right(numbers, free, hi=keeping or None, key=total)
 
 
 def _text(facts: dict[str, Any]) -> list[str]:
@@ -190,6 +241,11 @@ def _text(facts: dict[str, Any]) -> list[str]:
         "extra      what else is alive at the peak",
         "peak       all of it, without the CUDA context and the libraries' workspaces",
         f"time       of the GEMMs over the head alone; {rate}{facts['tflops_source']}",
+        *(
+            ["bounded    beside the GEMM it takes sparse products, and rows that need more entries"]
+            if facts["slots"] is not None
+            else []
+        ),
         f"largest    {largest}",
     ]
 

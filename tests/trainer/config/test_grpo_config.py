@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
-from grpo_kernels import LossConfig
+from grpo_kernels import Bounded, LossConfig
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
-from grpo_trainer.config import loss_config
+from grpo_trainer.config import backward_options, loss_config
 
 
 def test_defaults(tmp_path):
@@ -52,6 +52,15 @@ def test_every_loss_field_reaches_the_loss(make_args):
 def test_every_loss_is_accepted(make_args, loss_type):
     args = make_args(loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None)
     assert loss_config(args).loss_type == loss_type
+
+
+def test_the_backward_of_the_head(make_args):
+    assert backward_options(make_args()) == {"activation_bytes": None}
+    words = "--backward_tolerance 2e-3 --backward_exact_weight --activation_bytes 4096 --seed 7"
+    run = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x", "--use_cpu"]
+    _, args = parse([*run, *words.split()])
+    bounded = Bounded(tolerance=2e-3, exact_weight=True, seed=7)
+    assert backward_options(args) == {"backward": bounded, "activation_bytes": 4096}
 
 
 def test_generation_batch(make_args):
@@ -114,6 +123,25 @@ def test_scale_rewards(make_args, given, kept):
         ({"repetition_penalty": 0}, "repetition_penalty: expected a number > 0"),
         ({"reward_weights": [1.0, float("nan")]}, "reward_weights"),
         ({"cache_implementation": "fast"}, "cache_implementation"),
+        (
+            {"backward_tolerance": 0.0},
+            r"backward_tolerance: expected a number in \(0, 1\), got 0.0",
+        ),
+        ({"backward_tolerance": 1}, r"backward_tolerance: expected a number in \(0, 1\), got 1"),
+        ({"backward_tolerance": "high"}, r"backward_tolerance: expected a number in .*'high'"),
+        ({"backward_tolerance": 1e-2, "entropy_coef": 0.1}, "expected None with entropy_coef=0.1"),
+        (
+            {"backward_tolerance": 1e-2, "use_adaptive_entropy": True},
+            "backward_tolerance: expected None with use_adaptive_entropy=True",
+        ),
+        (
+            {"backward_tolerance": 1e-2, "use_sampling_mask": True, "top_k": 4},
+            "backward_tolerance: expected None with use_sampling_mask=True",
+        ),
+        ({"backward_tolerance": 1e-2, "seed": 1 << 32}, "seed: expected an int in"),
+        ({"backward_exact_weight": True}, "expected False without backward_tolerance"),
+        ({"activation_bytes": -1}, "activation_bytes: expected an integer >= 0, got -1"),
+        ({"activation_bytes": 1.5}, "activation_bytes: expected an integer >= 0, got 1.5"),
         ({"generation_kwargs": {"temperature": 0.5}}, "the field temperature instead"),
         ({"generation_kwargs": {"max_new_tokens": 5}}, "the field max_completion_length instead"),
         ({"generation_kwargs": {"num_beamz": 5}}, "GenerationConfig has no 'num_beamz'"),

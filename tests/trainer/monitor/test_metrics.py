@@ -28,6 +28,7 @@ CLIP = {
     "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
     "clip_ratio/region_mean",
 }  # fmt: skip
+BACKWARD = {f"backward_{name}" for name in ("entries", "whole_rows", "error", "error_bound")}
 SAMPLING = {
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
     "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
@@ -59,6 +60,7 @@ class Reporting(CannedEngine):
         ),
         ({"entropy_coef": 0.1}, CLIP | {"policy_loss", "entropy_coef"}),
         ({"use_adaptive_entropy": True}, {"policy_loss", "entropy_coef"}),
+        ({"backward_tolerance": 0.1}, BACKWARD),
     ],
     ids=lambda value: value.get("loss_type", next(iter(value))) if isinstance(value, dict) else "",
 )

@@ -1,0 +1,93 @@
+"""Peak memory of our two schedules, by what their forward keeps for the backward."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_kernels.backends import BACKENDS
+from grpo_kernels.engine import row_block, tile_shape
+from grpo_kernels.tools.estimate.call import WIDE, Call
+
+
+def one_pass(call: Call) -> int:
+    """Estimate gradients in the forward, chunk by chunk, which the backward scales."""
+    # the weight's gradient is one GEMM where the logits are one tile, or entries
+    single = call.tokens <= call.fit or call.bounded is not None
+    gradients = call.dhidden + call.dweight(single)
+    tile = _tile(call)
+    if call.bounded is not None:  # those of the chunks, and joined
+        tile += 2 * call.keeping.nbytes
+    return gradients + max(tile, _rounded(call, single))
+
+
+def _tile(call: Call) -> int:
+    """Return the bytes of a tile of logits and of what forms it."""
+    fp32 = WIDE in (call.logits.itemsize, call.head.width)
+    return call.tile + call.head.cast + call.library(fp32_gemms=fp32)
+
+
+def _rounded(call: Call, single: bool) -> int:
+    """Return the bytes of those gradients that are rounded to their dtype at the end."""
+    pairs = zip((call.dhidden, call.dweight(single)), call.returned, strict=True)
+    return sum(result for gradient, result in pairs if gradient != result)
+
+
+def two_pass(call: Call) -> int:
+    """Estimate statistics first, and a backward by what is kept, or from logits formed again."""
+    return _KEPT[call.keeping.what](call)
+
+
+def _with_dhidden(call: Call) -> int:
+    """Estimate a backward that multiplies the rows of a gradient that is there."""
+    product = call.tokens * call.head.hidden * WIDE
+    rounded = call.returned[0] if call.head.width < WIDE else 0
+    return call.keeping.nbytes + max(_tile(call), product + rounded)
+
+
+def _with_dlogits(call: Call) -> int:
+    """Estimate the GEMMs of the gradients alone, in the backward."""
+    head = call.head
+    tile = 0 if head.dtype == call.logits else call.tile  # 0: logits lie where they are kept
+    product = call.tokens * head.hidden * WIDE
+    gradients = call.dhidden + call.dweight(single=True)
+    return call.keeping.nbytes + max(
+        tile + head.cast + call.library(fp32_gemms=True),
+        gradients + max(head.cast + product, _rounded(call, single=True)),
+    )
+
+
+def _with_entries(call: Call) -> int:
+    """Estimate sparse products; the entries are there twice, of the chunks and joined."""
+    kept, gradients = call.keeping.nbytes, call.dhidden + call.dweight(single=True)
+    products = kept + gradients + max(call.head.cast, _rounded(call, single=True))
+    return kept + max(_tile(call), products)
+
+
+def _with_nothing(call: Call) -> int:
+    """Estimate a backward that forms the logits slice by slice."""
+    head = call.head
+    elements = call.fit * head.vocabulary
+    rows, columns = tile_shape(call.tokens, head.vocabulary, elements, row_block(call.where))
+    tile = min(rows, call.tokens) * columns * call.logits.itemsize
+    wide, dweight = call.tokens * head.hidden * WIDE, call.returned[1]
+    # a slice of dweight is summed apart, where its own dtype would round the sums
+    narrow = call.tokens > rows and head.weight_width < WIDE
+    apart = head.trained and (narrow or head.dtype == torch.float16)
+    waiting = columns * head.hidden * WIDE if apart else 0
+    rounded = call.returned[0] if head.width < WIDE else 0
+    # the forward has a tile only where no GEMM comes with its statistics
+    tiled = BACKENDS["cpu"].unavailable() if call.on_cpu else head.width == WIDE
+    forward = call.tile if tiled else 0
+    return call.library(fp32_gemms=head.width == WIDE) + max(
+        head.cast + forward,
+        head.cast + tile + wide + dweight + waiting,
+        wide + rounded + dweight,
+    )
+
+
+_KEPT = {
+    "nothing": _with_nothing,
+    "dhidden": _with_dhidden,
+    "dlogits": _with_dlogits,
+    "entries": _with_entries,
+}
