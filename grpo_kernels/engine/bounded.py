@@ -116,7 +116,8 @@ class BoundedSums:
         if bounded.exact_weight and needs.of_head:
             self._exact = GradientSums(rows, replace(needs, hidden=False), num_chunks)
         self._found: list[tuple[Entries, RowStats, Tensor]] = []
-        self.report: Tensor | None = None  # of :func:`bounded_report`, after ``finish``
+        # of :func:`bounded_report`, after ``finish``
+        self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         assert outer.dlogp is not None and outer.dentropy is None

@@ -99,10 +99,15 @@ class Plan:
 
     @cached_property
     def keeping(self) -> Keeping:
-        """What the forward of two passes keeps for the backward."""
+        """What the forward keeps for the backward, or for its end."""
         why_not = _why_exact(self.batch, self.config)
         size = self.active.batch.num_tokens, self.head.weight.shape[1]
-        return Keeping.of(*size, self.route, self.needs, why_not)
+        kept = Keeping.of(*size, self.route, self.needs, why_not)
+        bounded = self.options.bounded
+        if bounded is None or self.schedule == "two_pass":
+            return kept
+        # the logits are there for the weight's exact gradient
+        return replace(kept, gemms=1 + (self.needs.weight and bounded.exact_weight))
 
     @cached_property
     def fingerprint(self) -> str:

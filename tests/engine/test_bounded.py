@@ -16,6 +16,7 @@ from grpo_kernels import (
     LossConfig,
     SamplingMask,
     TokenBatch,
+    explain,
     explain_logprobs,
     linear_logprobs,
     linear_policy_loss,
@@ -252,6 +253,29 @@ def test_losses(loss_type: str, schedule: str) -> None:
     assert 0 < metrics["backward_error"] < 2e-3
     assert 1 <= metrics["backward_entries"] < SLOTS and 0 <= metrics["backward_whole_rows"] < 0.5
     assert metrics["backward_error_bound"] > 0
+
+
+@pytest.mark.parametrize("exact_weight", (False, True))
+def test_a_batch_without_a_gradient_has_the_same_metrics(exact_weight: bool) -> None:
+    x = inputs("policy-like").to(torch.float32)
+    hidden = x.hidden.detach().view(8, -1, DEPTH).requires_grad_()
+    batch = TokenBatch.from_padded(x.target.view(8, -1), torch.zeros(8))
+    names = []
+    for schedule in ("one_pass", "two_pass"):
+        options = dict(schedule=schedule, backward=Bounded(exact_weight=exact_weight))
+        out = linear_policy_loss(hidden, x.weight, batch, LossConfig(), **options)
+        names.append(set(out.metrics))
+    assert names[0] == names[1] >= {"backward_entries", "backward_error"}
+
+
+def test_explain_one_pass() -> None:
+    x = inputs("policy-like").to(torch.float32)
+    hidden = x.hidden.view(8, -1, DEPTH)
+    batch = TokenBatch.from_padded(x.target.view(8, -1), torch.ones(8))
+    for exact_weight, text in ((False, "1 GEMM in all"), (True, "2 GEMMs in all")):
+        backward = Bounded(exact_weight=exact_weight)
+        plan = explain(hidden, x.weight, batch, LossConfig(), backward=backward)
+        assert plan.schedule == "one_pass" and text in str(plan)
 
 
 def test_main_grad() -> None:
