@@ -1,5 +1,8 @@
 // The C entry points: pick the instruction set, spread the rows over threads. No exception leaves
 // them.
+#include <memory>
+
+#include "entries.h"
 #include "linear.h"
 #include "threads.h"
 
@@ -32,11 +35,15 @@ const std::vector<const RowKernels*>& kernels() {
   return found;
 }
 
+// Threads that have something to do for a tile.
+int64_t useful(const Tile& tile, int32_t threads) {
+  constexpr int64_t kElementsPerThread = 1 << 16;
+  return std::min<int64_t>(threads, tile.rows * tile.columns / kElementsPerThread);
+}
+
 template <class Work>
 void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
-  constexpr int64_t kElementsPerThread = 1 << 16;
-  const int64_t useful = tile.rows * tile.columns / kElementsPerThread;
-  share(tile.rows, std::min<int64_t>(threads, useful), [&](const auto& next) {
+  share(tile.rows, useful(tile, threads), [&](const auto& next) {
     for (int64_t row; (row = next()) < tile.rows;) work(row);
   });
 }
@@ -83,4 +90,30 @@ GRPO_EXPORT int32_t grpo_linear(const grpo::Linear* linear, const grpo::Stats* o
                                 int32_t threads) {
   const auto* kernels = grpo::kernels()[rank]->linear;
   return grpo::status_of([&] { grpo::linear_stats(*linear, *out, *kernels, threads); });
+}
+
+GRPO_EXPORT int32_t grpo_extract(const grpo::Tile* tile, const grpo::Extraction* extraction,
+                                 int32_t rank, int32_t threads) {
+  const auto* kernels = grpo::kernels()[rank]->entries;
+  return grpo::status_of([&] {
+    grpo::share(tile->rows, grpo::useful(*tile, threads), [&](const auto& next) {
+      const std::unique_ptr<grpo::Candidate[]> room(new grpo::Candidate[tile->columns + 1]);
+      for (int64_t row; (row = next()) < tile->rows;) {
+        grpo::extract_row(*tile, *extraction, *kernels, row, room.get());
+      }
+    });
+  });
+}
+
+GRPO_EXPORT int32_t grpo_matmul(const grpo::Entries* entries, const grpo::Product* product,
+                                int32_t rank, int32_t threads) {
+  const auto* kernels = grpo::kernels()[rank]->entries;
+  return grpo::status_of([&] { grpo::matmul(*entries, *product, *kernels, threads); });
+}
+
+GRPO_EXPORT int32_t grpo_transposed_matmul(const grpo::Entries* entries,
+                                           const grpo::Product* product, int32_t rank,
+                                           int32_t threads) {
+  const auto* kernels = grpo::kernels()[rank]->entries;
+  return grpo::status_of([&] { grpo::transposed_matmul(*entries, *product, *kernels, threads); });
 }

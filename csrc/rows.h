@@ -2,14 +2,14 @@
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
 // fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
-// `grpo_kernels/backends/cpu/rows.py` mirrors these structs: change both, and kAbiVersion.
+// `grpo_kernels/backends/cpu/abi.py` mirrors these structs: change both, and kAbiVersion.
 #pragma once
 
 #include <cstdint>
 
 namespace grpo {
 
-constexpr int32_t kAbiVersion = 4;
+constexpr int32_t kAbiVersion = 5;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -76,6 +76,7 @@ struct Scores {
 enum Status : int32_t { kDone = 0, kOutOfMemory = 1 };
 
 struct LinearKernels;  // linear.h
+struct EntryKernels;   // entries.h
 
 // One row each: rows share nothing, so a row's result depends neither on the others nor on threads.
 struct RowKernels {
@@ -83,6 +84,7 @@ struct RowKernels {
   void (*stats)(const Tile&, const Stats&, int64_t row);
   void (*dlogits)(const Tile&, const Gradient&, int64_t row);
   const LinearKernels* linear;
+  const EntryKernels* entries;
 };
 
 extern const RowKernels kBaseline;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "entries.h"
 #include "linear.h"
 
 #define GRPO_LANES 8
@@ -22,6 +23,7 @@ namespace grpo::avx2 {
 #include "row_kernels.inc"
 #include "gemm_fp32.inc"
 #include "fold.inc"
+#include "entries.inc"
 }  // namespace grpo::avx2
 
 #if defined(__clang__)
@@ -29,6 +31,6 @@ namespace grpo::avx2 {
 #endif
 
 namespace grpo {
-const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits, &avx2::kLinear};
+const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits, &avx2::kLinear, &avx2::kEntries};
 }
 #endif

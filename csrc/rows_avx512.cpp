@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "entries.h"
 #include "linear.h"
 
 #define GRPO_LANES 16
@@ -23,6 +24,7 @@ namespace grpo::avx512 {
 #include "row_kernels.inc"
 #include "gemm_fp32.inc"
 #include "fold.inc"
+#include "entries.inc"
 }  // namespace grpo::avx512
 
 #if defined(__clang__)
@@ -30,7 +32,8 @@ namespace grpo::avx512 {
 #endif
 
 namespace grpo {
-const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, &avx512::kLinear};
+const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, &avx512::kLinear,
+                            &avx512::kEntries};
 
 namespace {
 const Gemm* amx_gemm(int32_t dtype) {
@@ -39,6 +42,6 @@ const Gemm* amx_gemm(int32_t dtype) {
 constexpr LinearKernels kAmxLinear = {avx512::kLanes, amx_gemm, avx512::fold, avx512::merge};
 }  // namespace
 
-const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kAmxLinear};
+const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kAmxLinear, &avx512::kEntries};
 }
 #endif

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "entries.h"
 #include "linear.h"
 
 #define GRPO_LANES 4
@@ -14,8 +15,10 @@ namespace grpo::baseline {
 #include "row_kernels.inc"
 #include "gemm_fp32.inc"
 #include "fold.inc"
+#include "entries.inc"
 }  // namespace grpo::baseline
 
 namespace grpo {
-const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits, &baseline::kLinear};
+const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits, &baseline::kLinear,
+                              &baseline::kEntries};
 }

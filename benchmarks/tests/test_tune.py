@@ -241,6 +241,17 @@ def test_the_first_candidate_is_the_default() -> None:
         assert {config.descriptors for config in configs} == {configs[0].descriptors}
 
 
+def test_programs_and_warps_are_shared_out_where_triton_can() -> None:
+    linear = pytest.importorskip("benchmarks.tune.linear")
+    for device, flat, specialized in (("sm_80", 0, 0), ("sm_90", 1, 0), ("sm_100", 0, 1)):
+        configs = linear.linear_configs(device)
+        assert set(linear.scheduled_configs(device)) < set(configs)
+        assert any(config.persistent for config in configs)
+        assert any(config.persistent and config.flat for config in configs) == flat
+        assert any(config.specialized for config in configs) == specialized
+        assert not any(config.specialized and config.flat for config in configs)
+
+
 def test_what_differs_is_named() -> None:
     want = {"logp": torch.ones(4), "lse": torch.ones(4)}
     assert difference(want, want, 1e-6) is None

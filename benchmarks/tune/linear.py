@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.shapes import Model
 from benchmarks.tune.contest import Candidate, difference
 from grpo_kernels.backends import BACKENDS, RowStats
-from grpo_kernels.backends.configs.linear import LinearConfig, default_config
+from grpo_kernels.backends.configs.linear import SPECIALIZING, LinearConfig, default_config
 from grpo_kernels.backends.configs.rows import bits, device_class, gpu_chunk_rows
 from grpo_kernels.backends.triton.linear_launch import linear_stats
 from grpo_kernels.engine import Route, Rows, RunOptions, row_chunks, sweep
@@ -52,7 +52,17 @@ def linear_configs(device_class: str) -> list[LinearConfig]:
         found.append(replace(config, tiles=max(1, default.split_columns // config.block_v)))
     if device_class == "sm_90":  # elsewhere the flat loop spills
         found += [replace(config, flat=1) for config in found]
-    return list(dict.fromkeys([*found, *(replace(default, **share) for share in _SHARES)]))
+    found += [replace(default, **share) for share in _SHARES]
+    return list(dict.fromkeys([*found, *scheduled_configs(device_class)]))
+
+
+def scheduled_configs(device_class: str) -> list[LinearConfig]:
+    """Return the default tile with other ways of sharing out programs and warps."""
+    flat, specialized = device_class == "sm_90", device_class in SPECIALIZING
+    ways: list[dict[str, int]] = [{"persistent": 1}]
+    ways += [{"flat": 1}, {"flat": 1, "persistent": 1}] if flat else []
+    ways += [{"specialized": 1}, {"specialized": 1, "persistent": 1}] if specialized else []
+    return [replace(default_config(device_class), **way) for way in ways]
 
 
 def candidates(

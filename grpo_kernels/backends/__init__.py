@@ -20,7 +20,7 @@ from grpo_kernels.backends.base import (
     shapes_of,
 )
 from grpo_kernels.backends.chunked import slope, transformed
-from grpo_kernels.backends.entries import WHOLE, Entries, EntryKernels, row_keys
+from grpo_kernels.backends.entries import ANY_ERROR, WHOLE, Entries, EntryKernels, row_keys
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.registry import (
     BACKEND_VARIABLE,
@@ -37,6 +37,7 @@ from grpo_kernels.backends.registry import (
 from grpo_kernels.backends.topk import with_ranks
 
 __all__ = [
+    "ANY_ERROR",
     "BACKENDS",
     "BACKEND_VARIABLE",
     "EXTRAS",

@@ -123,6 +123,9 @@ def _dlogits(tile: Tile, stats: RowStats, outer: StatsGradients) -> Tensor:
         bounded = logp.clamp_(min=LEAST_LOGP).add_(stats.entropy.unsqueeze(-1))
         coefficient = coefficient - outer.dentropy.unsqueeze(-1) * bounded
     gradient = p.mul_(coefficient)
+    active = outer.nonzero
+    if active is not None:  # a product with 0 would not hide what is no number
+        gradient.masked_fill_(~active.unsqueeze(-1), 0)
     inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
     gradient.scatter_add_(
         -1, (target * inside).unsqueeze(-1), torch.where(inside, dlogp, 0).unsqueeze(-1)

@@ -21,9 +21,10 @@ from torch import Tensor
 from grpo_kernels.backends.base import RowStats, Tile
 from grpo_kernels.backends.chunked import row_blocks, transformed
 
-_STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
+STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
 _MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9
+GOLDEN = 0x9E3779B9
+ANY_ERROR = 1e30  # or more: the row has no gradient
 WHOLE = -1  # the count of a row that does not fit
 
 
@@ -73,8 +74,8 @@ class EntryKernels(Protocol):
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         ``keys`` (C,) int32 are those of :func:`row_keys`, ``allowed`` (C,) the L2 norm that each
-        row's error is expected to have at most. One that is allowed an infinite error has no
-        entries. A row without a finite ``lse`` is whole, and so is one that is expected to need
+        row's error is expected to have at most. Of one that is allowed :data:`ANY_ERROR` nothing is
+        meant. A row without a finite ``lse`` is whole, and so is one that is expected to need
         more entries.
         """
         ...
@@ -108,7 +109,7 @@ def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
     """
     bits = lse.double().contiguous().view(torch.int64)
     row = torch.arange(first, first + lse.numel(), device=lse.device)
-    key = _mixed(row * _GOLDEN + seed)
+    key = _mixed(row * GOLDEN + seed)
     key = _mixed(key ^ (bits & _MASK))
     key = _mixed(key ^ (bits >> 32 & _MASK))
     return torch.where(key < 1 << 31, key, key - (1 << 32)).int()
@@ -125,7 +126,7 @@ def _mixed(x: Tensor) -> Tensor:
 def uniforms(keys: Tensor, columns: int) -> Tensor:
     """Return (C, V) fp64 numbers in (0, 1), multiples of 2^-25: those that decide what is kept."""
     column = torch.arange(columns, device=keys.device)
-    hashed = _mixed(keys.long()[:, None] + column * _GOLDEN)
+    hashed = _mixed(keys.long()[:, None] + column * GOLDEN)
     return ((hashed >> 8).double() + 0.5) * 2.0**-24
 
 
@@ -199,13 +200,12 @@ def _extract(tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: 
         at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
     scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
     norm = (at_target**2 + (others * others).sum(1)).sqrt()
-    ignored = allowed.isinf()
-    eps, expected = _cuts(others, (torch.where(ignored, 0, allowed.double()) / scale) ** 2)
+    eps, expected = _cuts(others, (allowed.double() / scale) ** 2)
     survives = uniforms(keys, logits.shape[1]) * eps < others
     kept = torch.where(others > eps, others, torch.where(survives, eps, 0.0))
     count = (kept > 0).sum(1) + 1
     fits = finite & (expected <= slots) & (count <= slots)
-    count = torch.where(ignored, 0, torch.where(fits, count, WHOLE)).int()
+    count = torch.where(fits, count, WHOLE).int()
     error = kept - others
     ids, values = _packed(kept, at_target, target, count, slots)
     found = (error.norm(dim=1), error.abs().sum(1), norm)
@@ -227,7 +227,7 @@ def _cuts(sizes: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     none = ascending.new_zeros(len(sizes), 1)
     sums = torch.cat([none, ascending.cumsum(1)], 1)
     squares = torch.cat([none, ascending.square().cumsum(1)], 1)
-    steps = torch.arange(_STEPS, device=sizes.device)
+    steps = torch.arange(STEPS, device=sizes.device)
     # the first is within the tolerance, whatever lies below it
     grid = (allowed / sums[:, -1].clamp(min=_TINY))[:, None] * 2.0 ** (steps / 2)
     below = torch.searchsorted(ascending, grid, right=True)

@@ -58,8 +58,8 @@ class Backend:
 
     @property
     def entries(self) -> EntryKernels:
-        """Its kernels for the entries that matter."""
-        return TORCH_ENTRIES
+        """Its passes over entries of the gradient."""
+        raise NotImplementedError(self.name)
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         """Return the forward without logits in memory; None where it does not exist for these."""
@@ -82,6 +82,10 @@ class _Chunked(Backend):
     def kernels(self) -> RowKernels:
         return TORCH_ROWS
 
+    @property
+    def entries(self) -> EntryKernels:
+        return TORCH_ENTRIES
+
 
 class _Native(Backend):
     name, has_tiles = "cpu", True
@@ -100,6 +104,10 @@ class _Native(Backend):
     @property
     def kernels(self) -> RowKernels:
         return cpu.NATIVE_HEAD_ROWS
+
+    @property
+    def entries(self) -> EntryKernels:
+        return cpu.NATIVE_ENTRIES
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         return cpu.NATIVE_LINEAR
@@ -138,6 +146,12 @@ class _Triton(Backend):
         from grpo_kernels.backends import triton
 
         return triton.TRITON_ROWS
+
+    @property
+    def entries(self) -> EntryKernels:
+        from grpo_kernels.backends import triton
+
+        return triton.TRITON_ENTRIES
 
     def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
         if head.lora is not None:  # its update is added to a tile

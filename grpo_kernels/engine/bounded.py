@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
+    ANY_ERROR,
     WHOLE,
     Entries,
     RowStats,
@@ -49,11 +50,15 @@ def chosen_entries(
     norm = -torch.expm1(stats.logp.double()) * slope.abs()  # at most that of the row's gradient
     weight = torch.ones_like(norm) if dlogp is None else dlogp.double().abs()
     square = torch.where(stats.lse.isfinite(), (weight * norm) ** 2, 0.0)
-    allowed = _SHARE * bounded.tolerance * square.mean().sqrt() / weight
+    ignored = weight == 0
+    allowed = _SHARE * bounded.tolerance * square.mean().sqrt() / weight.clamp(min=1e-20)
+    allowed = torch.where(ignored, ANY_ERROR, allowed)
     keys = row_keys(bounded.seed, stats.lse, part.start)
     slots = min(bounded.slots, route.columns)
     allowed = allowed.to(stats.logp.dtype)
-    return route.backend.entries.extract(tile, stats, keys, allowed, slots), allowed
+    found = route.backend.entries.extract(tile, stats, keys, allowed, slots)
+    none = {n: torch.where(ignored, 0, getattr(found, n)) for n in ("used", "error", "error_l1")}
+    return found._replace(**none), allowed
 
 
 class KeptEntries:
@@ -147,7 +152,8 @@ def bounded_gradients(
     entries: Entries, dlogp: Tensor, rows: Rows, stats: RowStats, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from the rows' entries; of rows that are whole from their logits."""
-    whole = (entries.used < 0) & (dlogp != 0)
+    entries = entries._replace(used=torch.where(dlogp == 0, 0, entries.used))
+    whole = entries.used < 0
     (count,) = host.known(host.fetch(whole.sum()[None]))
     found = Gradients()
     if count:

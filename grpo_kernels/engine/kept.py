@@ -130,6 +130,9 @@ def kept_gradients(
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if what == HIDDEN:
         return Gradients(kept * dlogp[:, None] if needs.hidden else None)
+    # a product with 0 would not hide what is no number
+    hidden = torch.where((dlogp == 0)[:, None], 0, rows.hidden)
+    rows = replace(rows, hidden=hidden)
     sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
     with matmul_precision(route.device, route.precision):
         factor = sums.scaled(StatsGradients(dlogp)).dlogp

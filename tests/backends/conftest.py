@@ -12,10 +12,13 @@ from torch import Tensor
 from grpo_kernels import available_backends
 from grpo_kernels.backends import RowStats
 from grpo_kernels.backends.base import LinearStats, RowKernels
+from grpo_kernels.backends.chunked import TORCH_ROWS
 from grpo_kernels.backends.configs import LinearCase, LinearConfig
 from grpo_kernels.backends.configs import linear as linear_tiles
+from grpo_kernels.backends.cpu.entries import NativeEntries
 from grpo_kernels.backends.cpu.linear import NativeLinear
 from grpo_kernels.backends.cpu.rows import NativeRows
+from grpo_kernels.backends.entries import TORCH_ENTRIES, EntryKernels
 from grpo_kernels.head import Head
 from tests.backends.linear_problems import ISAS
 from tests.conftest import HAS_GPU
@@ -86,6 +89,23 @@ def linear(request: pytest.FixtureRequest) -> LinearTarget:
 
     request.getfixturevalue("small_tiles")
     return LinearTarget(linear_stats, TRITON_DEVICE)
+
+
+@dataclass(frozen=True)
+class EntriesTarget:
+    """Kernels of entries, the row kernels whose statistics they take, and their tensors' device."""
+
+    kernels: EntryKernels
+    rows: RowKernels
+    device: torch.device
+
+
+@pytest.fixture(params=["torch", *ISAS])
+def entries(request: pytest.FixtureRequest) -> EntriesTarget:
+    if request.param == "torch":
+        return EntriesTarget(TORCH_ENTRIES, TORCH_ROWS, CPU)
+    rank = ISAS.index(request.param)
+    return EntriesTarget(NativeEntries(rank), NativeRows(rank), CPU)
 
 
 # many splits, groups and steps over D at small sizes

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.tune.linear import scheduled_configs
 from grpo_kernels.backends.configs.linear import (
     UNALIGNED_CONFIG,
     LinearConfig,
@@ -17,7 +18,16 @@ from grpo_kernels.backends.configs.linear import (
 )
 from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig, bits
 from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS, ROW_CONFIGS
-from grpo_kernels.backends.triton import dlogits, linear_launch, merge, row_loss, row_stats, scale
+from grpo_kernels.backends.triton import (
+    dlogits,
+    extract,
+    gather,
+    linear_launch,
+    merge,
+    row_loss,
+    row_stats,
+    scale,
+)
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.backends.triton.segment_sum import (
@@ -51,7 +61,8 @@ class Case:
 def cases(target: str) -> list[Case]:
     rows = (*_stats_cases(target), *_dlogits_cases(target), *_row_loss_cases(target))
     linear = (*_linear_cases(target), *_merge_cases())
-    return [*rows, *linear, *_reduce_cases(), _pointwise_case()]
+    entries = (*_extract_cases(target), *_gather_cases())
+    return [*rows, *linear, *entries, *_reduce_cases(), _pointwise_case()]
 
 
 def _row_types(**more: str) -> dict[str, str]:
@@ -165,7 +176,7 @@ _EXTRAS |= {"is_top1_ptr": "*i1"}
 def _linear_cases(target: str) -> Iterator[Case]:
     """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
     tuned = [LinearConfig(*v) for k, v in LINEAR_CONFIGS.items() if k[0] == target and v]
-    first, *others = dict.fromkeys([default_config(target), *tuned])
+    first, *others = dict.fromkeys([default_config(target), *tuned, *scheduled_configs(target)])
     names = ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
     for flags in _variants(*names, thorough=True):
         yield _linear_case("bf16", first, flags)
@@ -216,6 +227,39 @@ def _merge_cases() -> Iterator[Case]:
             types |= {**_EXTRA_SUMS, **_EXTRAS, "temperature_ptr": "*fp32"}
         flags = {"BLOCK": merge._BLOCK, "EXTRAS": some, "ROW_TEMPERATURE": some}
         yield Case(kernel, types, _absent(kernel, types, flags), merge._OPTIONS)
+
+
+def _extract_cases(target: str) -> Iterator[Case]:
+    vectors = {"logp_ptr": "*fp32", "lse_ptr": "*fp64", "keys_ptr": "*i32", "allowed_ptr": "*fp32"}
+    results = {f"{name}_ptr": "*fp32" for name in ("values", "error", "error_l1", "norm")}
+    results |= {"ids_ptr": "*i32", "used_ptr": "*i32", "slots": "i32"}
+    for (name, dtype), aligned in itertools.product(DTYPES.items(), (True, False)):
+        types = _row_types(logits_ptr=f"*{name}", **vectors, **results)
+        config = extract.config_for(dtype, target)
+        variants = _variants("HAS_SOFTCAP", "ROW_TEMPERATURE", thorough=False)
+        for flags in variants if aligned else variants[1:]:
+            case = _row_case(extract._extract_kernel, config, types, flags)
+            case.constants.update(extract.blocks(config, dtype, aligned))
+            yield dataclasses.replace(case, aligned=aligned)
+
+
+def _gather_cases() -> Iterator[Case]:
+    entries = {"values_ptr": "*fp32", "factor_ptr": "*fp32", "slots": "i32"}
+    by_row = {"ids_ptr": "*i32", "used_ptr": "*i32"}
+    by_column = {"bounds_ptr": "*i64", "order_ptr": "*i64"}
+    sizes = {"stride_out_row": "i64", "num_columns": "i32"}
+    blocks = {"BLOCK_K": gather._BLOCK_K, "BLOCK_N": gather._BLOCK_N, "stride_out_column": 1}
+    for given, out in itertools.product(("fp32", "bf16"), repeat=2):
+        types = {**entries, **sizes, "out_ptr": f"*{out}"}
+        product = {**types, **by_row, "matrix_ptr": f"*{given}", "stride_matrix_row": "i64"}
+        constants = {**blocks, "stride_matrix_column": 1}
+        yield Case(gather._entries_matmul_kernel, product, constants, gather._OPTIONS)
+        product = {**types, **by_column, "rows_ptr": f"*{given}", "stride_rows_row": "i64"}
+        for add in (False, True):
+            kernel = gather._entries_transposed_matmul_kernel
+            yield Case(
+                kernel, product, {**blocks, "stride_rows_column": 1, "ADD": add}, gather._OPTIONS
+            )
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:

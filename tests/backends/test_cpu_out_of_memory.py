@@ -49,6 +49,20 @@ def test_out_of_memory_is_torchs_error():
     assert NATIVE_LINEAR(hidden, few, target, "fp32", False).logp.isfinite().all()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits")
+@pytest.mark.skipif("cpu" not in available_backends(), reason="no native kernels")
+def test_so_is_that_of_products_with_entries():
+    from grpo_kernels.backends.cpu import NATIVE_ENTRIES
+    from grpo_kernels.backends.entries import Entries
+
+    entries = Entries(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3),
+                      torch.ones(2, dtype=torch.int32), *torch.zeros(3, 2))  # fmt: skip
+    out = torch.empty(1 << 28, 0)  # where its rows' entries begin would take 2 GB
+    message = "grpo_transposed_matmul: can't allocate memory to work on 2 rows of 3 entries"
+    with at_most(64 << 20), pytest.raises(torch.OutOfMemoryError, match=message):
+        NATIVE_ENTRIES.transposed_matmul(entries, torch.ones(2), torch.empty(2, 0), out, False)
+
+
 _STARVED = """
 #include "threads.h"
 

@@ -254,6 +254,7 @@ def test_configs_are_powers_of_two() -> None:
             size = getattr(config, name)
             assert size > 0 and size & (size - 1) == 0
         assert config.subtiles in (1, 2) and {config.descriptors, config.flat} <= {0, 1}
+        assert {config.persistent, config.specialized} <= {0, 1}
     for _, kernel, bits, width, vocabulary in linear_tiles.LINEAR_CONFIGS:
         assert kernel in LINEAR_KERNELS and bits in (16, 32) and width in ("narrow", "wide")
         assert vocabulary in ("small", "medium", "large")

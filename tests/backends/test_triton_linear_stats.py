@@ -14,6 +14,7 @@ from grpo_kernels import linear_logprobs
 from grpo_kernels.backends import triton
 from grpo_kernels.backends.configs import LinearConfig
 from grpo_kernels.backends.triton import linear_launch
+from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.head import Head, Transform
 from tests.backends.conftest import SMALL, LinearTarget
 from tests.backends.linear_problems import BF16, problem, same
@@ -39,7 +40,16 @@ def test_long_batches_run_in_chunks(fused, small_tiles, monkeypatch) -> None:
     assert same(whole, fused(hidden, head, target))
 
 
-@pytest.mark.parametrize("change", ({"descriptors": 1}, {"group": 5}, {"flat": 1}))
+SAME_BITS = (
+    {"descriptors": 1},
+    {"group": 5},
+    {"flat": 1},
+    {"persistent": 1},
+    {"persistent": 1, "flat": 1, "group": 5},
+)
+
+
+@pytest.mark.parametrize("change", SAME_BITS)
 def test_what_changes_no_bits(change, device) -> None:
     """On a GPU the copy engine exists from Hopper on, and a pipeline may not change a result."""
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
@@ -50,6 +60,31 @@ def test_what_changes_no_bits(change, device) -> None:
         linear_launch.linear_stats(*rows, "fp32", False, config=x)
         for x in (config, replace(config, **change))
     )
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("programs", (1, 3, 7, 1000))
+@pytest.mark.parametrize("extras", (False, True))
+def test_bits_do_not_depend_on_the_number_of_programs(
+    programs, extras, device, monkeypatch
+) -> None:
+    """3 row blocks and 4 splits, the last of a part of its first tile: 12 items."""
+    hidden, head, target = problem(41, 24, 200, BF16, device=device)
+    temperature = torch.linspace(0.5, 2.0, 41, device=device)
+    head = replace(head, transform=Transform(temperature=temperature))
+    want = linear_launch.linear_stats(hidden, head, target, "fp32", extras, config=SMALL)
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return linear_stats_kernel[grid]
+
+    monkeypatch.setattr(linear_launch, "linear_stats_kernel", Kernel())
+    monkeypatch.setattr(linear_launch, "_multiprocessors", lambda _: programs)
+    persistent = replace(SMALL, persistent=1)
+    got = linear_launch.linear_stats(hidden, head, target, "fp32", extras, config=persistent)
+    assert grids == [(min(programs, 12),)]
     assert same(got, want)
 
 

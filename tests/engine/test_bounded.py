@@ -275,9 +275,10 @@ def test_compiled() -> None:
     batch = TokenBatch.from_padded(x.target.view(8, -1), torch.linspace(-1, 1.5, 8))
     hidden = x.hidden.detach().view(8, -1, DEPTH).requires_grad_()
 
+    config, backward = LossConfig(), Bounded(slots=SLOTS)
+
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        options = Bounded(slots=SLOTS)
-        return linear_policy_loss(hidden, weight, batch, LossConfig(), backward=options).loss
+        return linear_policy_loss(hidden, weight, batch, config, backward=backward).loss
 
     found = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -93,8 +94,9 @@ def test_no_logit_is_formed_twice(monkeypatch: pytest.MonkeyPatch, of_head: bool
         formed.append(out.numel())
         return project(hidden, head, out)
 
-    for module in ("sweep", "recompute"):
-        monkeypatch.setattr(f"grpo_kernels.engine.{module}.project", counted)
+    for name in ("sweep", "recompute"):  # the first is also the name of a function
+        module = sys.modules[f"grpo_kernels.engine.{name}"]
+        monkeypatch.setattr(module, "project", counted)
     problem = make_problem().to("cpu", torch.float32)
     count = int(problem.mask.sum()) * 53
     for budget, times in ((ENOUGH, 1), (0, 2), (None, 2 if of_head else 1)):

@@ -37,6 +37,8 @@ class LinearConfig:
     group: int  # row blocks that run side by side
     descriptors: int  # 1: the copy engine (Hopper and later) brings the operands
     flat: int = 0  # 1: the loads of all tiles are one pipeline
+    persistent: int = 0  # 1: a program on each multiprocessor takes one split after the other
+    specialized: int = 0  # 1: loads and products on warps of their own, see ``SPECIALIZING``
 
     @property
     def split_columns(self) -> int:
@@ -64,12 +66,17 @@ class LinearConfig:
             "TILES": self.tiles,
             "GROUP": self.group,
             "FLAT": bool(self.flat),
+            "PERSISTENT": bool(self.persistent),
+            "WARP_SPECIALIZE": bool(self.specialized),
         }
 
     def of_one_subtile(self) -> LinearConfig:
-        """Return tiles as wide as a subtile: same splits and steps, fewer registers."""
-        subtile = self.block_v // self.subtiles
-        return replace(self, block_v=subtile, subtiles=1, tiles=self.tiles * self.subtiles)
+        """Return tiles as wide as a subtile: same splits and steps, fewer registers.
+
+        Specialized warps leave too few registers to those that fold, so there are none.
+        """
+        wide, tiles = self.block_v // self.subtiles, self.tiles * self.subtiles
+        return replace(self, block_v=wide, subtiles=1, tiles=tiles, specialized=0)
 
 
 _HOPPER = LinearConfig(128, 256, 64, 8, 3, subtiles=2, tiles=8, group=16, descriptors=1)
@@ -89,6 +96,9 @@ _DEVICES = {
     "sm_121": _AMPERE,  # 99, GB10, as before
     "gfx942": _CDNA,  # 64, MI300
 }
+# Where Triton 3.6 and 3.9 specialize the warps of a loop that is not flat. For sm_90 they refuse
+# tiles of 128 rows, do nothing, or compile a kernel that returns at once.
+SPECIALIZING = ("sm_100", "sm_103")
 # Of devices that are not named; it fits into registers and shared memory everywhere.
 _ANY_DEVICE = LinearConfig(128, 128, 32, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)
 # Of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one.

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_kernels.backends.base import FormsLogits, RowStats
+from grpo_kernels.backends.cpu.abi import Linear, Update
 from grpo_kernels.backends.cpu.rows import (
     DTYPES,
-    Linear,
     NativeRows,
-    Update,
     empty_stats,
     library,
     pointer,
     stats_pointers,
     tile_view,
+    unit_stride,
 )
 from grpo_kernels.head import Head
 
@@ -45,7 +45,7 @@ class NativeLinear:
         assert precision in ("fp32", "input"), precision
         assert hidden.dtype in DTYPES and hidden.device.type == "cpu", (hidden.dtype, hidden.device)
         assert logits is None or logits.dtype == torch.float32, logits
-        hidden, weight = _unit_stride(hidden), _unit_stride(head.weight.to(hidden.dtype))
+        hidden, weight = unit_stride(hidden), unit_stride(head.weight.to(hidden.dtype))
         bias = None if head.bias is None else head.bias.float().contiguous()
         rows, columns = hidden.shape[0], weight.shape[0]
         assert weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
@@ -128,8 +128,3 @@ class _LowRank:
 
 NATIVE_LINEAR = NativeLinear()
 NATIVE_HEAD_ROWS = NativeHeadRows()
-
-
-def _unit_stride(matrix: Tensor) -> Tensor:
-    matrix = matrix.detach()
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -10,82 +10,28 @@ import ctypes
 import functools
 import importlib.util
 import warnings
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
+from grpo_kernels.backends.cpu.abi import (
+    ABI_VERSION,
+    EntriesView,
+    Extraction,
+    Gradient,
+    Linear,
+    NativeTile,
+    Product,
+    Stats,
+)
 from grpo_kernels.head import Transform
 
-ABI_VERSION = 4  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
-
-
-class NativeTile(ctypes.Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("row_stride", c_int64),
-        ("target", c_void_p),
-        ("row_temperature", c_void_p),
-        ("temperature", c_double),
-        ("logit_scale", c_double),
-        ("softcap", c_double),
-        ("dtype", c_int32),
-    ]
-    alive: tuple[Tensor, Tensor | None]  # keeps alive what two of the pointers point to
-
-
-class Stats(ctypes.Structure):
-    _fields_ = [
-        ("logp", c_void_p),
-        ("entropy", c_void_p),
-        ("lse", c_void_p),
-        ("is_top1", c_void_p),
-        ("sum_sq_probs", c_void_p),
-        ("max_logit", c_void_p),
-        ("min_logit", c_void_p),
-    ]
-
-
-class Update(ctypes.Structure):
-    _fields_ = [
-        ("inner", c_void_p),
-        ("outer", c_void_p),
-        ("inner_stride", c_int64),
-        ("rank", c_int64),
-    ]
-
-
-class Linear(ctypes.Structure):
-    _fields_ = [
-        ("hidden", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("depth", c_int64),
-        ("hidden_stride", c_int64),
-        ("weight_stride", c_int64),
-        ("dtype", c_int32),
-        ("rounded", c_int32),
-        ("update", Update),
-        ("tile", NativeTile),
-    ]
-
-
-class _Gradient(ctypes.Structure):
-    _fields_ = [
-        ("logp", c_void_p),
-        ("entropy", c_void_p),
-        ("lse", c_void_p),
-        ("dlogp", c_void_p),
-        ("dentropy", c_void_p),
-        ("out_dtype", c_int32),
-    ]
 
 
 @functools.cache
@@ -102,8 +48,11 @@ def _load() -> ctypes.CDLL | str:
     library.grpo_isa.restype = c_char_p
     for function, of, results in (
         (library.grpo_stats, NativeTile, Stats),
-        (library.grpo_dlogits, NativeTile, _Gradient),
+        (library.grpo_dlogits, NativeTile, Gradient),
         (library.grpo_linear, Linear, Stats),
+        (library.grpo_extract, NativeTile, Extraction),
+        (library.grpo_matmul, EntriesView, Product),
+        (library.grpo_transposed_matmul, EntriesView, Product),
     ):
         function.argtypes = [POINTER(of), POINTER(results), c_int32, c_int32]
         function.restype = c_int32
@@ -115,10 +64,14 @@ def _check_status(status: int, function: Any, arguments: tuple) -> None:
     """Raise torch.OutOfMemoryError where a kernel could not allocate its workspace."""
     if status == _DONE:
         return
-    tile = arguments[0].tile if isinstance(arguments[0], Linear) else arguments[0]
+    subject = arguments[0].tile if isinstance(arguments[0], Linear) else arguments[0]
+    row = (
+        f"{subject.slots} entries"
+        if isinstance(subject, EntriesView)
+        else f"{subject.columns} logits"
+    )
     raise torch.OutOfMemoryError(
-        f"{function.__name__}: can't allocate memory to work on {tile.rows} rows of "
-        f"{tile.columns} logits"
+        f"{function.__name__}: can't allocate memory to work on {subject.rows} rows of {row}"
     )
 
 
@@ -191,13 +144,13 @@ class NativeRows:
         view = tile_view(logits, rows, columns, tile.target, tile.transform)
         dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
         vectors = [
-            _row_vector(stats.logp, rows),
-            _row_vector(stats.entropy, rows),
-            _row_vector(stats.lse, rows, torch.float64),
-            _row_vector(dlogp, rows),
-            None if outer.dentropy is None else _row_vector(outer.dentropy, rows),
+            row_vector(stats.logp, rows),
+            row_vector(stats.entropy, rows),
+            row_vector(stats.lse, rows, torch.float64),
+            row_vector(dlogp, rows),
+            None if outer.dentropy is None else row_vector(outer.dentropy, rows),
         ]
-        gradient = _Gradient(*(pointer(vector) for vector in vectors), DTYPES[out_dtype])
+        gradient = Gradient(*(pointer(vector) for vector in vectors), DTYPES[out_dtype])
         library().grpo_dlogits(view, gradient, self._isa_rank, torch.get_num_threads())
         return output_view(logits, out_dtype)
 
@@ -224,7 +177,13 @@ def empty_stats(rows: int, extras: bool) -> RowStats:
     return RowStats(logp, entropy, lse, is_top1, *(torch.empty(rows) for _ in range(3)))
 
 
-def _row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def unit_stride(matrix: Tensor) -> Tensor:
+    """Return the matrix, copied unless its columns are contiguous."""
+    matrix = matrix.detach()
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def row_vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     assert vector.shape == (rows,) and vector.dtype == dtype, (vector.shape, vector.dtype)
     assert vector.device.type == "cpu", vector.device
     return vector.contiguous()
@@ -242,9 +201,9 @@ def tile_view(
             logits.stride()
         )
         assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
-    target = _row_vector(target, rows, torch.int64)
+    target = row_vector(target, rows, torch.int64)
     temperature = transform.temperature
-    row_temperature = _row_vector(temperature, rows) if isinstance(temperature, Tensor) else None
+    row_temperature = row_vector(temperature, rows) if isinstance(temperature, Tensor) else None
     tile = NativeTile(
         logits=pointer(logits),
         rows=rows,

@@ -90,7 +90,10 @@ def _chunk(
     if config.descriptors:
         x = _descriptor(x, config.block_t, config.block_d)
         weight = _descriptor(weight, config.block_v, config.block_d)
-    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * splits,)](
+    items = triton.cdiv(rows, config.block_t) * splits
+    if config.persistent:
+        items = min(items, _multiprocessors(hidden.device))
+    linear_stats_kernel[(items,)](
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=head.bias,
@@ -108,6 +111,13 @@ def _chunk(
         **constants(config, depth, logits),
     )
     merge_splits(target, y_target, partials, transform, stats)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Return how many programs of the largest kind run at once."""
+    if device.type == "cpu":  # the interpreter's
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _partials(

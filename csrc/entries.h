@@ -1,0 +1,95 @@
+// The entries of a row's gradient that matter, and products with them: the C ABI, and what one
+// instruction set provides. `grpo_kernels/backends/entries.py` says what entries are, and how they
+// are chosen; `grpo_kernels/backends/cpu/abi.py` mirrors the structs of the ABI.
+#pragma once
+
+#include "rows.h"
+
+namespace grpo {
+
+// Row t has the first used[t] of its `slots` entries, or with -1 none: it is computed whole.
+struct Entries {
+  int32_t* ids;    // (rows, slots)
+  float* values;   // (rows, slots)
+  int32_t* used;   // (rows,)
+  int64_t rows;
+  int64_t slots;
+};
+
+// What the choice needs besides the tile, and its result.
+struct Extraction {
+  const float* logp;      // (rows,)
+  const double* lse;      // (rows,)
+  const int32_t* keys;    // (rows,)
+  const double* allowed;  // (rows,)
+  Entries out;
+  float* error;     // (rows,)
+  float* error_l1;  // (rows,)
+  float* norm;      // (rows,)
+};
+
+// A product with entries, each times its row's factor.
+struct Product {
+  const float* factor;  // (entries.rows,)
+  const void* source;   // (rows, width)
+  void* out;            // (out_rows, width)
+  int64_t source_stride;
+  int64_t out_rows;
+  int64_t out_stride;
+  int64_t width;
+  int32_t source_dtype;
+  int32_t out_dtype;  // the source's, or fp32
+  int32_t add;        // to `out`
+};
+
+// An entry off the target that may be kept. Its size is that of the gradient, but for Scores::dlogit.
+struct Candidate {
+  int32_t column;
+  float size;
+};
+
+// What is known of a row's entries off the target, as far as the row has been read: all that a cut
+// above `low` can keep, by their columns, and sums over the others.
+struct Found {
+  Candidate* begin;
+  Candidate* end;
+  float low;
+  double sum, squares;  // of the sizes up to `low`, be they candidates or not
+
+  bool summed(const Candidate& one) const { return one.size <= low; }
+};
+
+// A summand of a row of a product: a row of the source, and its factor.
+struct Summand {
+  int32_t row;
+  float weight;
+};
+
+constexpr uint32_t kGolden = 0x9E3779B9u;
+
+// The end of MurmurHash3, of a number or of a vector of them.
+template <class Bits>
+static inline __attribute__((always_inline)) Bits mixed(Bits x) {
+  x = (x ^ x >> 16) * 0x85EBCA6Bu;
+  x = (x ^ x >> 13) * 0xC2B2AE35u;
+  return x ^ x >> 16;
+}
+
+struct EntryKernels {
+  // Reads the row from `column` on, to its end or until there are `enough` candidates; returns the
+  // column that comes next.
+  int64_t (*scan)(const Tile&, const Extraction&, int64_t row, int64_t column, int64_t enough,
+                  Found&);
+  // The derivative of u at the row's target, but for Scores::inner.
+  double (*target_curve)(const Tile&, int64_t row);
+  // The sum of `count` summands, to `row` of the product's output; `sums` has room for a row.
+  void (*combine)(const Product&, const Summand*, int64_t count, int64_t row, float* sums);
+};
+
+// `candidates` has room for one more than the tile has columns.
+void extract_row(const Tile&, const Extraction&, const EntryKernels&, int64_t row,
+                 Candidate* candidates);
+void matmul(const Entries&, const Product&, const EntryKernels&, int32_t threads);
+void transposed_matmul(const Entries&, const Product&, const EntryKernels&, int32_t threads);
+
+}  // namespace grpo

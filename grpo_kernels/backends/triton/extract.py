@@ -1,0 +1,363 @@
+"""Entries of a row's gradient that matter, one program per row.
+
+Three reads of a row, in most cases: sums with coarse cuts, sums with the cuts of the grid in
+between, and the entries themselves. A row whose squares are within its tolerance needs no second.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.backends.base import RowStats, Tile
+from grpo_kernels.backends.configs import RowConfig, device_class
+from grpo_kernels.backends.entries import GOLDEN, STEPS, WHOLE, Entries
+from grpo_kernels.backends.triton.common import (
+    PER_ROW,
+    check_tile,
+    on_device,
+    row_factor,
+    scores,
+    softcap_slope,
+    transform_arguments,
+)
+from grpo_kernels.backends.triton.math import LN2, expm1
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_LAST = tl.constexpr(STEPS - 1)
+_WHOLE = tl.constexpr(WHOLE)
+_SQRT2 = tl.constexpr(2.0**0.5)
+_OCTAVES = tl.constexpr(3)  # between coarse cuts: as many steps of the grid as a read has cuts
+# Sizes are in a unit near the smallest cut, so that no square of them under- or overflows.
+_LEAST_UNIT = tl.constexpr(-60.0)  # log2
+_LEAST_TOTAL = tl.constexpr(2.0**-30)  # where 1 - p is lost in the rounding of log p
+_NONE = tl.constexpr(1e-30)
+_MOST = tl.constexpr(2.0**60)
+_SLACK = tl.constexpr(1e-3)  # of a step of the grid, for the rounding of its logarithm
+
+_RESULTS = ("ids_ptr", "values_ptr", "used_ptr", "error_ptr", "error_l1_ptr", "norm_ptr")
+_POINTERS = [*PER_ROW, "keys_ptr", "allowed_ptr", *_RESULTS]
+
+
+@triton.jit
+def _offsets(BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the columns of a block, (depth, threads, vector): a thread has one of each sum."""
+    depth = tl.arange(0, BLOCK_V // (THREADS * VECTOR))[:, None, None]
+    lane = (depth * THREADS + tl.arange(0, THREADS)[None, :, None]) * VECTOR
+    return lane + tl.arange(0, VECTOR)[None, None, :]
+
+
+@triton.jit
+def _sizes(
+    logits_ptr, columns, num_active, target, anchor, rest, inner, factor,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Return the probabilities of all but the target, and their shares in the gradient; in units.
+
+    ``anchor + rest`` is the score of one unit.
+    """
+    inside = columns < num_active
+    x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
+    others = columns != target
+    if HAS_SOFTCAP:  # which turns -inf into a finite value
+        others = others & inside
+    p = tl.exp((scores(x, inner, factor, HAS_SOFTCAP) - anchor) - rest)
+    p = tl.where(others, p, 0.0)
+    size = p
+    if HAS_SOFTCAP:
+        size = p * softcap_slope(x, inner)
+    return p, size
+
+
+@triton.jit
+def _summed(x):
+    """Sum a block of :func:`_offsets` within each thread."""
+    return tl.sum(tl.sum(x, axis=0), axis=1)
+
+
+@triton.jit
+def _errors(size, squares, cut):
+    """Sum ``size (cut - size)`` over the sizes below the cut: the expected squared error."""
+    return tl.sum(tl.sum(tl.maximum(tl.fma(size, cut, -squares), 0.0), axis=0), axis=1)
+
+
+@triton.jit
+def _row_errors(
+    logits_ptr,  # of one row
+    num_active,
+    target,
+    anchor,
+    rest,
+    inner,
+    factor,
+    cut,
+    ratio,  # of the cuts: cut, cut * ratio, ...
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Return sums of the probabilities, the sizes and their squares, and the errors of six cuts."""
+    offs_v = _offsets(BLOCK_V, THREADS, VECTOR)
+    cut1 = cut * ratio
+    cut2 = cut1 * ratio
+    cut3 = cut2 * ratio
+    cut4 = cut3 * ratio
+    cut5 = cut4 * ratio
+    zero = tl.zeros((THREADS,), tl.float32)
+    mass, total, squares = zero, zero, zero
+    error0, error1, error2, error3, error4, error5 = zero, zero, zero, zero, zero, zero
+    for start in range(0, num_active, BLOCK_V):
+        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+        p, size = _sizes(
+            logits_ptr, columns, num_active, target, anchor, rest, inner, factor, HAS_SOFTCAP
+        )
+        square = size * size
+        mass += _summed(p)
+        total += _summed(size)
+        squares += _summed(square)
+        error0 += _errors(size, square, cut)
+        error1 += _errors(size, square, cut1)
+        error2 += _errors(size, square, cut2)
+        error3 += _errors(size, square, cut3)
+        error4 += _errors(size, square, cut4)
+        error5 += _errors(size, square, cut5)
+    return (
+        tl.sum(mass, axis=0), tl.sum(total, axis=0), tl.sum(squares, axis=0),
+        tl.sum(error0, axis=0), tl.sum(error1, axis=0), tl.sum(error2, axis=0),
+        tl.sum(error3, axis=0), tl.sum(error4, axis=0), tl.sum(error5, axis=0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _within(sums, allowed):
+    """Count the cuts of :func:`_row_errors` whose error is allowed: the first ones, as it rises."""
+    count = (sums[3] <= allowed).to(tl.int32) + (sums[4] <= allowed).to(tl.int32)
+    count += (sums[5] <= allowed).to(tl.int32) + (sums[6] <= allowed).to(tl.int32)
+    return count + (sums[7] <= allowed).to(tl.int32) + (sums[8] <= allowed).to(tl.int32)
+
+
+@triton.jit
+def _cut(
+    logits_ptr, num_active, target, anchor, rest, inner, factor, allowed,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Return the row's cut, and its sums of probabilities and of squares, in units.
+
+    ``allowed`` is the sum of squared errors, in squares of the unit.
+    """
+    COARSE: tl.constexpr = 2.0**_OCTAVES
+    sums = _row_errors(
+        logits_ptr, num_active, target, anchor, rest, inner, factor, COARSE, COARSE,
+        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
+    )  # fmt: skip
+    mass, squares = sums[0], sums[2]
+    least = tl.minimum(allowed / tl.maximum(sums[1], _NONE), _MOST)  # the first cut of the grid
+    # Errors of all sizes, those above the cut with negative ones, are fewer: cut * total - squares.
+    # So no cut is larger than (allowed + squares) / total.
+    last = tl.floor(2.0 * tl.log2(1.0 + squares / tl.maximum(allowed, _NONE)) + _SLACK)
+    last = tl.minimum(last, _LAST).to(tl.int32)
+    last = tl.where(allowed > 0.0, last, 0)
+    coarse = _within(sums, allowed)
+    known = tl.floor(2.0 * (coarse * _OCTAVES - tl.log2(tl.maximum(least, _NONE))) - _SLACK)
+    step = tl.minimum(tl.maximum(tl.where(coarse > 0, known, 0.0), 0.0), _LAST).to(tl.int32)
+    step = tl.minimum(step, last)
+    while step < last:
+        cut = least * tl.exp2(0.5 * (step + 1))
+        finer = _row_errors(
+            logits_ptr, num_active, target, anchor, rest, inner, factor, cut, _SQRT2,
+            HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
+        )  # fmt: skip
+        more = _within(finer, allowed)
+        last = tl.where(more < _OCTAVES * 2, tl.minimum(step + more, last), last)
+        step = tl.minimum(step + more, last)
+    return least * tl.exp2(0.5 * step), mass, squares
+
+
+@triton.jit
+def _hash(x):
+    """Return a hash of ``x`` (uint32), the end of MurmurHash3."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _write_entries(
+    logits_ptr, num_active, target, anchor, rest, inner, factor, cut,
+    key,  # int32
+    ids_ptr,  # of one row, as the next
+    values_ptr,
+    unit,  # of the values, negative
+    slots,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Store all entries but the target's, in slots from 1 on.
+
+    Return how many there are, how many are expected at most, and the squares and the magnitudes of
+    the errors, in units.
+    """
+    offs_v = _offsets(BLOCK_V, THREADS, VECTOR)
+    in_order = tl.arange(0, BLOCK_V)
+    zero = tl.zeros((THREADS,), tl.float32)
+    drawn, squares, magnitudes = zero, zero, zero
+    count = tl.zeros((), tl.int32)
+    large_count = tl.zeros((), tl.int32)
+    key = key.to(tl.uint32, bitcast=True)
+    draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
+    for start in range(0, num_active, BLOCK_V):
+        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+        _, size = _sizes(
+            logits_ptr, columns, num_active, target, anchor, rest, inner, factor, HAS_SOFTCAP
+        )
+        hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
+        large = size > cut
+        kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
+        value = tl.where(kept, tl.maximum(size, cut), 0.0)
+        error = value - size
+        drawn += _summed(tl.where(large, 0.0, size))
+        squares += _summed(error * error)
+        magnitudes += _summed(tl.abs(error))
+        found = tl.sum(_summed(kept.to(tl.int32)), axis=0)
+        if found > 0:
+            flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
+            slot = count + tl.cumsum(flags, axis=0)
+            fits = (flags != 0) & (slot < slots)
+            tl.store(ids_ptr + slot, start + in_order, mask=fits)
+            tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * unit, mask=fits)
+            large_count += tl.sum(_summed(large.to(tl.int32)), axis=0)
+            count += found
+    drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
+    expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
+    return count, expected, tl.sum(squares, axis=0), tl.sum(magnitudes, axis=0)
+
+
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
+def _extract_kernel(
+    logits_ptr,  # (C, V)
+    target_ptr,  # (C,) int64
+    temperature_ptr,  # (C,) or None
+    logp_ptr,  # (C,) fp32
+    lse_ptr,  # (C,) fp64
+    keys_ptr,  # (C,) int32
+    allowed_ptr,  # (C,)
+    ids_ptr,  # (C, slots) int32
+    values_ptr,  # (C, slots) fp32
+    used_ptr,  # (C,) int32
+    error_ptr,  # (C,) fp32, as the next two
+    error_l1_ptr,
+    norm_ptr,
+    stride_row,
+    num_columns,
+    slots,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_row
+    ids_ptr += row * slots
+    values_ptr += row * slots
+    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
+    slope = factor
+    if HAS_SOFTCAP:
+        slope = factor * inner
+    target = tl.load(target_ptr + row).to(tl.int32)
+    lse = tl.load(lse_ptr + row)
+    finite = lse - lse == 0.0
+    num_active = tl.where(finite, num_columns, 0)
+
+    # The unit, a power of two, is about allowed^2 / (1 - p), where the grid of cuts begins.
+    logp = tl.where(finite, tl.minimum(tl.load(logp_ptr + row), 0.0), 0.0)
+    about = tl.maximum(-expm1(logp), _LEAST_TOTAL)
+    allowed = tl.load(allowed_ptr + row).to(tl.float32) / slope
+    log2_unit = tl.floor(2.0 * tl.log2(allowed) - tl.log2(about))
+    log2_unit = tl.minimum(tl.maximum(log2_unit, _LEAST_UNIT), 0.0)
+    unit = tl.exp2(log2_unit) * slope
+    allowed = allowed * tl.exp2(-log2_unit)
+    at_unit = lse + log2_unit.to(tl.float64) * LN2
+    anchor = at_unit.to(tl.float32)
+    rest = (at_unit - anchor.to(tl.float64)).to(tl.float32)
+
+    cut, at_target, squares = _cut(
+        logits_ptr, num_active, target, anchor, rest, inner, factor, allowed * allowed,
+        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
+    )  # fmt: skip
+    if HAS_SOFTCAP:
+        at_target = at_target * softcap_slope(tl.load(logits_ptr + target).to(tl.float32), inner)
+    count, expected, errors, magnitudes = _write_entries(
+        logits_ptr, num_active, target, anchor, rest, inner, factor, cut,
+        tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
+        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
+    )  # fmt: skip
+    fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
+    tl.store(ids_ptr, target)
+    tl.store(values_ptr, at_target * unit)
+    tl.store(used_ptr + row, tl.where(fits, 1 + count, _WHOLE))
+    tl.store(error_ptr + row, tl.sqrt(errors) * unit)
+    tl.store(error_l1_ptr + row, magnitudes * unit)
+    tl.store(norm_ptr + row, tl.sqrt(at_target * at_target + squares) * unit)
+
+
+def config_for(dtype: torch.dtype, device: str) -> RowConfig:
+    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread."""
+    return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
+
+
+def blocks(config: RowConfig, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
+    """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes."""
+    vector = 16 // dtype.itemsize
+    return {
+        "BLOCK_V": config.columns(dtype),
+        "THREADS": config.lanes(dtype) // vector,
+        "VECTOR": vector if aligned else 1,
+    }
+
+
+def extract(
+    tile: Tile,  # fp32, bf16 or fp16, with all targets
+    stats: RowStats,
+    keys: Tensor,  # (C,) int32
+    allowed: Tensor,  # (C,)
+    slots: int,
+) -> Entries:
+    """Choose the entries of each row; see :class:`EntryKernels`."""
+    check_tile(tile)
+    logits, target, transform = tile
+    (rows, columns), device = logits.shape, logits.device
+    ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
+    values = torch.zeros((rows, slots), device=device)
+    used = torch.empty(rows, dtype=torch.int32, device=device)
+    error, error_l1, norm = (torch.empty(rows, device=device) for _ in range(3))
+    if rows:
+        # what Triton compiles a variant for
+        aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+        config = config_for(logits.dtype, device_class(device))
+        with on_device(logits):
+            _extract_kernel[(rows,)](
+                logits_ptr=logits,
+                target_ptr=target.contiguous(),
+                logp_ptr=stats.logp.contiguous(),
+                lse_ptr=stats.lse.contiguous(),
+                keys_ptr=keys.contiguous(),
+                allowed_ptr=allowed.contiguous(),
+                ids_ptr=ids,
+                values_ptr=values,
+                used_ptr=used,
+                error_ptr=error,
+                error_l1_ptr=error_l1,
+                norm_ptr=norm,
+                stride_row=logits.stride(0),
+                num_columns=columns,
+                slots=slots,
+                **blocks(config, logits.dtype, aligned),
+                **config.options,
+                **transform_arguments(transform, logits),
+            )
+    return Entries(ids, values, used, error, error_l1, norm)

@@ -1,0 +1,274 @@
+"""The choice of a gradient's entries, by every implementation, against the exact gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import Tile
+from grpo_kernels.backends.entries import TORCH_ENTRIES, Entries, row_keys
+from grpo_kernels.head import Transform
+from tests.backends.conftest import EntriesTarget
+from tests.backends.linear_problems import BF16, DTYPES, FP16, FP32, statistics
+
+PLAIN = Transform()
+TRANSFORMS = {
+    "plain": PLAIN,
+    "temperature": Transform(temperature=0.7),
+    "scale": Transform(logit_scale=0.25, temperature=1.3),
+    "softcap": Transform(softcap=5.0),
+    "all": Transform(logit_scale=1.5, softcap=20.0, temperature=0.6),
+}
+
+
+def logits_of(rows: int, columns: int, spread: float = 10.0) -> Tensor:
+    """Return random rows, from flat to peaked."""
+    return spread * (0.1 + torch.rand(rows, 1)) * torch.randn(rows, columns)
+
+
+def tile_of(
+    entries: EntriesTarget, logits: Tensor, transform: Transform = PLAIN, dtype=FP32
+) -> Tile:
+    """Return a tile whose targets are drawn from plain softmax."""
+    target = logits.softmax(-1).multinomial(1)[:, 0]
+    return Tile(logits.to(entries.device, dtype), target.to(entries.device), transform)
+
+
+def extract(
+    entries: EntriesTarget, tile: Tile, allowed: float = 3e-3, slots: int = 512, seed: int = 7
+) -> Entries:
+    stats = entries.rows.stats(tile, extras=False)
+    keys = row_keys(seed, stats.lse)
+    size = torch.full_like(stats.logp, allowed)
+    return entries.kernels.extract(tile, stats, keys, size, slots)
+
+
+def gradient(tile: Tile) -> Tensor:
+    """Return the gradient of each row's log-probability by its logits in fp64."""
+    logits = tile.logits.detach().double().requires_grad_()
+    logp = statistics(logits, tile.target, tile.transform).logp
+    return torch.autograd.grad(logp.sum(), logits)[0]
+
+
+def dense(found: Entries, columns: int) -> Tensor:
+    """Return entries as a matrix."""
+    meant = torch.arange(found.columns, device=found.ids.device) < found.used[:, None]
+    rows = meant.nonzero()[:, 0]
+    out = found.values.new_zeros(len(found.used), columns, dtype=torch.float64)
+    index = (rows, found.ids[meant].long())
+    return out.index_put_(index, found.values[meant].double(), accumulate=True)
+
+
+def check(entries: EntriesTarget, tile: Tile, allowed: float = 3e-3, slots: int = 512) -> Entries:
+    """Check that what is said about the error is true, and the order of the entries."""
+    before = tile.logits.clone()
+    found = extract(entries, tile, allowed, slots)
+    assert torch.equal(tile.logits.nan_to_num(), before.nan_to_num())
+    assert found.columns == slots and (found.used <= slots).all()
+    fits = found.used >= 0
+    exact, got = gradient(tile)[fits], dense(found, tile.logits.shape[1])[fits]
+    for value, difference, size in (
+        (found.error, (got - exact).norm(dim=1), exact.norm(dim=1)),
+        (found.error_l1, (got - exact).abs().sum(1), exact.abs().sum(1)),
+        (found.norm, exact.norm(dim=1), exact.norm(dim=1)),
+    ):
+        excess = (value[fits].double() - difference).abs()
+        # a probability is known to some roundings of its logit, which is 100 at most
+        assert (excess <= 2e-5 * size + 1e-3 * difference + 1e-20).all(), (value, difference)
+    for row in fits.nonzero()[:, 0]:
+        ids = found.ids[row, : found.used[row]]
+        assert ids[0] == tile.target[row] and (ids[1:] != ids[0]).all()
+        assert (ids[1:].diff() > 0).all()
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 2, 17, 2047, 2049, 50257])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_error_is_what_is_said(entries, columns, dtype):
+    tile = tile_of(entries, logits_of(9, columns), dtype=dtype)
+    assert (check(entries, tile).used > 0).sum() > 4
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_transforms(entries, transform, dtype):
+    tile = tile_of(entries, logits_of(9, 1007, 20.0), transform, dtype)
+    assert (check(entries, tile, slots=1007).used > 0).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 25.0])
+def test_temperature_per_row(entries, softcap):
+    temperature = torch.tensor([0.1, 0.5, 1.0, 1.5, 3.0, 1e4], device=entries.device)
+    tile = tile_of(entries, logits_of(6, 1007), Transform(1.0, softcap, temperature))
+    found = check(entries, tile, allowed=1e-3, slots=1007)
+    assert (found.used > 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_with_gaps_between_them(entries, dtype):
+    near = tile_of(entries, logits_of(5, 2049), dtype=dtype)
+    storage = torch.full((5, 2100), math.nan, dtype=dtype, device=entries.device)
+    far = near._replace(logits=storage[:, :2049].copy_(near.logits))
+    assert all(map(torch.equal, extract(entries, near), extract(entries, far)))
+
+
+def test_expected_error_is_the_allowed_one(entries):
+    """Over 400 keys, to 5 standard errors; and not far below it, where there is a choice."""
+    rows, allowed = 6, 5e-3
+    tile = tile_of(entries, logits_of(rows, 1007, 4.0))
+    many = Tile(tile.logits.repeat(400, 1), tile.target.repeat(400), PLAIN)
+    found = extract(entries, many, allowed, slots=1007)
+    assert (found.used > 0).all()
+    squared = found.error.double().square().view(400, rows)
+    deviation = squared.std(0) / 20
+    assert (squared.mean(0) <= allowed**2 + 5 * deviation).all()
+    assert (squared.mean(0) >= 0.25 * allowed**2).all()
+
+
+def test_unbiased(entries):
+    """The mean of 1,000 choices is the gradient, within 5 standard errors.
+
+    An entry of half the cut would show a bias of 16 % of it, and all that are drawn together one
+    of a few per cent of their sum.
+    """
+    keys, allowed = 1000, 0.1
+    tile = tile_of(entries, logits_of(4, 64, 2.0))
+    exact = gradient(tile)
+    for row in range(4):
+        many = Tile(tile.logits[row].expand(keys, -1), tile.target[row].repeat(keys), PLAIN)
+        many = many._replace(logits=many.logits.contiguous())
+        found = extract(entries, many, allowed, slots=128)  # more than are needed for sure
+        assert (found.used > 0).all()
+        choices = dense(found, 64)
+        off_target = torch.arange(64, device=entries.device) != tile.target[row]
+        size = -exact[row, off_target]
+        kept = -choices[:, off_target]
+        eps = kept[kept > 0].min()
+        variance = torch.where(size < eps, size * (eps - size), 0.0) / keys
+        assert (variance > 0).sum() > 10
+        bias = kept.mean(0) - size
+        assert (bias.abs() <= 5 * variance.sqrt() + 1e-6).all()
+        assert bias.sum().abs() <= 5 * variance.sum().sqrt() + 1e-5
+        torch.testing.assert_close(
+            choices[:, ~off_target], exact[row, ~off_target].expand(keys, 1), rtol=1e-5, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("order", ["random", "ascending", "descending"])
+@pytest.mark.parametrize("transform", [PLAIN, Transform(1.0, 15.0, 0.8)], ids=["plain", "softcap"])
+def test_same_entries_as_plain_torch(entries, order, transform):
+    """Up to the rounding of probabilities, on which a choice may hang; wherever the large are."""
+    logits = logits_of(24, 50257, 14.0)
+    if order != "random":
+        logits = logits.sort(1, descending=order == "descending").values
+    tile = tile_of(entries, logits, transform)
+    stats = entries.rows.stats(tile, extras=False)
+    keys, allowed = row_keys(7, stats.lse), torch.full_like(stats.logp, 2e-3)
+    own, torchs = (
+        kernels.extract(tile, stats, keys, allowed, 4096)
+        for kernels in (entries.kernels, TORCH_ENTRIES)
+    )
+    assert (own.used > 0).sum() > 8
+    meant = torch.arange(4096, device=entries.device) < own.used[:, None]
+    same = own.used == torchs.used
+    same &= torch.where(meant, own.ids == torchs.ids, True).all(1)
+    assert same.sum() >= 22 and torch.equal(own.used < 0, torchs.used < 0)
+    meant &= same[:, None]
+    torch.testing.assert_close(own.values[meant], torchs.values[meant], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_are_not_finite_are_whole(entries):
+    logits = logits_of(5, 3001)
+    tile = tile_of(entries, logits)
+    tile.logits[0, 1500] = math.nan
+    tile.logits[1, 1500] = math.inf
+    tile.logits[2] = -math.inf
+    found = extract(entries, tile, slots=4096)
+    assert found.used[:3].tolist() == [-1, -1, -1]
+    assert (
+        (found.used[3:] > 0).all() and found.error.isfinite().all() and found.norm.isfinite().all()
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_logits_of_minus_infinity_have_no_entry(entries, softcap):
+    tile = tile_of(entries, logits_of(3, 4101), Transform(softcap=softcap))
+    tile.logits[:, ::2] = -math.inf
+    tile.target[:] = torch.tensor([1, 4001, 4000])  # the last has probability 0
+    found = check(entries, tile, slots=4101)
+    assert (found.used > 0).all()
+    for row in range(3):
+        assert (found.ids[row, 1 : found.used[row]] % 2 == 1).all()
+
+
+def test_rows_that_need_too_many_entries_are_whole(entries):
+    logits = torch.zeros(4, 50257)
+    logits[1] = torch.randn(50257)
+    logits[2, :300] = 20.0
+    logits[3, :300] = 20.0 + torch.rand(300)
+    tile = tile_of(entries, logits)
+    assert extract(entries, tile, slots=256).used.tolist() == [-1, -1, -1, -1]
+    found = check(entries, tile, slots=400)
+    assert found.used[:2].tolist() == [-1, -1] and (found.used[2:] > 250).all()
+    assert (extract(entries, tile, 1e-9, slots=50257).used >= 300).all()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 20, 60])
+def test_never_more_than_the_slots(entries, slots):
+    tile = tile_of(entries, logits_of(40, 515))
+    few, many = (check(entries, tile, slots=n) for n in (slots, 515))
+    assert (many.used > 0).all() and (few.used[many.used > slots] == -1).all()
+    fits = few.used > 0
+    assert torch.equal(few.used[fits], many.used[fits])
+    assert torch.equal(dense(few, 515)[fits], dense(many, 515)[fits])
+
+
+def test_peaks(entries):
+    """One peak at the target up to p = 1 in fp32, two peaks, and a target far below both."""
+    logits = torch.randn(6, 2049)
+    logits[0, 5] = 25.0
+    logits[1, 5] = 60.0
+    logits[2, 5] = 90.0
+    logits[3:5, [7, 2000]] = 40.0
+    logits[5, [7, 2000]] = 40.0
+    tile = tile_of(entries, logits)
+    tile.target[:] = torch.tensor([5, 5, 5, 7, 2000, 9])
+    found = check(entries, tile)
+    assert found.used.tolist() == [1, 1, 1, 2, 2, 3]
+    assert found.values[5, 0] == 1 and found.values[3, 0] == -found.values[3, 1]
+    others = gradient(tile)
+    others[:, 5] = 0
+    got = found.values[:2, 0].double()
+    torch.testing.assert_close(got, -others[:2].sum(1), rtol=1e-4, atol=1e-18)
+
+
+@pytest.mark.parametrize("allowed", [0.0, 1e-30, 10.0, 1e30, math.inf])
+def test_errors_allowed_of_any_size(entries, allowed):
+    found = check(entries, tile_of(entries, logits_of(5, 129)), allowed, slots=129)
+    if allowed > 1:
+        assert found.used.tolist() == [1] * 5
+    else:
+        assert (found.used > 10).all() and (found.error <= 1e-6).all()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_same_bits_for_any_threads_and_batch(entries, dtype):
+    tile = tile_of(entries, logits_of(9, 40003), dtype=dtype)
+    stats = entries.rows.stats(tile, extras=False)
+    keys, allowed = row_keys(3, stats.lse), torch.full_like(stats.logp, 1e-3)
+
+    def run(rows: slice, threads: int) -> Entries:
+        torch.set_num_threads(threads)
+        return entries.kernels.extract(
+            tile.rows(rows), stats.rows(rows), keys[rows], allowed[rows], 2048
+        )
+
+    whole = run(slice(None), 1)
+    for threads in (1, 2, 3):
+        assert all(map(torch.equal, whole, run(slice(None), threads)))
+    for rows in (slice(0, 4), slice(4, 9), slice(7, 8)):
+        assert all(map(torch.equal, whole.rows(rows), run(rows, 2)))
