@@ -55,9 +55,7 @@ def reference(problem: Problem) -> Result:
     )
 
 
-def compare(
-    result: Result, exact: Result, problem: Problem, allowed: float | None = None
-) -> Check:
+def compare(result: Result, exact: Result, problem: Problem, allowed: float | None = None) -> Check:
     """Return the errors of the outputs that the work asks for; a NaN or a missing one fails.
 
     ``allowed``: how large they may be; None: :data:`TOLERANCE`.

@@ -145,7 +145,11 @@ def _make_inputs(
     hidden = torch.empty(sequences, length, model.hidden, **options)
     weight = torch.empty(model.vocabulary, model.hidden, **options)
     hidden.normal_(generator=generator)
-    weight.normal_(std=(spread or 2) / model.hidden**0.5, generator=generator)
+    size = 2.0 if spread is None else spread.competing
+    weight.normal_(std=size / model.hidden**0.5, generator=generator)
+    if spread is not None and spread.every > 1:
+        competing = weight[:: spread.every].clone()
+        weight.mul_(spread.others / spread.competing)[:: spread.every] = competing
     target = torch.randint(
         model.vocabulary, (sequences, length), generator=generator, device=device
     )

@@ -75,8 +75,8 @@ _OP = (OURS["ours-again"], OURS["ours-kept"])
 # the first is what the others save from
 WAYS: dict[str, tuple[Provider, ...]] = {
     "logprobs-grad": (*_OP, *_BOUNDED, eager.EAGER, eager.COMPILE, trl.TRL),
-    "logprobs-grad-frozen": (*_OP, USUAL, eager.EAGER, trl.TRL),
-    "dapo": (PROVIDERS["ours"], USUAL, eager.EAGER, eager.COMPILE, trl.TRL, liger.LIGER),
+    "logprobs-grad-frozen": (*_OP, USUAL, eager.EAGER),
+    "dapo": (PROVIDERS["ours"], USUAL, eager.EAGER, trl.TRL, liger.LIGER),
 }
 # an exact backward takes as long on any inputs
 OF_OTHER_INPUTS = {"logprobs-grad": (*_OP, *_BOUNDED, eager.EAGER)}
