@@ -12,7 +12,7 @@ import pytest
 from benchmarks import environment as machine
 from benchmarks.accuracy.measure import measure_accuracy
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import RESULTS, Collector, Row, Table, load, load_run
+from benchmarks.results import KINDS, RESULTS, Collector, Row, Table, load, load_run
 from benchmarks.shapes import MODELS, Case
 from benchmarks.tests.stored import NEWER, device, row, run, table
 from benchmarks.work import WORKS
@@ -26,7 +26,7 @@ def test_a_stored_file_is_well_formed(path: Path) -> None:
     assert found.environment.kind in ("cpu", "cuda") and found.environment.versions["torch"]
     assert path.parent.name == machine.slug(found.environment.device)
     assert path.name.startswith(f"{found.environment.day}-{found.environment.commit[:12]}")
-    assert found.tables or found.training or found.accuracy or found.savings or found.rollouts
+    assert any(getattr(found, kind) for kind in KINDS)
     for each in found.tables:
         names = [one.provider for one in each.rows]
         assert names and len(names) == len(set(names))
