@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.accuracy import measure as accuracy
+from benchmarks.backwards.providers import OURS
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.shapes import MODELS, Case
@@ -17,7 +18,7 @@ from benchmarks.work import WORKS
 
 
 def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
-    provider = PROVIDERS[name]
+    provider = {**PROVIDERS, **OURS}[name]
     if what == "row":
         return asdict(measure.measure_one(case, provider, "cuda", rounds))
     if what == "accuracy":
@@ -28,9 +29,9 @@ def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
 
 
 def _main(
-    what: str, model: str, tokens: str, dtype: str, work: str, name: str, rounds: str
+    what: str, model: str, tokens: str, dtype: str, work: str, inputs: str, name: str, rounds: str
 ) -> None:
-    case = Case(MODELS[model], int(tokens), dtype, WORKS[work])
+    case = Case(MODELS[model], int(tokens), dtype, WORKS[work], inputs)
     print(json.dumps(_answer(what, case, name, int(rounds))))
 
 

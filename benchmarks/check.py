@@ -49,13 +49,17 @@ def reference(problem: Problem) -> Result:
     return Result(
         loss=loss,
         logprobs=logprobs.view(shape),
+        entropy=entropy.view(shape),
         dhidden=dhidden.view_as(exact.hidden),
         dweight=dweight,
     )
 
 
-def compare(result: Result, exact: Result, problem: Problem) -> Check:
-    """Return the errors of the outputs that the work asks for; a NaN or a missing one fails."""
+def compare(result: Result, exact: Result, problem: Problem, allowed: float | None = None) -> Check:
+    """Return the errors of the outputs that the work asks for; a NaN or a missing one fails.
+
+    ``allowed``: how large they may be; None: :data:`TOLERANCE`.
+    """
     errors = {}
     for name in problem.work.outputs:
         actual, expected = getattr(result, name), getattr(exact, name)
@@ -67,12 +71,12 @@ def compare(result: Result, exact: Result, problem: Problem) -> Check:
         errors[name] = (
             (actual - expected).abs().item() if absolute else relative_error(actual, expected)
         )
-    return Check(errors, why_wrong(errors, problem.case.dtype))
+    return Check(errors, why_wrong(errors, problem.case.dtype, allowed))
 
 
-def why_wrong(errors: dict[str, float], dtype: str) -> str | None:
+def why_wrong(errors: dict[str, float], dtype: str, allowed: float | None = None) -> str | None:
     """Return which errors are too large, or None; NaN is too large."""
-    allowed = TOLERANCE[dtype]
+    allowed = TOLERANCE[dtype] if allowed is None else allowed
     bad = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= allowed]
     return f"error of {', '.join(bad)}; allowed {allowed:.0e}" if bad else None
 

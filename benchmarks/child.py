@@ -46,8 +46,8 @@ def measured_alone(
 
 
 def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[str, Any]:
-    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, name, str(rounds)]
-    return ask("benchmarks.alone", [what, *words], timeout)
+    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, case.inputs]
+    return ask("benchmarks.alone", [what, *words, name, str(rounds)], timeout)
 
 
 def ask(module: str, words: list[str], timeout: float, **environment: str) -> dict[str, Any]:

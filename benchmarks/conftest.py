@@ -16,11 +16,14 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.replay import clock
 from benchmarks.results import Collector, Line, Row, Table
 from benchmarks.results import Entry as Stored
-from benchmarks.suites import ACCURACY, SAVINGS, SUITES, Entry
+from benchmarks.suites import ACCURACY, BACKWARDS, SAVINGS, SUITES, Entry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # what ends at a deadline ends in the last of these
-_ORDER = ("host", "accuracy", "savings", "head", "memory", "training", "rollouts", "learning")
+_ORDER = (
+    *("host", "accuracy", "savings", "head", "backwards", "memory"),
+    *("training", "rollouts", "learning"),
+)
 _ROUNDS = {"cpu": 5, "cuda": 10}
 
 
@@ -46,7 +49,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry" in metafunc.fixturenames:
         entries = SUITES[suite(metafunc.config)]()
         metafunc.parametrize("entry", entries, ids=str, scope="session")
-    for name, entries in (("accuracy_entry", ACCURACY), ("savings_entry", SAVINGS)):
+    of_suites = {
+        "accuracy_entry": ACCURACY,
+        "savings_entry": SAVINGS,
+        "backwards_entry": BACKWARDS,
+    }
+    for name, entries in of_suites.items():
         if name in metafunc.fixturenames:
             of_suite = entries[suite(metafunc.config)]
             metafunc.parametrize(name, of_suite, ids=str, scope="session")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from benchmarks.exact import statistics
-from benchmarks.shapes import DTYPES, Case, Model
+from benchmarks.exact import sample, statistics
+from benchmarks.shapes import DTYPES, SPREADS, Case, Model
 from benchmarks.work import Work
 from grpo_kernels import LossConfig, TokenBatch
 
@@ -102,12 +102,11 @@ class Inputs:
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
     """Return random inputs of ``case``.
 
-    ``exact=False`` leaves out the GEMM behind the old log-probabilities; for measurements of
-    memory, so that no library keeps a buffer from it.
+    ``exact=False`` leaves out the GEMMs behind targets and old log-probabilities; for measurements
+    of memory, so that no library keeps a buffer from it.
     """
-    return assemble(
-        case, _make_inputs(case.model, case.sequences, case.length, case.dtype, device, exact)
-    )
+    shape = case.sequences, case.length
+    return assemble(case, _make_inputs(case.model, *shape, case.dtype, device, exact, case.inputs))
 
 
 def assemble(case: Case, inputs: Inputs) -> Problem:
@@ -133,25 +132,35 @@ def assemble(case: Case, inputs: Inputs) -> Problem:
 
 @functools.lru_cache(maxsize=1)
 def _make_inputs(
-    model: Model, sequences: int, length: int, dtype: str, device: str, exact: bool
+    model: Model, sequences: int, length: int, dtype: str, device: str, exact: bool, inputs: str
 ) -> Inputs:
-    """Return inputs: logits of standard deviation 2, target probabilities of 0.002 to 0.998.
+    """Return inputs: normal logits of the standard deviation that their name has.
 
-    So peaked is a policy in RL, and so large are its logits that 16 bits round them visibly.
+    "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
+    so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
     """
+    spread = SPREADS[inputs]
     generator = torch.Generator(device).manual_seed(0)
     options = dict(dtype=DTYPES[dtype], device=device)
     hidden = torch.empty(sequences, length, model.hidden, **options)
     weight = torch.empty(model.vocabulary, model.hidden, **options)
     hidden.normal_(generator=generator)
-    weight.normal_(std=2 / model.hidden**0.5, generator=generator)
+    size = 2.0 if spread is None else spread.competing
+    weight.normal_(std=size / model.hidden**0.5, generator=generator)
+    if spread is not None and spread.every > 1:
+        competing = weight[:: spread.every].clone()
+        weight.mul_(spread.others / spread.competing)[:: spread.every] = competing
     target = torch.randint(
         model.vocabulary, (sequences, length), generator=generator, device=device
     )
-    # lse of the other tokens is about log V + 2; a unit of weight[target] adds 4 to its logit
-    raised = torch.rand(target.shape, generator=generator, device=device) * 12 - 4
-    boost = (math.log(model.vocabulary) + raised) / 4
-    hidden.add_((boost.unsqueeze(-1) * weight[target].float()).to(hidden.dtype))
+    if spread is None:
+        # lse of the other tokens is about log V + 2; a unit of weight[target] adds 4 to its logit
+        raised = torch.rand(target.shape, generator=generator, device=device) * 12 - 4
+        boost = (math.log(model.vocabulary) + raised) / 4
+        hidden.add_((boost.unsqueeze(-1) * weight[target].float()).to(hidden.dtype))
+    elif exact:
+        rows = hidden.float().flatten(0, 1), weight.float()
+        target = sample(*rows, model.softcap, generator).view_as(target)
     logprobs = torch.full(target.shape, -1.0, device=device)
     if exact:
         rows = hidden.float().flatten(0, 1), target.flatten()

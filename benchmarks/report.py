@@ -22,7 +22,7 @@ from benchmarks.environment import ROOT
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.results import RESULTS, Device, Table, load
 from benchmarks.shapes import MODELS
-from benchmarks.tables import heads, others
+from benchmarks.tables import backwards, heads, others
 from benchmarks.tables.columns import in_order
 from benchmarks.tables.learning import learning
 from benchmarks.work import WORKS
@@ -37,6 +37,7 @@ BLOCKS = {
     "schedules": ("One pass or two", lambda device: heads.schedules(device.tables)),
     "training": ("Training step", lambda device: others.training(device.training)),
     "savings": ("What is saved", lambda device: others.savings(device.savings)),
+    "backwards": ("Backwards", lambda device: backwards.backwards(device.backwards)),
     "rollouts": (
         "Generation and the rest of a step",
         lambda device: others.rollouts(device.rollouts),

@@ -18,7 +18,8 @@ from benchmarks.shapes import DTYPES
 from benchmarks.work import WORKS
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("tables", "training", "accuracy", "savings", "rollouts", "learning")  # lists of a file
+# the lists of a file
+KINDS = ("tables", "training", "accuracy", "savings", "backwards", "rollouts", "learning")
 # a list of numbers, which JSON with an indent spreads over as many lines
 _NUMBERS = re.compile(r"\[(?:\s+(?:-?\d[-+.\de]*|-?Infinity|NaN),?)+\s+\]")
 
@@ -109,6 +110,16 @@ class SavingsRow(Line):
 
     base: str | None = None  # the variant whose time it is measured by
     seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class BackwardsRow(Line):
+    """One backward in one work."""
+
+    work: str
+    seconds: list[float] = field(default_factory=list)
+    memory: Memory | None = None
+    entries: list[int] = field(default_factory=list)  # kept of each row; -1: the row is exact
 
 
 @dataclass
@@ -210,6 +221,24 @@ class SavingsTable(Entry):
 
 
 @dataclass(kw_only=True)
+class BackwardsTable(Entry):
+    """All backwards on one batch."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    inputs: str  # a name of SPREADS
+    reference: str
+    logprobs: list[float]  # the exact ones
+    entropy: list[float]  # likewise
+    rows: list[BackwardsRow]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return *super().key, self.inputs
+
+
+@dataclass(kw_only=True)
 class RolloutsEntry(Entry):
     """Training steps with one engine on one model."""
 
@@ -251,6 +280,7 @@ class Run:
     training: list[TrainingTable] = field(default_factory=list)
     accuracy: list[AccuracyTable] = field(default_factory=list)
     savings: list[SavingsTable] = field(default_factory=list)
+    backwards: list[BackwardsTable] = field(default_factory=list)
     rollouts: list[RolloutsEntry] = field(default_factory=list)
     learning: list[LearningTable] = field(default_factory=list)
 
@@ -262,6 +292,7 @@ class Device:
     training: list[TrainingTable]
     accuracy: list[AccuracyTable]
     savings: list[SavingsTable]
+    backwards: list[BackwardsTable]
     rollouts: list[RolloutsEntry]
     learning: list[LearningTable]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.shapes import DTYPES, MODELS, Case
+from benchmarks.shapes import DTYPES, MODELS, SPREADS, Case
 from benchmarks.work import WORKS
 from grpo_kernels.tools import device_memory
 
@@ -26,7 +26,8 @@ class Entry:
 
     def __str__(self) -> str:
         case = self.case
-        return f"{case.work.name}-{case.model.name}-{case.tokens}-{case.dtype}"
+        inputs = "" if case.inputs == "peaked" else f"-{case.inputs}"
+        return f"{case.work.name}-{case.model.name}-{case.tokens}-{case.dtype}{inputs}"
 
 
 def entry(work: str, model: str, tokens: int, dtype: str, **options: bool) -> Entry:
@@ -134,4 +135,26 @@ SAVINGS = {
     "cpu": [entry("dapo", "qwen2.5-0.5b", 1024, dtype) for dtype in DTYPES],
     "gpu": [entry("dapo", "qwen3-1.7b", 8192, "bf16")],
     "gpu-full": [entry("dapo", model, 8192, "bf16") for model in ("qwen3-1.7b", "qwen3-8b")],
+}
+
+
+def _every_input(model: str, tokens: int, *dtypes: str, slow: bool = True) -> list[Entry]:
+    """Return entries with the inputs that matter most first."""
+    cases = [
+        Case(MODELS[model], tokens, dtype, WORKS["logprobs-grad"], inputs)
+        for inputs in sorted(SPREADS, key=list(SPREADS)[1:].__contains__, reverse=True)
+        for dtype in dtypes
+    ]
+    return [Entry(case, memory=slow and case.inputs == "policy-like", slow=slow) for case in cases]
+
+
+# the backwards of the ops, by suite
+BACKWARDS = {
+    "quick": _every_input("small", 128, *DTYPES, slow=False),
+    "cpu": _every_input("qwen2.5-0.5b", 1024, *DTYPES),
+    "gpu": _every_input("qwen3-1.7b", 8192, "bf16"),
+    "gpu-full": [
+        *_every_input("qwen3-1.7b", 8192, "bf16"),
+        *_every_input("qwen3-8b", 8192, "bf16"),
+    ],
 }

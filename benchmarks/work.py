@@ -61,6 +61,12 @@ WORKS: dict[str, Work] = {
             kind="backward",
         ),
         Work(
+            name="logprobs-grad-frozen",
+            title="the same before a frozen head",
+            kind="backward",
+            frozen=True,
+        ),
+        Work(
             name="nll",
             title="mean negative log-likelihood (what cross-entropy kernels do), "
             "forward + backward",

@@ -18,7 +18,8 @@ from grpo_kernels.backends import choose_backend
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 
 
-def _run(problem: Problem, schedule: str, settings: dict[str, Any]) -> Result:
+def run_work(problem: Problem, settings: dict[str, Any], schedule: str = "auto") -> Result:
+    """Run any work; ``settings`` are those of ``linear_logprobs`` and ``linear_policy_loss``."""
     if problem.work.kind in ("mean", "loss"):
         return run_loss(problem, {**settings, "schedule": schedule})
     work = problem.work
@@ -85,7 +86,7 @@ def _provider(name: str, note: str, schedule: str = "auto", **rest: Any) -> Prov
         return _call(explain, problem, {**settings, "schedule": schedule}).schedule
 
     def run(problem: Problem) -> Result:
-        return _run(problem, schedule, settings)
+        return run_work(problem, settings, schedule)
 
     return Provider(name=name, note=note, run=run, planned=planned, **rest)
 
