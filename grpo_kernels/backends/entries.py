@@ -34,7 +34,8 @@ class Entries(NamedTuple):
     ids: Tensor  # (C, K) int32, the target first, the others ascending
     values: Tensor  # (C, K) fp32 (fp64 of fp64 logits)
     used: Tensor  # (C,) int32, how many of K are meant; -1: the row has to be computed whole
-    error: Tensor  # (C,) L2 norm of what the row's entries differ by from its gradient
+    # (C,) L2 norm of what the row's entries differ by from its gradient; 0 of a row that is whole
+    error: Tensor
     error_l1: Tensor  # (C,) L1 norm of the same
     norm: Tensor  # (C,) L2 norm of the row's gradient
 
@@ -75,8 +76,8 @@ class EntryKernels(Protocol):
 
         ``keys`` (C,) int32 are those of :func:`row_keys`, ``allowed`` (C,) the L2 norm that each
         row's error is expected to have at most. Of one that is allowed :data:`ANY_ERROR` nothing is
-        meant. A row without a finite ``lse`` is whole, and so is one that is expected to need
-        more entries.
+        meant: any entries, and any count of them, will do. A row without a finite ``lse`` is whole,
+        and so is one that is expected to need more entries.
         """
         ...
 
@@ -195,7 +196,7 @@ def _extract(tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: 
     others = torch.where(here, 0.0, p)
     at_target = others.sum(1)  # 1 - p
     if tanh is not None:
-        curve = 1 - tanh.double() ** 2
+        curve = torch.where(finite[:, None], 1 - tanh.double() ** 2, 0.0)
         others = others * curve
         at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
     scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
@@ -208,7 +209,7 @@ def _extract(tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: 
     count = torch.where(fits, count, WHOLE).int()
     error = kept - others
     ids, values = _packed(kept, at_target, target, count, slots)
-    found = (error.norm(dim=1), error.abs().sum(1), norm)
+    found = (*(torch.where(fits, x, 0.0) for x in (error.norm(dim=1), error.abs().sum(1))), norm)
     dtype = stats.logp.dtype
     return Entries(
         ids,

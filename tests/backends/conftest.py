@@ -99,13 +99,26 @@ class EntriesTarget:
     rows: RowKernels
     device: torch.device
 
+    @property
+    def interpreted(self) -> bool:
+        native = isinstance(self.kernels, NativeEntries) or self.kernels is TORCH_ENTRIES
+        return self.device.type == "cpu" and not native
 
-@pytest.fixture(params=["torch", *ISAS])
+    def size(self, usual: int, interpreted: int) -> int:
+        """Return a number of rows or columns: the interpreter takes milliseconds a device call."""
+        return interpreted if self.interpreted else usual
+
+
+@pytest.fixture(params=["torch", *KERNELS])
 def entries(request: pytest.FixtureRequest) -> EntriesTarget:
     if request.param == "torch":
         return EntriesTarget(TORCH_ENTRIES, TORCH_ROWS, CPU)
-    rank = ISAS.index(request.param)
-    return EntriesTarget(NativeEntries(rank), NativeRows(rank), CPU)
+    if request.param in ISAS:
+        rank = ISAS.index(request.param)
+        return EntriesTarget(NativeEntries(rank), NativeRows(rank), CPU)
+    from grpo_kernels.backends.triton import TRITON_ENTRIES, TRITON_ROWS
+
+    return EntriesTarget(TRITON_ENTRIES, TRITON_ROWS, TRITON_DEVICE)
 
 
 # many splits, groups and steps over D at small sizes

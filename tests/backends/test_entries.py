@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Tile
-from grpo_kernels.backends.entries import TORCH_ENTRIES, Entries, row_keys
+from grpo_kernels.backends.entries import ANY_ERROR, TORCH_ENTRIES, Entries, row_keys
 from grpo_kernels.head import Transform
 from tests.backends.conftest import EntriesTarget
 from tests.backends.linear_problems import BF16, DTYPES, FP16, FP32, statistics
+
+# the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 PLAIN = Transform()
 TRANSFORMS = {
@@ -69,6 +72,7 @@ def check(entries: EntriesTarget, tile: Tile, allowed: float = 3e-3, slots: int 
     assert torch.equal(tile.logits.nan_to_num(), before.nan_to_num())
     assert found.columns == slots and (found.used <= slots).all()
     fits = found.used >= 0
+    assert (found.error[~fits] == 0).all() and (found.error_l1[~fits] == 0).all()
     exact, got = gradient(tile)[fits], dense(found, tile.logits.shape[1])[fits]
     for value, difference, size in (
         (found.error, (got - exact).norm(dim=1), exact.norm(dim=1)),
@@ -88,14 +92,16 @@ def check(entries: EntriesTarget, tile: Tile, allowed: float = 3e-3, slots: int 
 @pytest.mark.parametrize("columns", [1, 2, 17, 2047, 2049, 50257])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_error_is_what_is_said(entries, columns, dtype):
-    tile = tile_of(entries, logits_of(9, columns), dtype=dtype)
-    assert (check(entries, tile).used > 0).sum() > 4
+    if entries.interpreted and columns not in (1, 17, 2049):
+        pytest.skip("for the interpreter")
+    tile = tile_of(entries, logits_of(entries.size(9, 3), columns), dtype=dtype)
+    assert (check(entries, tile).used > 0).sum() > len(tile.target) // 2
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_transforms(entries, transform, dtype):
-    tile = tile_of(entries, logits_of(9, 1007, 20.0), transform, dtype)
+    tile = tile_of(entries, logits_of(entries.size(9, 2), 1007, 20.0), transform, dtype)
     assert (check(entries, tile, slots=1007).used > 0).all()
 
 
@@ -109,14 +115,17 @@ def test_temperature_per_row(entries, softcap):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_with_gaps_between_them(entries, dtype):
-    near = tile_of(entries, logits_of(5, 2049), dtype=dtype)
-    storage = torch.full((5, 2100), math.nan, dtype=dtype, device=entries.device)
+    rows = entries.size(5, 2)
+    near = tile_of(entries, logits_of(rows, 2049), dtype=dtype)
+    storage = torch.full((rows, 2100), math.nan, dtype=dtype, device=entries.device)
     far = near._replace(logits=storage[:, :2049].copy_(near.logits))
     assert all(map(torch.equal, extract(entries, near), extract(entries, far)))
 
 
 def test_expected_error_is_the_allowed_one(entries):
     """Over 400 keys, to 5 standard errors; and not far below it, where there is a choice."""
+    if entries.interpreted:
+        pytest.skip("too many rows for the interpreter")
     rows, allowed = 6, 5e-3
     tile = tile_of(entries, logits_of(rows, 1007, 4.0))
     many = Tile(tile.logits.repeat(400, 1), tile.target.repeat(400), PLAIN)
@@ -134,6 +143,8 @@ def test_unbiased(entries):
     An entry of half the cut would show a bias of 16 % of it, and all that are drawn together one
     of a few per cent of their sum.
     """
+    if entries.interpreted:
+        pytest.skip("too many rows for the interpreter")
     keys, allowed = 1000, 0.1
     tile = tile_of(entries, logits_of(4, 64, 2.0))
     exact = gradient(tile)
@@ -161,7 +172,8 @@ def test_unbiased(entries):
 @pytest.mark.parametrize("transform", [PLAIN, Transform(1.0, 15.0, 0.8)], ids=["plain", "softcap"])
 def test_same_entries_as_plain_torch(entries, order, transform):
     """Up to the rounding of probabilities, on which a choice may hang; wherever the large are."""
-    logits = logits_of(24, 50257, 14.0)
+    rows = entries.size(24, 3)
+    logits = logits_of(rows, entries.size(50257, 2500), 14.0)
     if order != "random":
         logits = logits.sort(1, descending=order == "descending").values
     tile = tile_of(entries, logits, transform)
@@ -171,11 +183,11 @@ def test_same_entries_as_plain_torch(entries, order, transform):
         kernels.extract(tile, stats, keys, allowed, 4096)
         for kernels in (entries.kernels, TORCH_ENTRIES)
     )
-    assert (own.used > 0).sum() > 8
+    assert (own.used > 0).sum() > rows // 3
     meant = torch.arange(4096, device=entries.device) < own.used[:, None]
     same = own.used == torchs.used
     same &= torch.where(meant, own.ids == torchs.ids, True).all(1)
-    assert same.sum() >= 22 and torch.equal(own.used < 0, torchs.used < 0)
+    assert same.sum() >= rows - rows // 12 and torch.equal(own.used < 0, torchs.used < 0)
     meant &= same[:, None]
     torch.testing.assert_close(own.values[meant], torchs.values[meant], rtol=1e-5, atol=1e-6)
 
@@ -193,6 +205,14 @@ def test_rows_that_are_not_finite_are_whole(entries):
     )
 
 
+def test_a_target_that_is_no_number_makes_a_softcapped_row_whole(entries):
+    tile = tile_of(entries, logits_of(2, 129), Transform(softcap=30.0))
+    tile.logits[0, tile.target[0]] = math.nan
+    found = extract(entries, tile)
+    assert found.used[0] == -1 and found.used[1] > 0
+    assert all(x[0] == 0 for x in (found.error, found.error_l1, found.norm))
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_logits_of_minus_infinity_have_no_entry(entries, softcap):
     tile = tile_of(entries, logits_of(3, 4101), Transform(softcap=softcap))
@@ -205,20 +225,23 @@ def test_logits_of_minus_infinity_have_no_entry(entries, softcap):
 
 
 def test_rows_that_need_too_many_entries_are_whole(entries):
-    logits = torch.zeros(4, 50257)
-    logits[1] = torch.randn(50257)
+    columns = entries.size(50257, 2500)
+    logits = torch.zeros(4, columns)
+    logits[1] = torch.randn(columns)
     logits[2, :300] = 20.0
     logits[3, :300] = 20.0 + torch.rand(300)
     tile = tile_of(entries, logits)
     assert extract(entries, tile, slots=256).used.tolist() == [-1, -1, -1, -1]
     found = check(entries, tile, slots=400)
     assert found.used[:2].tolist() == [-1, -1] and (found.used[2:] > 250).all()
-    assert (extract(entries, tile, 1e-9, slots=50257).used >= 300).all()
+    assert (extract(entries, tile, 1e-9, slots=columns).used >= 300).all()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 7, 20, 60])
 def test_never_more_than_the_slots(entries, slots):
-    tile = tile_of(entries, logits_of(40, 515))
+    if entries.interpreted and slots not in (1, 7, 60):
+        pytest.skip("for the interpreter")
+    tile = tile_of(entries, logits_of(entries.size(40, 4), 515))
     few, many = (check(entries, tile, slots=n) for n in (slots, 515))
     assert (many.used > 0).all() and (few.used[many.used > slots] == -1).all()
     fits = few.used > 0
@@ -245,7 +268,7 @@ def test_peaks(entries):
     torch.testing.assert_close(got, -others[:2].sum(1), rtol=1e-4, atol=1e-18)
 
 
-@pytest.mark.parametrize("allowed", [0.0, 1e-30, 10.0, 1e30, math.inf])
+@pytest.mark.parametrize("allowed", [0.0, 1e-30, 10.0])
 def test_errors_allowed_of_any_size(entries, allowed):
     found = check(entries, tile_of(entries, logits_of(5, 129)), allowed, slots=129)
     if allowed > 1:
@@ -254,10 +277,52 @@ def test_errors_allowed_of_any_size(entries, allowed):
         assert (found.used > 10).all() and (found.error <= 1e-6).all()
 
 
+@pytest.mark.parametrize("any_error", [ANY_ERROR, math.inf])
+def test_rows_that_are_allowed_any_error_change_no_other(entries, any_error):
+    tile = tile_of(entries, logits_of(4, 129))
+    stats = entries.rows.stats(tile, extras=False)
+    keys, allowed = row_keys(7, stats.lse), torch.full_like(stats.logp, 3e-3)
+    some = allowed.clone()
+    some[::2] = any_error
+    want, got = (entries.kernels.extract(tile, stats, keys, x, 129) for x in (allowed, some))
+    assert all(map(torch.equal, want.rows(slice(1, None, 2)), got.rows(slice(1, None, 2))))
+
+
+@pytest.mark.parametrize("lead", [5.0, 60.0])
+@pytest.mark.parametrize("tolerance", [1e-3, 1e-1])
+def test_rows_that_are_nearly_certain(entries, lead, tolerance):
+    """Their sizes are tiny, as is what they are allowed."""
+    tile = tile_of(entries, logits_of(3, 700, 4.0))
+    rows = torch.arange(3, device=entries.device)
+    tile.logits[rows, tile.target] = tile.logits.amax(1) + lead
+    norm = gradient(tile).norm(dim=1).min().item()
+    assert (check(entries, tile, tolerance * norm, slots=1000).used > 0).all()
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-1])
+def test_saturated_softcap(entries, tolerance):
+    """All but a few sizes are nearly 0: their sum is far below 1 - p."""
+    tile = tile_of(entries, logits_of(3, 900, 16.0), Transform(softcap=1.0))
+    norm = gradient(tile).norm(dim=1).min().item()
+    assert (check(entries, tile, tolerance * norm, slots=1200).used > 0).all()
+
+
+def test_no_rows(entries):
+    tile = tile_of(entries, logits_of(2, 40)).rows(slice(0, 0))
+    found = extract(entries, tile, slots=8)
+    assert found.ids.shape == found.values.shape == (0, 8) and len(found.used) == 0
+    factor, rows = found.error, torch.empty(0, 9, device=entries.device)
+    out = torch.ones(40, 9, device=entries.device)
+    entries.kernels.matmul(found, factor, out, rows)
+    for add in (True, False):
+        entries.kernels.transposed_matmul(found, factor, rows, out, add)
+        assert (out == add).all()
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
 def test_same_bits_for_any_threads_and_batch(entries, dtype):
-    tile = tile_of(entries, logits_of(9, 40003), dtype=dtype)
+    tile = tile_of(entries, logits_of(entries.size(9, 3), entries.size(40003, 2500)), dtype=dtype)
     stats = entries.rows.stats(tile, extras=False)
     keys, allowed = row_keys(3, stats.lse), torch.full_like(stats.logp, 1e-3)
 
@@ -268,7 +333,8 @@ def test_same_bits_for_any_threads_and_batch(entries, dtype):
         )
 
     whole = run(slice(None), 1)
-    for threads in (1, 2, 3):
+    for threads in (1,) if entries.interpreted else (1, 2, 3):
         assert all(map(torch.equal, whole, run(slice(None), threads)))
-    for rows in (slice(0, 4), slice(4, 9), slice(7, 8)):
+    parts = (slice(0, 4), slice(4, 9), slice(7, 8))
+    for rows in (slice(0, 1), slice(1, 3)) if entries.interpreted else parts:
         assert all(map(torch.equal, whole.rows(rows), run(rows, 2)))

@@ -290,7 +290,8 @@ def _extract_kernel(
         HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     if HAS_SOFTCAP:
-        at_target = at_target * softcap_slope(tl.load(logits_ptr + target).to(tl.float32), inner)
+        at = tl.load(logits_ptr + target, mask=finite, other=0.0)
+        at_target = at_target * softcap_slope(at.to(tl.float32), inner)
     count, expected, errors, magnitudes = _write_entries(
         logits_ptr, num_active, target, anchor, rest, inner, factor, cut,
         tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
@@ -300,8 +301,8 @@ def _extract_kernel(
     tl.store(ids_ptr, target)
     tl.store(values_ptr, at_target * unit)
     tl.store(used_ptr + row, tl.where(fits, 1 + count, _WHOLE))
-    tl.store(error_ptr + row, tl.sqrt(errors) * unit)
-    tl.store(error_l1_ptr + row, magnitudes * unit)
+    tl.store(error_ptr + row, tl.where(fits, tl.sqrt(errors) * unit, 0.0))
+    tl.store(error_l1_ptr + row, tl.where(fits, magnitudes * unit, 0.0))
     tl.store(norm_ptr + row, tl.sqrt(at_target * at_target + squares) * unit)
 
 
