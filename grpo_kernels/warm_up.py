@@ -124,7 +124,13 @@ class _Steps:
         if not self.gradients:
             return
         if options.schedule != "one_pass":
-            self._step(frozen, _CHUNKS, replace(options, schedule="two_pass"))
+            two = replace(options, schedule="two_pass")
+            if plan.needs.of_head:  # whose logits are formed again, or kept
+                self._step(frozen, _CHUNKS, replace(two, activation_bytes=0))
+                if options.activation_bytes:
+                    self._step(_part(self.head, trained=True, depth=_THIN), _CHUNKS, two)
+            else:
+                self._step(frozen, _CHUNKS, two)
         if options.schedule != "two_pass" and plan.why_two_passes is None:
             # what fixes a row's bits is no other kernel
             options = replace(options, schedule="one_pass", batch_invariant=False)

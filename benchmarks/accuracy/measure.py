@@ -51,7 +51,7 @@ def measure_accuracy(
         free(device)
     numbers = {
         "logprobs": exact.logprobs,
-        "entropy": exact.entropy,
+        "entropy": exact.entropy if problem.work.entropy else None,
         "dhidden": None if exact.dhidden is None else exact.dhidden.norm(dim=-1),
     }
     return AccuracyTable(

@@ -41,7 +41,7 @@ def main() -> None:
         processing_class=tokenizer,
     )
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "reward" in row]
+    rows = [row for row in trainer.state.log_history if "backward_entries" in row]
     for row in rows:
         print(
             f"step {row['step']}: {row['backward_entries']:.0f} of 1000 entries a token, "

@@ -92,9 +92,14 @@ class EmptyRows:
         return RowStats(*torch.empty((3, rows), device=tile.logits.device).unbind(0))
 
     def dlogits_(
-        self, tile: Tile, stats: RowStats, outer: StatsGradients, out_dtype: torch.dtype
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGradients,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return output_view(tile.logits, out_dtype)
+        return output_view(tile.logits, out_dtype) if out is None else out
 
 
 class OnAGpu(Backend):

@@ -65,6 +65,8 @@ VALUES: dict[str, Any] = {
     "num_completions_to_print": 0,
     "loss_type": "grpo",
     "loss_kwargs": {"epsilon": 0.3},
+    "backward_tolerance": 2e-3,
+    "activation_bytes": 4096,
     "beta": 0.04,
     "epsilon": 1e-1,
     "epsilon_high": 0.28,
@@ -117,6 +119,7 @@ NEEDS = {
     "dynamic_prompts_form": {"dynamic_prompts_fn": "package.module.function"},
     "sync_ref_model": {"beta": 0.1},
     "use_adaptive_entropy": {"entropy_coef": 0.1},
+    "backward_exact_weight": {"backward_tolerance": 2e-3},
     "use_sampling_mask": {"top_k": 20},
     "transformers_continuous_batching_config": {"use_transformers_continuous_batching": True},
 }
