@@ -47,11 +47,10 @@ def _with_dhidden(call: Call) -> int:
 def _with_dlogits(call: Call) -> int:
     """Estimate the GEMMs of the gradients alone, in the backward."""
     head = call.head
-    tile = 0 if head.dtype == call.logits else call.tile  # 0: logits lie where they are kept
     product = call.tokens * head.hidden * WIDE
     gradients = call.dhidden + call.dweight(single=True)
     return call.keeping.nbytes + max(
-        tile + head.cast + call.library(fp32_gemms=True),
+        call.tile + head.cast + call.library(fp32_gemms=True),
         gradients + max(head.cast + product, _rounded(call, single=True)),
     )
 
