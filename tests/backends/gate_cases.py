@@ -235,7 +235,7 @@ def _extract_cases(target: str) -> Iterator[Case]:
     results |= {"ids_ptr": "*i32", "used_ptr": "*i32", "slots": "i32"}
     for (name, dtype), aligned in itertools.product(DTYPES.items(), (True, False)):
         types = _row_types(logits_ptr=f"*{name}", **vectors, **results)
-        config = extract.config_for(dtype, target)
+        config = extract.config_for(dtype, target, aligned)
         variants = _variants("HAS_SOFTCAP", "ROW_TEMPERATURE", thorough=False)
         for flags in variants if aligned else variants[1:]:
             case = _row_case(extract._extract_kernel, config, types, flags)

@@ -81,9 +81,10 @@ class LinearConfig:
 
 _HOPPER = LinearConfig(128, 256, 64, 8, 3, subtiles=2, tiles=8, group=16, descriptors=1)
 _AMPERE = LinearConfig(128, 128, 32, 8, 4, subtiles=2, tiles=16, group=16, descriptors=0)
+_BLACKWELL_PC = replace(_AMPERE, num_stages=3)  # with four, values of a loop lie on the stack
 _CDNA = LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)
 # All are guesses, since none has run: what fits into shared memory (given in KiB of a block) and
-# into registers. Hopper's takes 144 KiB, Ampere's and CDNA's 64.
+# into registers. Hopper's takes 144 KiB, Ampere's and CDNA's 64, that of Blackwell in PCs 48.
 _DEVICES = {
     "sm_80": _AMPERE,  # 163, A100
     "sm_86": _AMPERE,  # 99, RTX 30
@@ -92,8 +93,8 @@ _DEVICES = {
     "sm_100": _HOPPER,  # 227, B200, whose matrix units could take the tiles of two blocks
     "sm_103": _HOPPER,  # 227, B300, as before
     "sm_110": _HOPPER,  # 227, Thor, as before
-    "sm_120": _AMPERE,  # 99, RTX 50, and the older kind of matrix units
-    "sm_121": _AMPERE,  # 99, GB10, as before
+    "sm_120": _BLACKWELL_PC,  # 99, RTX 50, and the older kind of matrix units
+    "sm_121": _BLACKWELL_PC,  # 99, GB10, as before
     "gfx942": _CDNA,  # 64, MI300
 }
 # Where Triton 3.6 and 3.9 specialize the warps of a loop that is not flat. For sm_90 they refuse

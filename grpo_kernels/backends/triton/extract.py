@@ -306,8 +306,13 @@ def _extract_kernel(
     tl.store(norm_ptr + row, tl.sqrt(at_target * at_target + squares) * unit)
 
 
-def config_for(dtype: torch.dtype, device: str) -> RowConfig:
-    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread."""
+def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
+    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread.
+
+    Columns that are loaded one by one take more registers; there are fewer threads to share them.
+    """
+    if not aligned:
+        return RowConfig(num_warps=4, depth=1).on(device)
     return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
 
 
@@ -339,7 +344,7 @@ def extract(
     if rows:
         # what Triton compiles a variant for
         aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
-        config = config_for(logits.dtype, device_class(device))
+        config = config_for(logits.dtype, device_class(device), aligned)
         with on_device(logits):
             _extract_kernel[(rows,)](
                 logits_ptr=logits,
