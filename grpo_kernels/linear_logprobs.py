@@ -277,10 +277,10 @@ def explain_logprobs(
 
 def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor | None]:
     """Return what :data:`BOUNDED` names."""
-    if kept is None or options.bounded is None or not kept.numel():
+    if kept is None or options.bounded is None or kept.dim() < 2:
         raise ValueError(
-            f"outputs: expected {', '.join(BOUNDED)} with backward=Bounded(...) and an input that "
-            f"requires a gradient alone, got backward={options.backward!r}"
+            f"outputs: expected {', '.join(BOUNDED)} only with backward=Bounded(...) and an input "
+            f"that requires a gradient, got backward={options.backward!r}"
         )
     entries = of_kept(kept.detach())[0]
     exact = entries.used < 0

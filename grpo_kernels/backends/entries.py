@@ -39,10 +39,6 @@ class Entries(NamedTuple):
     error_l1: Tensor  # (C,) L1 norm of the same
     norm: Tensor  # (C,) L2 norm of the row's gradient
 
-    def rows(self, index: slice | Tensor) -> Entries:
-        """Return the same for a subset of rows."""
-        return Entries(*(x[index] for x in self))
-
     @property
     def columns(self) -> int:
         """K."""

@@ -18,7 +18,6 @@ from grpo_kernels.backends import (
     Entries,
     RowStats,
     StatsGradients,
-    TileGradient,
     concatenate,
     row_keys,
 )
@@ -47,7 +46,7 @@ def chosen_entries(
     rows, part, tile, stats, _ = chunk
     own = torch.arange(rows.count, device=route.device)
     slope = Scores.at(tile.logits, tile.transform, own, tile.target).slopes
-    norm = -torch.expm1(stats.logp.double()) * slope.abs()  # at most that of the row's gradient
+    norm = -torch.expm1(stats.logp.double()) * slope  # at most that of the row's gradient
     weight = torch.ones_like(norm) if dlogp is None else dlogp.double().abs()
     square = torch.where(stats.lse.isfinite(), (weight * norm) ** 2, 0.0)
     ignored = weight == 0
@@ -72,9 +71,6 @@ class KeptEntries:
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         entries, allowed = chosen_entries(chunk, None, self._bounded, route)
         self._found.append(torch.cat([entries.packed(), allowed[:, None]], 1))
-
-    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
-        raise NotImplementedError("no fused stage chooses entries")
 
     def finish(self) -> Gradients:
         return Gradients()
@@ -114,7 +110,7 @@ class BoundedSums:
         self._rows, self._needs, self._route, self._bounded = rows, needs, route, bounded
         self._exact = None
         if bounded.exact_weight and needs.of_head:
-            self._exact = GradientSums(rows, replace(needs, hidden=False), num_chunks)
+            self._exact = GradientSums(rows, needs.of_head_alone, num_chunks)
         self._found: list[tuple[Entries, RowStats, Tensor]] = []
         # of :func:`bounded_report`, after ``finish``
         self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
@@ -126,14 +122,11 @@ class BoundedSums:
         if self._exact is not None:
             self._exact.take(chunk, outer, route)
 
-    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
-        raise NotImplementedError("no fused stage chooses entries")
-
     def finish(self) -> Gradients:
+        if not self._found:
+            return GradientSums(self._rows, self._needs, 0).finish()
         head = Gradients() if self._exact is None else self._exact.finish()
         needs = self._needs if self._exact is None else self._needs.of_rows
-        if not self._found:
-            return head
         parts, stats, dlogp = zip(*self._found, strict=True)
         entries, factor = Entries.joined(parts), torch.cat(dlogp)
         self.report = bounded_report(entries, factor)
@@ -160,14 +153,14 @@ def bounded_gradients(
             every = found.hidden.new_zeros(rows.hidden.shape)
             found = found._replace(hidden=every.index_copy_(0, order, found.hidden))
     with matmul_precision(route.device, route.precision):
-        return _with_entries(found, entries, dlogp, rows.ready(), route, needs)
+        return _with_entries(found, entries, dlogp, rows, route, needs)
 
 
 def _with_entries(
     found: Gradients, entries: Entries, dlogp: Tensor, rows: Rows, route: Route, needs: Needs
 ) -> Gradients:
     """Add the entries' share to what has been ``found`` of whole rows."""
-    kernels, hidden, weight = route.backend.entries, rows.hidden, rows.head.weight
+    kernels, hidden, weight = route.backend.entries, rows.hidden, rows.ready().head.weight
     wide = stats_dtype(hidden.dtype)
     narrow = wide if hidden.dtype == torch.float16 else hidden.dtype  # to be scaled yet
     dhidden, dweight, dbias, da, db = found
@@ -180,8 +173,9 @@ def _with_entries(
         kernels.transposed_matmul(entries, factor, hidden, total, True)
     elif needs.weight:
         add = dweight is not None
-        if dweight is None:
-            dweight = on_huge_pages(torch.empty_like(weight, dtype=narrow))
+        if dweight is None:  # under autocast it may be wider than what is multiplied
+            dtype = narrow if rows.head.weight.dtype == hidden.dtype else wide
+            dweight = on_huge_pages(torch.empty_like(weight, dtype=dtype))
         kernels.transposed_matmul(entries, dlogp, hidden, dweight, add)
     if needs.bias:
         ones = dlogp.new_ones(len(dlogp), 1)

@@ -77,6 +77,11 @@ class Needs:
         return replace(self, weight=False, bias=False, lora_b=False, main_grad=None)
 
     @property
+    def of_head_alone(self) -> Needs:
+        """Those that :attr:`of_rows` leaves out."""
+        return replace(self, hidden=False, lora_a=False)
+
+    @property
     def new_weight(self) -> bool:
         """Whether the weight's gradient is a tensor of its own."""
         return self.weight and self.main_grad is None
@@ -145,10 +150,6 @@ class TileGradients(Protocol):
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         """Take a chunk, whose statistics have the gradients ``outer``."""
-        ...
-
-    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
-        """Take the gradient of a tile, of the rows ``part``."""
         ...
 
     def finish(self) -> Gradients:

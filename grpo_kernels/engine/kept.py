@@ -118,7 +118,8 @@ def keeping_forward(
     if keeping.what == ENTRIES:
         entries = KeptEntries(route)
         stats = sweep(rows, route, chunks, wanted, _unit, entries)[0]
-        return stats, entries.kept() if chunks else torch.empty(0, keeping.shape[1])
+        none = rows.hidden.new_empty((0, keeping.shape[1]), dtype=keeping.dtype)
+        return stats, entries.kept() if chunks else none
     kept = on_huge_pages(torch.empty(keeping.shape, dtype=keeping.dtype, device=route.device))
     logits = KeptLogits(kept[:, : route.columns])
     return sweep(rows, route, chunks, wanted, _unit, logits)[0], kept
@@ -160,11 +161,10 @@ def _gradients_of_entries(
     if not (bounded.exact_weight and needs.of_head):
         return bounded_gradients(entries, dlogp, rows, stats, route, needs)
     found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
-    exact = replace(needs, hidden=False, lora_a=False)
     chosen = rows.valid(dlogp != 0)
     outer = StatsGradients(chosen.take(dlogp))
     part = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    of_head = recompute_backward(chosen, part, outer, route.tiled(), exact)
+    of_head = recompute_backward(chosen, part, outer, route.tiled(), needs.of_head_alone)
     return found.joined(of_head)
 
 
@@ -177,9 +177,6 @@ class KeptLogits:
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         place = self._kept[chunk.part]
         route.backend.kernels.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
-
-    def add(self, gradient: TileGradient, part: slice, chunk: Rows) -> None:
-        raise NotImplementedError("no fused stage keeps gradients")
 
     def finish(self) -> Gradients:
         return Gradients()

@@ -72,7 +72,7 @@ def rows_forward(
     rows: Rows,
     route: Route,
     wanted: Wanted = Wanted(),  # noqa: B008
-    keeping: Keeping = Keeping(what=NOTHING),  # noqa: B008
+    keeping: Keeping = Keeping(),  # noqa: B008
 ) -> tuple[RowStats, Tensor | None]:
     """Compute the statistics of rows that all have a target, with as much memory as there is.
 
@@ -256,7 +256,8 @@ def linear_logprobs_backward(*arguments):
         valid = rows.valid(None if suffices else outer.nonzero)
     outer = StatsGradients(*(valid.take(gradient) for gradient in outer))
     stats = RowStats(*(valid.take(found) for found in (logp, entropy, lse)))  # type: ignore[arg-type]
-    if suffices and outer.dlogp is not None:
+    if suffices:
+        assert outer.dlogp is not None
         gradients = kept_gradients(keeps, kept, valid, stats, outer.dlogp, route, Needs(*needs))
     else:
         gradients = rows_backward(valid, stats, outer, route, Needs(*needs))

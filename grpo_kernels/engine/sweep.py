@@ -24,7 +24,7 @@ from grpo_kernels.backends import (
     shapes_of,
     with_ranks,
 )
-from grpo_kernels.engine.gradients import Chunk, Gradients, TileGradients
+from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, TileGradients
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
@@ -117,7 +117,7 @@ def _pass(
 ) -> RowStats:
     """Form a chunk's logits in ``buffer`` and their statistics; with a stage also gradients."""
     if isinstance(stage, FusedStage):
-        assert sums is not None
+        assert isinstance(sums, GradientSums)
         logits = _project(chunk, buffer, route)[: chunk.count]
         tile = Tile(logits, chunk.target, chunk.head.transform)
         stats, gradient = stage.gradient_(part, tile, chunk.hidden.dtype)

@@ -90,6 +90,22 @@ def test_transposed_matmul(entries, width, dtypes, add):
     assert empty.any() and torch.equal(out[empty].double(), before[empty])
 
 
+def test_a_factor_of_zero(entries):
+    """Such a row adds nothing, and its product is zero."""
+    columns = columns_of(entries)
+    made, factor = made_up(entries.device, columns), torch.randn(ROWS, device=entries.device)
+    factor[::2] = 0
+    weight, rows = matrix(columns, 9, FP32, entries.device), matrix(ROWS, 9, FP32, entries.device)
+    out = torch.full_like(rows, math.nan)
+    entries.kernels.matmul(made, factor, weight, out)
+    assert not out[(made.used >= 0) & (factor == 0)].any()
+    both, others = torch.zeros_like(weight), torch.zeros_like(weight)
+    entries.kernels.transposed_matmul(made, factor, rows, both, add=True)
+    without = made._replace(used=torch.where(factor == 0, 0, made.used))
+    entries.kernels.transposed_matmul(without, factor, rows, others, add=True)
+    assert torch.equal(both, others) and both.any()
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_for_any_threads(entries, dtype):

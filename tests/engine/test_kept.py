@@ -130,6 +130,21 @@ def test_a_row_without_a_softmax_counts_where_it_has_a_gradient(
         assert all(x.isfinite().all() != spoilt for x in gradients[1:])
 
 
+@pytest.mark.parametrize("backend,device", targets())
+@pytest.mark.parametrize("of_head", (False, True))
+@pytest.mark.parametrize("tokens", (0, 3))
+def test_no_row_with_a_target(
+    backend: str, device: torch.device, of_head: bool, tokens: int
+) -> None:
+    hidden = torch.randn(tokens, 8, device=device, requires_grad=True)
+    weight = torch.randn(40, 8, device=device, requires_grad=of_head)
+    target = torch.full((tokens,), -100, device=device)
+    out = linear_logprobs(hidden, weight, target, backend=backend, activation_bytes=ENOUGH)
+    inputs = (hidden, weight) if of_head else (hidden,)
+    gradients = torch.autograd.grad(out.logprobs.sum(), inputs)
+    assert all(x.shape == y.shape and not x.any() for x, y in zip(gradients, inputs, strict=True))
+
+
 @pytest.mark.parametrize("of_head", (False, True))
 def test_a_gradient_through_the_entropy_forms_the_logits_anew(of_head: bool) -> None:
     problem = make_problem().to("cpu", torch.float32)
