@@ -59,8 +59,8 @@ OURS: dict[str, Ours] = {
         *(
             _ours(
                 f"ours-bounded-{tolerance}",
-                f"backward=Bounded(tolerance={tolerance})",
-                backward=Bounded(tolerance=float(tolerance)),
+                f"backward=Bounded(tolerance={tolerance}, exact_weight=False)",
+                backward=Bounded(tolerance=float(tolerance), exact_weight=False),
             )
             for tolerance in _TOLERANCES
         ),

@@ -26,7 +26,6 @@ def main() -> None:
         args=GRPOConfig(
             output_dir="out/bounded",
             backward_tolerance=2e-3,
-            backward_exact_weight=True,  # the head is trained by Adam
             per_device_train_batch_size=32,
             num_generations=8,
             max_completion_length=4,

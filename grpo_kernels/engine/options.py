@@ -24,15 +24,16 @@ class Bounded:
     """A backward by the entries of the softmax that matter: unbiased, with a bounded error.
 
     Of a row's V probabilities only some are kept for the backward: the large ones, and a sample of
-    the small ones whose mean is right. The GEMMs of the gradients become sparse products. Rows that
+    the small ones whose mean is right. A GEMM of a gradient becomes a sparse product. Rows that
     would need too many entries, as that of a flat distribution, take the exact backward.
 
     Args:
         tolerance: the expected relative error of the gradient of the logits, in the Frobenius norm
             over all rows; that of the other gradients is near it. Statistics and losses stay exact.
         slots: the most entries of a row. A row takes 8 bytes of memory for each.
-        exact_weight: the gradients of the head (weight, bias and LoRA's B) stay exact. Adam then
-            sees no gradient of an entry that is sampled now and then.
+        exact_weight: the gradients of the head (weight, bias and LoRA's B) stay exact, for
+            optimizers that divide by a gradient's usual size, as Adam does. False: they take a
+            sparse product, too, in place of the last GEMM of the backward.
         seed: of the sample, which also depends on the row and on the policy.
 
     Raises:
@@ -41,7 +42,7 @@ class Bounded:
 
     tolerance: float = 2e-3
     slots: int = 1024
-    exact_weight: bool = False
+    exact_weight: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -22,7 +22,9 @@ class BackwardFields:
         "by `seed`. Default: exact.",
     )
     backward_exact_weight: bool = setting(
-        False, "With backward_tolerance: keep the gradient of the head's own parameters exact."
+        True,
+        "With backward_tolerance: keep the gradient of the head's own parameters exact, for the "
+        "sake of Adam.",
     )
     activation_bytes: int | None = setting(
         None,
@@ -40,10 +42,10 @@ def backward_options(args: TrainingArguments) -> dict[str, Any]:
     """
     tolerance = args.backward_tolerance
     if tolerance is None:
-        if args.backward_exact_weight:
+        if not args.backward_exact_weight:
             raise ValueError(
-                "backward_exact_weight: expected False without backward_tolerance, where all "
-                "gradients are exact, got True"
+                "backward_exact_weight: expected True without backward_tolerance, where all "
+                f"gradients are exact, got {args.backward_exact_weight!r}"
             )
         return {"activation_bytes": args.activation_bytes}
     number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)

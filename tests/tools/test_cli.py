@@ -208,17 +208,25 @@ def test_time_is_that_of_the_gemms(capsys):
     assert gemms("--frozen-head") == [2, 3, 2, 2, 2]
     assert gemms("--frozen-head", "--activation-bytes", "0") == [2, 3, 2, 3, 2]
     assert gemms("--activation-bytes", "1MiB") == [3, 4, 3, 3, 3]
-    assert gemms("--bounded") == [3, 4, 3, 4, 3, 1, 1]
+    assert gemms("--bounded") == [3, 4, 3, 4, 3, 2, 3, 1, 1]
+    assert gemms("--bounded", "--frozen-head") == [2, 3, 2, 2, 2, 1, 1]
 
 
 def test_plan_says_what_is_kept(capsys):
     options = (*SIZES, "--activation-bytes", "1MiB", "--gpu-memory", "1GiB", "--bounded", "64")
-    *_, two, _, first, second = plan_data(capsys, *options)["implementations"]
-    assert [two["keeps"], first["keeps"], second["keeps"]] == ["dlogits", "entries", "entries"]
+    *_, two, _, first, second, third, fourth = plan_data(capsys, *options)["implementations"]
+    assert two["keeps"] == "dlogits"
+    assert {line["keeps"] for line in (first, second, third, fourth)} == {"entries"}
     # more tokens than the budget is for, whose logits are formed again
     assert two["largest_micro_batch_tokens"] > (1 << 20) // 2000
-    head, bounded = HeadShape(hidden=64, vocabulary=1000), Bounded(slots=64)
-    for name, line in (("one_pass", first), ("two_pass", second)):
+    head, exact = HeadShape(hidden=64, vocabulary=1000), Bounded(slots=64)
+    sparse = Bounded(slots=64, exact_weight=False)
+    for name, line, bounded in (
+        ("one_pass", first, exact),
+        ("two_pass", second, exact),
+        ("one_pass", third, sparse),
+        ("two_pass", fourth, sparse),
+    ):
         estimate = estimate_memory(name, head, 100, memory=1 << 30, bounded=bounded)
         assert line["total_bytes"] == estimate.total
     out = plan(capsys, *options)

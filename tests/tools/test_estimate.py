@@ -236,13 +236,21 @@ def test_entries_counted_by_hand():
         head = HeadShape(hidden=D, vocabulary=V, dtype=dtype)
         gradients, tile = (tokens + V) * D * width, 1024 * 5024 * 4
         one, two = (
-            growth(name, head, tokens, bounded=Bounded(slots=slots))
+            growth(name, head, tokens, bounded=Bounded(slots=slots, exact_weight=False))
             for name in ("one_pass", "two_pass")
         )
         assert one == gradients + tile + 2 * entries
         assert two == max(entries + tile, gradients + 2 * entries)
+    # of bf16 once more, with an exact gradient of the weight; two passes form slices again
+    one, two = (
+        growth(name, head, tokens, bounded=Bounded(slots=slots))
+        for name in ("one_pass", "two_pass")
+    )
+    assert one == gradients + tile + 2 * entries
+    assert two == max(entries + tile, gradients + 2 * entries + 1000 * V * 4)
     few = HeadShape(hidden=D, vocabulary=50)  # no row has more entries than ids
-    assert growth("two_pass", few, tokens, bounded=Bounded()) == 2 * tokens * 105 * 4 + (
+    sparse = Bounded(exact_weight=False)
+    assert growth("two_pass", few, tokens, bounded=sparse) == 2 * tokens * 105 * 4 + (
         (tokens + 50) * D * 2
     )
 

@@ -147,6 +147,11 @@ class Call:
         return Keeping.of(self.tokens, self.head.hidden, route, needs)
 
     @property
+    def sparse_weight(self) -> bool:
+        """Whether the gradient of the weight is made from entries."""
+        return self.bounded is not None and not self.bounded.exact_weight
+
+    @property
     def dhidden(self) -> int:
         """Bytes of the gradient of the hidden states before the loss's own is multiplied in."""
         fp16 = self.head.dtype == torch.float16

@@ -152,6 +152,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         kept = what_is_kept(head, tokens, **options)
         of_backward = name == "two_pass" or bounded is not None
         gemms = kept.gemms if of_backward else _GEMMS[name] - head.frozen
+        if name == "one_pass" and bounded is not None:  # the logits are there for an exact dweight
+            gemms = 1 + (bounded.exact_weight and not head.frozen)
         if of_backward and bounded is None and kept.what != "nothing":
             title += f", keeps {kept.what}"
         largest = None
@@ -176,7 +178,6 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     small = arguments.max_workspace or _SMALL_WORKSPACE[device]
     ours = {name: f"ours, {name}" for name in ("one_pass", "two_pass")}
     ours[default_schedule(head, tokens, device=device, memory=memory)] += " (the default)"
-    entries = None if arguments.bounded is None else Bounded(slots=arguments.bounded)
     return {
         "model": _name(arguments.model),
         "head": {
@@ -196,9 +197,23 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
             line("TRL 1.16, chunked head", "trl"),
             *(line(title, name) for name, title in ours.items()),
             line(f"ours, one_pass, tile of {in_units(small)}", "one_pass", small),
-            *(line(f"ours, {x}, bounded", x, None, entries) for x in ours if entries is not None),
+            *(
+                line(f"ours, {name}, {title}", name, bounded=bounded)
+                for title, bounded in _bounded(arguments.bounded, head).items()
+                for name in ours
+            ),
         ],
     }
+
+
+def _bounded(slots: int | None, head: HeadShape) -> dict[str, Bounded]:
+    """Return the bounded backwards that are asked for, by title."""
+    if slots is None:
+        return {}
+    found = {"bounded": Bounded(slots=slots)}
+    if not head.frozen:
+        found["bounded, exact_weight=False"] = Bounded(slots=slots, exact_weight=False)
+    return found
 
 
 def _largest(total: Callable[[int], int], keeps: Callable[[int], bool], free: int) -> int:

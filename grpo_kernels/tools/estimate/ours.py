@@ -12,7 +12,7 @@ from grpo_kernels.tools.estimate.call import WIDE, Call
 def one_pass(call: Call) -> int:
     """Estimate gradients in the forward, chunk by chunk, which the backward scales."""
     # the weight's gradient is one GEMM where the logits are one tile, or entries
-    single = call.tokens <= call.fit or call.bounded is not None
+    single = call.tokens <= call.fit or call.sparse_weight
     gradients = call.dhidden + call.dweight(single)
     tile = _tile(call)
     if call.bounded is not None:  # those of the chunks, and joined
@@ -57,31 +57,40 @@ def _with_dlogits(call: Call) -> int:
 
 def _with_entries(call: Call) -> int:
     """Estimate sparse products; the entries are there twice, of the chunks and joined."""
-    kept, gradients = call.keeping.nbytes, call.dhidden + call.dweight(single=True)
-    products = kept + gradients + max(call.head.cast, _rounded(call, single=True))
+    head, kept = call.head, call.keeping.nbytes
+    if call.sparse_weight or head.frozen:
+        gradients = call.dhidden + call.dweight(single=True)
+        products = kept + gradients + max(head.cast, _rounded(call, single=True))
+    else:
+        products = kept + call.dhidden + head.cast + _slice(call) + call.returned[1]
     return kept + max(_tile(call), products)
 
 
 def _with_nothing(call: Call) -> int:
     """Estimate a backward that forms the logits slice by slice."""
     head = call.head
-    elements = call.fit * head.vocabulary
-    rows, columns = tile_shape(call.tokens, head.vocabulary, elements, row_block(call.where))
-    tile = min(rows, call.tokens) * columns * call.logits.itemsize
     wide, dweight = call.tokens * head.hidden * WIDE, call.returned[1]
-    # a slice of dweight is summed apart, where its own dtype would round the sums
-    narrow = call.tokens > rows and head.weight_width < WIDE
-    apart = head.trained and (narrow or head.dtype == torch.float16)
-    waiting = columns * head.hidden * WIDE if apart else 0
     rounded = call.returned[0] if head.width < WIDE else 0
     # the forward has a tile only where no GEMM comes with its statistics
     tiled = BACKENDS["cpu"].unavailable() if call.on_cpu else head.width == WIDE
     forward = call.tile if tiled else 0
     return call.library(fp32_gemms=head.width == WIDE) + max(
         head.cast + forward,
-        head.cast + tile + wide + dweight + waiting,
+        head.cast + _slice(call) + wide + dweight,
         wide + rounded + dweight,
     )
+
+
+def _slice(call: Call) -> int:
+    """Return the bytes of a slice of logits that are formed again, and of its share of dweight."""
+    head = call.head
+    elements = call.fit * head.vocabulary
+    rows, columns = tile_shape(call.tokens, head.vocabulary, elements, row_block(call.where))
+    tile = min(rows, call.tokens) * columns * call.logits.itemsize
+    # a slice of dweight is summed apart, where its own dtype would round the sums
+    narrow = call.tokens > rows and head.weight_width < WIDE
+    apart = head.trained and (narrow or head.dtype == torch.float16)
+    return tile + (columns * head.hidden * WIDE if apart else 0)
 
 
 _KEPT = {

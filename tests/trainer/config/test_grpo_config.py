@@ -56,10 +56,10 @@ def test_every_loss_is_accepted(make_args, loss_type):
 
 def test_the_backward_of_the_head(make_args):
     assert backward_options(make_args()) == {"activation_bytes": None}
-    words = "--backward_tolerance 2e-3 --backward_exact_weight --activation_bytes 4096 --seed 7"
+    words = "--backward_tolerance 2e-3 --no_backward_exact_weight --activation_bytes 4096 --seed 7"
     run = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x", "--use_cpu"]
     _, args = parse([*run, *words.split()])
-    bounded = Bounded(tolerance=2e-3, exact_weight=True, seed=7)
+    bounded = Bounded(tolerance=2e-3, exact_weight=False, seed=7)
     assert backward_options(args) == {"backward": bounded, "activation_bytes": 4096}
 
 
@@ -139,7 +139,7 @@ def test_scale_rewards(make_args, given, kept):
             "backward_tolerance: expected None with use_sampling_mask=True",
         ),
         ({"backward_tolerance": 1e-2, "seed": 1 << 32}, "seed: expected an int in"),
-        ({"backward_exact_weight": True}, "expected False without backward_tolerance"),
+        ({"backward_exact_weight": False}, "expected True without backward_tolerance"),
         ({"activation_bytes": -1}, "activation_bytes: expected an integer >= 0, got -1"),
         ({"activation_bytes": 1.5}, "activation_bytes: expected an integer >= 0, got 1.5"),
         ({"generation_kwargs": {"temperature": 0.5}}, "the field temperature instead"),
