@@ -167,6 +167,28 @@ def test_probability_near_one(rows, lead):
         torch.testing.assert_close(stats.logp.double(), exact, rtol=1e-6, atol=1e-15)
 
 
+@pytest.mark.parametrize("lead", [-120.0, 0.0, 10.0, 20.0])
+def test_what_is_negligible_in_a_row(rows, lead):
+    """What would only slow down the GEMMs that follow is left out: beside the row, it is nothing."""
+    if not rows.native:
+        pytest.skip("for the native kernels")
+    generator = torch.Generator().manual_seed(2)
+    logits = 30 * torch.randn(6, 1007, generator=generator)
+    target = torch.arange(6)
+    logits[target, target] = logits.amax(-1) + lead
+    stats = rows.kernels.stats(Tile(logits, target, PLAIN), extras=False)
+    outer = StatsGradients(torch.full_like(stats.logp, 1e-6))
+    exact = -1e-6 * logits.double().softmax(1)
+    exact[target, target] = 0
+    exact[target, target] = -exact.sum(1)  # 1 - p, of which a softmax keeps no digits
+    got = rows.kernels.dlogits_(Tile(logits.clone(), target, PLAIN), stats, outer, FP32)
+    error = (got.double() - exact).abs()
+    size = exact.abs().amax(1, keepdim=True)
+    assert (error <= 1e-5 * exact.abs() + 1e-19 * size).all()
+    small = exact.abs() < 2.0**-66 * size
+    assert small.any() and not got[small].any()
+
+
 @pytest.mark.parametrize("depth", [30.0, 60.0, 69.0, 85.0, 120.0])
 def test_improbable_target(rows, depth):
     logits, target = tile(rows, 4, 1007, spread=1.0)
