@@ -19,7 +19,6 @@ from tests.backends.conftest import CPU, LinearTarget
 from tests.backends.linear_problems import (
     BF16,
     DTYPES,
-    FP16,
     FP32,
     ISAS,
     logits_of,
@@ -78,7 +77,7 @@ class _OneIsa(Backend):
         return NativeHeadRows(self._rank)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_training_has_the_statistics_of_the_forward(native, dtype, batch_invariant):
     hidden, head, target = problem(21, 70, 1300, dtype)

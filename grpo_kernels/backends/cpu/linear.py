@@ -72,15 +72,15 @@ class NativeLinear:
 
 
 class NativeHeadRows(NativeRows, FormsLogits):
-    """``NativeRows`` that also form the fp32 logits of 16-bit inputs, with their statistics."""
+    """``NativeRows`` that also form fp32 logits, with their statistics."""
 
     def __init__(self, isa_rank: int = 0) -> None:
         super().__init__(isa_rank)
         self._linear = NativeLinear(isa_rank)
 
     def forms(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
-        """Return whether to use ``logits_stats``; where torch is as exact, it forms the logits."""
-        return dtype != torch.float32 and logits_dtype == torch.float32 and dtype in DTYPES
+        """Return whether ``logits_stats`` takes such inputs and gives such logits."""
+        return logits_dtype == torch.float32 and dtype in DTYPES
 
     def logits_stats(
         self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
