@@ -169,7 +169,7 @@ def test_probability_near_one(rows, lead):
 
 @pytest.mark.parametrize("lead", [-120.0, 0.0, 10.0, 20.0])
 def test_what_is_negligible_in_a_row(rows, lead):
-    """What would only slow down the GEMMs that follow is left out: beside the row, it is nothing."""
+    """What only slows down the GEMMs that follow is left out: beside its row it is nothing."""
     if not rows.native:
         pytest.skip("for the native kernels")
     generator = torch.Generator().manual_seed(2)
