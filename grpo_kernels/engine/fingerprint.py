@@ -29,6 +29,7 @@ def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
         f"{str(dtype).removeprefix('torch.')} precision={route.precision}",
         *([schedule] if schedule is not None else []),
         *(["batch_invariant"] if route.options.batch_invariant else []),
+        *([str(route.options.bounded)] if route.options.bounded is not None else []),
         " ".join([*_device(device, route, head), *_libraries(device)]),
     ]
     line = " | ".join(parts)

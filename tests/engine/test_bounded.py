@@ -432,3 +432,4 @@ def test_explain() -> None:
     for backward, count in ((Bounded(), "3 GEMMs"), (sparse(), "1 GEMM")):
         text = str(explain_logprobs(x.hidden, x.weight, backward=backward))
         assert "keeps entries" in text and f"{count} in all" in text
+        assert str(backward) in text  # in the fingerprint
