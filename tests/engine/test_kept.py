@@ -21,6 +21,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.head import Head, project
+from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import (
     Problem,
     assert_all_as_exact_as,
@@ -198,27 +199,37 @@ def test_an_adapter_of_the_head(trained: str) -> None:
         torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_two_passes_keep_as_well(loss_type: str) -> None:
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("of_head", (False, True))
+def test_two_passes_keep_as_well(loss_type: str, of_head: bool) -> None:
+    """Every loss, with softcap, bias and a reference; against fp64 and two ways without."""
     problem = make_problem()
+    config = LossConfig(loss_type=loss_type, beta=0.1, max_completion_length=9)
     found = []
     for dtype, options in (
         (torch.float64, dict(backend="reference")),
-        (torch.float32, dict(backend="chunked", schedule="two_pass")),
-        (torch.float32, dict(backend="chunked", schedule="two_pass", activation_bytes=0)),
+        (torch.float32, dict(backend="reference")),
+        (torch.float32, dict(schedule="two_pass", activation_bytes=ENOUGH)),
+        (torch.float32, dict(schedule="two_pass", activation_bytes=0)),
     ):
         x = problem.to("cpu", dtype)
+        weight = x.weight.detach().requires_grad_(of_head)
+        logp = linear_logprobs(
+            x.hidden.detach(), weight.detach(), x.target, backend="reference"
+        ).logprobs
         batch = TokenBatch.from_padded(
-            x.target, torch.linspace(-1, 1, len(x.target), dtype=dtype), x.mask
-        )
+            x.target, torch.linspace(-1, 1, len(x.target), dtype=dtype), x.mask,
+            old_logprobs=logp + 0.1, ref_logprobs=logp - 0.2,
+        )  # fmt: skip
         out = linear_policy_loss(
-            x.hidden, x.weight.detach(), batch, LossConfig(loss_type=loss_type), **options
-        )
-        found.append((out.loss, *torch.autograd.grad(out.loss, (x.hidden,))))
-    exact, *others = found
+            x.hidden, weight, batch, config, bias=x.bias.detach(), softcap=30.0, **options,
+        )  # fmt: skip
+        inputs = (x.hidden, weight) if of_head else (x.hidden,)
+        values = (out.loss, *torch.autograd.grad(out.loss, inputs))
+        found.append(dict(zip(("loss", "dhidden", "dweight"), values, strict=False)))
+    exact, eager, *others = found
     for values in others:
-        for value, expected in zip(values, exact, strict=True):
-            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-7)
+        assert_all_as_exact_as(values, eager, exact, 1e-6, 2e-6)
 
 
 def test_explain_says_what_is_kept() -> None:
