@@ -197,7 +197,10 @@ class FormsLogits(ABC):
     def logits_stats(
         self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
     ) -> RowStats:
-        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``."""
+        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``.
+
+        The statistics of a target that is none of the columns mean nothing.
+        """
 
 
 class LinearStats(Protocol):

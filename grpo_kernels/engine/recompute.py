@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Tile, TileGradient
+from grpo_kernels.backends import FormsLogits, RowStats, StatsGradients, Tile, TileGradient
 from grpo_kernels.engine.gradients import Gradients, Needs, fp16_scale
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
@@ -113,14 +113,18 @@ class _Work:
 
     def dlogits(self, part: slice, head: Head, columns: slice) -> Tensor:
         """Compute the gradient of the raw logits of some rows and columns, in the buffer."""
-        hidden = self.rows.hidden[part]
+        hidden, head, kernels = self.rows.hidden[part], head.rows(part), self.route.backend.kernels
         logits = self.buffer[: hidden.shape[0], : head.weight.shape[0]]
-        project(hidden, head, logits)
         # relative to the slice; the target of another slice is in none of its columns
         target = self.rows.target[part] - columns.start
-        tile = Tile(logits, target, head.transform.rows(part))
+        if isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, logits.dtype):
+            # as the forward formed them: what was rounded in another way is an error here
+            kernels.logits_stats(hidden, head, target, False, logits)
+        else:
+            project(hidden, head, logits)
+        tile = Tile(logits, target, head.transform)
         stats, outer = self.stats.rows(part), self.outer.rows(part)
-        return self.route.backend.kernels.dlogits_(tile, stats, outer, hidden.dtype)
+        return kernels.dlogits_(tile, stats, outer, hidden.dtype)
 
 
 def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
