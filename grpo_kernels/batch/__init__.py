@@ -1,6 +1,12 @@
 """What a loss is taken on: valid tokens of a rollout, packed and checked. Knows nothing else."""
 
 from grpo_kernels.batch import host
+from grpo_kernels.batch.context_parallel import (
+    RankRows,
+    check_next_token_targets,
+    context_parallel_rows,
+    next_token_targets,
+)
 from grpo_kernels.batch.packing import IGNORE_INDEX
 from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
 from grpo_kernels.batch.segments import Segments
@@ -8,9 +14,13 @@ from grpo_kernels.batch.token_batch import TokenBatch
 
 __all__ = [
     "IGNORE_INDEX",
+    "RankRows",
     "SamplingMask",
     "Segments",
     "TokenBatch",
+    "check_next_token_targets",
     "check_sampling_mask",
+    "context_parallel_rows",
     "host",
+    "next_token_targets",
 ]

@@ -15,7 +15,7 @@ from grpo_kernels.batch import host
 from grpo_kernels.batch.sampling_mask import check_sampling_mask
 
 IGNORE_INDEX = -100
-LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_weights")
 SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "entropy_scale")
 COUNT_FIELDS = ("lengths", "active_lengths")
 UNKNOWN = -1  # a count that the host does not know
@@ -57,7 +57,7 @@ def packed_fields(
     columns = {"advantages": _token_advantages(advantages, target, layout, per_token)}
     columns |= {
         name: _token_values(name, value, target)
-        for name in LOGPROB_FIELDS
+        for name in TOKEN_FIELDS
         if (value := optional.get(name)) is not None
     }
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
@@ -101,7 +101,7 @@ def _layout(target: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _
     flat, bad_mask = target.reshape(-1), None
     valid = flat != IGNORE_INDEX
     if mask is not None:
-        _check_mask(mask, target)
+        check_mask(mask, target)
         ones = mask.reshape(-1)
         if mask.dtype != torch.bool:
             given, ones = ones, ones != 0
@@ -180,23 +180,24 @@ def _require(flags: Tensor, offsets: Tensor, given: Tensor) -> None:
             host.require(ends[-1] == sum(stated), f"{name}: expected another sum for these tensors")
 
 
-def check_target(target: Tensor, dim: int, shape: str) -> None:
+def check_target(target: Tensor, dim: int, shape: str, name: str = "target") -> None:
     """Raise ValueError unless ``target`` holds token ids of so many dimensions."""
     if not isinstance(target, Tensor) or target.dim() != dim:
         got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"target: expected a {shape} tensor of token ids, got {got}")
+        raise ValueError(f"{name}: expected a {shape} tensor of token ids, got {got}")
     if target.dtype != torch.int64:
-        raise ValueError(f"target: expected dtype torch.int64, got {target.dtype}")
+        raise ValueError(f"{name}: expected dtype torch.int64, got {target.dtype}")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, target: Tensor) -> None:
-    """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences."""
+def check_cu_seqlens(cu_seqlens: Tensor, target: Tensor | None = None) -> None:
+    """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences, where ``target`` is."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else cu_seqlens
         raise ValueError(f"cu_seqlens: expected a (B + 1,) integer tensor, B >= 1, got {got!r}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
-    _check_device("cu_seqlens", cu_seqlens, target)
+    if target is not None:
+        _check_device("cu_seqlens", cu_seqlens, target)
 
 
 def _check_device(name: str, value: Tensor, target: Tensor) -> None:
@@ -204,10 +205,11 @@ def _check_device(name: str, value: Tensor, target: Tensor) -> None:
         raise ValueError(f"{name}: expected device {target.device} (of target), got {value.device}")
 
 
-def _check_mask(mask: Tensor, target: Tensor) -> None:
+def check_mask(mask: Tensor, target: Tensor, name: str = "target") -> None:
+    """Raise ValueError unless ``mask`` has the shape and the device of ``target``."""
     if not isinstance(mask, Tensor) or mask.shape != target.shape:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask: expected the shape of target {tuple(target.shape)}, got {got}")
+        raise ValueError(f"mask: expected the shape of {name} {tuple(target.shape)}, got {got}")
     _check_device("mask", mask, target)
 
 
@@ -280,8 +282,11 @@ def _value_flags(
     ids = target * mask
     ends = ids.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
     wrong = (table - table) != 0  # NaN for what is not finite, 0 for the rest
-    if "rollout_logprobs" in columns:  # the last; NaN says that the engine does not know
-        wrong[-1] = table[-1].isinf()
+    for row, name in enumerate(columns):
+        if name == "rollout_logprobs":  # NaN says that the engine does not know
+            wrong[row] = table[row].isinf()
+        elif name == "rollout_weights":
+            wrong[row] |= table[row] < 0
     others = {"cu_seqlens": layout.bad_starts, "mask": layout.bad_mask} | {
         name: ~(value.isfinite() & (value >= 0))
         for name, value in scalars.items()
@@ -299,6 +304,7 @@ def _raise_on_flags(low: int, bad: Sequence[str], total: int) -> None:
         "cu_seqlens": f"offsets rising from 0 to T = {total}",
         "mask": "bool or 0 and 1, got other values",
         **dict.fromkeys(SCALAR_FIELDS, "a finite number >= 0"),
+        "rollout_weights": "finite values >= 0 on valid tokens, got others",
     }
     for name in bad:
         values = "finite values on valid tokens, got NaN or infinity"
@@ -307,10 +313,10 @@ def _raise_on_flags(low: int, bad: Sequence[str], total: int) -> None:
 
 def _check_optional(optional: Mapping[str, Any]) -> None:
     others = ("sampling_mask", "gradient_accumulation_steps")
-    known = (*LOGPROB_FIELDS, *SCALAR_FIELDS, *COUNT_FIELDS, *others)
+    known = (*TOKEN_FIELDS, *SCALAR_FIELDS, *COUNT_FIELDS, *others)
     for name in optional:
         if name not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}")
+            raise ValueError(f"{name}: expected one of {', '.join((*known, 'sequence_group'))}")
     steps = optional.get("gradient_accumulation_steps", 1)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps: expected an int >= 1, got {steps!r}")

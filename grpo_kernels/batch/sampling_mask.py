@@ -104,6 +104,18 @@ class SamplingMask:
         """Return the rows of a range, or of an int64 index; that needs one host transfer."""
         return self._range(index.start, index.stop) if isinstance(index, slice) else self._at(index)
 
+    def narrow(self, start: int, stop: int) -> SamplingMask:
+        """Return the ids in [start, stop), less ``start``; that needs two host transfers."""
+        inside = (self.indices >= start) & (self.indices < stop)
+        counts = torch.cat([inside.new_zeros(1, dtype=torch.int64), inside.cumsum(0)])
+        offsets = counts[self.offsets]
+        return SamplingMask(
+            indices=self.indices[inside] - start,
+            offsets=offsets,
+            bounds=offsets.cpu(),
+            max_id=self.max_id,
+        )
+
     def _range(self, start: int, stop: int) -> SamplingMask:
         bounds = self.bounds[start : stop + 1]
         first, end = int(bounds[0]), int(bounds[-1])

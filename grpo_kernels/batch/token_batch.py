@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,14 +13,19 @@ from typing_extensions import Unpack
 
 from grpo_kernels.batch import host
 from grpo_kernels.batch.packing import (
-    LOGPROB_FIELDS,
+    TOKEN_FIELDS,
     UNKNOWN,
     check_cu_seqlens,
     check_target,
     packed_fields,
 )
 from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.batch.segments import Segments
+from grpo_kernels.batch.segments import Segments, SharedSegments
+from grpo_kernels.batch.sequence_group import SequenceGroup, joined_fields
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class OptionalFields(TypedDict, total=False):
@@ -29,6 +34,7 @@ class OptionalFields(TypedDict, total=False):
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
+    rollout_weights: Tensor | None
     sampling_mask: SamplingMask | None
     num_items_in_batch: Tensor | float | None
     num_tokens_in_micro_batch: Tensor | float | None
@@ -36,6 +42,7 @@ class OptionalFields(TypedDict, total=False):
     gradient_accumulation_steps: int
     lengths: Sequence[int] | None
     active_lengths: Sequence[int] | None
+    sequence_group: ProcessGroup | DeviceMesh | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,11 +69,13 @@ class TokenBatch:
     old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
+    rollout_weights: Tensor | None = None  # (T,) correction that the caller has made of them
     sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
     num_items_in_batch: Tensor | None = None  # (), as the next two; on the CPU if given as numbers
     num_tokens_in_micro_batch: Tensor | None = None
     entropy_scale: Tensor | None = None
     gradient_accumulation_steps: int = 1
+    sequence_group: SequenceGroup | None = None  # the ranks that hold a sequence; None: this one
 
     @classmethod
     def from_padded(
@@ -83,6 +92,9 @@ class TokenBatch:
             advantages: (B,) one per sequence, or (B, L) one per token; finite.
             mask: (B, L) bool or 0/1, 1 where the token counts. Default: where target is not -100.
             optional: ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: (B, L) or None.
+                ``rollout_weights``: (B, L), factors >= 0 against the difference between the policy
+                and the rollout engine, for callers who compute them; None: those of the loss's
+                ``rollout_correction_mode``, if there are ``rollout_logprobs``.
                 ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it the
                 policy is the distribution that top-p, top-k or min-p sampling drew from: its
                 log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
@@ -90,10 +102,10 @@ class TokenBatch:
                 of the whole vocabulary. Old and reference log-probabilities must be of the same
                 kind (``masked_logprobs`` of ``linear_logprobs``).
                 ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
-                the valid tokens of the accumulation window per data-parallel process; None: the
-                valid tokens here times ``gradient_accumulation_steps``.
+                the valid tokens of the accumulation window on all processes, divided by the number
+                of processes; None: the valid tokens here times ``gradient_accumulation_steps``.
                 ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the entropy
-                bonus) divide by, its valid tokens per data-parallel process; None: those here.
+                bonus) divide by, its valid tokens likewise; None: those here.
                 ``entropy_scale``: a factor on the entropy bonus that changes during a run; None: 1.
                 ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
                 ``lengths``: B host integers, the valid tokens of each sequence, and
@@ -103,12 +115,24 @@ class TokenBatch:
                 how the tokens are distributed over the sequences is not checked. Without
                 ``active_lengths`` rows of zero advantage are computed like others. On a CPU
                 everything is checked.
+                ``sequence_group``: a process group (or a device mesh of one dimension), over whose
+                ranks the tokens of each sequence are spread (context or sequence parallelism):
+                every rank gives its part of the same B sequences, which may be empty. Whatever is
+                of a sequence (its length, its ratio, its gates) is then of all its tokens. The
+                numbers of tokens above are, where they are None, those of the group per rank, and
+                the mean of the ranks' losses, and of their gradients, is that of one process with
+                whole sequences. Building a batch, its loss and the backward are collectives of the
+                group; the metrics are computed along with the loss.
 
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
+                In a ``sequence_group`` all ranks raise.
         """
-        check_target(target, 2, "(B, L)")
-        return cls(**packed_fields(target, advantages, mask, None, optional))
+
+        def check() -> None:
+            check_target(target, 2, "(B, L)")
+
+        return cls(**_fields(target, advantages, mask, None, optional, check))
 
     @classmethod
     def from_packed(
@@ -124,13 +148,28 @@ class TokenBatch:
         ``advantages`` is (B,) or (T,), the log-probabilities and ``mask`` are (T,); the rest is as
         in :meth:`from_padded`. (If B equals T, ``advantages`` is read per token.)
         """
-        check_target(target, 1, "(T,)")
-        check_cu_seqlens(cu_seqlens, target)
-        return cls(**packed_fields(target, advantages, mask, cu_seqlens, optional))
+
+        def check() -> None:
+            check_target(target, 1, "(T,)")
+            check_cu_seqlens(cu_seqlens, target)
+
+        return cls(**_fields(target, advantages, mask, cu_seqlens, optional, check))
 
     @property
     def num_tokens(self) -> int:
         return self.target.numel()
+
+    @property
+    def tokens_per_rank(self) -> float:
+        """The valid tokens of the sequences, per rank that holds parts of them."""
+        group = self.sequence_group
+        return self.num_tokens if group is None else group.num_tokens / group.size
+
+    @property
+    def sequences_per_rank(self) -> float:
+        """The number of sequences likewise."""
+        group = self.sequence_group
+        return self.num_sequences if group is None else self.num_sequences / group.size
 
     @property
     def num_sequences(self) -> int:
@@ -145,12 +184,19 @@ class TokenBatch:
     def active_lengths(self) -> tuple[int, ...] | None:
         """(B,) those of them whose advantage is not 0; None: the host does not know."""
         active = tuple(host.known(self.counts)[1])
-        return None if UNKNOWN in active else active
+        return None if UNKNOWN in (*active, *host.known(self.whole_counts)[1]) else active
+
+    @property
+    def whole_counts(self) -> Tensor:
+        """(2, B) the counts of whole sequences, of which this rank may hold a part."""
+        return self.counts if self.sequence_group is None else self.sequence_group.counts
 
     @property
     def segments(self) -> Segments:
         """The sequences, to reduce over."""
-        return Segments(self.cu_seqlens, self.num_tokens)
+        if self.sequence_group is None:
+            return Segments(self.cu_seqlens, self.num_tokens)
+        return SharedSegments(self.cu_seqlens, self.num_tokens, self.sequence_group)
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor field and those of the sampling mask, in a fixed order."""
@@ -185,6 +231,7 @@ class TokenBatch:
         """Return the tokens of the int64 index ``keep`` (ascending), in the same B sequences.
 
         ``lengths`` (B,) on the CPU says how many are of each sequence; None: by a host transfer.
+        A ``sequence_group`` stays as it is, for the caller to replace.
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
         cu_seqlens = pad(kept.cumsum(0), (1, 0))[self.cu_seqlens]
@@ -193,12 +240,13 @@ class TokenBatch:
         )
 
     def occupied(self) -> TokenBatch:
-        """Return the same tokens without the sequences that have none."""
-        counts = self.counts[:, self.counts[0] > 0]
-        lengths = self.cu_seqlens.diff()
-        order = torch.argsort(lengths == 0, stable=True)[: counts.shape[1]]
-        cu_seqlens = pad(lengths[order].cumsum(0), (1, 0))
-        return replace(self, cu_seqlens=cu_seqlens, counts=counts)
+        """Return the same tokens without the sequences that have none, on any rank."""
+        kept, group = self.whole_counts[0] > 0, self.sequence_group
+        counts = self.counts[:, kept]
+        order = torch.argsort(self.segments.lengths == 0, stable=True)[: counts.shape[1]]
+        cu_seqlens = pad(self.cu_seqlens.diff()[order].cumsum(0), (1, 0))
+        group = None if group is None else group.take(order, kept)
+        return replace(self, cu_seqlens=cu_seqlens, counts=counts, sequence_group=group)
 
     def overwrite(self, other: TokenBatch) -> None:
         """Copy the tensors of ``other`` into this batch's, for the replay of a captured graph.
@@ -207,12 +255,14 @@ class TokenBatch:
         numbers that are on the CPU.
 
         Raises:
-            ValueError: they differ, or there is a sampling mask, whose size is data.
+            ValueError: they differ, or there is a sampling mask, whose size is data, or a
+                sequence group.
         """
-        if self.sampling_mask is not None or other.sampling_mask is not None:
-            raise ValueError(
-                "sampling_mask: expected None to overwrite a batch, got a SamplingMask"
-            )
+        for name in ("sampling_mask", "sequence_group"):
+            found = getattr(self, name) or getattr(other, name)
+            if found is not None:
+                got = type(found).__name__
+                raise ValueError(f"{name}: expected None to overwrite a batch, got a {got}")
         for field in fields(self):
             mine, new = getattr(self, field.name), getattr(other, field.name)
             fixed = field.name in HOST_FIELDS or self._is_on_the_host(mine)
@@ -232,7 +282,7 @@ class TokenBatch:
         return isinstance(value, Tensor) and value.device != self.target.device
 
     def _take(self, index: slice | Tensor, cu_seqlens: Tensor, lengths: Tensor) -> TokenBatch:
-        fields = {name: getattr(self, name) for name in ("rows", *LOGPROB_FIELDS)}
+        fields = {name: getattr(self, name) for name in ("rows", *TOKEN_FIELDS)}
         mask = self.sampling_mask
         return replace(
             self,
@@ -243,6 +293,25 @@ class TokenBatch:
             counts=torch.stack([lengths, torch.full_like(lengths, UNKNOWN)]),
             **{name: value[index] for name, value in fields.items() if value is not None},
         )
+
+
+def _fields(
+    target: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    optional: OptionalFields,
+    check: Callable[[], None],  # raises an error for a target or cu_seqlens of a wrong kind
+) -> dict[str, Any]:
+    """Return the fields of a batch, on every rank of its sequence group or on none."""
+    others = {name: value for name, value in optional.items() if name != "sequence_group"}
+
+    def make() -> dict[str, Any]:
+        check()
+        return packed_fields(target, advantages, mask, cu_seqlens, others)
+
+    group = optional.get("sequence_group")
+    return make() if group is None else joined_fields(group, make)
 
 
 HOST_FIELDS = ("counts", "layout", "max_target")

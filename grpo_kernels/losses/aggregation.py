@@ -23,12 +23,12 @@ class Aggregation:
     by_sequence: bool = False  # it reduces each sequence first; else all tokens are alike
 
 
-def _sequences(batch: TokenBatch) -> int:
-    return max(batch.num_sequences, 1)
+def _sequences(batch: TokenBatch) -> float:
+    return batch.sequences_per_rank or 1
 
 
 def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
-    lengths = batch.cu_seqlens.diff().clamp(min=1).to(batch.advantages.dtype)
+    lengths = batch.segments.lengths.clamp(min=1).to(batch.advantages.dtype)
     return batch.segments.expand(1.0 / (lengths * _sequences(batch)))
 
 
@@ -48,14 +48,14 @@ def _fixed_length(batch: TokenBatch, max_length: int | None) -> float:
 def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | float:
     items = batch.num_items_in_batch
     if items is None:
-        return inverse(batch.num_tokens * batch.gradient_accumulation_steps)
+        return inverse(batch.tokens_per_rank * batch.gradient_accumulation_steps)
     return inverse(items)
 
 
 def tokens_in_micro_batch(batch: TokenBatch) -> Tensor | float:
     """Return what the means over a micro-batch divide by."""
     given = batch.num_tokens_in_micro_batch
-    return batch.num_tokens if given is None else given
+    return batch.tokens_per_rank if given is None else given
 
 
 def inverse(count: Tensor | float) -> Tensor | float:

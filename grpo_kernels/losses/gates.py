@@ -73,17 +73,18 @@ def off_policy_gate(
     return ((advantages >= 0) | near).to(logprobs.dtype)
 
 
-def top_entropy_gate(entropy: Tensor, quantile: float) -> Tensor:
+def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tensor:
     """Return 1 where the entropy is in the top ``quantile`` of all processes; (T,) to (T,).
 
     "Beyond the 80/20 rule", arXiv:2506.01939. The threshold is the linearly interpolated quantile,
-    found by sorting: ``torch.quantile`` refuses more than 2**24 values.
+    found by sorting: ``torch.quantile`` refuses more than 2**24 values. ``copies`` processes have
+    the same tokens, as those that share a vocabulary do.
     """
     entropy = entropy.detach()
     everyone = _gather_values(entropy)
     if everyone.numel() == 0:
         return torch.zeros_like(entropy)
-    ordered = everyone.sort().values
+    ordered = everyone.sort().values[::copies]
     position = (1 - quantile) * (ordered.numel() - 1)
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import Segments
+from grpo_kernels.batch import Segments, TokenBatch
 from grpo_kernels.losses.checks import check_name
 
 # name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
@@ -64,7 +64,15 @@ class Stat:
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Read-only mapping from a metric's name to its () value, detached and still on the device."""
+    """Read-only mapping from a metric's name to its () value, detached and still on the device.
+
+    Those of one call also have ``logprobs`` and ``entropy`` of its tokens, (T,) in the order of the
+    batch, detached: None where they were not given, or where calls were merged. (With
+    ``metric_rows="active"`` they may be of the rows with a gradient alone.)
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __init__(self, stats: Mapping[str, Stat]) -> None:
         self._stats = stats
@@ -95,16 +103,37 @@ class Metrics(Mapping[str, Tensor]):
                 merged.setdefault(name, []).append(stat)
         return Metrics({name: _merge(stats) for name, stats in merged.items()})
 
+    def gathered(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
+        """Merge the metrics of all processes, which have the same names, with a single gather.
+
+        Args:
+            gather: returns the processes' (1, n) tensors as one of shape (processes, n), as
+                ``accelerate``'s does.
+        """
+        stats = sorted(self.stats.items())
+        parts = [part.reshape(-1).double() for _, s in stats for part in (s.total, s.count)]
+        if not parts:
+            return self
+        return Metrics.merge(_unpacked(stats, row) for row in gather(torch.cat(parts)[None]))
+
 
 class LazyMetrics(Metrics):
-    """Metrics that are made when they are first read, by ``make(*parts)``.
+    """Metrics that are made when they are first read, by
+    ``make(logprobs, entropy, *parts)``.
 
     The parts are kept until then. Read them before what they hold is overwritten, such as the
     batch of a captured graph.
     """
 
-    def __init__(self, make: Callable[..., Mapping[str, Stat]], *parts: Any) -> None:
-        self._make, self._parts = make, parts
+    def __init__(
+        self,
+        make: Callable[..., Mapping[str, Stat]],
+        *parts: Any,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+    ) -> None:
+        self._make, self._parts = make, (logprobs, entropy, *parts)
+        self.logprobs, self.entropy = logprobs, entropy
 
     @functools.cached_property
     def stats(self) -> Mapping[str, Stat]:
@@ -112,6 +141,22 @@ class LazyMetrics(Metrics):
             made = self._make(*self._parts)
         self._parts = ()
         return {name: Stat(s.kind, s.total.detach(), s.count.detach()) for name, s in made.items()}
+
+    def ready_for(self, batch: TokenBatch) -> LazyMetrics:
+        """Return these, made now if they are a collective: one rank alone may read them later."""
+        if batch.sequence_group is not None:
+            _ = self.stats
+        return self
+
+
+def _unpacked(stats: list[tuple[str, Stat]], row: Tensor) -> Metrics:
+    unpacked, start = {}, 0
+    for name, stat in stats:
+        size = stat.total.numel()
+        total = row[start : start + size].reshape(stat.total.shape)
+        unpacked[name] = Stat(stat.kind, total, row[start + size])
+        start += size + 1
+    return Metrics(unpacked)
 
 
 def _merge(stats: list[Stat]) -> Stat:

@@ -72,8 +72,10 @@ def policy_loss(
         )
     loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
     entropy = None if entropy is None else entropy.detach()
-    metrics = LazyMetrics(loss_stats, logprobs.detach(), batch, config, entropy, gate)
-    return PolicyLossOutput(loss, metrics)
+    metrics = LazyMetrics(
+        loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=entropy
+    )
+    return PolicyLossOutput(loss, metrics.ready_for(batch))
 
 
 def weighted_loss(
@@ -82,10 +84,11 @@ def weighted_loss(
     config: LossConfig,
     entropy: Tensor | None,
     weights: Weights,
+    entropy_gate: Tensor | None = None,  # (T,), where it is known
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss () of a batch whose tokens have these weights, and its entropy gate (T,)."""
     x = token_inputs(logprobs, entropy, batch, weights)
-    evaluation = evaluate(x, batch.segments, config)
+    evaluation = evaluate(x, batch.segments, config, entropy_gate)
     # fp64 makes the sum independent of how the batch was cut
     loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
     return loss, evaluation.entropy_gate
@@ -104,6 +107,11 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
     mode = config.correction_mode
     if batch.rollout_logprobs is None or mode is None:
         return
+    if batch.rollout_weights is not None:
+        raise ValueError(
+            "rollout_weights: expected None where rollout_correction_mode = "
+            f"{config.rollout_correction_mode!r} makes weights of rollout_logprobs; set it to None"
+        )
     if config.surrogate.uses_rollout_weight and mode.per_sequence:
         raise ValueError(
             f"rollout_correction_mode: {config.loss_type} sums token weights itself and expects "
@@ -114,9 +122,9 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
 
 def loss_stats(
     logprobs: Tensor,  # (T,)
+    entropy: Tensor | None,  # (T,)
     batch: TokenBatch,
     config: LossConfig,
-    entropy: Tensor | None = None,  # (T,)
     entropy_gate: Tensor | None = None,  # (T,), that of the loss
     weights: Weights | None = None,  # None: those of the batch
 ) -> Mapping[str, Stat]:
@@ -129,7 +137,7 @@ def loss_stats(
         stats["kl"] = mean_stat(evaluation.kl)
     if entropy is not None:
         stats["entropy"] = mean_stat(entropy)
-        means, occupied = batch.segments.mean(entropy), batch.cu_seqlens.diff() > 0
+        means, occupied = batch.segments.mean(entropy), batch.segments.lengths > 0
         for extreme in ("min", "max"):
             stats[f"entropy/sequence_{extreme}"] = extreme_stat(extreme, means, occupied)
     if entropy is not None and evaluation.entropy_gate is not None:
@@ -146,6 +154,11 @@ def loss_stats(
     stats["perplexity"] = replace(mean_stat(logprobs), kind="perplexity")
     if x.rollout_logprobs is not None:
         stats |= _rollout_stats(evaluation, x.rollout_logprobs)
+    if evaluation.correction is not None:
+        name = "sampling/importance_sampling_ratio"
+        stats[f"{name}/min"] = extreme_stat("min", evaluation.correction)
+        stats[f"{name}/mean"] = mean_stat(evaluation.correction)
+        stats[f"{name}/max"] = extreme_stat("max", evaluation.correction)
     return stats
 
 
@@ -176,16 +189,10 @@ def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str
     count = known.double().sum()
     k3 = torch.where(known, difference.exp() - difference - 1, 0.0)
     sampled = torch.where(known, rollout_logprobs, 0.0).double().sum()
-    stats = {
+    return {
         "sampling/sampling_logp_difference/mean": Stat("mean", difference.abs().sum(), count),
         "sampling/sampling_logp_difference/max": extreme_stat("max", difference.abs(), known),
         "sampling/mismatch_kl_k1": Stat("mean", -difference.sum(), count),
         "sampling/mismatch_kl_k3": Stat("mean", k3.sum(), count),
         "sampling/rollout_perplexity": Stat("perplexity", sampled, count),
     }
-    if evaluation.correction is not None:
-        name = "sampling/importance_sampling_ratio"
-        stats[f"{name}/min"] = extreme_stat("min", evaluation.correction)
-        stats[f"{name}/mean"] = mean_stat(evaluation.correction)
-        stats[f"{name}/max"] = extreme_stat("max", evaluation.correction)
-    return stats

@@ -42,6 +42,7 @@ class TokenInputs(NamedTuple):
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
+    rollout_weights: Tensor | None = None
 
     def rows(self, index: slice | Tensor) -> TokenInputs:
         """Return the same for a subset of tokens."""
@@ -100,7 +101,8 @@ def token_inputs(
         return value.to(logprobs.dtype) if value is not None else None
 
     rest = (batch.advantages, *weights, batch.old_logprobs, batch.ref_logprobs)
-    return TokenInputs(logprobs, entropy, *map(cast, (*rest, batch.rollout_logprobs)))  # type: ignore[arg-type]
+    rollout = (batch.rollout_logprobs, batch.rollout_weights)
+    return TokenInputs(logprobs, entropy, *map(cast, (*rest, *rollout)))  # type: ignore[arg-type]
 
 
 def evaluate(
@@ -154,7 +156,8 @@ def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) ->
     weight = x.entropy_weight
     gate = evaluation.entropy_gate
     if gate is not None:  # a mean over the gated tokens only
-        weight = weight * gate * (gate.numel() / gate.sum().clamp(min=1))
+        segments = evaluation.terms.segments
+        weight = weight * gate * (segments.num_tokens / segments.sum_all(gate).clamp(min=1))
     return policy - config.entropy_coef * weight * x.entropy
 
 
@@ -180,6 +183,8 @@ def _correction(
     x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the rollout weight as it is, (T,) or (B,), and per token."""
+    if x.rollout_weights is not None:
+        return x.rollout_weights, x.rollout_weights
     mode = config.correction_mode
     if x.rollout_logprobs is None or mode is None:
         return None, None

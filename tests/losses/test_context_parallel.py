@@ -1,0 +1,133 @@
+"""Sequences that lie on several ranks: targets and the rows of a rank. Losses: tests/sharded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_kernels import (
+    LossConfig,
+    TokenBatch,
+    check_next_token_targets,
+    context_parallel_rows,
+    explain,
+    linear_policy_loss,
+    next_token_targets,
+)
+from grpo_kernels.batch.sequence_group import SequenceGroup
+
+LAYOUTS = ("head_tail", "contiguous")
+LENGTHS = (16, 0, 24, 8)  # multiples of twice the number of ranks
+
+
+def test_what_cannot_be_with_a_sequence_group() -> None:
+    batch = TokenBatch.from_padded(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2))
+    group = SequenceGroup(group=dist.GroupMember.WORLD, counts=batch.counts, on_device=batch.counts)
+    batch = replace(batch, sequence_group=group)
+    hidden, weight = torch.zeros(2, 3, 6), torch.zeros(19, 6, requires_grad=True)
+    sequences, tokens = LossConfig(loss_type="gspo"), LossConfig(loss_type="bnpo")
+    said = str(explain(hidden, weight, batch, sequences))
+    assert "two_pass: sums over sequences need every rank's forward" in said
+    assert explain(hidden, weight, batch, tokens).schedule == "one_pass"
+    with pytest.raises(ValueError, match="'one_pass' cannot run: sums over sequences need every"):
+        explain(hidden, weight, batch, sequences, schedule="one_pass")
+    with pytest.raises(ValueError, match="sequence_group: expected None to cut a batch"):
+        batch.narrow(0, 3)
+    with pytest.raises(ValueError, match="sequence_group: expected None to overwrite a batch"):
+        batch.overwrite(batch)
+    compiled = torch.compile(linear_policy_loss, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="sequence_group: expected None inside torch.compile"):
+        compiled(hidden, weight, batch, tokens)
+
+
+def test_targets_end_with_their_sequence() -> None:
+    cu_seqlens = torch.tensor([0, 0, 3, 3, 4, 7, 7])
+    ids = torch.tensor([4, 5, 6, 7, 8, 9, 1])
+    expected = [5, 6, -100, -100, 9, 1, -100]
+    assert next_token_targets(ids, cu_seqlens).tolist() == expected
+    assert next_token_targets(ids, cu_seqlens.int()).tolist() == expected
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 1])  # the first of a sequence is nobody's target
+    masked = next_token_targets(ids, cu_seqlens, mask)
+    assert masked.tolist() == [-100, 6, -100, -100, -100, 1, -100]
+    padded = next_token_targets(ids[:6].view(2, 3), mask=mask[:6].view(2, 3))
+    assert padded.tolist() == [[-100, 6, -100], [8, -100, -100]]
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert next_token_targets(empty, torch.tensor([0, 0])).shape == (0,)
+
+
+def test_targets_that_cross_an_edge_are_named() -> None:
+    cu_seqlens, ids = torch.tensor([0, 8, 16]), torch.arange(16)
+    target = next_token_targets(ids, cu_seqlens)
+    check_next_token_targets(target, ids, cu_seqlens)
+    with pytest.raises(ValueError, match=r"expected -100 at row 7 \(the last of its seq.*got 8"):
+        check_next_token_targets(ids.roll(-1), ids, cu_seqlens)
+    for layout in LAYOUTS:
+        for rank in range(2):
+            rows = context_parallel_rows(cu_seqlens, rank=rank, size=2, layout=layout).rows
+            check_next_token_targets(target[rows], ids, cu_seqlens, rows)
+    # shifted after the cut: the last row of rank 0 should predict the first token of rank 1
+    rows = context_parallel_rows(torch.tensor([0, 16]), rank=0, size=2, layout="contiguous").rows
+    late = ids[rows].roll(-1)
+    with pytest.raises(ValueError, match=r"expected 8 at row 7 \(the token that follows\), got 0"):
+        check_next_token_targets(late, ids, torch.tensor([0, 16]), rows)
+
+
+def test_rows_by_hand() -> None:
+    cu_seqlens = torch.tensor([0, 8, 8, 24])
+    rows, own = context_parallel_rows(cu_seqlens, rank=1, size=2)
+    assert rows.tolist() == [2, 3, 4, 5, *range(12, 20)]
+    assert own.tolist() == [0, 4, 4, 12]
+    rows, own = context_parallel_rows(cu_seqlens, rank=0, size=4)
+    assert rows.tolist() == [0, 7, 8, 9, 22, 23]
+    rows, own = context_parallel_rows(cu_seqlens, rank=0, size=3, layout="contiguous")
+    assert rows.tolist() == list(range(8))
+    assert own.tolist() == [0, 8, 8, 8]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", (1, 2, 4))
+def test_ranks_have_each_row_once(layout: str, size: int) -> None:
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    parts = [
+        context_parallel_rows(cu_seqlens, rank=rank, size=size, layout=layout)
+        for rank in range(size)
+    ]
+    everything = torch.cat([part.rows for part in parts])
+    assert everything.sort().values.tolist() == list(range(sum(LENGTHS)))
+    of_row = torch.repeat_interleave(torch.tensor(LENGTHS))
+    for part in parts:
+        assert torch.equal(of_row[part.rows], torch.repeat_interleave(part.cu_seqlens.diff()))
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"layout": "zigzag"}, "layout: expected one of head_tail, contiguous; got 'zigzag'"),
+        ({"size": 0}, "size: expected an int >= 1, got 0"),
+        ({"rank": 2}, r"rank: expected an int in \[0, 2\), got 2"),
+        ({"cu_seqlens": torch.tensor([0, 8, 14])}, "multiples of 2 .* = 4 .*got 6 of sequence 1"),
+        ({"cu_seqlens": torch.tensor([0, 9]), "layout": "contiguous"}, "multiple of size = 2 .*9"),
+        ({"cu_seqlens": torch.tensor([1, 9])}, "cu_seqlens: expected offsets rising from 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 8.0])}, "cu_seqlens: expected int32 or int64"),
+    ],
+)
+def test_bad_input_is_named(arguments: dict[str, Any], message: str) -> None:
+    given = {"cu_seqlens": torch.tensor([0, 8]), "rank": 0, "size": 2, **arguments}
+    with pytest.raises(ValueError, match=message):
+        context_parallel_rows(**given)
+
+
+def test_bad_ids_are_named() -> None:
+    ids = torch.arange(4)
+    with pytest.raises(ValueError, match=r"input_ids: expected a \(B, L\) tensor"):
+        next_token_targets(ids)
+    with pytest.raises(ValueError, match="cu_seqlens: expected offsets rising from 0 to T = 4"):
+        next_token_targets(ids, torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"mask: expected the shape of input_ids \(4,\)"):
+        next_token_targets(ids, torch.tensor([0, 4]), torch.ones(3))
+    with pytest.raises(ValueError, match=r"target: expected shape \(4,\), got \(3,\)"):
+        check_next_token_targets(ids[:3], ids, torch.tensor([0, 4]))
