@@ -1,9 +1,17 @@
 """Fused policy-gradient losses over an LM head: no (tokens, vocabulary) logits in memory."""
 
 from grpo_kernels.backends import available_backends
-from grpo_kernels.batch import SamplingMask, TokenBatch
+from grpo_kernels.batch import (
+    RankRows,
+    SamplingMask,
+    TokenBatch,
+    check_next_token_targets,
+    context_parallel_rows,
+    next_token_targets,
+)
 from grpo_kernels.engine import Bounded
-from grpo_kernels.head import Head, HeadLoRA, Transform
+from grpo_kernels.fused_head import FusedHead
+from grpo_kernels.head import Head, HeadLoRA, Transform, VocabShard
 from grpo_kernels.linear_logprobs import (
     LinearLogprobs,
     LogprobsPlan,
@@ -20,6 +28,7 @@ __version__ = VERSION
 
 __all__ = [
     "Bounded",
+    "FusedHead",
     "FusedLinearGRPOLoss",
     "Head",
     "HeadLoRA",
@@ -29,14 +38,19 @@ __all__ = [
     "Metrics",
     "Plan",
     "PolicyLossOutput",
+    "RankRows",
     "SamplingMask",
     "TokenBatch",
     "Transform",
+    "VocabShard",
     "available_backends",
+    "check_next_token_targets",
+    "context_parallel_rows",
     "explain",
     "explain_logprobs",
     "linear_logprobs",
     "linear_policy_loss",
+    "next_token_targets",
     "policy_loss",
     "warm_up",
 ]

@@ -5,6 +5,7 @@ from grpo_kernels.head.checks import (
     autocast_dtype,
     check_device,
     check_floating,
+    check_local,
     check_mask_range,
     check_plain,
     check_row_temperature,
@@ -15,6 +16,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
+from grpo_kernels.head.gathered import gathered_head
 from grpo_kernels.head.head import (
     PRECISIONS,
     Head,
@@ -23,6 +25,7 @@ from grpo_kernels.head.head import (
     logits_dtype,
     stats_dtype,
 )
+from grpo_kernels.head.layer import head_of_layer, layer_in_use
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,
@@ -33,17 +36,26 @@ from grpo_kernels.head.matmul import (
     row_pitch,
     tf32_unavailable,
 )
+from grpo_kernels.head.vocab_shard import (
+    SHARD_SCHEMA,
+    VocabShard,
+    shard_arguments,
+    shard_of_arguments,
+)
 
 __all__ = [
     "PRECISIONS",
+    "SHARD_SCHEMA",
     "SLICE_COLUMNS",
     "Head",
     "HeadLoRA",
     "Transform",
+    "VocabShard",
     "accumulate",
     "autocast_dtype",
     "check_device",
     "check_floating",
+    "check_local",
     "check_mask_range",
     "check_plain",
     "check_row_temperature",
@@ -51,7 +63,10 @@ __all__ = [
     "checked_head",
     "clear_row_ends",
     "first_derivative_only",
+    "gathered_head",
     "head_of",
+    "head_of_layer",
+    "layer_in_use",
     "logits_dtype",
     "matmul_precision",
     "mkl",
@@ -60,6 +75,8 @@ __all__ = [
     "project",
     "row_pitch",
     "row_temperature",
+    "shard_arguments",
+    "shard_of_arguments",
     "stats_dtype",
     "tf32_unavailable",
 ]

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from grpo_kernels.head.gathered import is_dtensor, why_not_whole
 from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
+from grpo_kernels.head.vocab_shard import VocabShard
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -33,15 +35,19 @@ def head_of(
     logit_scale: float,
     softcap: float | None,
     temperature: float | Tensor,
+    shard: VocabShard | None = None,
 ) -> Head:
     """Join what a caller says of the head; a :class:`Head` has all of it but the temperature.
 
     Raises:
         ValueError: something comes beside a Head, or it has a temperature.
     """
+    if lora is not None and not isinstance(lora, HeadLoRA):
+        raise ValueError(f"lora: expected a HeadLoRA or None, got {type(lora).__name__}")
     if not isinstance(weight, Head):
-        return Head(weight, bias, Transform(logit_scale, softcap, temperature), lora)
-    for name, value in (("bias", bias), ("lora", lora), ("softcap", softcap)):
+        return Head(weight, bias, Transform(logit_scale, softcap, temperature), lora, shard)
+    beside = {"bias": bias, "lora": lora, "softcap": softcap, "vocab_shard": shard}
+    for name, value in beside.items():
         if value is not None:
             raise ValueError(f"{name}: expected None beside a Head, which has its own")
     if logit_scale != 1.0:
@@ -62,9 +68,13 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     """
     weight = head.weight
     check_floating("hidden", hidden)
+    check_local("hidden", hidden)
     check_floating("weight", weight)
     if weight.dim() != 2 or not weight.numel():
-        raise ValueError(f"weight: expected shape (V, D), V, D >= 1, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight: expected shape (V, D), V, D >= 1, got {tuple(weight.shape)}"
+            f"{why_not_whole(weight)}"
+        )
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden: expected shape (..., {weight.shape[1]}) to match weight "
@@ -87,7 +97,16 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     _check_transform(head.transform)
     if head.lora is not None:
         _check_lora(head.lora, weight)
-    return hidden, head
+    return hidden, head if head.shard is None else _without_padding(head, head.shard)
+
+
+def _without_padding(head: Head, shard: VocabShard) -> Head:
+    if not isinstance(shard, VocabShard):
+        raise ValueError(f"vocab_shard: expected a VocabShard, got {type(shard).__name__}")
+    rows, held = head.weight.shape[0], shard.rows[shard.rank]
+    if rows != held:
+        raise ValueError(f"weight: expected {held} rows (those of vocab_shard), got {rows}")
+    return head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
 def _check_bias(bias: Tensor, weight: Tensor) -> None:
@@ -98,8 +117,6 @@ def _check_bias(bias: Tensor, weight: Tensor) -> None:
 
 
 def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
-    if not isinstance(lora, HeadLoRA):
-        raise ValueError(f"lora: expected a HeadLoRA or None, got {type(lora).__name__}")
     columns, depth = weight.shape
     for name, factor in (("lora.a", lora.a), ("lora.b", lora.b)):
         check_floating(name, factor)
@@ -122,6 +139,15 @@ def check_floating(name: str, value: Tensor) -> None:
     if value.dtype not in _DTYPES:
         known = ", ".join(str(dtype) for dtype in _DTYPES)
         raise ValueError(f"{name}: expected one of {known}; got {value.dtype}")
+
+
+def check_local(name: str, value: Tensor) -> None:
+    """Raise ValueError for a DTensor: of rows and buffers each process gives its own."""
+    if is_dtensor(value):
+        raise ValueError(
+            f"{name}: expected a plain tensor with this process's part, got a DTensor; pass "
+            f"{name}.to_local()"
+        )
 
 
 def check_device(name: str, value: Tensor, hidden: Tensor) -> None:

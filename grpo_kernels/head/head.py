@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from grpo_kernels.head.vocab_shard import VocabShard
+
 PRECISIONS = ("fp32", "input", "tf32")
 
 
@@ -108,6 +110,12 @@ class Head:
     bias: Tensor | None = None  # (V,)
     transform: Transform = field(default_factory=Transform)  # torch 2.10 compiles no object
     lora: HeadLoRA | None = None
+    shard: VocabShard | None = None  # which ids these are; None: all
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of all ranks that share the vocabulary."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -115,20 +123,30 @@ class Head:
         factors = (None, None) if self.lora is None else (self.lora.a, self.lora.b)
         return (self.weight, self.bias, *factors)
 
+    def with_tensors(
+        self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None
+    ) -> Head:
+        """Return the same head with these in place of :attr:`tensors`."""
+        lora = self.lora
+        if lora is not None and lora_a is not None and lora_b is not None:
+            lora = replace(lora, a=lora_a, b=lora_b)
+        return Head(weight, bias, self.transform, lora, self.shard)
+
     def rows(self, index: slice | Tensor) -> Head:
         """Return the same head for a subset of rows."""
-        return Head(self.weight, self.bias, self.transform.rows(index), self.lora)
+        return Head(self.weight, self.bias, self.transform.rows(index), self.lora, self.shard)
 
     def columns(self, index: slice) -> Head:
-        """Return the same head for a range of the vocabulary."""
+        """Return the same head for a range of its ids."""
         return Head(
             self.weight[index],
             self.bias[index] if self.bias is not None else None,
             self.transform,
             self.lora.columns(index) if self.lora is not None else None,
+            self.shard,
         )
 
     def to(self, dtype: torch.dtype) -> Head:
         """Return the same head, ready for GEMMs with hidden states of ``dtype``."""
         lora = self.lora.wide(dtype) if self.lora is not None else None
-        return Head(self.weight.to(dtype), self.bias, self.transform, lora)
+        return Head(self.weight.to(dtype), self.bias, self.transform, lora, self.shard)

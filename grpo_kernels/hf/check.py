@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from grpo_kernels.head import Head
-from grpo_kernels.hf.lm_head import lm_head
+from grpo_kernels.hf.lm_head import fused_head
 from grpo_kernels.hf.patch import backbone
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.03}  # of the largest logit
 _TIGHT = 1e-3
 
 
-def check_fused_head(model: PreTrainedModel) -> None:
-    """Raise unless :func:`lm_head` describes how ``model`` makes its logits.
+def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -> None:
+    """Raise unless the fused head of ``model`` describes how it makes its logits.
 
     Two forwards over a few tokens: the model's own, and one with ``head_fn``. In both the last
     hidden states are enlarged until the logits are large, so that a scale, a bound, a bias or a
@@ -32,6 +32,7 @@ def check_fused_head(model: PreTrainedModel) -> None:
 
     Args:
         model: one that :func:`add_fused_head` was applied to, where its weights are in use.
+        wrapper: what is called to run it (PEFT's, FSDP's, DeepSpeed's), once it is sharded.
 
     Raises:
         ValueError: the logits differ.
@@ -39,10 +40,13 @@ def check_fused_head(model: PreTrainedModel) -> None:
     device = model.get_input_embeddings().weight.device
     ids = torch.full((1, _TOKENS), _some_token(model), device=device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    runs = model if wrapper is None else wrapper
     with torch.no_grad(), _evaluating(model), _enlarged(model) as enlarge:
-        own = model(**batch, use_cache=False).logits
+        own = runs(**batch, use_cache=False).logits
         enlarge.repeat()
-        fused = model(**batch, head_fn=_eager_logits).head
+        seen = _Seen()
+        runs(**batch, head_fn=seen)
+    fused = seen.logits
     if own.shape != fused.shape:
         difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
     else:
@@ -77,8 +81,7 @@ class _Enlarge:
         return output
 
     def _to_large_logits(self, hidden: Tensor) -> float:
-        head = lm_head(self._model)
-        largest = _raw_logits(hidden, head).abs().max() * head.transform.logit_scale
+        largest = fused_head(self._model)(hidden, _largest_logit)
         return float(torch.exp2((_LARGE / largest.float().clamp(min=1e-6)).log2().round()))
 
 
@@ -111,6 +114,18 @@ def _raw_logits(hidden: Tensor, head: Head) -> Tensor:
         return logits
     inner = linear(hidden, head.lora.a.float()) * head.lora.scaling
     return logits + linear(inner, head.lora.b.float())
+
+
+def _largest_logit(hidden: Tensor, head: Head) -> Tensor:
+    return _raw_logits(hidden, head).abs().max() * head.transform.logit_scale
+
+
+class _Seen:
+    """Forms the logits and keeps them from hooks on the head, which would change a loss as well."""
+
+    def __call__(self, hidden: Tensor, head: Head) -> Tensor:
+        self.logits = _eager_logits(hidden, head)
+        return self.logits
 
 
 def _eager_logits(hidden: Tensor, head: Head) -> Tensor:

@@ -1,13 +1,14 @@
-"""What the LM head of a transformers model computes: parameters, adapters and the logits' scale."""
+"""The LM head of a transformers model as a FusedHead, with the scale and softcap of its config."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head import Head, HeadLoRA, Transform
+from grpo_kernels.fused_head import FusedHead
+from grpo_kernels.head import layer_in_use
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,22 +33,27 @@ _MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 _DECLARES_A_SCALE_IT_DOES_NOT_APPLY = ("mpt",)
 
 
-def lm_head(model: PreTrainedModel) -> Head:
-    """Return the head's parameters, and the logit transform that the model's config declares.
+def fuse_head(model: PreTrainedModel) -> nn.Module:
+    """Make the output embeddings of ``model`` a :class:`FusedHead`, as its config describes them.
 
-    Active LoRA adapters of the head are in ``lora``, as one.
-
-    Raises:
-        ValueError: the head is not a linear layer, is quantised, or carries an adapter that is not
-            plain LoRA: LoRA with dropout, DoRA, or one of another kind.
+    Return what to call: that layer, or FSDP1's wrapper of it.
     """
     config = model.config.get_text_config()
-    weight, bias, lora = _parameters(model.get_output_embeddings())
-    size = getattr(config, "unpadded_vocab_size", None)  # Inkling's logits end there
-    if size is not None and size < weight.shape[0]:
-        weight, bias = weight[:size], None if bias is None else bias[:size]
-        lora = None if lora is None else lora.columns(slice(size))
-    return Head(weight, bias, Transform(logit_scale(config), softcap(config)), lora)
+    layer = model.get_output_embeddings()
+    FusedHead(
+        getattr(layer, "_fsdp_wrapped_module", layer),
+        logit_scale=logit_scale(config),
+        softcap=softcap(config),
+        vocab_size=getattr(config, "unpadded_vocab_size", None),  # Inkling's logits end there
+    )
+    return layer
+
+
+def fused_head(model: PreTrainedModel) -> nn.Module:
+    """Return the head to call; wrappers may have replaced the one that was fused."""
+    layer = model.get_output_embeddings()
+    fused = isinstance(getattr(layer, "_fsdp_wrapped_module", layer), FusedHead)
+    return layer if fused else fuse_head(model)
 
 
 def logit_scale(config: PretrainedConfig) -> float:
@@ -95,73 +101,10 @@ def keep_head_in_fp32(model: PreTrainedModel) -> None:
 
 def runs_in_fp32(model: PreTrainedModel) -> bool:
     """Return whether autocast must not round the head's inputs: after :func:`keep_head_in_fp32`."""
-    layer = _layer_in_use(model.get_output_embeddings())
+    layer = layer_in_use(model.get_output_embeddings())
     marked = (layer, getattr(layer, "base_layer", None))  # an adapter may have come later
     return any(getattr(one, "_grpo_fp32_head", False) for one in marked)
 
 
 def _fp32_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (args[0].float(), *args[1:])
-
-
-# layers are of any module class, PEFT's included, which is not imported here
-
-
-def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, HeadLoRA | None]:
-    layer = _layer_in_use(layer)
-    adapted = hasattr(layer, "base_layer")
-    base = layer.base_layer if adapted else layer
-    weight = getattr(base, "weight", None)
-    # a quantised weight is packed: it has no (V, D) floating point numbers
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(
-            f"model: expected a plain linear LM head, got {type(base).__name__}; if it is "
-            "quantised, leave it out of the quantisation"
-        )
-    return weight, getattr(base, "bias", None), _lora(layer) if adapted else None
-
-
-def _layer_in_use(layer: Any) -> Any:
-    """Look through PEFT's wrapper of a fully trained copy of the head (``modules_to_save``)."""
-    if not hasattr(layer, "original_module"):
-        return layer
-    active = [] if layer.disable_adapters else layer.active_adapters
-    copies = getattr(layer, "modules_to_save", None)
-    if copies is None:
-        raise ValueError(
-            f"model: expected an LM head that is trained as a whole or by LoRA, got "
-            f"{type(layer).__name__} (single tokens of it); use modules_to_save for the head"
-        )
-    names = [name for name in active if name in copies]
-    return copies[names[0]] if names else layer.original_module
-
-
-def _lora(layer: Any) -> HeadLoRA | None:
-    """Return the adapters in use; None if there is none or they are merged into the weight."""
-    if layer.merged or layer.disable_adapters:
-        return None
-    found = []
-    for name in layer.active_adapters:
-        _check_lora(layer, name)
-        if name in layer.lora_A:
-            factor_a, factor_b = layer.lora_A[name].weight, layer.lora_B[name].weight
-            found.append(HeadLoRA(a=factor_a, b=factor_b, scaling=layer.scaling[name]))
-    return HeadLoRA.joined(found)
-
-
-def _check_lora(layer: Any, name: str) -> None:
-    problem = None
-    if not hasattr(layer, "lora_A") or hasattr(layer, "parameter_name"):
-        problem = f"an adapter of type {type(layer).__name__}"
-    elif name in layer.lora_A:
-        if name in getattr(layer, "lora_variant", {}) or layer.use_dora.get(name):
-            problem = "DoRA or another variant of LoRA"
-        elif getattr(layer.lora_dropout[name], "p", 0.0) > 0:
-            problem = f"lora_dropout={layer.lora_dropout[name].p}"
-        elif layer.lora_B[name].bias is not None:
-            problem = "lora_bias=True"
-    if problem is not None:
-        raise ValueError(
-            f"model: expected plain LoRA without dropout on the LM head, got {problem}; change it "
-            "or exclude the head from target_modules"
-        )

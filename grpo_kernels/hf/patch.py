@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.head import Head
-from grpo_kernels.hf.lm_head import lm_head, runs_in_fp32
+from grpo_kernels.hf.lm_head import fuse_head, fused_head, runs_in_fp32
 from grpo_kernels.hf.router import router_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-HeadFn = Callable[[torch.Tensor, Head], Any]
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
@@ -26,6 +24,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
     ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
     the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
+    The output embeddings become a :class:`grpo_kernels.FusedHead`.
 
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
@@ -37,6 +36,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
             f"model: expected a causal LM with output embeddings, got {type(model).__name__}"
         )
     backbone(model)
+    fuse_head(model)
     own_forward = model.forward
 
     # the original signature stays visible: `generate` and `Trainer` inspect it
@@ -74,17 +74,25 @@ def _head_forward(
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     kwargs["use_cache"] = False
     outputs = backbone(model)(*args, **kwargs)
-    # looked up on every call: wrappers may replace backbone and head after patching
-    head = lm_head(model)
-    hidden = outputs.last_hidden_state.to(head.weight.device)
     routers = None
     if kwargs.get("output_router_logits"):
         routers = router_loss(model, outputs, kwargs.get("attention_mask"))
+    output = _output_class()(aux_loss=routers)
+    # as an argument a dict would be taken for the fields themselves
+    output["head"] = _call_head(model, outputs.last_hidden_state, head_fn)
+    return output
+
+
+def _call_head(model: PreTrainedModel, hidden: torch.Tensor, head_fn: HeadFn) -> Any:
+    head = fused_head(model)
     if not runs_in_fp32(model):
-        return _output_class()(head=head_fn(hidden, head), aux_loss=routers)
+        return head(hidden, head_fn)
+
+    def exact(hidden: torch.Tensor, head: Head) -> Any:
+        return head_fn(hidden.to(head.weight.dtype), head)
+
     with torch.autocast(hidden.device.type, enabled=False):
-        exact = head_fn(hidden.to(head.weight.dtype), head)
-    return _output_class()(head=exact, aux_loss=routers)
+        return head(hidden, exact)
 
 
 @functools.cache

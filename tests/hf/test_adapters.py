@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_kernels.head import Head
-from grpo_kernels.hf import add_fused_head, check_fused_head, keep_head_in_fp32, lm_head
+from grpo_kernels.hf import add_fused_head, check_fused_head, keep_head_in_fp32
 from tests.hf.test_families import (
     assert_head_equals_own_logits,
+    head_in_use,
     logprobs_fn,
     own_logprobs,
     tiny_model,
@@ -122,14 +123,14 @@ def test_several_active_adapters_are_one() -> None:
     base = model.get_base_model()
     torch.nn.init.normal_(base.lm_head.lora_B["second"].weight, std=0.1)
     model.base_model.set_adapter(["default", "second"])
-    lora = lm_head(base).lora
+    lora = head_in_use(base).lora
     assert lora is not None and lora.rank == 5
     assert_head_equals_own_logits(model)
     check_fused_head(base)
     model.base_model.set_adapter("second")
     assert_head_equals_own_logits(model)
     model.merge_adapter()
-    assert lm_head(base).lora is None
+    assert head_in_use(base).lora is None
     assert_head_equals_own_logits(model)
 
 
@@ -160,12 +161,13 @@ def test_an_fp32_head_stays_one_under_an_adapter() -> None:
 def test_adapters_of_the_head_that_are_refused(lora: dict[str, object], problem: str) -> None:
     model = adapted("llama", **{"target_modules": ["lm_head"], **lora})
     with pytest.raises(ValueError, match=problem):
-        lm_head(model.get_base_model())
+        head_in_use(model.get_base_model())
 
 
 def test_other_methods_on_the_head_are_refused() -> None:
     peft = pytest.importorskip("peft")
     model = tiny_model("llama")
+    add_fused_head(model)
     config = peft.LoHaConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="adapter of type"):
-        lm_head(peft.get_peft_model(model, config).get_base_model())
+        head_in_use(peft.get_peft_model(model, config).get_base_model())

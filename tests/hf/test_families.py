@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.head import Head, Transform
-from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head, lm_head, patch
+from grpo_kernels import FusedHead, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.head import Head
+from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head
 from grpo_kernels.hf.lm_head import logit_scale, softcap
 
 SMALL = dict(
@@ -101,6 +100,11 @@ def logprobs_fn(ids: Tensor) -> HeadFn:
     return logprobs
 
 
+def head_in_use(model: PreTrainedModel) -> Head:
+    ids, _ = tokens()
+    return model(input_ids=ids, head_fn=lambda hidden, head: head).head
+
+
 def own_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -151,14 +155,9 @@ def test_check_sees_what_the_logits_do_not_do(family: str, field: str, value: ob
     said = copy.deepcopy(model.config)
     setattr(said, field, value)
 
-    def wrong_head(head_of_model: PreTrainedModel) -> Head:
-        right = lm_head(head_of_model)
-        return replace(right, transform=Transform(logit_scale(said), softcap(said)))
-
-    with pytest.MonkeyPatch.context() as replaced:
-        replaced.setattr(patch, "lm_head", wrong_head)
-        with pytest.raises(ValueError, match="relative error"):
-            check_fused_head(model)
+    FusedHead(model.get_output_embeddings(), logit_scale=logit_scale(said), softcap=softcap(said))
+    with pytest.raises(ValueError, match="relative error"):
+        check_fused_head(model)
 
 
 def test_padding_may_be_the_end_of_text() -> None:
@@ -214,6 +213,18 @@ def test_loss_inside_the_forward_trains_every_parameter_and_fires_hooks() -> Non
         torch.testing.assert_close(fused[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_head_fn_may_return_any_container() -> None:
+    model = tiny_model("qwen2")
+    add_fused_head(model)
+    ids, _ = tokens()
+    for make in (lambda x: {"hidden": x}, lambda x: (x, x), lambda x: [x], lambda x: x):
+        fn = lambda hidden, head: (hidden, make(hidden))  # noqa: B023, E731
+        hidden, found = model(input_ids=ids, head_fn=fn).head
+        assert type(found) is type(make(hidden))
+        alone = model(input_ids=ids, head_fn=lambda hidden, head: make(hidden)).head  # noqa: B023
+        assert type(alone) is type(found)
+
+
 def test_models_that_cannot_carry_it_are_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="model: expected a"):
@@ -230,7 +241,8 @@ def test_labels_are_refused() -> None:
 
 def test_a_quantised_head_is_refused() -> None:
     model = tiny_model("llama")
+    add_fused_head(model)
     packed = torch.zeros(99 * 16, 1, dtype=torch.uint8)
     model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
     with pytest.raises(ValueError, match="leave it out of the quantisation"):
-        lm_head(model)
+        head_in_use(model)

@@ -1,0 +1,175 @@
+"""FusedHead: an LM head that is called as a module and returns log-probabilities or a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, overload
+
+from torch import Tensor, nn
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.head import Head, Transform, gathered_head, head_of_layer
+from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
+from grpo_kernels.linear_policy_loss import linear_policy_loss
+from grpo_kernels.losses import LossConfig, PolicyLossOutput
+
+HeadFn = Callable[[Tensor, Head], Any]
+
+
+class FusedHead(nn.Module):
+    """An LM head whose forward, given targets, forms no logits.
+
+    ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which from then on is a FusedHead
+    besides what it was. The names of its parameters, its hooks, ``isinstance`` and whoever refers
+    to it stay as they are. Doing it twice is harmless.
+
+    What wraps modules knows it: FSDP1, FSDP2, DeepSpeed's ZeRO-3 and accelerate's hooks (offload,
+    ``device_map``) gather or move the parameters of a module when it is *called*, and reduce their
+    gradients. A weight that is only read passes them by.
+
+    ::
+
+        model.lm_head = FusedHead(model.lm_head)
+        logits = model.lm_head(hidden)  # as before; so generation works
+        logprobs = model.lm_head(hidden, target, temperature=0.7).logprobs
+        loss, metrics = model.lm_head.policy_loss(hidden, batch, config)
+
+    Args:
+        layer: an ``nn.Linear``, or PEFT's wrapper of one (LoRA, ``modules_to_save``), whose active
+            adapters are looked up in each call.
+        logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`; ``head(hidden)`` gives
+            logits without them.
+        vocab_size: the ids in use, where the weight has further rows of padding; None: all.
+
+    Raises:
+        ValueError: ``layer`` is no module, or has a forward of its own besides its class's. In a
+            call: the layer is not linear, is quantised, or has an adapter that is not plain LoRA.
+    """
+
+    def __new__(
+        cls,
+        layer: nn.Module,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        vocab_size: int | None = None,
+    ) -> FusedHead:
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
+        if isinstance(layer, FusedHead):
+            return layer
+        hooked = _is_hooked(layer)
+        layer.__class__ = _fused_class(type(layer))
+        if hooked:
+            vars(layer)["_old_forward"] = MethodType(type(layer).forward, layer)
+        return layer  # type: ignore[return-value]
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._transform = Transform(logit_scale, softcap)
+        self._vocab_size = vocab_size
+
+    @overload
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+    @overload
+    def __call__(self, hidden: Tensor, target: Tensor, **options: Any) -> LinearLogprobs: ...
+
+    @overload
+    def __call__(self, hidden: Tensor, target: HeadFn) -> Any: ...
+
+    def __call__(
+        self, hidden: Tensor, target: Tensor | HeadFn | None = None, **options: Any
+    ) -> Any:
+        """Return logits, log-probabilities, or what a function makes of hidden states and head.
+
+        Args:
+            hidden: (..., D) last hidden states.
+            target: None: the logits of the layer; (...) ids: what
+                :func:`grpo_kernels.linear_logprobs` returns for them; a function: its result for
+                the hidden states and the :class:`Head`. Tensors in that have to be found by the
+                hooks: it is a tensor, a tuple, a list, a dict or a ``ModelOutput``.
+            options: those of ``linear_logprobs``.
+        """
+        # of what hooks cast, move or count there are the hidden states alone
+        if isinstance(target, Tensor):
+            ids = target
+
+            def logprobs(hidden: Tensor, head: Head) -> LinearLogprobs:
+                found = linear_logprobs(hidden, head, ids.to(hidden.device), **options)
+                # no views: changed in place, they would lose the hooks that FSDP2 puts on them
+                return LinearLogprobs(*(None if x is None else x.clone() for x in found))
+
+            return super().__call__(hidden, logprobs)
+        if target is None:
+            # who takes the call is not a module: no hook runs before the head is needed
+            instead = vars(self).get("_instead_of_logits")
+            return super().__call__(hidden, **options) if instead is None else instead(self, hidden)
+        return super().__call__(hidden, target, **options)
+
+    def policy_loss(
+        self, hidden: Tensor, batch: TokenBatch, config: LossConfig, **options: Any
+    ) -> PolicyLossOutput:
+        """Return what :func:`grpo_kernels.linear_policy_loss` does; ``options`` are its own."""
+        return self(
+            hidden, lambda hidden, head: linear_policy_loss(hidden, head, batch, config, **options)
+        )
+
+    def forward(self, hidden: Tensor, fn: HeadFn | None = None, **options: Any) -> Any:
+        if fn is None:
+            return super().forward(hidden, **options)
+        head = gathered_head(head_of_layer(self, self._transform))
+        if self._vocab_size is not None and self._vocab_size < head.weight.shape[0]:
+            head = head.columns(slice(self._vocab_size))
+        return fn(hidden, head, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layer_class = _layer_class(type(self))
+        if type(self) is not _fused_class(layer_class):  # somebody's subclass, such as FSDP2's
+            return super().__reduce_ex__(protocol)
+        return _bare, (layer_class,), self.__getstate__()
+
+
+_FUSED: dict[type[nn.Module], Any] = {}  # by the class of the layer
+
+
+def _fused_class(layer_class: type[nn.Module]) -> Any:
+    if layer_class not in _FUSED:
+        _FUSED[layer_class] = type(f"Fused{layer_class.__name__}", (FusedHead, layer_class), {})
+    return _FUSED[layer_class]
+
+
+def _layer_class(fused_class: type) -> type[nn.Module]:
+    """Return the class that stands behind FusedHead in the order of methods."""
+    order = fused_class.__mro__
+    return order[order.index(FusedHead) + 1]
+
+
+def _bare(layer_class: type[nn.Module]) -> nn.Module:
+    """Make an object that has no state yet, for copies and pickles."""
+    fused_class = _fused_class(layer_class)
+    return object.__new__(fused_class)
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Return whether accelerate has hooks around the forward of the layer's class.
+
+    Raises:
+        ValueError: another forward hides it.
+    """
+    if "forward" not in vars(layer):
+        return False
+    inner = vars(layer).get("_old_forward")
+    if hasattr(layer, "_hf_hook") and getattr(inner, "__func__", None) is type(layer).forward:
+        return True
+    raise ValueError(
+        "layer: expected one with the forward of its class, or accelerate's hooks around that, got "
+        f"{type(layer).__name__} with a forward of its own; apply FusedHead before that is set"
+    )

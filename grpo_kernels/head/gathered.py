@@ -1,0 +1,128 @@
+"""Makes the sharded parameters of a head whole: DTensors (FSDP2, HSDP, TP) and DeepSpeed's ZeRO-3.
+
+Neither framework sees a weight that is only read. FSDP2 gathers and reduces where the module that
+owns it is called, and ``DTensor.full_tensor()`` takes every process to have the same gradient: of
+the sum over the processes it keeps the slice of one. ZeRO-3 empties a parameter between uses.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.head.head import Head
+from grpo_kernels.head.vocab_shard import VocabShard
+
+AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head)"
+
+
+def gathered_head(head: Head) -> Head:
+    """Return the head with whole tensors in place of sharded parameters.
+
+    Of a DTensor all dimensions of the mesh are gathered but that of the head's vocabulary shard,
+    and its gradient is the mean of what the processes of the others find, as under DDP and FSDP.
+    That is right for data parallel dimensions, whose processes have rows of their own, and for
+    tensor parallel ones, whose processes have the same. The whole tensor lives as long as the
+    graph.
+
+    A ZeRO-3 parameter is gathered for the module whose forward runs, and again for its backward.
+
+    Raises:
+        ValueError: a ZeRO-3 parameter comes while no module's forward runs, or FSDP has freed the
+            memory of the weight.
+    """
+    if _is_freed(head.weight):
+        raise ValueError(
+            f"weight: expected numbers, got a tensor whose memory FSDP has freed; {AS_A_MODULE}"
+        )
+    if not any(map(is_sharded, head.tensors)):
+        return head
+    names = ("weight", "bias", "lora.a", "lora.b")
+    whole = [_whole(*each, head.shard) for each in zip(names, head.tensors, strict=True)]
+    return head.with_tensors(*whole)
+
+
+def is_sharded(x: Any) -> bool:
+    """Return whether ``x`` is a DTensor, or a parameter that ZeRO-3 manages."""
+    return is_dtensor(x) or hasattr(x, "ds_status")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Return whether ``x`` is a DTensor, without an import of what defines it."""
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def why_not_whole(x: Tensor) -> str:
+    """Say what an empty or flat tensor in the place of a (V, D) weight may be; else nothing."""
+    if hasattr(x, "ds_shape"):
+        return f": a parameter of shape {tuple(x.ds_shape)} that ZeRO-3 has partitioned"
+    if x.numel() and x.dim() != 1:
+        return ""
+    return f"; if ZeRO-3 or FSDP has sharded the weight, {AS_A_MODULE}"
+
+
+def _is_freed(x: Any) -> bool:
+    """Return whether ``x`` is a view of what FSDP gathered once and has freed since."""
+    if torch.compiler.is_compiling() or is_dtensor(x) or not isinstance(x, Tensor):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # has no memory of its own
+        return False
+    return x.numel() > 0 and x.untyped_storage().size() == 0
+
+
+def _whole(name: str, x: Any, shard: VocabShard | None) -> Any:
+    if is_dtensor(x):
+        return _of_all_shards(x, shard)
+    return _fetched(name, x) if hasattr(x, "ds_status") else x
+
+
+def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:
+    from torch.distributed.tensor import Partial, Replicate  # a DTensor has it loaded
+
+    mesh, placements, of_gradient, processes = x.device_mesh, [], [], 1
+    for dimension, own in enumerate(x.placements):
+        kept = shard is not None and mesh.get_group(dimension).group_name == shard.group
+        placements.append(own if kept else Replicate())
+        of_gradient.append(own if kept else Partial())
+        processes *= 1 if kept else mesh.size(dimension)
+    whole = x.redistribute(placements=placements).to_local(grad_placements=of_gradient)
+    return _Mean.apply(whole, processes) if whole.requires_grad else whole
+
+
+class _Mean(torch.autograd.Function):
+    """Divide the gradient by the number of processes over which it is summed next."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, processes: int) -> Tensor:
+        ctx.processes = processes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.processes, None
+
+
+def _fetched(name: str, parameter: Any) -> Tensor:
+    """Do what ZeRO-3 does for a parameter that another module's forward reads from its owner."""
+    zero: Any = sys.modules["deepspeed.runtime.zero.partition_parameters"]
+    available = parameter.ds_status == zero.ZeroParamStatus.AVAILABLE
+    # where modules run, from the outermost; each engine has put its own there once for good
+    running = sys.modules["deepspeed.runtime.zero.parameter_offload"].FWD_MODULE_STACK
+    if all(running.count(module) < 2 for module in running):
+        if available and not torch.is_grad_enabled():
+            return parameter
+        raise ValueError(
+            f"{name}: expected a ZeRO-3 parameter while the DeepSpeed engine's forward runs, which "
+            "has it gathered, also for the backward, and its gradient scaled and reduced as all "
+            "others; got one outside of it; call the head in the forward of the engine's module: "
+            "grpo_kernels.FusedHead, or grpo_kernels.hf.add_fused_head for a transformers model"
+        )
+    module: nn.Module = running[-1]
+    if all(parameter is not own for own in module.parameters(recurse=False)):
+        zero.register_external_parameter(module, parameter)
+    if not available:
+        parameter.all_gather()
+    return parameter

@@ -1,0 +1,142 @@
+"""A head whose vocabulary is split over ranks: which ids this one holds, and how to reach the rest.
+
+Each rank has some consecutive rows of the (V, D) weight, and the same hidden states and targets. No
+logit leaves its rank: what is exchanged is a few numbers per row, always gathered and then reduced
+in the order of the ranks, so that all ranks have the same bits, whatever the batch around a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.ranks import gather, process_group
+
+# a shard, or none, as arguments of a torch.library op
+SHARD_SCHEMA = "str? vocab_group, int vocab_rank, int[] vocab_rows, int vocab_size"
+_NUM_ARGUMENTS = SHARD_SCHEMA.count(",") + 1
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """The ids that this rank's (V_r, D) weight holds; make it once, with :meth:`of`.
+
+    It holds numbers and a name alone, so that it can go through ``torch.compile``.
+    """
+
+    group: str  # the name of the process group
+    rank: int  # of this process, in the group
+    rows: tuple[int, ...]  # of each rank's weight, padding included
+    vocab_size: int  # V: ids from there on are padding, and have no probability
+
+    @staticmethod
+    def of(
+        group: ProcessGroup | DeviceMesh, weight: Tensor, vocab_size: int | None = None
+    ) -> VocabShard:
+        """Describe a weight that is split by rows over ``group``, in the order of its ranks.
+
+        All ranks of the group call it, once per head: they tell each other their sizes.
+
+        Args:
+            group: a process group, or a device mesh of one dimension.
+            weight: (V_r, D), this rank's rows; their number may differ from rank to rank. Or a
+                DTensor (V, D) with a mesh dimension of this group, whose shards they are.
+            vocab_size: the ids that there really are, where the last rows are padding. None: all.
+
+        Raises:
+            ValueError: on every rank: the group is none of this process, the ranks disagree on D,
+                on the dtype or on ``vocab_size``, or one holds nothing but padding.
+        """
+        group = process_group("group", group)
+        if weight.dim() != 2:
+            raise ValueError(f"weight: expected shape (V / n, D), got {tuple(weight.shape)}")
+        size = -1 if vocab_size is None else vocab_size
+        facts = [_rows(weight, group), weight.shape[1], weight.dtype.itemsize, int(size)]
+        mine = torch.tensor(facts, device=weight.device)
+        everyone = gather(mine, group).tolist()
+        rows = tuple(each[0] for each in everyone)
+        for name, place in (("D of weight", 1), ("bytes of weight's dtype", 2), ("vocab_size", 3)):
+            found = [each[place] for each in everyone]
+            if len(set(found)) > 1:
+                raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {found}")
+        total = sum(rows) if vocab_size is None else vocab_size
+        empty = [rank for rank in range(len(rows)) if sum(rows[:rank]) >= total or not rows[rank]]
+        if not 0 < total <= sum(rows) or empty:
+            raise ValueError(
+                f"vocab_size: expected ids on every rank, at most {sum(rows)} (rows of the weights "
+                f"{list(rows)}), got {total}"
+            )
+        return VocabShard(
+            group=group.group_name, rank=dist.get_rank(group), rows=rows, vocab_size=total
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    @property
+    def start(self) -> int:
+        """The first id of this rank."""
+        return sum(self.rows[: self.rank])
+
+    @property
+    def columns(self) -> int:
+        """The ids of this rank."""
+        return min(self.start + self.rows[self.rank], self.vocab_size) - self.start
+
+    @property
+    def most_columns(self) -> int:
+        """The ids of the rank with the most: all ranks cut their rows alike, as it does."""
+        return max(self.rows)
+
+    def owns(self, columns: Tensor) -> Tensor:
+        """Return which ids, counted from :attr:`start`, are this rank's; bool of the same shape."""
+        return (columns >= 0) & (columns < self.columns)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Return all ranks' tensors of one shape, (n, ...), in the order of the ranks."""
+        return gather(mine, self._group)
+
+    def start_sum(self, x: Tensor) -> Work:
+        """Start to sum a contiguous tensor over the ranks, in place; ``wait()`` ends it."""
+        work = dist.all_reduce(x, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    @property
+    def _group(self) -> ProcessGroup:
+        return dist.distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type]
+
+
+def _rows(weight: Tensor, group: ProcessGroup) -> int:
+    """Return this rank's rows, those of a DTensor as torch deals them out."""
+    if not hasattr(weight, "device_mesh"):
+        return weight.shape[0]
+    each = -(-weight.shape[0] // dist.get_world_size(group))
+    return min(max(weight.shape[0] - dist.get_rank(group) * each, 0), each)
+
+
+def shard_arguments(shard: VocabShard | None) -> tuple[Any, ...]:
+    """Return the arguments of :data:`SHARD_SCHEMA`."""
+    if shard is None:
+        return None, 0, [0], 0  # torch takes an empty list for one of tensors
+    return shard.group, shard.rank, list(shard.rows), shard.vocab_size
+
+
+def shard_of_arguments(arguments: Sequence[Any]) -> tuple[VocabShard | None, Sequence[Any]]:
+    """Return the shard with these :func:`shard_arguments`, and the arguments behind them."""
+    group, rank, rows, vocab_size = arguments[:_NUM_ARGUMENTS]
+    rest = arguments[_NUM_ARGUMENTS:]
+    if group is None:
+        return None, rest
+    return VocabShard(group=group, rank=rank, rows=tuple(rows), vocab_size=vocab_size), rest

@@ -1,0 +1,154 @@
+"""FusedHead: the same layer, which called with targets forms no logits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels import FusedHead, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.head import Head
+
+VOCAB, WIDTH = 23, 8
+
+
+def make_layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, VOCAB)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(2, 5, WIDTH, requires_grad=True), torch.randint(0, VOCAB, (2, 5))
+
+
+def expected(layer: nn.Linear, **options: Any) -> Tensor:
+    hidden, target = rows()
+    out = linear_logprobs(hidden, layer.weight, target, bias=layer.bias, **options)
+    assert out.logprobs is not None
+    return out.logprobs
+
+
+def test_it_is_the_layer_itself() -> None:
+    layer, hook = make_layer(), []
+    layer.register_forward_hook(lambda *_: hook.append("fired"))
+    names, (hidden, target) = list(layer.state_dict()), rows()
+    logits = layer(hidden)
+    head = FusedHead(FusedHead(layer))
+    assert head is layer and isinstance(head, nn.Linear) and list(head.state_dict()) == names
+    assert type(head).__name__ == "FusedLinear"
+    assert torch.equal(head(hidden), logits)
+    out = head(hidden, target, outputs=("logprobs", "entropy"))
+    assert torch.equal(out.logprobs, expected(layer)) and out.rank is None
+    torch.testing.assert_close(
+        out.entropy, torch.distributions.Categorical(logits=logits).entropy()
+    )
+    assert len(hook) == 3
+
+
+def test_loss_and_gradients() -> None:
+    head, (hidden, target) = FusedHead(make_layer(), logit_scale=0.5, softcap=3.0), rows()
+    batch, config = TokenBatch.from_padded(target, torch.tensor([1.0, -1.0])), LossConfig()
+    tensors = (hidden, head.weight, head.bias)
+    loss = head.policy_loss(hidden, batch, config, schedule="two_pass").loss
+    options = dict(bias=head.bias, logit_scale=0.5, softcap=3.0, schedule="two_pass")
+    right = linear_policy_loss(hidden, head.weight, batch, config, **options).loss
+    assert torch.equal(loss, right)
+    found = torch.autograd.grad(loss, tensors)
+    for got, want in zip(found, torch.autograd.grad(right, tensors), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_function_gets_hidden_states_and_head() -> None:
+    head, (hidden, _) = FusedHead(make_layer(), softcap=2.0), rows()
+
+    def see(states: Tensor, seen: Head) -> str:
+        assert states is hidden and seen.weight is head.weight and seen.transform.softcap == 2.0
+        return "seen"
+
+    assert head(hidden, see) == "seen"
+
+
+def test_rows_of_padding_are_left_out() -> None:
+    layer, (hidden, target) = make_layer(), rows()
+    target = target.clamp(max=VOCAB - 4)
+    logprobs = FusedHead(layer, vocab_size=VOCAB - 3)(hidden, target).logprobs
+    logits = layer(hidden)  # all of them: cutting is the model's
+    right = logits[..., :-3].log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+    torch.testing.assert_close(logprobs, right)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_is_one_too(copied: Any) -> None:
+    head, (hidden, target) = FusedHead(make_layer(), logit_scale=0.5), rows()
+    other = copied(head)
+    assert type(other) is type(head) and other.weight is not head.weight
+    before = head(hidden, target).logprobs
+    with torch.no_grad():
+        head.weight.zero_()
+    assert torch.equal(other(hidden, target).logprobs, before)
+
+
+@pytest.mark.parametrize("first", ["hooks", "head"])
+def test_an_offloaded_head(first: str) -> None:
+    """accelerate's hooks bring the weight for the time of a call; else it is on no device."""
+    accelerate = pytest.importorskip("accelerate")
+    layer, (hidden, target) = make_layer(), rows()
+    right, logits = expected(layer), layer(hidden)
+    model = nn.Sequential(layer)
+    if first == "head":
+        FusedHead(layer)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert layer.weight.device.type == "meta"
+    head = FusedHead(layer)
+    with torch.no_grad():
+        assert torch.equal(head(hidden, target).logprobs, right)
+        assert torch.equal(head(hidden), logits)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert torch.equal(head(hidden, target).logprobs, right)
+
+
+def test_it_compiles_without_a_break() -> None:
+    head, (hidden, target) = FusedHead(make_layer()), rows()
+    batch, config = TokenBatch.from_padded(target, torch.tensor([1.0, -1.0])), LossConfig()
+
+    def step(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return head.policy_loss(hidden, batch, config).loss, head(hidden)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(hidden), step(hidden), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_is_no_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer: expected an nn.Module, got Parameter"):
+        FusedHead(make_layer().weight)  # type: ignore[arg-type]
+    patched = make_layer()
+    patched.forward = lambda hidden: hidden
+    with pytest.raises(ValueError, match="with a forward of its own"):
+        FusedHead(patched)
+    with pytest.raises(ValueError, match="expected a plain linear layer, got FusedReLU"):
+        FusedHead(nn.ReLU())(*rows())
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(0), torch.zeros(VOCAB * WIDTH)])
+def test_a_shard_that_nobody_gathered_is_refused(weight: Tensor) -> None:
+    head = FusedHead(make_layer())
+    head.weight = nn.Parameter(weight)
+    with pytest.raises(ValueError, match=r"shape \(V, D\).*FSDP has sharded.*FusedHead"):
+        head(*rows())
+    with pytest.raises(ValueError, match=r"weight: .*FSDP has sharded.*FusedHead"):
+        linear_logprobs(rows()[0], weight, rows()[1])
+
+
+def test_memory_that_was_freed_is_refused() -> None:
+    head = FusedHead(make_layer())
+    head.weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="FSDP has freed.*FusedHead"):
+        head(*rows())
+    with pytest.raises(ValueError, match="FSDP has freed.*FusedHead"):
+        linear_logprobs(rows()[0], head.weight, rows()[1])
