@@ -34,7 +34,7 @@ from grpo_kernels.backends.registry import (
     requested_backend,
     why_backend,
 )
-from grpo_kernels.backends.topk import with_ranks
+from grpo_kernels.backends.topk import mean_logits, with_ranks
 
 __all__ = [
     "ANY_ERROR",
@@ -60,6 +60,7 @@ __all__ = [
     "concatenate",
     "device_numerics",
     "dtype_of",
+    "mean_logits",
     "output_view",
     "passed_over",
     "reference_logprobs",

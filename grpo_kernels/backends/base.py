@@ -47,6 +47,7 @@ class RowStats(NamedTuple):
     max_logit: Tensor | None = None  # (C,) largest of the transformed logits
     min_logit: Tensor | None = None  # (C,) smallest of them
     # on request as well, read from a tile of logits: no backend fills them
+    mean_logit: Tensor | None = None  # (C,) mean of the transformed logits
     masked_logp: Tensor | None = None  # (C,) logp renormalised over a sampling mask
     rank: Tensor | None = None  # (C,) int64, how many columns come before the target
     topk_logp: Tensor | None = None  # (C, k) log-probabilities of the first k columns
@@ -101,6 +102,7 @@ class Wanted(NamedTuple):
     """The statistics requested beside those of every call."""
 
     extras: bool = False  # is_top1, sum_sq_probs, max_logit and min_logit
+    mean: bool = False  # mean_logit
     rank: bool = False  # of the target
     top_k: int = 0  # how many of the first columns; 0: none
 
@@ -108,6 +110,11 @@ class Wanted(NamedTuple):
     def ranked(self) -> bool:
         """Whether the order of a row's scores is needed."""
         return self.rank or self.top_k > 0
+
+    @property
+    def tiled(self) -> bool:
+        """Whether some of it is read from a tile of logits."""
+        return self.mean or self.ranked
 
 
 # what a backend fills on request, all or none
@@ -131,6 +138,8 @@ def shapes_of(rows: torch.Size, wanted: Wanted, masked: bool) -> dict[str, torch
     shapes = dict.fromkeys(names, rows)
     if masked:
         shapes["masked_logp"] = rows
+    if wanted.mean:
+        shapes["mean_logit"] = rows
     if wanted.rank:
         shapes["rank"] = rows
     if wanted.top_k:

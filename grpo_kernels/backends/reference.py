@@ -38,6 +38,7 @@ def reference_logprobs(
         sum_sq_probs=(p * p).sum(-1),
         max_logit=scores.amax(-1),
         min_logit=scores.amin(-1),
+        mean_logit=scores.mean(-1),
         masked_logp=masked,
     )
     return _ranked(stats, scores, logp, target, wanted) if wanted.ranked else stats

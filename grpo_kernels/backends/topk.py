@@ -1,4 +1,4 @@
-"""Ranks and top-k of tokens among the scores of their row, read from a tile of logits.
+"""Ranks and top-k of tokens among the scores of their row, and their mean, read from a tile.
 
 One total order serves all: the larger score first, and of equal ones the smaller index. Equal
 scores are common: logits rounded to 16 bits collide, and a softcap's tanh saturates. It runs as
@@ -8,12 +8,14 @@ kernels: a few passes over the tile, only for those who ask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile, Wanted, concatenate
+from grpo_kernels.backends.base import RowStats, Tile, Wanted
 from grpo_kernels.backends.chunked import BLOCK_ELEMENTS, row_blocks, transformed
-from grpo_kernels.head import stats_dtype
+from grpo_kernels.head import VocabShard, stats_dtype
 
 NOWHERE = -1  # the rank and the ids of a row that has no order
 _INDEX_BITS = 32  # of a key; the rest is the score
@@ -21,22 +23,92 @@ _GROUP = 64  # columns
 _CPU_ELEMENTS = 1 << 18  # of a block: its temporaries stay in the cache
 
 
-def with_ranks(tile: Tile, stats: RowStats, wanted: Wanted) -> RowStats:
-    """Return ``stats`` with the target's rank and the first k columns, where they are wanted."""
-    ids, parts = _ids(tile.logits), []
-    for rows in row_blocks(tile.logits, _block_elements(tile.logits.device)):
-        parts.append(_ranked(tile.rows(rows), stats.rows(rows), wanted, ids))
-    return concatenate(parts)
+def with_ranks(
+    tile: Tile, stats: RowStats, wanted: Wanted, shard: VocabShard | None = None
+) -> RowStats:
+    """Return ``stats`` with the target's rank and the first k ids, where they are wanted.
+
+    Of a ``shard`` of the vocabulary the ranks' parts are put together; ``stats`` are then those of
+    whole rows.
+    """
+    blocks = row_blocks(tile.logits, _block_elements(tile.logits.device))
+    ids, target, own = _ids(tile.logits), tile.target, None
+    if shard is not None and wanted.rank:
+        own = shard.gather(torch.cat([_own_scores(tile.rows(rows), shard) for rows in blocks]))
+        own = own.amax(0)
+    parts = [_ranked(tile.rows(rows), wanted, ids, own, rows) for rows in blocks]
+    rank, scores, indices = (_joined(column) for column in zip(*parts, strict=True))
+    if shard is not None:
+        target = target + shard.start
+        rank = None if rank is None else shard.gather(rank).sum(0)
+        if scores is not None and indices is not None:
+            scores, indices = _merged(scores, indices + shard.start, wanted.top_k, shard)
+    if scores is None:
+        return completed(stats, target, rank)
+    logp = (scores.double() - stats.lse.unsqueeze(-1)).clamp(max=0).to(scores.dtype)
+    return completed(stats, target, rank, logp, indices)
 
 
-def _ranked(tile: Tile, stats: RowStats, wanted: Wanted, ids: Tensor) -> RowStats:
+def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
+    """Return the (C,) means of a row's scores, over the whole vocabulary."""
+    logits = tile.logits
+    blocks = [tile.rows(rows) for rows in row_blocks(logits, _block_elements(logits.device))]
+    scores = (transformed(block.logits, block.transform)[0] for block in blocks)
+    sums = torch.cat([block.sum(-1, dtype=torch.float64) for block in scores])
+    counts = torch.full_like(sums, logits.shape[1])
+    if shard is not None:
+        sums, counts = shard.gather(torch.stack([sums, counts])).sum(0)
+    return (sums / counts).to(stats_dtype(logits.dtype))
+
+
+def _ranked(
+    tile: Tile, wanted: Wanted, ids: Tensor, own: Tensor | None, rows: slice
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the targets' ranks, and scores and columns of the first k; ``own`` (all rows,) are
+    the targets' scores, None: they are in this tile."""
     scores, _ = transformed(tile.logits, tile.transform)
-    rank = _rank(scores, tile.target, ids) if wanted.rank else None
+    rank = None
+    if wanted.rank:
+        mine = scores.gather(-1, tile.target[:, None]) if own is None else own[rows, None]
+        rank = _rank(scores, mine, tile.target, ids)
     if not wanted.top_k:
-        return completed(stats, tile.target, rank)
-    indices = _top(scores, wanted.top_k)
-    logp = scores.gather(-1, indices).double() - stats.lse.unsqueeze(-1)
-    return completed(stats, tile.target, rank, logp.clamp(max=0).to(scores.dtype), indices)
+        return rank, None, None
+    indices = _top(scores, min(wanted.top_k, scores.shape[1]))
+    return rank, scores.gather(-1, indices), indices
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
+
+
+def _own_scores(tile: Tile, shard: VocabShard) -> Tensor:
+    """Return the (C,) scores of the targets, -inf for those of another rank."""
+    scores, own = transformed(tile.logits, tile.transform)[0], shard.owns(tile.target)
+    found = scores.gather(-1, torch.where(own, tile.target, 0)[:, None]).squeeze(-1)
+    return torch.where(own, found, -torch.inf)
+
+
+def _merged(
+    scores: Tensor,  # (C, up to k), of this rank's first ids
+    ids: Tensor,
+    k: int,
+    shard: VocabShard,
+) -> tuple[Tensor, Tensor]:
+    """Return scores and ids of the first ``k`` of all ranks, (C, k).
+
+    Ranks are in the order of ids, and so are equal scores within one: a stable sort leaves them so.
+    """
+    missing = (0, k - ids.shape[1])
+    scores = torch.nn.functional.pad(scores, missing, value=-torch.inf)
+    ids = torch.nn.functional.pad(ids, missing, value=NOWHERE)
+    scores, ids = (torch.cat(tuple(shard.gather(x)), -1) for x in (scores, ids))
+    # of scores of -inf, too, those that are there come first
+    order = (ids == NOWHERE).to(torch.int8).argsort(dim=-1, stable=True)
+    scores, ids = scores.gather(-1, order), ids.gather(-1, order)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    first = order[:, :k]
+    return scores.gather(-1, first), ids.gather(-1, first)
 
 
 def completed(
@@ -78,14 +150,12 @@ def _ids(logits: Tensor) -> Tensor:
     return torch.arange(columns, dtype=dtype, device=logits.device)
 
 
-def _rank(scores: Tensor, target: Tensor, ids: Tensor) -> Tensor:
-    """Return (C,) int64 ranks: how many scores of a row come before the target's."""
-    target = target.unsqueeze(-1)
-    own = scores.gather(-1, target)
+def _rank(scores: Tensor, own: Tensor, target: Tensor, ids: Tensor) -> Tensor:
+    """Return (C,) int64 ranks: how many scores of a row come before its own, (C, 1)."""
     larger, equal, smaller_id = (torch.empty_like(scores) for _ in range(3))
     torch.gt(scores, own, out=larger)
     torch.eq(scores, own, out=equal)
-    torch.lt(ids, target.to(ids.dtype), out=smaller_id)
+    torch.lt(ids, target[:, None].to(ids.dtype), out=smaller_id)
     return larger.addcmul_(equal, smaller_id).sum(-1, dtype=ids.dtype).long()
 
 

@@ -16,6 +16,7 @@ from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route, row_block
 from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.shards import agree, telling_others
 from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep, tile_height
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Route",
     "Rows",
     "RunOptions",
+    "agree",
     "bounded_report",
     "choose_route",
     "chunk_height",
@@ -48,6 +50,7 @@ __all__ = [
     "rows_backward",
     "rows_forward",
     "sweep",
+    "telling_others",
     "tile_height",
     "tile_shape",
     "with_less_memory",

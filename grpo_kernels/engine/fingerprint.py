@@ -28,6 +28,7 @@ def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
         *([f"LoRA of rank {head.lora.rank}"] if head.lora is not None else []),
         f"{str(dtype).removeprefix('torch.')} precision={route.precision}",
         *([schedule] if schedule is not None else []),
+        *([f"vocabulary over {head.shard.size} ranks"] if head.shard is not None else []),
         *(["batch_invariant"] if route.options.batch_invariant else []),
         *([str(route.options.bounded)] if route.options.bounded is not None else []),
         " ".join([*_device(device, route, head), *_libraries(device)]),

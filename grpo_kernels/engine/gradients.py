@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from grpo_kernels.head import (
     on_huge_pages,
     stats_dtype,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Needs:
         if lora is None or not (self.hidden or self.lora_a or self.lora_b):
             return None
         wanted = dict(of_hidden=self.hidden, of_a=self.lora_a, of_b=self.lora_b)
-        return LoRAGradients(lora.wide(rows.hidden.dtype), rows.hidden, **wanted)
+        wide, shard = lora.wide(rows.hidden.dtype), rows.head.shard
+        return LoRAGradients(wide, rows.hidden, shard, **wanted)
 
 
 class Gradients(NamedTuple):
@@ -162,6 +166,8 @@ class GradientSums:
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int) -> None:
         self._sums = _uninitialised(rows.hidden, rows.head, needs, num_chunks)
+        self._shard = rows.head.shard
+        self._over_ranks: list[Work] = []
         self._lora = needs.lora(rows)
         self._main_grad = needs.main_grad if needs.weight else None
         self._first = True
@@ -200,6 +206,7 @@ class GradientSums:
     def _rescale(self, factor: Tensor) -> None:
         if host.reading_is_free(factor) and factor.item() == 1:
             return
+        self._wait()
         self._sums.times_(factor)
         if self._lora is not None:
             self._lora.times_(factor)
@@ -213,6 +220,8 @@ class GradientSums:
         dlogits = gradient.dlogits
         if self._sums.hidden is not None:
             self._set_rows(self._sums.hidden, gradient, part, where, chunk)
+            if self._shard is not None:  # beside the GEMMs that follow
+                self._over_ranks.append(self._shard.start_sum(self._sums.hidden[part]))
         if self._sums.weight is not None or self._main_grad is not None:
             hidden = gradient.weighted(chunk.hidden)
             if self._sums.weight is not None:
@@ -227,8 +236,15 @@ class GradientSums:
 
     def finish(self) -> Gradients:
         """Return the gradients; nothing is added afterwards."""
+        self._wait()
         gradients = self._sums.with_lora(self._lora)
         return gradients if self._scale is None else gradients.times_(1 / self._scale)
+
+    def _wait(self) -> None:
+        """Wait until the gradients of the hidden states are summed over the ranks."""
+        for work in self._over_ranks:
+            work.wait()
+        self._over_ranks.clear()
 
     @staticmethod
     def _add_to_bias(dbias: Tensor, gradient: TileGradient) -> None:
@@ -276,7 +292,7 @@ def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) ->
     one_gemm = num_chunks <= 1 and exact and head.weight.dtype == hidden.dtype
     dhidden = dweight = dbias = None
     if needs.hidden:
-        dtype = hidden.dtype if exact else wide
+        dtype = hidden.dtype if exact and head.shard is None else wide  # the ranks' are summed
         dhidden = make(hidden.shape, dtype=dtype, device=hidden.device)
     if needs.new_weight:
         dtype = hidden.dtype if one_gemm else wide

@@ -59,7 +59,7 @@ class Keeping:
             return _of_entries(tokens, route, needs, route.options.bounded)
         budget = route.options.activation_bytes
         if needs.of_head or needs.lora_a:
-            shape = tokens, row_pitch(route.columns, route.dtype, route.device)
+            shape = tokens, row_pitch(route.widest, route.dtype, route.device)
             kept = Keeping(what=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
             fits = budget is not None and kept.nbytes <= budget
         else:
@@ -72,6 +72,10 @@ class Keeping:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def of_one_pass(self, needs: Needs, bounded: Bounded) -> Keeping:
+        """Return the same for one pass: the logits are there for the weight's exact gradient."""
+        return replace(self, gemms=1 + (needs.weight and bounded.exact_weight))
 
     def route(self, route: Route) -> Route:
         """Return the route of such a forward: it has a tile, whose statistics are as exact."""
@@ -114,7 +118,7 @@ def keeping_forward(
         sums = GradientSums(rows, Needs(hidden=True), len(chunks))
         stats, gradients = sweep(rows, route, chunks, wanted, _unit, sums)
         assert gradients.hidden is not None
-        return stats, gradients.hidden
+        return stats, gradients.hidden.to(keeping.dtype)
     if keeping.what == ENTRIES:
         entries = KeptEntries(route)
         stats = sweep(rows, route, chunks, wanted, _unit, entries)[0]

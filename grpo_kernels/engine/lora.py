@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Entries, EntryKernels, TileGradient
-from grpo_kernels.head import HeadLoRA, accumulate, clear_row_ends
+from grpo_kernels.head import HeadLoRA, VocabShard, accumulate, clear_row_ends
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 
@@ -24,13 +24,14 @@ class LoRAGradients:
         self,
         lora: HeadLoRA,  # wide
         hidden: Tensor,  # (T, D)
+        shard: VocabShard | None = None,  # whose ids B has; None: all
         *,
         of_hidden: bool,  # which gradients are wanted
         of_a: bool,
         of_b: bool,
     ) -> None:
         inner = of_hidden or of_a
-        self._lora, self._hidden, self._of_a = lora, hidden, of_a
+        self._lora, self._hidden, self._of_a, self._shard = lora, hidden, of_a, shard
         self._factor = _Narrow.of(lora.b, hidden.dtype) if inner else None
         self._dinner = lora.a.new_zeros(hidden.shape[0], lora.rank) if inner else None
         self._db = torch.zeros_like(lora.b) if of_b else None
@@ -69,6 +70,8 @@ class LoRAGradients:
         lora, da = self._lora, None
         if self._dinner is None:
             return None, self._db
+        if self._shard is not None:
+            self._shard.start_sum(self._dinner).wait()
         if self._of_a:
             da = torch.zeros_like(lora.a)
         for start in range(0, self._hidden.shape[0], _BLOCK_ROWS):

@@ -33,13 +33,17 @@ from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.shards import agree, telling_others
 from grpo_kernels.engine.sweep import forward, row_chunks, sweep
 from grpo_kernels.head import (
+    SHARD_SCHEMA,
     Head,
     HeadLoRA,
     Transform,
     check_plain,
     no_second_derivative,
+    shard_arguments,
+    shard_of_arguments,
     stats_dtype,
 )
 
@@ -130,9 +134,10 @@ _TENSORS = (
     "Tensor? mask_max_id"
 )
 _OPTIONS = (
-    f"float temperature, float logit_scale, float? softcap, float lora_scaling, {OPTIONS_SCHEMA}"
+    "float temperature, float logit_scale, float? softcap, float lora_scaling, "
+    f"{SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
 )
-_WANTED = "bool extras, bool rank, int top_k, bool[] needs"
+_WANTED = "bool extras, bool mean, bool rank, int top_k, bool[] needs"
 _OUTPUTS = ", ".join(["Tensor"] * (len(RowStats._fields) + 1))  # the last is what is kept
 _NUM_TENSORS, _NUM_OPTIONS = len(_Tensors._fields), _OPTIONS.count(",") + 1
 _DIFFERENTIABLE = Gradients._fields
@@ -152,6 +157,7 @@ def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
         float(transform.logit_scale),
         None if transform.softcap is None else float(transform.softcap),
         1.0 if head.lora is None else float(head.lora.scaling),
+        *shard_arguments(head.shard),
         *options.arguments,
     )
 
@@ -159,7 +165,8 @@ def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
 def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
     """Rebuild the call that :func:`_flat` was given."""
     x = _Tensors(*arguments[:_NUM_TENSORS])
-    temperature, scale, softcap, lora_scaling, *options = arguments[_NUM_TENSORS:]
+    temperature, scale, softcap, lora_scaling, *rest = arguments[_NUM_TENSORS:]
+    shard, options = shard_of_arguments(rest)
     lora = mask = None
     if x.lora_a is not None and x.lora_b is not None:
         lora = HeadLoRA(a=x.lora_a, b=x.lora_b, scaling=lora_scaling)
@@ -171,13 +178,13 @@ def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
             max_id=x.mask_max_id,  # type: ignore[arg-type]
         )
     per_row = temperature if x.row_temperature is None else x.row_temperature
-    head = Head(x.weight, x.bias, Transform(scale, softcap, per_row), lora)
+    head = Head(x.weight, x.bias, Transform(scale, softcap, per_row), lora, shard)
     rows = Rows(hidden=x.hidden, head=head, target=x.target, sampling_mask=mask)
     return rows, RunOptions.of_arguments(options)
 
 
 def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:  # noqa: B008
-    tiled = wanted.ranked or rows.sampling_mask is not None
+    tiled = wanted.tiled or rows.sampling_mask is not None
     return choose_route(rows.hidden.dtype, rows.head, options, tiled)
 
 
@@ -203,7 +210,9 @@ def linear_logprobs_forward(*arguments):
     """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
     for the backward; what is not computed is empty."""
     rows, wanted, route, keeping = _forward_call(arguments)
-    valid = rows.valid()
+    with telling_others(rows.head.shard, rows.hidden):
+        valid = rows.valid()
+    agree(valid, route, wanted, keeping.what)
     stats, kept = rows_forward(valid, route, wanted, keeping)
     if kept is None:
         kept = rows.hidden.new_empty(0, dtype=keeping.dtype)

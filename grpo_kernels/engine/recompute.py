@@ -8,11 +8,12 @@ fp32 (V, D) buffer, and the tile of logits is as small as asked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import FormsLogits, RowStats, StatsGradients, Tile, TileGradient
+from grpo_kernels.backends import RowStats, StatsGradients, Tile, TileGradient
 from grpo_kernels.engine.gradients import Gradients, Needs, fp16_scale
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
@@ -27,6 +28,9 @@ from grpo_kernels.head import (
     row_pitch,
     stats_dtype,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 # Narrower slices starve the GEMMs, wider ones gain nothing.
 _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
@@ -49,9 +53,9 @@ class Slices:
         return _longest(self.columns)
 
 
-def cut(rows: int, columns: int, elements: int, block: int) -> Slices:
-    """Cut rows and vocabulary into tiles of :func:`tile_shape`."""
-    height, width = tile_shape(rows, columns, elements, block)
+def cut(rows: int, columns: int, widest: int, elements: int, block: int) -> Slices:
+    """Cut rows and columns into tiles of :func:`tile_shape`, for the rank with the ``widest``."""
+    height, width = tile_shape(rows, widest, elements, block)
     return Slices(rows=ranges(rows, height), columns=ranges(columns, width))
 
 
@@ -70,13 +74,16 @@ def recompute_backward(
     needs: Needs,
 ) -> Gradients:
     """Compute the gradients of hidden, weight, bias and an adapter."""
-    hidden, whole = rows.hidden, rows.head.to(rows.hidden.dtype)
+    rows = rows.local()
+    hidden, whole, shard = rows.hidden, rows.head.to(rows.hidden.dtype), rows.head.shard
     scale = fp16_scale(outer) if hidden.dtype == torch.float16 else None
-    slices = cut(rows.count, route.columns, route.tile_rows * route.columns, route.block)
+    size = rows.count, route.columns, route.widest
+    slices = cut(*size, route.tile_rows * route.widest, route.block)
     pitch = row_pitch(slices.longest_columns, route.logits, route.device)
     buffer = on_huge_pages(hidden.new_empty((slices.longest_rows, pitch), dtype=route.logits))
     work = _Work(rows, stats, outer.times(scale), route, buffer)
     results, lora = _zeros(hidden, rows.head, needs), needs.lora(rows)
+    sums: list[Work] = []
     with matmul_precision(hidden.device, route.precision):
         for columns in slices.columns:
             head = whole.columns(columns)
@@ -86,6 +93,8 @@ def recompute_backward(
                 if results.hidden is not None:
                     clear_row_ends(dlogits)
                     accumulate(results.hidden[part], dlogits, head.weight, columns.start == 0)
+                    if shard is not None and columns.stop == route.columns:
+                        sums.append(shard.start_sum(results.hidden[part]))
                 if dweight is not None:
                     accumulate(dweight, dlogits.t(), hidden[part], part.start == 0)
                 if needs.weight and needs.main_grad is not None:
@@ -96,6 +105,8 @@ def recompute_backward(
                     results.bias[columns] += torch.sum(dlogits, 0, dtype=results.bias.dtype)
             if dweight is not None and results.weight is not None:
                 _store(results.weight[columns], dweight, scale)
+        for over_ranks in sums:
+            over_ranks.wait()
         results = results.with_lora(lora)
     for result in (results.hidden, results.bias, results.lora_a, results.lora_b):
         if result is not None and scale is not None:
@@ -117,9 +128,9 @@ class _Work:
         logits = self.buffer[: hidden.shape[0], : head.weight.shape[0]]
         # relative to the slice; the target of another slice is in none of its columns
         target = self.rows.target[part] - columns.start
-        if isinstance(kernels, FormsLogits) and kernels.forms(hidden.dtype, logits.dtype):
+        if (own := self.route.forms_logits) is not None:
             # as the forward formed them: what was rounded in another way is an error here
-            kernels.logits_stats(hidden, head, target, False, logits)
+            own.logits_stats(hidden, head, target, False, logits)
         else:
             project(hidden, head, logits)
         tile = Tile(logits, target, head.transform)

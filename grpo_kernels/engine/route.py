@@ -14,7 +14,7 @@ from grpo_kernels.backends import (
     chunk_rows,
 )
 from grpo_kernels.engine.options import RunOptions
-from grpo_kernels.head import Head, logits_dtype
+from grpo_kernels.head import Head, VocabShard, logits_dtype
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
 # the fewest at which GEMMs still run near their full speed.
@@ -33,9 +33,15 @@ class Route:
     options: RunOptions
     dtype: torch.dtype  # of the hidden states
     device: torch.device
-    columns: int  # V
+    columns: int  # of the weight
     tile_rows: int
     linear_stats: LinearStats | None  # the forward without a tile of logits, where there is one
+    shard: VocabShard | None = None  # which ids the columns are; None: all
+
+    @property
+    def widest(self) -> int:
+        """The columns of the rank with the most: by them all ranks cut their rows alike."""
+        return self.columns if self.shard is None else self.shard.most_columns
 
     @property
     def precision(self) -> str:
@@ -49,7 +55,7 @@ class Route:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row's logits."""
-        return self.columns * self.logits.itemsize
+        return self.widest * self.logits.itemsize
 
     @property
     def block(self) -> int:
@@ -72,8 +78,8 @@ class Route:
         words = f"logits tile of {self.tile_rows} rows"
         if self.fixed_rows is None:
             return words
-        own = self._kernels_form_logits
-        return f"{words}, filled up" + ("" if own else ", its GEMM proven at first use")
+        proven = "" if self.forms_logits else ", its GEMM proven at first use"
+        return f"{words}, filled up{proven}"
 
     @property
     def advice(self) -> str:
@@ -83,12 +89,15 @@ class Route:
     @property
     def keeps_bits_in_one_pass(self) -> bool:
         """Return whether a tile made for its gradient has the forward's statistics to the bit."""
-        return self.linear_stats is None or self._kernels_form_logits  # without: both are that tile
+        # without linear_stats both are that tile
+        return self.linear_stats is None or self.forms_logits is not None
 
     @property
-    def _kernels_form_logits(self) -> bool:
+    def forms_logits(self) -> FormsLogits | None:
+        """The row kernels, where they also form the logits; None: a library's GEMM does."""
         kernels = self.backend.kernels
-        return isinstance(kernels, FormsLogits) and kernels.forms(self.dtype, self.logits)
+        forms = isinstance(kernels, FormsLogits) and kernels.forms(self.dtype, self.logits)
+        return kernels if forms else None  # type: ignore[return-value]
 
     def tiled(self) -> Route:
         """Return the same route for a backward, which always has a tile, of any height."""
@@ -96,9 +105,13 @@ class Route:
         return replace(self, linear_stats=None, options=options)
 
     def smaller(self) -> Route | None:
-        """Return a route with a smaller tile; None if there is none or it changes a row's bits."""
+        """Return a route with a smaller tile; None if there is none or it changes a row's bits.
+
+        None also for a shard of the vocabulary: the other ranks would not know of it.
+        """
         rows = self.tile_rows // _FEWER_ROWS
-        if not rows or self.linear_stats is not None or self.fixed_rows is not None:
+        fixed = self.linear_stats is not None or self.fixed_rows is not None
+        if not rows or fixed or self.shard is not None:
             return None
         return replace(self, tile_rows=rows)
 
@@ -121,7 +134,10 @@ def choose_route(
     """
     device = head.weight.device
     backend = choose_backend(options.backend, device, dtype)
-    columns, workspace = head.weight.shape[0], options.max_workspace_bytes
+    columns, workspace, shard = head.weight.shape[0], options.max_workspace_bytes, head.shard
+    if shard is not None:
+        _check_options_of_shard(backend, options)
+        columns = shard.most_columns
     rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:
         rows = _fixed_rows(backend, device, rows, workspace)
@@ -133,10 +149,18 @@ def choose_route(
         options=options,
         dtype=dtype,
         device=device,
-        columns=columns,
+        columns=head.weight.shape[0],
+        shard=shard,
         tile_rows=rows,
         linear_stats=linear_stats,
     )
+
+
+def _check_options_of_shard(backend: Backend, options: RunOptions) -> None:
+    if not backend.has_tiles:
+        raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
+    if options.bounded is not None:
+        raise ValueError(f"backward: expected 'exact' with vocab_shard, got {options.bounded}")
 
 
 def _fixed_rows(backend: Backend, device: torch.device, fit: int, workspace: int | None) -> int:

@@ -44,7 +44,7 @@ class Rows:
         matter = valid if wanted is None else valid & wanted
         found = host.fetch(torch.stack([*inside.aminmax(), matter.sum()]))
         low, high, count = host.known(found)
-        check_target_range(low, high, self.head.weight.shape[0])
+        check_target_range(low, high, self.head.vocab_size)
         return self._where(matter, count)
 
     def chosen(self, wanted: Tensor | None = None) -> Rows:
@@ -61,11 +61,23 @@ class Rows:
         temperature = self.head.transform.temperature
         check_row_temperature(temperature if isinstance(temperature, Tensor) else None)
         if self.sampling_mask is not None:
-            check_mask_range(self.sampling_mask.max_id, self.head.weight.shape[0])
+            check_mask_range(self.sampling_mask.max_id, self.head.vocab_size)
 
     def ready(self) -> Rows:
         """Return the same with a head that is ready for GEMMs with the hidden states."""
         return replace(self, head=self.head.to(self.hidden.dtype))
+
+    def local(self) -> Rows:
+        """Return the same with columns of this rank's weight as targets and ids of the mask.
+
+        A target that is another rank's is in none of them.
+        """
+        shard, mask = self.head.shard, self.sampling_mask
+        if shard is None:
+            return self
+        if mask is not None:
+            mask = mask.narrow(shard.start, shard.start + shard.columns)
+        return replace(self, target=self.target - shard.start, sampling_mask=mask)
 
     def narrow(self, part: slice) -> Rows:
         """Return a range of rows as if they were all."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import Tile, slope, transformed
 from grpo_kernels.batch import SamplingMask
-from grpo_kernels.head import Transform
+from grpo_kernels.head import Transform, VocabShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,13 @@ class Scores:
         slopes = slope(torch.ones_like(picked), of_rows, tanh)
         return Scores(values=values.squeeze(-1), slopes=slopes.squeeze(-1))
 
+    def where(self, there: Tensor) -> Scores:
+        """Return the same where they are ``there`` (N,), else scores of -inf."""
+        return Scores(
+            values=torch.where(there, self.values, -torch.inf),
+            slopes=torch.where(there, self.slopes, 0.0),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRows:
@@ -46,26 +53,40 @@ class MaskedRows:
     logp: Tensor  # (C,) fp64, the log-probability of the target
 
     @staticmethod
-    def of(tile: Tile, sampling_mask: SamplingMask) -> MaskedRows:
-        """Make one from a tile of raw logits and the sampling mask of the same rows."""
+    def of(tile: Tile, sampling_mask: SamplingMask, shard: VocabShard | None = None) -> MaskedRows:
+        """Make one from a tile of raw logits and the sampling mask of the same rows.
+
+        Of a ``shard`` of the vocabulary, the mask has this rank's ids.
+        """
         logits, target, transform = tile
         ids, rows = sampling_mask.indices, sampling_mask.rows
         all_rows = torch.arange(target.numel(), device=target.device)
-        own = Scores.at(logits, transform, all_rows, target)
-        listed = Scores.at(logits, transform, rows, ids)
         is_target = ids == target[rows]
+        mine = None if shard is None else shard.owns(target)
+        if mine is not None:
+            target = torch.where(mine, target, 0)
+        own = Scores.at(logits, transform, all_rows, target)
+        if mine is not None:
+            own = own.where(mine)
+        listed = Scores.at(logits, transform, rows, ids)
         scores = listed.values.masked_fill(is_target, float("-inf"))  # it is added below
-        peak = torch.maximum(_reduce("max", scores, sampling_mask, float("-inf")), own.values)
+        score = own.values
+        peak = torch.maximum(_reduce("max", scores, sampling_mask, float("-inf")), score)
+        if shard is not None:
+            score, peak = shard.gather(torch.stack([score, peak])).amax(0)
         others = (scores - peak[rows]).exp()
+        sums = _reduce("sum", others, sampling_mask, 0.0)
+        if shard is not None:
+            sums = shard.gather(sums).sum(0)
         # the mass in units of the peak's, less 1: nothing is lost of a mass that is hardly over 1
-        excess = _reduce("sum", others, sampling_mask, 0.0) + torch.expm1(own.values - peak)
+        excess = sums + torch.expm1(score - peak)
         return MaskedRows(
             ids=ids,
             rows=rows,
             others=others / (1 + excess)[rows] * listed.slopes,
             target=target,
             target_slope=own.slopes,
-            logp=own.values - peak - excess.log1p(),
+            logp=score - peak - excess.log1p(),
         )
 
     def at(self, order: Tensor) -> MaskedRows:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    FormsLogits,
     FusedStage,
     RowStats,
     StatsGradients,
@@ -21,6 +20,7 @@ from grpo_kernels.backends import (
     Wanted,
     concatenate,
     dtype_of,
+    mean_logits,
     shapes_of,
     with_ranks,
 )
@@ -29,6 +29,7 @@ from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.sampling_mask import MaskedRows
+from grpo_kernels.engine.shards import of_whole_rows, own_column
 from grpo_kernels.head import (
     Transform,
     matmul_precision,
@@ -79,10 +80,12 @@ def new_tile(route: Route, height: int) -> Tensor:
 
 def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
     """Compute the statistics of every row."""
-    hidden, head, target = rows.hidden, rows.head, rows.target
     if route.linear_stats is not None:
+        rows = rows.local()
+        hidden, head, column = rows.hidden, rows.head, own_column(rows)
         with matmul_precision(hidden.device, route.precision):
-            return route.linear_stats(hidden, head, target, route.precision, wanted.extras)
+            stats = route.linear_stats(hidden, head, column, route.precision, wanted.extras)
+        return of_whole_rows(stats, rows)
     return sweep(rows, route, row_chunks(rows.count, route), wanted)[0]
 
 
@@ -96,7 +99,7 @@ def sweep(
 ) -> tuple[RowStats, Gradients]:
     """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them."""
     hidden = rows.hidden
-    rows = rows.ready()
+    rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
     found: list[RowStats] = []
     with matmul_precision(hidden.device, route.precision):
@@ -124,12 +127,15 @@ def _pass(
         sums.add(gradient, part, chunk)
         return stats
     tile, stats = _tile(chunk, buffer, route, wanted.extras)
+    stats, shard = of_whole_rows(stats, chunk), chunk.head.shard
     masked = None
     if chunk.sampling_mask is not None:
-        masked = MaskedRows.of(tile, chunk.sampling_mask)
+        masked = MaskedRows.of(tile, chunk.sampling_mask, shard)
         stats = stats._replace(masked_logp=masked.logp.to(stats.logp.dtype))
+    if wanted.mean:
+        stats = stats._replace(mean_logit=mean_logits(tile, shard))
     if wanted.ranked:
-        stats = with_ranks(tile, stats, wanted)
+        stats = with_ranks(tile, stats, wanted, shard)
     if stage is not None and sums is not None:
         outer = stage(part, stats)
         sums.take(Chunk(chunk, part, tile, stats, masked), outer, route)
@@ -139,16 +145,15 @@ def _pass(
 def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:
     """Form the raw logits (C, V) of a chunk in ``buffer``, and their statistics."""
     count, kernels = chunk.count, route.backend.kernels
-    transform = chunk.head.transform
-    if isinstance(kernels, FormsLogits) and kernels.forms(chunk.hidden.dtype, buffer.dtype):
+    transform, column = chunk.head.transform, own_column(chunk)
+    if (own := route.forms_logits) is not None:
         logits = buffer[:count]
-        stats = kernels.logits_stats(chunk.hidden, chunk.head, chunk.target, extras, logits)
+        stats = own.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
         return Tile(logits, chunk.target, transform), stats
-    tile = Tile(_project(chunk, buffer, route), chunk.target, transform)
-    if route.fixed_rows is None:
-        return tile, kernels.stats(tile, extras)
-    whole = _filled_tile(tile, route.fixed_rows)
-    stats = kernels.stats(whole, extras).rows(slice(count))
+    tile = Tile(_project(chunk, buffer, route), column, transform)
+    if route.fixed_rows is not None:
+        tile = _filled_tile(tile, route.fixed_rows)
+    stats = kernels.stats(tile, extras).rows(slice(count))
     return Tile(tile.logits[:count], chunk.target, transform), stats
 
 

@@ -150,15 +150,15 @@ def _row_loss_cases(target: str) -> Iterator[Case]:
 
 
 def _loss(has_dentropy: bool) -> Any:
-    """Return a generated loss of eight inputs with its derivative."""
+    """Return a generated loss of all inputs with its derivative."""
 
     def fn(logp: torch.Tensor, entropy: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        advantage, weight, old, reference, rollout, other = x
+        advantage, weight, old, reference, rollout, correction, other = x
         logp = logp.detach().requires_grad_()
         ratio = (logp - old).clamp(-20, 20).exp()
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         kl = (reference - logp).clamp(-20, 20)
-        loss = (loss + 0.1 * (kl.exp() - kl - 1)) * (old - rollout).exp() * weight
+        loss = (loss + 0.1 * (kl.exp() - kl - 1)) * (old - rollout).exp() * correction * weight
         (dlogp,) = torch.autograd.grad(loss.sum(), logp)
         return (loss, dlogp, *([other * entropy] if has_dentropy else []))
 

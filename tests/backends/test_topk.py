@@ -99,6 +99,22 @@ def test_matches_a_sort(
     assert_sorted_as(out, case.scores(**options), case.target, 7)
 
 
+@pytest.mark.parametrize("backend,device", [*targets(), ("reference", torch.device("cpu"))])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_mean(backend: str, device: torch.device, head: str, dtype: torch.dtype) -> None:
+    for rows, columns in ((9, 53), (1, 1000), (0, 2)):
+        case = Case.of(rows, 8, columns, dtype, device)
+        options = case.options(head)
+        for outputs in (("mean_logit",), ("mean_logit", "rank", "max_logit")):
+            out = linear_logprobs(
+                case.hidden, case.weight, case.target, bias=case.bias, outputs=outputs,
+                backend=backend, **options,
+            )  # fmt: skip
+            expected = case.scores(**options).mean(-1)
+            torch.testing.assert_close(out.mean_logit.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("columns", (1, 2, 31, 1000))
 @pytest.mark.parametrize("rows", (0, 1, 5))
@@ -246,7 +262,7 @@ def test_opcheck(backend: str, rank: bool, top_k: int) -> None:
 
 def test_explain_says_that_there_is_a_tile() -> None:
     hidden, weight = torch.zeros(2, 4), torch.zeros(9, 4)
-    plan = explain_logprobs(hidden, weight, ranked=True)
+    plan = explain_logprobs(hidden, weight, tiled=True)
     assert "tile" in plan.forward and "a tile of logits: some of what" in str(plan)
     assert "a tile of logits" not in str(explain_logprobs(hidden, weight))
 
@@ -261,8 +277,8 @@ def test_explain_says_that_there_is_a_tile() -> None:
             "top_k: expected a number .* 'topk_indices', got None",
         ),
         (("rank",), 3, "top_k: expected None without one of the outputs topk_logprobs, .* got 3"),
-        (("topk_indices",), 0, r"top_k: expected 1 to 9 \(ids of weight\), got 0"),
-        (("topk_indices",), 10, r"top_k: expected 1 to 9 \(ids of weight\), got 10"),
+        (("topk_indices",), 0, r"top_k: expected 1 to 9 \(V\), got 0"),
+        (("topk_indices",), 10, r"top_k: expected 1 to 9 \(V\), got 10"),
         (("topk_indices",), 2.0, "top_k: expected an int, got 2.0"),
         (("topk_indices",), True, "top_k: expected an int, got True"),
         (("ranks",), None, "outputs: expected a tuple of names among .*rank, .* got"),

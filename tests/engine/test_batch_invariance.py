@@ -64,7 +64,7 @@ def statistics(
         )  # fmt: skip
 
     out, plain, alone = (
-        run(*OUTPUTS, "masked_logprobs", sampling_mask=sampling_mask),
+        run(*OUTPUTS, "mean_logit", "masked_logprobs", sampling_mask=sampling_mask),
         run(*OUTPUTS),
         run("logprobs"),
     )
@@ -189,7 +189,7 @@ def test_plans_say_what_the_mode_costs() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             assert plan_of(dtype, "cpu").schedule == "one_pass"
         hidden, weight = torch.ones(2, 4).bfloat16(), torch.ones(9, 4).bfloat16()
-        plan = explain_logprobs(hidden, weight, backend="cpu", ranked=True, batch_invariant=True)
+        plan = explain_logprobs(hidden, weight, backend="cpu", tiled=True, batch_invariant=True)
         assert plan.forward.endswith("filled up")  # no library's GEMM
     if "triton" in available_backends():
         fused = plan_of(torch.bfloat16, "triton")

@@ -58,7 +58,7 @@ def test_cuts_cover_everything_within_the_tile() -> None:
         (1, 1, 1), (0, 50, 10), (7, 300_000, 1 << 20), (65_536, 151_936, 1 << 26),
         (512, 151_936, 151_936), (4096, 151_936, 4096 * 151_936), (3, 2049, 10**9),
     ]:  # fmt: skip
-        slices = cut(rows, columns, elements, block=16)
+        slices = cut(rows, columns, columns, elements, block=16)
         for parts, total in ((slices.rows, rows), (slices.columns, columns)):
             assert [part.start for part in parts] == [0, *(p.stop for p in parts[:-1])][
                 : len(parts)

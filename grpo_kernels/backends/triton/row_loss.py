@@ -30,7 +30,7 @@ from grpo_kernels.backends.triton.dlogits import gradient_view, write_gradient
 from grpo_kernels.backends.triton.exponentials import finish_exponentials
 from grpo_kernels.backends.triton.row_stats import write_statistics
 
-MAX_VALUES = 6
+MAX_VALUES = 7
 _VALUES = [f"value{index}_ptr" for index in range(MAX_VALUES)]
 
 
@@ -56,6 +56,7 @@ def _row_loss_kernel(
     value3_ptr,
     value4_ptr,
     value5_ptr,
+    value6_ptr,
     logp_ptr,  # (C,) fp32, as the other results
     entropy_ptr,
     lse_ptr,  # fp64
@@ -91,7 +92,8 @@ def _row_loss_kernel(
     results = FUNCTION(
         single + logp, single + entropy,
         _value(value0_ptr, row), _value(value1_ptr, row), _value(value2_ptr, row),
-        _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row), 1,
+        _value(value3_ptr, row), _value(value4_ptr, row), _value(value5_ptr, row),
+        _value(value6_ptr, row), 1,
     )  # fmt: skip
     tl.store(each_ptr + row, tl.sum(results[0], axis=0))
     dentropy = 0.0

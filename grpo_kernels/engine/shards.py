@@ -1,0 +1,126 @@
+"""Statistics of whole rows from those of the ranks that share the vocabulary.
+
+With ``w_r = exp(lse_r - lse)``, the mass of rank r's ids, ``H = sum_r w_r (H_r + lse - lse_r)``:
+all terms have one sign, so that nothing cancels. All of it is one gather of a few numbers per row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import RowStats
+from grpo_kernels.batch import host
+from grpo_kernels.engine.route import Route
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.head import VocabShard
+
+_FACTS = ("the number of rows", "D", "rows of a tile", "the arguments", "targets")
+_FAILED = -1  # of a rank that has nothing to agree on
+
+
+def own_column(rows: Rows) -> Tensor:
+    """Return (C,) the columns of local rows' targets, 0 for those of another rank."""
+    shard, target = rows.head.shard, rows.target
+    return target if shard is None else torch.where(shard.owns(target), target, 0)
+
+
+def of_whole_rows(stats: RowStats, rows: Rows) -> RowStats:
+    """Return the statistics of whole local rows, from those of this rank's columns.
+
+    The log-probability of another rank's target is not read.
+    """
+    shard = rows.head.shard
+    if shard is None:
+        return stats
+    own = shard.owns(rows.target)
+    score = stats.logp.double() + stats.lse
+    # where all scores are -inf there is no softmax to have log-probabilities of
+    score = torch.where(own & (stats.lse != -torch.inf), score, -torch.inf)
+    parts = {"lse": stats.lse, "entropy": stats.entropy, "score": score, "own": own}
+    names = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
+    parts |= {n: value for n in names if (value := getattr(stats, n)) is not None}
+    gathered = shard.gather(torch.stack([part.double() for part in parts.values()]))  # (n, k, C)
+    of = dict(zip(parts, gathered.unbind(1), strict=True))
+    lse = of["lse"].logsumexp(0)
+    mass = (of["lse"] - lse).exp()
+    none = mass == 0  # times an infinite number it would be NaN
+    entropy = (mass * (of["entropy"] + (lse - of["lse"]))).masked_fill(none, 0).sum(0)
+    found = {"logp": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
+    if stats.is_top1 is not None:
+        square = (mass * mass * of["sum_sq_probs"]).masked_fill(none, 0).sum(0)
+        extremes = {"max_logit": of["max_logit"].amax(0), "min_logit": of["min_logit"].amin(0)}
+        found |= {"sum_sq_probs": square, **extremes}
+    is_top1 = None
+    if stats.is_top1 is not None:
+        is_top1 = _is_first(of["own"], of["is_top1"], of["max_logit"])
+    wide = stats.logp.dtype
+    return RowStats(
+        **{name: value.to(wide) for name, value in found.items()},
+        lse=lse,
+        is_top1=is_top1,
+    )
+
+
+def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:
+    """Return where the target is the first argmax: on its rank, and before all other ranks.
+
+    All are (n, C). There the target's score is its rank's largest. Ranks are in the order of ids:
+    an equal score comes first on an earlier one.
+    """
+    own, ranks = own.bool(), torch.arange(own.shape[0], device=own.device)[:, None]
+    owner = (own * ranks).sum(0)
+    best = largest.gather(0, owner[None])
+    beaten = torch.where(ranks < owner, largest >= best, largest > best) & ~own
+    return is_top1.bool().gather(0, owner[None]).squeeze(0) & ~beaten.any(0)
+
+
+def agree(rows: Rows, route: Route, *arguments: object) -> None:
+    """Raise on every rank unless all make the same call; on a GPU, as a device assertion later.
+
+    One small gather. Without it a rank with other rows would wait in another collective, for ever.
+    ``arguments`` are what else ranks may not differ in, by their ``repr``.
+    """
+    shard = rows.head.shard
+    if shard is None:
+        return
+    (tokens, depth), transform = rows.hidden.shape, rows.head.transform
+    if isinstance(transform.temperature, Tensor):
+        transform = replace(transform, temperature=1.0)
+    scaling = None if rows.head.lora is None else rows.head.lora.scaling
+    said = repr((route.options, route.dtype, transform, scaling, *arguments))
+    mine = rows.target.new_tensor([tokens, depth, route.tile_rows, zlib.crc32(said.encode())])
+    mine = torch.cat([mine, rows.target.sum()[None]])
+    everyone = shard.gather(mine)
+    if not host.reading_is_free(mine):
+        same = (everyone == everyone[:1]).all()
+        host.require(same, f"vocab_shard: expected ranks that agree on {', '.join(_FACTS)}")
+        return
+    table = host.known(everyone)
+    failed = [rank for rank, facts in enumerate(table) if facts[0] == _FAILED]
+    if failed:
+        raise ValueError(f"vocab_shard: ranks {failed} have refused the same call")
+    for name, found in zip(_FACTS, zip(*table, strict=True), strict=True):
+        if len(set(found)) > 1:
+            raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {list(found)}")
+
+
+def telling_others(
+    shard: VocabShard | None, hidden: Tensor
+) -> AbstractContextManager[object]:  # a decorated generator is not for torch.compile
+    """Tell the other ranks, which go on to :func:`agree`, if this one refuses the same call."""
+    return nullcontext() if shard is None else _tells_others(shard, hidden.device)
+
+
+@contextmanager
+def _tells_others(shard: VocabShard, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except ValueError:
+        shard.gather(torch.full((len(_FACTS),), _FAILED, device=device))
+        raise
