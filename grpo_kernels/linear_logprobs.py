@@ -23,13 +23,16 @@ from grpo_kernels.engine import (
     fingerprint,
     head_stats,
     of_kept,
+    telling_others,
 )
 from grpo_kernels.head import (
     Head,
     HeadLoRA,
+    VocabShard,
     check_device,
     check_floating,
     checked_head,
+    gathered_head,
     head_of,
     row_temperature,
 )
@@ -40,6 +43,7 @@ OUTPUTS = (
     "entropy",
     "lse",
     *EXTRAS,
+    "mean_logit",
     "masked_logprobs",
     "rank",
     "topk_logprobs",
@@ -63,6 +67,7 @@ class LinearLogprobs(NamedTuple):
     sum_sq_probs: Tensor | None  # sum_j p_j^2; no gradient
     max_logit: Tensor | None  # largest transformed logit; no gradient
     min_logit: Tensor | None  # smallest; no gradient
+    mean_logit: Tensor | None  # mean of the transformed logits; no gradient
     masked_logprobs: (
         Tensor | None
     )  # log of p[target] / sum of p over the sampling mask and the target
@@ -85,6 +90,7 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    vocab_shard: VocabShard | None = None,
     outputs: tuple[str, ...] = ("logprobs",),
     precision: str = "fp32",
     backend: str = "auto",
@@ -116,12 +122,17 @@ def linear_logprobs(
         temperature: a float > 0, or one value per row, shaped as ``target``; no gradient.
         logit_scale: a factor on the logits (Cohere, Granite).
         softcap: tanh bound on the logits (Gemma), or None.
+        vocab_shard: where the vocabulary is split over ranks, which part of it ``weight``, ``bias``
+            and ``lora.b`` have. All ranks of the group call with the same ``hidden``, ``target``
+            and options, and get the same outputs, of the whole vocabulary, and the same gradients
+            of ``hidden`` and ``lora.a``, summed over the ranks; ids are those of the whole
+            vocabulary. Without effect on what is rounded. Not with a :class:`Bounded` backward.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
-            masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last four are read
-            from a tile of logits, also where a backend otherwise forms none. With a bounded
-            ``backward`` also ``entries, gradient_error, gradient_error_bound``: a row's error of
-            the gradient of ``hidden`` is at most the last, times that of its log-probability, times
-            the largest L2 norm of a row of ``weight``.
+            mean_logit, masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last
+            five are read from a tile of logits, also where a backend otherwise forms none. With a
+            bounded ``backward`` also ``entries, gradient_error, gradient_error_bound``: a row's
+            error of the gradient of ``hidden`` is at most the last, times that of its
+            log-probability, times the largest L2 norm of a row of ``weight``.
         precision: ``"fp32"`` keeps the accumulators of the GEMM unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
             a GPU's tf32 units. torch's own precision switches have no effect.
@@ -149,34 +160,42 @@ def linear_logprobs(
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
         RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
-    _check_outputs(outputs, sampling_mask, top_k)
-    options = RunOptions(
-        precision=precision,
-        backend=backend,
-        max_workspace_bytes=max_workspace_bytes,
-        batch_invariant=batch_invariant,
-        backward=backward,
-        activation_bytes=activation_bytes,
-    )
     check_floating("hidden", hidden)
-    _check_target(hidden, target)
-    temperature = row_temperature(temperature, target.shape, hidden)
-    head = head_of(weight, bias, lora, logit_scale, softcap, temperature)
-    hidden, head = checked_head(hidden, head, precision)
-    if sampling_mask is not None:
-        check_sampling_mask(sampling_mask, target)
-    if "masked_logprobs" in outputs and options.bounded is not None:
-        raise ValueError(f"backward: expected 'exact' for masked_logprobs, got {backward!r}")
-    columns = head.weight.shape[0]
-    if top_k is not None and not 1 <= top_k <= columns:
-        raise ValueError(f"top_k: expected 1 to {columns} (ids of weight), got {top_k}")
+    with telling_others(vocab_shard, hidden):
+        _check_outputs(outputs, sampling_mask, top_k)
+        options = RunOptions(
+            precision=precision,
+            backend=backend,
+            max_workspace_bytes=max_workspace_bytes,
+            batch_invariant=batch_invariant,
+            backward=backward,
+            activation_bytes=activation_bytes,
+        )
+        _check_target(hidden, target)
+        temperature = row_temperature(temperature, target.shape, hidden)
+        head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
+        head = gathered_head(head)
+        hidden, head = checked_head(hidden, head, precision)
+        if sampling_mask is not None:
+            check_sampling_mask(sampling_mask, target)
+        if "masked_logprobs" in outputs and options.bounded is not None:
+            raise ValueError(f"backward: expected 'exact' for masked_logprobs, got {backward!r}")
+        if top_k is not None and not 1 <= top_k <= head.vocab_size:
+            raise ValueError(f"top_k: expected 1 to {head.vocab_size} (V), got {top_k}")
+        if vocab_shard is not None:
+            choose_route(hidden.dtype, head, options)  # for its checks
     rows = Rows(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         head=head,
         target=target.reshape(-1),
         sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
     )
-    wanted = Wanted(any(name in EXTRAS for name in outputs), "rank" in outputs, top_k or 0)
+    wanted = Wanted(
+        extras=any(name in EXTRAS for name in outputs),
+        mean="mean_logit" in outputs,
+        rank="rank" in outputs,
+        top_k=top_k or 0,
+    )
     stats, kept = head_stats(rows, options, wanted)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     found = dict(zip(OUTPUTS, stats, strict=True))
@@ -243,8 +262,9 @@ def explain_logprobs(
     lora: HeadLoRA | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    vocab_shard: VocabShard | None = None,
     sampling_mask: bool = False,
-    ranked: bool = False,
+    tiled: bool = False,
     **options: Any,
 ) -> LogprobsPlan:
     """Return the plan that :func:`linear_logprobs` would follow for the same arguments; print it.
@@ -255,7 +275,7 @@ def explain_logprobs(
 
     Args:
         sampling_mask: whether ``masked_logprobs`` are asked for.
-        ranked: whether ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
+        tiled: whether ``mean_logit``, ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
         hidden, weight, ...: as for ``linear_logprobs``.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
             ``backward``, ``activation_bytes``.
@@ -263,8 +283,8 @@ def explain_logprobs(
     Raises:
         ValueError: as ``linear_logprobs`` would for these arguments.
     """
-    chosen, tiled = RunOptions(**options), sampling_mask or ranked
-    head = head_of(weight, bias, lora, logit_scale, softcap, 1.0)
+    chosen, tiled = RunOptions(**options), sampling_mask or tiled
+    head = head_of(weight, bias, lora, logit_scale, softcap, 1.0, vocab_shard)
     hidden, head = checked_head(hidden, head, chosen.precision)
     route = choose_route(hidden.dtype, head, chosen, tiled)
     inputs = (hidden, *head.tensors)

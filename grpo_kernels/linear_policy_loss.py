@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.engine import Bounded, RunOptions
-from grpo_kernels.head import Head, HeadLoRA, head_of
+from grpo_kernels.engine import Bounded, RunOptions, telling_others
+from grpo_kernels.head import Head, HeadLoRA, VocabShard, gathered_head, head_of
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
 
@@ -24,6 +24,7 @@ def linear_policy_loss(
     lora: HeadLoRA | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    vocab_shard: VocabShard | None = None,
     precision: str = "fp32",
     backend: str = "auto",
     schedule: str = "auto",
@@ -46,7 +47,7 @@ def linear_policy_loss(
         config: the loss; ``config.temperature`` divides the logits.
         bias: (V,) or None.
         lora: an adapter of the head, whose factors get gradients; no (V, D) tensor is made of it.
-        logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`.
+        logit_scale, softcap, vocab_shard: as in :func:`grpo_kernels.linear_logprobs`.
         precision: ``"fp32"`` (exact), ``"input"`` or ``"tf32"``, as in ``linear_logprobs``.
         backend: a name of ``available_backends()`` or ``"auto"``.
         schedule: ``"one_pass"`` (gradients in the forward, three GEMMs), ``"two_pass"``
@@ -86,21 +87,24 @@ def linear_policy_loss(
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
         RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
-    options = RunOptions(
-        precision=precision,
-        backend=backend,
-        schedule=schedule,
-        max_workspace_bytes=max_workspace_bytes,
-        batch_invariant=batch_invariant,
-        metric_rows=metric_rows,
-        backward=backward,
-        activation_bytes=activation_bytes,
-    )
-    temperature = config.temperature if isinstance(config, LossConfig) else 1.0
-    head = head_of(weight, bias, lora, logit_scale, softcap, temperature)
-    if torch.compiler.is_compiling():
-        return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
-    rows, plan = planned(hidden, head, batch, config, options, main_grad, gradient_scale)
+    shard = weight.shard if isinstance(weight, Head) else vocab_shard
+    with telling_others(shard, hidden):
+        options = RunOptions(
+            precision=precision,
+            backend=backend,
+            schedule=schedule,
+            max_workspace_bytes=max_workspace_bytes,
+            batch_invariant=batch_invariant,
+            metric_rows=metric_rows,
+            backward=backward,
+            activation_bytes=activation_bytes,
+        )
+        temperature = config.temperature if isinstance(config, LossConfig) else 1.0
+        head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
+        head = gathered_head(head)
+        if torch.compiler.is_compiling():
+            return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
+        rows, plan = planned(hidden, head, batch, config, options, main_grad, gradient_scale)
     return run_plan(rows, plan)
 
 
@@ -114,6 +118,7 @@ def explain(
     lora: HeadLoRA | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    vocab_shard: VocabShard | None = None,
     **options: Any,
 ) -> Plan:
     """Return the plan that ``linear_policy_loss`` would follow for the same arguments; print it.
@@ -122,7 +127,7 @@ def explain(
     precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
 
     Args:
-        hidden, weight, batch, config, bias, lora, logit_scale, softcap: as for
+        hidden, weight, batch, config, bias, lora, logit_scale, softcap, vocab_shard: as for
             ``linear_policy_loss``.
         options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
             ``batch_invariant``, ``metric_rows``, ``backward``,
@@ -131,18 +136,18 @@ def explain(
     Raises:
         ValueError: as ``linear_policy_loss`` would for these arguments.
     """
-    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
+    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature, vocab_shard)
     return planned(hidden, head, batch, config, RunOptions(**options))[1]
 
 
-_HEAD_OPTIONS = ("logit_scale", "softcap", *RunOptions.__dataclass_fields__)
+_HEAD_OPTIONS = ("logit_scale", "softcap", "vocab_shard", *RunOptions.__dataclass_fields__)
 
 
 class FusedLinearGRPOLoss(nn.Module):
     """Module form of :func:`linear_policy_loss`.
 
     Keyword arguments are :class:`LossConfig`'s, those of its loss included, and ``logit_scale``,
-    ``softcap``, ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
+    ``softcap``, ``vocab_shard``, ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
     ``batch_invariant``, ``metric_rows``, ``backward`` and ``activation_bytes``.
 
     Example:

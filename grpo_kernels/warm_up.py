@@ -13,14 +13,14 @@ from torch import Tensor
 
 from grpo_kernels.batch import SamplingMask, TokenBatch
 from grpo_kernels.engine import RunOptions
-from grpo_kernels.head import Head, HeadLoRA, head_of
+from grpo_kernels.head import Head, HeadLoRA, gathered_head, head_of
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule import Plan, planned, run_plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-INPUTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "sampling_mask")
+INPUTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_weights", "sampling_mask")
 
 _LENGTH = 4  # tokens of a sequence
 _TILE_ROWS = 16
@@ -55,7 +55,7 @@ def warm_up(
         config: the loss.
         dtype: of the hidden states; None: that of the weight.
         inputs: what the batches will have of ``old_logprobs``, ``ref_logprobs``,
-            ``rollout_logprobs`` and ``sampling_mask``.
+            ``rollout_logprobs``, ``rollout_weights`` and ``sampling_mask``.
         gradients: False for calls without a gradient alone.
         group: processes that all call this function. On each machine the process whose
             ``LOCAL_RANK`` is 0 compiles while the others wait at a barrier of the group; then
@@ -67,8 +67,9 @@ def warm_up(
         ValueError: as ``linear_policy_loss`` would for such a call; an input has an unknown name;
             there is a group but no ``LOCAL_RANK``.
     """
+    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
+    head = gathered_head(head)  # by all processes at once
     with _first_of_each_machine_first(group):
-        head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
         unknown = sorted(set(inputs) - set(INPUTS))
         if unknown:
             raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,19 +43,26 @@ class ActiveRows:
 
 def active_rows(batch: TokenBatch, config: LossConfig) -> ActiveRows:
     """Find the rows with an advantage, where a loss vanishes without one. No host transfer."""
-    lengths = batch.active_lengths
+    lengths, group = batch.active_lengths, batch.sequence_group
     penalised = config.beta != 0 or config.entropy_coef != 0
     if lengths is None or penalised or not config.surrogate.vanishes_at_zero_advantage:
         return ActiveRows(batch)
     by_sequence = config.scope(batch.rollout_logprobs is not None) != "token"
     if by_sequence:  # one token's advantage reaches every log-probability of its sequence
-        lengths = tuple(n if few else 0 for few, n in zip(lengths, batch.lengths, strict=True))
-    count = sum(lengths)
-    if count == batch.num_tokens:
+        whole = host.known(batch.whole_counts)[1]
+        lengths = tuple(n if few else 0 for few, n in zip(whole, batch.lengths, strict=True))
+    count, left = sum(lengths), None
+    everything = count == batch.num_tokens
+    if group is not None:  # its ranks set rows aside together, or none of them does
+        left = group.of_active(by_sequence)
+        everything = left.num_tokens == group.num_tokens
+    if everything:
         return ActiveRows(batch)
     active = batch.advantages != 0
     if by_sequence:
-        active = batch.segments.expand(batch.segments.sum(active.double())) > 0
+        segments = batch.segments
+        of_each = segments.sum(active.double()) if group is None else group.on_device[1]
+        active = segments.expand(of_each > 0)
     order = torch.argsort(~active, stable=True)
-    chosen = batch.select(order[:count], host.hold(lengths))
+    chosen = replace(batch.select(order[:count], host.hold(lengths)), sequence_group=left)
     return ActiveRows(chosen, order[:count], order[count:])

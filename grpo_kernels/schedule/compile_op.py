@@ -23,11 +23,14 @@ from grpo_kernels.engine import (
     with_less_memory,
 )
 from grpo_kernels.head import (
+    SHARD_SCHEMA,
     Head,
     HeadLoRA,
     Transform,
     autocast_dtype,
     check_plain,
+    shard_arguments,
+    shard_of_arguments,
     stats_dtype,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
@@ -35,7 +38,7 @@ from grpo_kernels.schedule.loss_stage import LossStage, TracedStage
 from grpo_kernels.schedule.one_pass import one_pass_gradients
 from grpo_kernels.schedule.parts import LossParts, measured
 from grpo_kernels.schedule.plan import Plan
-from grpo_kernels.schedule.run import planned
+from grpo_kernels.schedule.run import agree_on, planned
 from grpo_kernels.schedule.two_pass import two_pass_gradients, with_rest
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b"
@@ -53,6 +56,8 @@ def compiled_policy_loss(
     """Compute ``linear_policy_loss`` for a compiler: traced by dynamo, and one op in its graph."""
     if main_grad is not None:
         raise ValueError("main_grad: expected None inside torch.compile, got a buffer")
+    if batch.sequence_group is not None:
+        raise ValueError("sequence_group: expected None inside torch.compile, got one")
     inputs = (hidden, *head.tensors)
     check_plain(**dict(zip(Gradients._fields, inputs, strict=True)))
     enabled = torch.is_grad_enabled()
@@ -62,9 +67,12 @@ def compiled_policy_loss(
         *inputs, needs, batch.tensors(), batch.advantages_per_token,
         batch.gradient_accumulation_steps, config.number, autocast_dtype(hidden.device),
         1.0 if lora is None else lora.scaling, transform.logit_scale, transform.softcap,
-        *options.arguments,
+        *shard_arguments(head.shard), *options.arguments,
     )[:_NUM_PARTS]  # fmt: skip
-    metrics = LazyMetrics(measured, *parts, batch, config, options.metric_rows)
+    logp, entropy, *others = parts
+    metrics = LazyMetrics(
+        measured, *others, batch, config, options.metric_rows, logprobs=logp, entropy=entropy
+    )
     return PolicyLossOutput(loss, metrics)
 
 
@@ -75,7 +83,7 @@ def compiled_policy_loss(
     schema=(
         f"({_INPUTS}, bool[] needs, Tensor?[] batch, bool per_token, int steps, Tensor config, "
         "ScalarType? autocast, float lora_scaling, float logit_scale, float? softcap, "
-        f"{OPTIONS_SCHEMA}) -> "
+        f"{SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -83,12 +91,14 @@ def policy_loss_op(*arguments):
     """Return the () loss, the log-probabilities, entropy and its gate (T,), and the gradients of
     the inputs for an unscaled loss; one that is not needed is empty."""
     inputs, (needs, tensors, per_token, steps, number, autocast, *rest) = _split(arguments)
-    lora_scaling, logit_scale, softcap, *options = rest
+    lora_scaling, logit_scale, softcap, *rest = rest
+    shard, options = shard_of_arguments(rest)
     hidden, weight, bias, lora_a, lora_b = inputs
     config, lora, dtypes = LossConfig.of_number(number), None, _dtypes(inputs, autocast)
     if lora_a is not None and lora_b is not None:
         lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora_scaling)
-    head = Head(weight, bias, Transform(logit_scale, softcap, config.temperature), lora)
+    transform = Transform(logit_scale, softcap, config.temperature)
+    head = Head(weight, bias, transform, lora, shard)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
     chosen = RunOptions.of_arguments(options)
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
@@ -96,6 +106,7 @@ def policy_loss_op(*arguments):
         rows, plan = planned(hidden, head, batch, config, chosen, needs=wanted)
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
+    agree_on(rows, plan)
     parts, gradients = with_less_memory(lambda plan: _run(rows, plan), plan)
     gradients = gradients._replace(hidden=_of_all(gradients.hidden, plan, hidden))
     return (
@@ -158,7 +169,8 @@ def _split(arguments: tuple) -> tuple[tuple, tuple]:
 
 @policy_loss_op.register_fake
 def _(*arguments):
-    inputs, (needs, tensors, _, _, _, autocast, _, _, _, *options) = _split(arguments)
+    inputs, (needs, tensors, _, _, _, autocast, _, _, _, *rest) = _split(arguments)
+    options = shard_of_arguments(rest)[1]
     hidden, target, dtypes = inputs[0], tensors[0], _dtypes(inputs, autocast)
     dtype = stats_dtype(dtypes[0])
     parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 2))

@@ -181,18 +181,20 @@ class RowKernelStage(LossStage, FusedStage):
 
 
 def choose_stage(
-    backend: Backend, batch: TokenBatch, config: LossConfig, dtype: torch.dtype, exact: bool = True
+    backend: Backend, batch: TokenBatch, config: LossConfig, dtype: torch.dtype, whole: bool = True
 ) -> type[LossStage]:
-    """Choose generated code where backend and loss allow it, else torch ops."""
+    """Choose generated code where backend and loss allow it, else torch ops.
+
+    ``whole``: a row kernel sees whole rows, and writes all of their gradient.
+    """
     if not backend.generates:
         return LossStage
     if config.scope(batch.rollout_logprobs is not None) != "token":
         return SegmentStage
     if why_not_generated(batch, config) is not None:
         return LossStage
-    # these need the gradients of the statistics themselves: to scale them, or to spread them, or to
-    # choose entries by them
-    if dtype == torch.float16 or batch.sampling_mask is not None or not exact:
+    # these need the gradients of the statistics themselves: to scale them, or to spread them
+    if dtype == torch.float16 or batch.sampling_mask is not None or not whole:
         return GeneratedStage
     return RowKernelStage
 
@@ -204,6 +206,7 @@ def why_not_generated(batch: TokenBatch, config: LossConfig) -> str | None:
         "old_logprobs": batch.old_logprobs is None,
         "ref_logprobs": batch.ref_logprobs is None,
         "rollout_logprobs": batch.rollout_logprobs is None,
+        "rollout_weights": batch.rollout_weights is None,
     }
     present = tuple(name for name in TokenInputs._fields if not absent.get(name, False))
     return _why_not(config, present)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.batch import host
 from grpo_kernels.engine import MainGrad
-from grpo_kernels.head import on_huge_pages, stats_dtype
+from grpo_kernels.head import check_local, on_huge_pages, stats_dtype
 
 _ROUNDING = 1e-6  # of a scale that was multiplied together in fp32
 
@@ -81,6 +81,7 @@ def main_grad_of(
 def _check_buffer(buffer: Tensor, weight: Tensor, wide: torch.dtype) -> None:
     if not isinstance(buffer, Tensor):
         raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
+    check_local("main_grad", buffer)
     if not weight.requires_grad:
         raise ValueError("main_grad: expected None for a weight that needs no gradient")
     if buffer.shape != weight.shape or not buffer.is_contiguous():

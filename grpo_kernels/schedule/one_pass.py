@@ -17,7 +17,7 @@ from grpo_kernels.engine import (
     sweep,
     with_less_memory,
 )
-from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only, stats_dtype
+from grpo_kernels.head import check_plain, first_derivative_only, stats_dtype
 from grpo_kernels.losses import static_weights
 from grpo_kernels.schedule.parts import LossParts
 from grpo_kernels.schedule.plan import Plan
@@ -50,7 +50,7 @@ class _OnePass(torch.autograd.Function):
         # second one, under retain_graph, computes them again
         found, ctx.found = ctx.found, None
         if found is None:
-            plan = replace(plan, head=_head(plan.head, inputs))
+            plan = replace(plan, head=plan.head.with_tensors(*inputs[1:]))
             run = lambda plan: _swept(inputs[0], plan)  # noqa: E731
             plan = replace(plan, options=replace(plan.options, schedule="one_pass"))
             found = with_less_memory(run, plan, spoils=plan.spoils_main_grad)
@@ -75,16 +75,6 @@ def one_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     found = _swept(hidden, plan)
     logp, entropy = found.logp, found.stats.entropy
     return LossParts(found.loss, logp, entropy, None, found.report), found.gradients
-
-
-def _head(head: Head, inputs: tuple[Tensor | None, ...]) -> Head:
-    """Return the head with the tensors that autograd has saved."""
-    _, weight, bias, lora_a, lora_b = inputs
-    assert weight is not None
-    lora = head.lora
-    if lora is not None and lora_a is not None and lora_b is not None:
-        lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora.scaling)
-    return Head(weight, bias, head.transform, lora)
 
 
 class _Swept(NamedTuple):

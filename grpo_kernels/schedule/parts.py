@@ -39,9 +39,9 @@ def measured(
         if logp.numel() != active.batch.num_tokens:
             logp, entropy = active.take(logp), active.take(entropy)
         weights = active.take_weights(static_weights(batch, config))
-        stats = loss_stats(logp, active.batch.occupied(), config, entropy, None, weights)
+        stats = loss_stats(logp, entropy, active.batch.occupied(), config, None, weights)
     else:
-        stats = loss_stats(logp, batch, config, entropy, entropy_gate)
+        stats = loss_stats(logp, entropy, batch, config, entropy_gate)
     stats = {**stats, "frac_rows_skipped": _skipped(active.batch, batch)}
     if bounded is not None and bounded.numel():
         stats.update(_of_backward(**dict(zip(REPORT, bounded, strict=True))))

@@ -106,8 +106,7 @@ class Plan:
         bounded = self.options.bounded
         if bounded is None or self.schedule == "two_pass":
             return kept
-        # the logits are there for the weight's exact gradient
-        return replace(kept, gemms=1 + (self.needs.weight and bounded.exact_weight))
+        return kept.of_one_pass(self.needs, bounded)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -143,7 +142,7 @@ class Plan:
 
     def smaller(self) -> Plan | None:
         """Return the plan for less memory: one pass in smaller chunks, then two passes."""
-        if self.schedule == "two_pass":
+        if self.schedule == "two_pass" or self.route.shard is not None:  # other ranks go on as is
             return None
         rows = self.tile_rows // _FEWER_ROWS
         if rows and not self.is_smaller and self.route.fixed_rows is None:
@@ -237,6 +236,7 @@ def make_plan(
         size = (active.batch.num_tokens, len(chunks))
         costly = needs.weight and adding_costs_more(head.weight.device.type, dtype, *size)
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
+    whole = options.bounded is None and head.shard is None
     return Plan(
         head=head,
         batch=batch,
@@ -248,7 +248,7 @@ def make_plan(
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        stage=choose_stage(route.backend, active.batch, config, dtype, options.bounded is None),
+        stage=choose_stage(route.backend, active.batch, config, dtype, whole),
         why_two_passes=why_two,
     )
 
@@ -279,6 +279,8 @@ def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[s
     size = route.tile_rows
     if scope == "token":
         return row_chunks(batch.num_tokens, route), None
+    if batch.sequence_group is not None:
+        return [], "sums over sequences need every rank's forward first, in a sequence_group"
     longest = max(batch.lengths, default=0)
     if longest > size:
         return [], f"a sequence of {longest} tokens does not fit into a tile of {size} rows"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
-from grpo_kernels.engine import Needs, RunOptions, with_less_memory
+from grpo_kernels.engine import Needs, RunOptions, agree, with_less_memory
 from grpo_kernels.head import (
     Head,
     check_device,
@@ -55,14 +55,17 @@ def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
     """Compute the loss of (T, D) rows, as planned or with less memory."""
     parts = loss_parts(rows, plan)
     batch, config, metric_rows = plan.batch, plan.config, plan.options.metric_rows
-    metrics = LazyMetrics(measured, *parts[1:], batch, config, metric_rows)
+    metrics = LazyMetrics(
+        measured, *parts[3:], batch, config, metric_rows, logprobs=parts.logp, entropy=parts.entropy
+    )
     if plan.main_grad is not None:
         plan.main_grad.watch(parts.loss)
-    return PolicyLossOutput(parts.loss, metrics)
+    return PolicyLossOutput(parts.loss, metrics.ready_for(batch))
 
 
 def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
     """Return the loss, and the values that metrics are made from."""
+    agree_on(rows, plan)
 
     def run(plan: Plan) -> LossParts:
         one = plan.schedule == "one_pass" and plan.needs.any
@@ -76,8 +79,16 @@ def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
     return with_less_memory(run, plan, spoils=plan.spoils_main_grad)
 
 
+def agree_on(rows: Tensor, plan: Plan) -> None:
+    """Raise on every rank unless all that share the vocabulary have the same plan and rows."""
+    needs = plan.needs
+    wanted = (needs.hidden, needs.weight, needs.bias, needs.lora_a, needs.lora_b)
+    what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, wanted)
+    agree(plan.rows(rows), plan.route, *what)
+
+
 def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
-    columns, depth = head.weight.shape
+    columns, depth = head.vocab_size, head.weight.shape[1]
     layout = tuple(host.known(batch.layout))
     if tuple(hidden.shape[:-1]) != layout:
         raise ValueError(

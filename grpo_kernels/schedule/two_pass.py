@@ -20,7 +20,7 @@ from grpo_kernels.engine import (
     rows_backward,
     rows_forward,
 )
-from grpo_kernels.head import Head, HeadLoRA, check_plain, first_derivative_only
+from grpo_kernels.head import check_plain, first_derivative_only
 from grpo_kernels.losses import static_weights, top_entropy_gate, weighted_loss
 from grpo_kernels.schedule.parts import LossParts
 from grpo_kernels.schedule.plan import Plan
@@ -28,14 +28,15 @@ from grpo_kernels.schedule.plan import Plan
 
 def two_pass(hidden: Tensor, plan: Plan) -> LossParts:
     """Compute the loss of (T, D) hidden states; four GEMMs, backward included."""
-    batch, weights = plan.active.batch, static_weights(plan.batch, plan.config)
+    batch, weights, gate = plan.active.batch, static_weights(plan.batch, plan.config), None
     logp, entropy, report = _logprobs(plan.rows(hidden), plan)
     if plan.scope == "batch":  # the gate needs the entropy of all rows
         batch = plan.batch
         logp, entropy = with_rest(logp, entropy, hidden, plan)
+        gate = _entropy_gate(entropy, plan)
     else:
         weights = plan.active.take_weights(weights)
-    loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights)
+    loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights, gate)
     return LossParts(loss, logp.detach(), entropy.detach(), gate, report)
 
 
@@ -52,7 +53,7 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     if plan.scope == "batch":
         batch = plan.batch
         logp, entropy = with_rest(logp, entropy, hidden, plan)
-        gate = top_entropy_gate(entropy, config.top_entropy_quantile)
+        gate = _entropy_gate(entropy, plan)
     else:
         weights = active.take_weights(weights)
     stage = plan.stage(batch, weights, config, logp.dtype, gate)
@@ -63,6 +64,12 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     if plan.scope == "batch" and active.index is not None:
         outer = outer.rows(active.index)
     return parts, _gradients(rows, stats, outer, plan, keeping, kept)
+
+
+def _entropy_gate(entropy: Tensor, plan: Plan) -> Tensor:
+    shard = plan.head.shard
+    copies = 1 if shard is None else shard.size
+    return top_entropy_gate(entropy, plan.config.top_entropy_quantile, copies)
 
 
 def _of_policy(stats: RowStats) -> Tensor:
@@ -117,13 +124,10 @@ class _Logprobs(torch.autograd.Function):
     @first_derivative_only("linear_policy_loss")
     def backward(ctx: Any, saved: Any, dlogp: Tensor, dentropy: Tensor, *_: None) -> Any:
         hidden, weight, bias, lora_a, lora_b, target, kept, *found = saved
-        plan, lora = ctx.plan, ctx.rows.head.lora
-        if lora is not None:
-            lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora.scaling)
-        head = Head(weight, bias, ctx.rows.head.transform, lora)
+        head = ctx.rows.head.with_tensors(weight, bias, lora_a, lora_b)
         rows = replace(ctx.rows, hidden=hidden, head=head, target=target)
         outer = StatsGradients(dlogp, dentropy)
-        gradients = _gradients(rows, RowStats(*found), outer, plan, ctx.keeping, kept)
+        gradients = _gradients(rows, RowStats(*found), outer, ctx.plan, ctx.keeping, kept)
         inputs = (hidden, weight, bias, lora_a, lora_b)
         pairs = zip(gradients, inputs, strict=True)
         return None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
