@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -39,6 +40,7 @@ from grpo_kernels.tools.estimate import (
     default_schedule,
     estimate_memory,
     memory,
+    read_shard,
 )
 
 D, V = 64, 5000
@@ -253,6 +255,40 @@ def test_entries_counted_by_hand():
     assert growth("two_pass", few, tokens, bounded=sparse) == 2 * tokens * 105 * 4 + (
         (tokens + 50) * D * 2
     )
+
+
+def test_shards_counted_by_hand():
+    tokens, ranks = 1000, 8
+    whole = HeadShape(hidden=D, vocabulary=V + 3, dtype=torch.bfloat16, weight_dtype=torch.float32)
+    weight, rows = (V + 3) * D * 4, -(-(V + 3) // ranks)
+    alone = estimate_memory("two_pass", whole, tokens)
+    for how, size in (("fsdp", rows * D * 4), ("zero3", -(-(V + 3) * D // ranks) * 4)):
+        shard = read_shard(f"{how}={ranks}")
+        assert shard.head(whole) is whole
+        found = shard.add(alone, whole)
+        assert found.shards == 2 * size
+        assert found.extra == max(alone.extra, weight)
+        assert found.total == alone.inputs + alone.returned + found.extra + found.shards
+        assert list(shard.sent(whole, tokens).values()) == [2 * weight * 7 // 8, weight * 7 // 8]
+        frozen = replace(whole, frozen=True)
+        assert shard.add(alone, frozen).shards == size
+        assert list(shard.sent(frozen, tokens).values()) == [2 * weight * 7 // 8]
+    no_buffer = replace(alone, extra=0)
+    assert read_shard("fsdp=8").add(no_buffer, frozen).extra == weight
+    assert read_shard("zero3=8").add(no_buffer, frozen).extra == 0
+
+
+def test_a_part_of_the_vocabulary_counted_by_hand():
+    """The gradient of the hidden states is summed over the ranks in fp32, and rounded then."""
+    tokens, whole, shard = 1000, HeadShape(hidden=D, vocabulary=V + 3), read_shard("tp=8")
+    head = shard.head(whole)
+    assert head == replace(whole, vocabulary=626)
+    tile, wide, dweight = 1024 * 640 * 4, tokens * D * 4, 626 * D * 2
+    assert growth("one_pass", head, tokens, sums_dhidden=True) == wide + dweight + tile
+    frozen = replace(head, frozen=True)
+    assert growth("two_pass", frozen, tokens, sums_dhidden=True) == wide + tile
+    sent = shard.sent(whole, tokens)
+    assert list(sent.values()) == [tokens * 32 * 7, 2 * (wide * 7 // 8)]
 
 
 def test_constants_of_trl():

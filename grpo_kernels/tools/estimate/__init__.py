@@ -7,5 +7,14 @@ from grpo_kernels.tools.estimate.memory import (
     estimate_memory,
     what_is_kept,
 )
+from grpo_kernels.tools.estimate.shard import SHARDS, read_shard
 
-__all__ = ["HeadShape", "MemoryEstimate", "default_schedule", "estimate_memory", "what_is_kept"]
+__all__ = [
+    "SHARDS",
+    "HeadShape",
+    "MemoryEstimate",
+    "default_schedule",
+    "estimate_memory",
+    "read_shard",
+    "what_is_kept",
+]

@@ -89,6 +89,7 @@ class Call:
     memory: int | None = None  # bytes of the GPU; None: the present one's
     activation_bytes: int | None = None  # of ours
     bounded: Bounded | None = None  # of ours
+    sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -126,6 +127,10 @@ class Call:
         pitch = row_pitch(self.head.vocabulary, self.logits, self.where)
         return tile_height(self.height, self.fit, self.where) * pitch * self.logits.itemsize
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(hidden=True, weight=not self.head.frozen)
+
     @cached_property
     def keeping(self) -> Keeping:
         """What the forward of our two passes keeps; with a bounded backward that of one, too."""
@@ -143,8 +148,7 @@ class Call:
             tile_rows=self.fit,
             linear_stats=None,
         )
-        needs = Needs(hidden=True, weight=not self.head.frozen)
-        return Keeping.of(self.tokens, self.head.hidden, route, needs)
+        return Keeping.of(self.tokens, self.head.hidden, route, self.needs)
 
     @property
     def sparse_weight(self) -> bool:
@@ -154,8 +158,8 @@ class Call:
     @property
     def dhidden(self) -> int:
         """Bytes of the gradient of the hidden states before the loss's own is multiplied in."""
-        fp16 = self.head.dtype == torch.float16
-        return self.tokens * self.head.hidden * (WIDE if fp16 else self.head.width)
+        wide = self.sums_dhidden or self.head.dtype == torch.float16
+        return self.tokens * self.head.hidden * (WIDE if wide else self.head.width)
 
     def dweight(self, single: bool) -> int:
         """Return the bytes of that of the weight; ``single``: of one GEMM, rounded once."""

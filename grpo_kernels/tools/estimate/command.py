@@ -1,4 +1,4 @@
-"""``grpo-kernels plan``: its arguments, its rates and its output."""
+"""``grpo-kernels plan``: its arguments, its rates and its answer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ from grpo_kernels.tools.estimate.memory import (
     estimate_memory,
     what_is_kept,
 )
-from grpo_kernels.tools.text import (
-    BadArgumentError,
-    aligned,
-    byte_size,
-    count,
-    duration,
-    in_units,
-    positive,
-)
+from grpo_kernels.tools.estimate.shard import SHARDS, Shard, read_shard
+from grpo_kernels.tools.estimate.table import table
+from grpo_kernels.tools.text import BadArgumentError, byte_size, count, in_units, positive
 
 # name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
 # with fp32 sums, by the data sheets. The first pattern that is found decides.
@@ -64,7 +58,9 @@ _OPTIONS = {
     "weight_dtype": "--weight-dtype",
     "max_workspace_bytes": "--max-workspace",
     "activation_bytes": "--activation-bytes",
+    "bounded": "--bounded",
 }
+_OTHERS = {"eager": "eager, full logits", "trl": "TRL 1.16, chunked head"}
 # exact GEMMs over the head, forward and backward; one fewer where it is frozen
 _GEMMS = {"eager": 3, "trl": 4, "one_pass": 3}
 
@@ -82,6 +78,12 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--weight-dtype", choices=DTYPES, help="of the weight, under autocast [--dtype]"
     )
     head.add_argument("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
+    head.add_argument(
+        "--shard",
+        type=read_shard,
+        metavar="HOW=RANKS",
+        help=f"over ranks, as fsdp=8, and say what one takes: {', '.join(SHARDS)}",
+    )
     plan.add_argument("--tokens", type=count, required=True, help="with a loss, of a micro-batch")
     device = plan.add_argument_group("the device")
     device.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
@@ -123,13 +125,18 @@ def run(arguments: argparse.Namespace) -> int:
         if name not in _OPTIONS:
             raise
         raise BadArgumentError(f"argument {_OPTIONS[name]}: {message}") from error
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(_text(facts)))
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(table(facts)))
     return 0
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
-    head, tokens, device = _head(arguments), arguments.tokens, arguments.device
+    whole, tokens, device = _head(arguments), arguments.tokens, arguments.device
+    shard: Shard | None = arguments.shard
+    head = whole if shard is None else shard.head(whole)
+    shares = shard is not None and not shard.whole_rows
+    if shares and arguments.bounded is not None:
+        raise ValueError("bounded: not allowed with a part of the vocabulary")
     tflops, source = _rate(arguments, head.dtype)
     memory = arguments.gpu_memory
     if memory is None and device in machine.device_types():
@@ -144,23 +151,23 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
             "memory": memory,
             "activation_bytes": arguments.activation_bytes,
             "bounded": bounded,
+            "sums_dhidden": shares,
         }
 
         def estimate(tokens: int) -> MemoryEstimate:
-            return estimate_memory(name, head, tokens, **options)
+            found = estimate_memory(name, head, tokens, **options)
+            return found if shard is None else shard.add(found, whole)
 
-        kept = what_is_kept(head, tokens, **options)
+        kept = what_is_kept(name, head, tokens, **options)
         of_backward = name == "two_pass" or bounded is not None
         gemms = kept.gemms if of_backward else _GEMMS[name] - head.frozen
-        if name == "one_pass" and bounded is not None:  # the logits are there for an exact dweight
-            gemms = 1 + (bounded.exact_weight and not head.frozen)
         if of_backward and bounded is None and kept.what != "nothing":
             title += f", keeps {kept.what}"
         largest = None
         if memory is not None:
             largest = _largest(
                 lambda n: estimate(n).total,
-                lambda n: what_is_kept(head, n, **options).what != "nothing",
+                lambda n: what_is_kept(name, head, n, **options).what != "nothing",
                 max(0, memory - arguments.reserved),
             )
         found, flop = estimate(tokens), gemms * 2.0 * tokens * head.size
@@ -182,8 +189,9 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": _name(arguments.model),
         "head": {
             key: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
-            for key, x in asdict(head).items()
+            for key, x in asdict(whole).items()
         },
+        "shard": None if shard is None else _of_shard(shard, whole, tokens),
         "tokens": tokens,
         "device": device,
         "memory_bytes": memory,
@@ -193,8 +201,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "tflops": tflops,
         "tflops_source": source,
         "implementations": [
-            line("eager, full logits", "eager"),
-            line("TRL 1.16, chunked head", "trl"),
+            *([] if shares else [line(title, name) for name, title in _OTHERS.items()]),
             *(line(title, name) for name, title in ours.items()),
             line(f"ours, one_pass, tile of {in_units(small)}", "one_pass", small),
             *(
@@ -203,6 +210,15 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
                 for name in ours
             ),
         ],
+    }
+
+
+def _of_shard(shard: Shard, whole: HeadShape, tokens: int) -> dict[str, Any]:
+    return {
+        "by": shard.title,
+        "ranks": shard.ranks,
+        "sent_bytes": shard.sent(whole, tokens),
+        "notes": shard.notes(whole),
     }
 
 
@@ -226,43 +242,6 @@ def _largest(total: Callable[[int], int], keeps: Callable[[int], bool], free: in
     if keeping < free and total(keeping + 1) <= free:
         return bisect_right(numbers, free, lo=keeping, key=total)
     return bisect_right(numbers, free, hi=keeping or None, key=total)
-
-
-def _text(facts: dict[str, Any]) -> list[str]:
-    head, memory, reserved = facts["head"], facts["memory_bytes"], facts["reserved_bytes"]
-    rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
-    for line in facts["implementations"]:
-        sizes = (line[f"{name}_bytes"] for name in ("inputs", "returned", "extra", "total"))
-        seconds, most = line["seconds"], line["largest_micro_batch_tokens"]
-        time = "-" if seconds is None else duration(seconds)
-        largest = "-" if most is None else f"{most:,} tokens" if most else "not one token"
-        rows.append([line["title"], *map(in_units, sizes), str(line["gemms"]), time, largest])
-    largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
-    if memory is not None:
-        taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
-        largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
-    rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
-    return [
-        f"{facts['model'] or 'A head'}: hidden size {head['hidden']:,}, vocabulary "
-        f"{head['vocabulary']:,}{', softcap' if head['softcap'] else ''}; hidden states "
-        f"{head['dtype']}, weight {head['weight_dtype']}{', frozen' if head['frozen'] else ''}",
-        f"{facts['tokens']:,} tokens on {facts['device']}",
-        "An estimate from formulas, of the loss's forward and backward at the head.",
-        "",
-        *aligned(rows),
-        "",
-        "inputs     hidden states and head weight",
-        f"gradients  of {'the hidden states: the head is frozen' if head['frozen'] else 'both'}",
-        "extra      what else is alive at the peak",
-        "peak       all of it, without the CUDA context and the libraries' workspaces",
-        f"time       of the GEMMs over the head alone; {rate}{facts['tflops_source']}",
-        *(
-            ["bounded    beside the GEMM it takes sparse products, and rows that need more entries"]
-            if facts["slots"] is not None
-            else []
-        ),
-        f"largest    {largest}",
-    ]
 
 
 def _head(arguments: argparse.Namespace) -> HeadShape:

@@ -23,6 +23,7 @@ class MemoryEstimate:
     inputs: int  # hidden states and weight
     returned: int  # their gradients
     extra: int  # what else is alive at the peak
+    shards: int = 0  # of the weight and its gradient, beside the whole ones
 
     @property
     def growth(self) -> int:
@@ -32,7 +33,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.inputs + self.growth
+        return self.shards + self.inputs + self.growth
 
 
 def _eager(call: Call) -> int:
@@ -88,6 +89,7 @@ def estimate_memory(
     memory: int | None = None,
     activation_bytes: int | None = None,
     bounded: Bounded | None = None,
+    sums_dhidden: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a loss of ``tokens`` valid tokens, all with a gradient.
 
@@ -103,6 +105,8 @@ def estimate_memory(
         memory: bytes of the GPU, which the default tile follows; None: of the present one.
         activation_bytes: as in ``linear_policy_loss``; of two passes.
         bounded: the bounded ``backward``; of ours only.
+        sums_dhidden: whether the head is a part of a vocabulary, and the gradients of the hidden
+            states are summed over the ranks that share it; of ours only.
 
     Raises:
         ValueError: a number or name is out of range; the message names the argument.
@@ -118,15 +122,19 @@ def estimate_memory(
         memory=memory,
         activation_bytes=activation_bytes,
         bounded=bounded,
+        sums_dhidden=sums_dhidden,
     )
     inputs = tokens * head.hidden * head.width + head.size * head.weight_width
     returned = sum(call.returned)
     return MemoryEstimate(inputs, returned, max(0, _PEAKS[name](call) - returned))
 
 
-def what_is_kept(head: HeadShape, tokens: int, **options: Any) -> Keeping:
-    """Return what our two passes keep for the backward; ``options`` are of ``estimate_memory``."""
-    return Call(head=head, tokens=tokens, **options).keeping
+def what_is_kept(name: str, head: HeadShape, tokens: int, **options: Any) -> Keeping:
+    """Return what a schedule of ours keeps; the arguments are those of ``estimate_memory``."""
+    call = Call(head=head, tokens=tokens, **options)
+    if name == "one_pass" and call.bounded is not None:
+        return call.keeping.of_one_pass(call.needs, call.bounded)
+    return call.keeping
 
 
 def default_schedule(

@@ -41,7 +41,8 @@ def _with_dhidden(call: Call) -> int:
     """Estimate a backward that multiplies the rows of a gradient that is there."""
     product = call.tokens * call.head.hidden * WIDE
     rounded = call.returned[0] if call.head.width < WIDE else 0
-    return call.keeping.nbytes + max(_tile(call), product + rounded)
+    kept = call.keeping.nbytes
+    return max(max(kept, call.dhidden) + _tile(call), kept + product + rounded)
 
 
 def _with_dlogits(call: Call) -> int:
