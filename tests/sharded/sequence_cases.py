@@ -1,0 +1,290 @@
+"""Sequences that are cut over ranks, alone and with data and vocabulary parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from grpo_kernels import (
+    Metrics,
+    TokenBatch,
+    VocabShard,
+    context_parallel_rows,
+    linear_policy_loss,
+    next_token_targets,
+    policy_loss,
+)
+from grpo_kernels.losses import LOSSES
+from grpo_kernels.testing import make_config
+from tests.losses.test_laws import variants
+
+LENGTHS = (16, 0, 24, 8)  # multiples of twice the number of ranks that share sequences
+D, V = 6, 19
+FIRST = 10  # ids of the first of two shards of the vocabulary
+LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+CORRECTIONS = ("sequence_mask", "sequence_truncate")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A loss and the batch that it is taken on."""
+
+    loss: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    layout: str = "head_tail"
+    some_zero: bool = False  # rows without an advantage are skipped
+    per_token: bool = False  # advantages
+    normalised: bool = False  # by the tokens of all ranks and steps
+    metric_rows: str = "all"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How many ranks have sequences of their own, share sequences, and share the vocabulary."""
+
+    dp: int
+    cp: int
+    tp: int
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    return dict(_cases())
+
+
+def _cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    size = dist.get_world_size()
+    kinds = list(_every_kind())
+    if size == 4:  # where a process more costs as much as many cases
+        kinds = [kind for kind in kinds if kind.loss in ("grpo", "gspo", "gmpo", "vespo")]
+    if size < 8:
+        yield from _named(Grid(1, size, 1), kinds)
+        yield "policy_loss, and metrics that one rank reads", check_policy_loss
+    if size == 2:
+        yield "what is wrong on one rank", check_errors
+    else:
+        grids = [Grid(2, 2, 1), Grid(1, 2, 2)] if size == 4 else [Grid(2, 2, 2)]
+        for grid in grids:
+            yield from _named(grid, _kinds_of_groups())
+
+
+def _named(grid: Grid, kinds: Iterable[Kind]) -> Iterator[tuple[str, Callable[[], None]]]:
+    for kind in kinds:
+        yield f"{grid}, {kind}", partial(check, kind, grid)
+
+
+def _every_kind() -> Iterator[Kind]:
+    """Return every loss with everything that acts on sequences, in both layouts."""
+    for name, settings in variants():
+        yield Kind(name, settings)
+        yield Kind(name, settings, "contiguous")
+    for name, loss in LOSSES.items():
+        for layout in ("head_tail", "contiguous"):
+            yield Kind(name, {}, layout, some_zero=True, metric_rows="active")
+            yield Kind(name, {}, layout, some_zero=True, metric_rows="active", per_token=True)
+        yield Kind(name, some_zero=True)
+        yield Kind(name, layout="contiguous", per_token=True)
+        yield Kind(name, {"entropy_coef": 0.1}, "contiguous", normalised=True)
+        if not loss.surrogate.needs_token_ratios:
+            for level in ("sequence", "sequence_token"):
+                yield Kind(name, {"importance_sampling_level": level, "beta": 0.1})
+        if not loss.surrogate.uses_rollout_weight:
+            for mode in CORRECTIONS:
+                settings = {"rollout_correction_mode": mode, "rollout_correction_max": 1.5}
+                yield Kind(name, settings)
+                yield Kind(name, settings, "contiguous")
+
+
+def _kinds_of_groups() -> Iterator[Kind]:
+    for name in LOSSES:
+        yield Kind(name, {"beta": 0.1, "entropy_coef": 0.1}, normalised=True)
+        yield Kind(name, {"top_entropy_quantile": 0.5}, normalised=True)
+
+
+def check(kind: Kind, grid: Grid) -> None:
+    """Assert that the mean of the ranks' results is that of one process."""
+    mesh = _mesh(grid)
+    replica, place, column = mesh.get_coordinate()
+    tokens = make_tokens(kind)
+    count = len(LENGTHS) // grid.dp
+    own = _of_sequences(tokens, replica * count, (replica + 1) * count)
+    own = _of_rank(own, kind.layout, place, grid.cp)
+    found = run(kind, own, mesh["cp"], mesh["tp"] if grid.tp > 1 else None)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found | {"place": own["place"], "column": column})
+    whole = run(kind, tokens)
+    for shard in range(grid.tp):
+        alike = [each for each in everyone if each["column"] == shard]
+        dweight = whole["dweight"]
+        if grid.tp > 1:
+            dweight = dweight.split((FIRST, V - FIRST))[shard]
+        _compare(alike, whole | {"dweight": dweight})
+
+
+def _compare(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    exact: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}
+    for name in ("loss", "dweight"):
+        mean = torch.stack([each[name] for each in found]).mean(0)
+        torch.testing.assert_close(mean, whole[name], **exact)
+    dhidden = torch.zeros_like(whole["dhidden"])
+    for each in found:
+        dhidden[each["place"]] += each["dhidden"] / len(found)
+    torch.testing.assert_close(dhidden, whole["dhidden"], **exact)
+    merged = Metrics.merge(Metrics(each["stats"]) for each in found)
+    expected = Metrics(whole["stats"])
+    assert set(merged) == set(expected)
+    for name, value in merged.items():
+        torch.testing.assert_close(value, expected[name], equal_nan=True, msg=name)
+
+
+def check_policy_loss() -> None:
+    """Take the loss from log-probabilities; its metrics are read by one rank."""
+    own = _of_rank(make_tokens(Kind("gspo")), "head_tail", dist.get_rank(), dist.get_world_size())
+    found = _from_logprobs(own, dist.group.WORLD, reads=dist.get_rank() == 0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    whole = _from_logprobs(make_tokens(Kind("gspo")), None, reads=True)
+    for name in ("loss", "gradient"):
+        mean = torch.stack([each[name] for each in everyone]).mean(0)
+        torch.testing.assert_close(mean, whole[name])
+    assert everyone[0]["ratio"] == whole["ratio"]
+
+
+def _from_logprobs(tokens: dict[str, Tensor], group: Any, reads: bool) -> dict[str, Any]:
+    batch = TokenBatch.from_packed(
+        tokens["targets"], tokens["advantages"], tokens["cu_seqlens"],
+        old_logprobs=tokens["old_logprobs"], sequence_group=group,
+    )  # fmt: skip
+    logprobs = tokens["ref_logprobs"][batch.rows].requires_grad_()
+    loss, metrics = policy_loss(logprobs, batch, make_config("gspo"))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    found = {"loss": loss.detach(), "gradient": gradient.sum()}
+    return found | {"ratio": metrics["ratio/max"]} if reads else found
+
+
+def check_errors() -> None:
+    """Read on each of two ranks what is wrong on one of them."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    odd = rank == 1
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    own = _of_rank(make_tokens(Kind("grpo")), "head_tail", rank, 2)
+    target, advantages, cu_seqlens = own["targets"], own["advantages"], own["cu_seqlens"]
+    old = {"old_logprobs": own["old_logprobs"]}
+
+    def make(cu_seqlens: Tensor, advantages: Tensor, group: Any, **optional: Any) -> TokenBatch:
+        return TokenBatch.from_packed(
+            target, advantages, cu_seqlens, sequence_group=group, **optional
+        )
+
+    by_mesh = make(cu_seqlens, advantages, init_device_mesh("cpu", (2,))).sequence_group
+    assert by_mesh is not None and by_mesh.size == 2
+    alike = "sequence_group: expected the same {} on each of its ranks, got {}"
+    fewer = torch.cat([cu_seqlens[:1], cu_seqlens[2:]]) if odd else cu_seqlens
+    said = _error_of(lambda: make(fewer, advantages[: fewer.numel() - 1], group))
+    assert said == alike.format("number of sequences", "4, 3")
+    said = _error_of(lambda: make(cu_seqlens, advantages, group, **(old if odd else {})))
+    assert said == alike.format("optional arguments", "[], ['old_logprobs']")
+    nan = "advantages: expected finite values on valid tokens, got NaN or infinity"
+    said = _error_of(lambda: make(cu_seqlens, advantages / 0 if odd else advantages, group))
+    assert said == (nan if odd else f"sequence_group: its rank 1 has an error: {nan}")
+    said = _error_of(lambda: make(cu_seqlens, advantages, pairs[1 - rank]))
+    assert said.endswith("one dimension, got one that it is not in")
+    said = _error_of(lambda: make(cu_seqlens, advantages, "cp"))
+    assert said.endswith("one dimension, got 'cp'")
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    return str(caught.value)
+
+
+@cache
+def _mesh(grid: Grid) -> DeviceMesh:
+    names = ("dp", "cp", "tp")
+    return init_device_mesh("cpu", (grid.dp, grid.cp, grid.tp), mesh_dim_names=names)
+
+
+def make_tokens(kind: Kind) -> dict[str, Tensor]:
+    """Return packed tokens with all that a loss may read of them."""
+    g = torch.Generator().manual_seed(1)
+    total = sum(LENGTHS)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    ids = torch.randint(0, V, (total,), generator=g)
+    mask = torch.rand(total, generator=g) > 0.3
+    mask[-LENGTHS[-1] - 4 :] = False  # with contiguous rows some rank has none
+    logprobs = {name: -2.5 + 0.4 * normal(total) for name in LOGPROBS}
+    hidden, advantages = normal(total, D), normal(len(LENGTHS))
+    if kind.some_zero:
+        advantages[0] = 0
+    if kind.per_token:
+        of = torch.repeat_interleave(torch.tensor(LENGTHS))
+        advantages = advantages[of] + normal(total) * (advantages[of] != 0)
+        if kind.some_zero:  # of the third sequence one token alone has an advantage
+            alone = torch.arange(total) == (mask & (of == 2)).nonzero()[0]
+            advantages = torch.where((of == 2) & ~alone, 0, advantages)
+    targets = next_token_targets(ids, cu_seqlens, mask)
+    return {
+        "hidden": hidden, "targets": targets, "advantages": advantages, "cu_seqlens": cu_seqlens,
+        "place": torch.arange(total), **logprobs,
+    }  # fmt: skip
+
+
+def _of_sequences(tokens: dict[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+    cu_seqlens = tokens["cu_seqlens"]
+    start, stop = int(cu_seqlens[first]), int(cu_seqlens[last])
+    per_token = tokens["place"].shape
+    part = {n: x[start:stop] for n, x in tokens.items() if x.shape[:1] == per_token}
+    sequences = {"advantages": tokens["advantages"][first:last]}
+    return sequences | part | {"cu_seqlens": cu_seqlens[first : last + 1] - start}
+
+
+def _of_rank(tokens: dict[str, Tensor], layout: str, rank: int, size: int) -> dict[str, Tensor]:
+    rows, cu_seqlens = context_parallel_rows(
+        tokens["cu_seqlens"], rank=rank, size=size, layout=layout
+    )
+    per_token = tokens["place"].shape
+    part = {n: x[rows] for n, x in tokens.items() if x.shape[:1] == per_token}
+    return tokens | part | {"cu_seqlens": cu_seqlens}
+
+
+def run(
+    kind: Kind, tokens: dict[str, Tensor], sequence_group: Any = None, vocab_group: Any = None
+) -> dict[str, Any]:
+    """Return the loss, its gradients and statistics on some tokens."""
+    optional: dict[str, Any] = {name: tokens[name] for name in LOGPROBS}
+    if kind.normalised:
+        count = (tokens["targets"] != -100).sum().double()
+        if sequence_group is not None:
+            dist.all_reduce(count)
+            count /= dist.get_world_size()
+        optional |= {"num_items_in_batch": 2 * count, "num_tokens_in_micro_batch": count}
+        optional["gradient_accumulation_steps"] = 2
+    batch = TokenBatch.from_packed(
+        tokens["targets"], tokens["advantages"], tokens["cu_seqlens"],
+        sequence_group=sequence_group, **optional,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(2)
+    weight, shard = torch.randn(V, D, generator=g, dtype=torch.float64), None
+    if vocab_group is not None:
+        weight = weight.split((FIRST, V - FIRST))[vocab_group.get_local_rank()].clone()
+        shard = VocabShard.of(vocab_group, weight)
+    hidden, weight = tokens["hidden"].detach().requires_grad_(), weight.requires_grad_()
+    loss, metrics = linear_policy_loss(
+        hidden, weight, batch, make_config(kind.loss, **kind.settings),
+        vocab_shard=shard, metric_rows=kind.metric_rows,
+    )  # fmt: skip
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    found = {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
+    return {**found, "stats": dict(metrics.stats)}

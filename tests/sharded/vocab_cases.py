@@ -1,0 +1,377 @@
+"""What ranks that share a vocabulary are held to: the values and gradients of the whole head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels import (
+    Bounded,
+    HeadLoRA,
+    SamplingMask,
+    VocabShard,
+    available_backends,
+    linear_logprobs,
+)
+from grpo_kernels.linear_logprobs import OUTPUTS
+from grpo_kernels.losses import LOSSES
+from grpo_kernels.testing import (
+    Problem,
+    assert_all_as_exact_as,
+    make_config,
+    make_problem,
+    poisoned_allocations,
+    run,
+)
+from tests.engine.heads import HEADS, head_options
+from tests.sharded.checks import expect
+
+VOCAB, TOP_K = 53, 20  # more than a rank of four has
+FLOOR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float64: 1e-12}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+Case = Callable[[], None]
+
+
+def cases() -> dict[str, Case]:
+    return dict(_cases())
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    for name in DTYPES:
+        for head in HEADS:
+            yield f"outputs {name} {head}", partial(check_outputs, DTYPES[name], head)
+    yield "outputs chunked", partial(check_outputs, torch.float32, "scaled", backend="chunked")
+    yield (
+        "outputs small tiles",
+        partial(check_outputs, torch.float32, "scaled", max_workspace_bytes=16 * VOCAB * 4),
+    )
+    if "triton" in available_backends():  # interpreted
+        yield "outputs triton", partial(check_outputs, torch.float32, "plain", backend="triton")
+        options = dict(dtype=torch.float32, activation_bytes=0, backend="triton")
+        yield "triton without a tile", partial(check_kept, **options)
+    invariant = dict(batch_invariant=True, backend="chunked")
+    yield "outputs batch_invariant", partial(check_outputs, torch.float32, "scaled", **invariant)
+    yield "batch_invariant", check_batch_invariant
+    yield "kept logits", partial(check_kept, activation_bytes=1 << 20)
+    yield "kept dhidden", partial(check_kept, frozen=True)
+    yield "nothing kept", partial(check_kept, activation_bytes=0)
+    for loss in LOSSES:
+        for schedule in ("one_pass", "two_pass"):
+            yield f"loss {loss} {schedule}", partial(check_loss, loss, schedule)
+    yield "loss fp16", partial(check_loss, "dapo", "one_pass", dtype=torch.float16)
+    yield "loss bf16", partial(check_loss, "dapo", "one_pass", dtype=torch.bfloat16)
+    yield "loss entropy bonus", partial(check_loss, "dapo", "one_pass", entropy_coef=0.1)
+    yield "loss entropy gate", partial(check_loss, "dapo", "auto", top_entropy_quantile=0.3)
+    yield (
+        "loss small tiles",
+        partial(check_loss, "dapo", "one_pass", max_workspace_bytes=16 * VOCAB * 8),
+    )
+    yield "loss main_grad", check_main_grad
+    yield "loss compiled", check_compiled
+    yield "padded vocabulary", check_padded
+    yield "an infinite bias", check_infinite_bias
+    for name, case in REFUSED.items():
+        yield f"refused {name}", case
+
+
+def bounds(size: int) -> list[int]:
+    """Return where the ranks' ids begin and end: shares of different sizes."""
+    return [round(VOCAB * (rank / size) ** 1.2) for rank in range(size)] + [VOCAB]
+
+
+def own_part(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    ends = bounds(dist.get_world_size())
+    rank = dist.get_rank()
+    part = x.detach()[ends[rank] : ends[rank + 1]]
+    return part.to(dtype or part.dtype).clone().requires_grad_(x.requires_grad)
+
+
+def gathered(part: Tensor) -> Tensor:
+    """Return the rows of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part.detach())
+    return torch.cat(parts)
+
+
+def logprobs_run(
+    problem: Problem, weight: Tensor, bias: Tensor, lora: HeadLoRA, head: str, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Return all outputs, and the gradients of a random combination of the differentiable ones."""
+    target = torch.where(problem.mask, problem.target, -100)
+    generator = torch.Generator().manual_seed(5)
+    left = torch.rand(target.numel(), VOCAB, generator=generator) < 0.3
+    mask = SamplingMask.from_lists([row.nonzero()[:, 0].tolist() for row in left])
+    out = linear_logprobs(
+        problem.hidden, weight, target, bias=bias, lora=lora, outputs=OUTPUTS, top_k=TOP_K,
+        sampling_mask=mask, **head_options(head, target), **kwargs,
+    )  # fmt: skip
+    loss = torch.zeros((), dtype=torch.float64)
+    for name in ("logprobs", "entropy", "masked_logprobs"):
+        outer = torch.randn(target.shape, generator=generator, dtype=torch.float64)
+        loss = loss + (getattr(out, name).double() * outer).sum()
+    inputs = {"hidden": problem.hidden, "weight": weight, "bias": bias, "a": lora.a, "b": lora.b}
+    gradients = torch.autograd.grad(loss, list(inputs.values()))
+    found = {f"d{name}": value for name, value in zip(inputs, gradients, strict=True)}
+    return {name: getattr(out, name) for name in OUTPUTS} | found
+
+
+def check_outputs(dtype: torch.dtype, head: str, **kwargs: Any) -> None:
+    whole = make_problem(vocab_size=VOCAB)
+    factors = torch.randn(3, 16) * 0.3, torch.randn(VOCAB, 3) * 0.3
+
+    def lora(part: Callable[[Tensor], Tensor]) -> HeadLoRA:
+        a, b = (x.clone().requires_grad_() for x in factors)
+        return HeadLoRA(a=a, b=part(b), scaling=0.5)
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        one = whole.to("cpu", dtype)
+        return logprobs_run(one, one.weight, one.bias, lora(lambda x: x), head, backend="reference")
+
+    exact, eager = reference(torch.float64), reference(dtype)
+    mine = whole.to("cpu", dtype)
+    weight, bias, own_lora = own_part(mine.weight), own_part(mine.bias), lora(own_part)
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    with poisoned_allocations():
+        found = logprobs_run(mine, weight, bias, own_lora, head, vocab_shard=shard, **kwargs)
+    for name in ("dweight", "dbias", "db"):
+        found[name] = gathered(found[name])
+    ordered = {name: found.pop(name) for name in ("is_top1", "rank", "topk_indices")}
+    if dtype in (torch.float64, torch.float32):
+        for name, value in ordered.items():
+            assert torch.equal(value, exact[name]), name
+    rest = {name: exact[name] for name in found}
+    assert_all_as_exact_as(found, eager, rest, FLOOR[dtype], FLOOR[dtype])
+
+
+def check_batch_invariant() -> None:
+    """Compare a row's bits alone and among others, and with gradients and without."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    weight = own_part(problem.weight)
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    options = dict(vocab_shard=shard, batch_invariant=True, outputs=("logprobs", "entropy"))
+    hidden, target = problem.hidden.flatten(0, 1), problem.target.flatten()
+    every = linear_logprobs(hidden, weight, target, **options)
+    for rows in (slice(0, 1), slice(5, 12)):
+        alone = linear_logprobs(hidden[rows].detach(), weight.detach(), target[rows], **options)
+        assert torch.equal(alone.logprobs, every.logprobs[rows])
+        assert torch.equal(alone.entropy, every.entropy[rows])
+
+
+def check_kept(frozen: bool = False, dtype: torch.dtype = torch.float64, **kwargs: Any) -> None:
+    """Compare gradients, whatever the forward keeps for the backward."""
+    problem = make_problem(vocab_size=VOCAB, dtype=dtype)
+    outer = torch.randn(problem.target.shape, dtype=dtype)
+
+    def gradients(weight: Tensor, **options: Any) -> list[Tensor]:
+        out = linear_logprobs(problem.hidden, weight, problem.target, **options)
+        inputs = [problem.hidden] if frozen else [problem.hidden, weight]
+        return list(torch.autograd.grad((out.logprobs * outer).sum(), inputs))
+
+    whole, weight = problem.weight, own_part(problem.weight)
+    if frozen:
+        whole, weight = whole.detach(), weight.detach()
+    exact = gradients(whole, backend="reference")
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    found = gradients(weight, vocab_shard=shard, **kwargs)
+    found[1:] = [gathered(x) for x in found[1:]]
+    for mine, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def loss_runs(
+    loss: str, dtype: torch.dtype, settings: dict[str, Any], **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return what the ranks find together, what eager torch finds at once, and the exact values."""
+    config = make_config(loss, beta=0.05, **settings)
+    whole = make_problem(vocab_size=VOCAB)
+    exact = dict(run(whole, config, backend="reference"))
+    eager = dict(run(whole.to("cpu", dtype), config, backend="reference"))
+    mine = whole.to("cpu", dtype)
+    mine = replace(mine, weight=own_part(mine.weight), bias=own_part(mine.bias))
+    shard = VocabShard.of(dist.group.WORLD, mine.weight)
+    found = dict(run(mine, config, vocab_shard=shard, **options))
+    for name in ("dweight", "dbias"):
+        found[name] = gathered(found[name])
+    return found, eager, exact
+
+
+def check_loss(
+    loss: str,
+    schedule: str,
+    dtype: torch.dtype = torch.float64,
+    max_workspace_bytes: int | None = None,
+    **settings: Any,
+) -> None:
+    options = dict(schedule=schedule, max_workspace_bytes=max_workspace_bytes)
+    found, eager, exact = loss_runs(loss, dtype, settings, **options)
+    assert_all_as_exact_as(found, eager, exact, FLOOR[dtype], max(FLOOR[dtype], 1e-11))
+
+
+def check_main_grad() -> None:
+    config = make_config("dapo")
+    whole = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    exact = run(whole, config, backend="reference")["dweight"]
+    mine = replace(whole, weight=own_part(whole.weight), bias=own_part(whole.bias))
+    shard = VocabShard.of(dist.group.WORLD, mine.weight)
+    for schedule in ("one_pass", "two_pass"):
+        buffer = torch.ones_like(mine.weight)
+        leaves = dict(hidden=mine.hidden)
+        run(mine, config, leaves=leaves, vocab_shard=shard, schedule=schedule, main_grad=buffer)
+        torch.testing.assert_close(gathered(buffer) - 1, exact, rtol=1e-4, atol=1e-5)
+
+
+def check_compiled() -> None:
+    import grpo_kernels
+
+    compiled = torch.compile(grpo_kernels.linear_policy_loss, backend="eager", fullgraph=True)
+    found, _, _ = loss_runs("dapo", torch.float32, {}, function=compiled)
+    plain, _, _ = loss_runs("dapo", torch.float32, {})
+    for name, value in plain.items():
+        assert torch.equal(found[name], value), name
+
+
+def check_padded() -> None:
+    """Give the last rank rows behind the vocabulary: no probability, no gradient."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    config = make_config("dapo")
+    size = dist.get_world_size()
+    rows = -(-VOCAB // size) + 1
+    padded = torch.full((rows * size, 16), 3.0)
+    padded[:VOCAB] = problem.weight.detach()
+    own = padded.split(rows)[dist.get_rank()].clone().requires_grad_()
+    shard = VocabShard.of(dist.group.WORLD, own, vocab_size=VOCAB)
+    problem = replace(problem, bias=None)
+    leaves = dict(hidden=problem.hidden, weight=problem.weight)
+    exact = run(problem, config, leaves=leaves, backend="reference")
+    found = run(
+        replace(problem, weight=own), config, leaves=leaves | {"weight": own}, vocab_shard=shard
+    )
+    torch.testing.assert_close(found["loss"], exact["loss"])
+    torch.testing.assert_close(found["dhidden"], exact["dhidden"])
+    dweight = gathered(found["dweight"])
+    torch.testing.assert_close(dweight[:VOCAB], exact["dweight"])
+    assert not dweight[VOCAB:].any()
+
+
+def check_infinite_bias() -> None:
+    """Give ids no probability, on one rank all of them, and one row no softmax."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    bias = problem.bias.detach().clone()
+    bias[: bounds(dist.get_world_size())[1]] = -torch.inf
+    hidden = problem.hidden.detach().clone()
+    hidden[0, 0] = torch.nan
+    outputs = tuple(name for name in OUTPUTS if name != "masked_logprobs")
+    options: dict[str, Any] = {"outputs": outputs, "top_k": TOP_K}
+    exact = linear_logprobs(
+        hidden, problem.weight.detach(), problem.target, bias=bias, backend="reference", **options
+    )
+    weight = own_part(problem.weight.detach())
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    found = linear_logprobs(
+        hidden, weight, problem.target, bias=own_part(bias), vocab_shard=shard, **options
+    )
+    for name, value in found._asdict().items():
+        if value is not None:
+            right = getattr(exact, name)
+            torch.testing.assert_close(value, right, equal_nan=True, msg=f"{name}: {value} {right}")
+
+
+def _call(**changes: Any) -> None:
+    """Call with what this rank has, changed."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    weight = own_part(problem.weight)
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    arguments = dict(hidden=problem.hidden, weight=weight, target=problem.target) | changes
+    linear_logprobs(**arguments, vocab_shard=shard)
+
+
+def _of_rank(rank: int, value: Any, other: Any) -> Any:
+    return value if dist.get_rank() == rank else other
+
+
+def refused_rows() -> None:
+    rows = _of_rank(0, 3, 4)
+    one = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    changes = dict(hidden=one.hidden[:rows], target=one.target[:rows])
+    expect(r"agree on the number of rows, got \[21, 28", lambda: _call(**changes))
+
+
+def refused_targets() -> None:
+    target = make_problem(vocab_size=VOCAB).target + _of_rank(1, 0, 1)
+    expect("agree on targets", lambda: _call(target=target.clamp(max=VOCAB - 1)))
+
+
+def refused_options() -> None:
+    wrong = {"precision": "fp31", "backend": "torch", "outputs": "rank"}
+    for name, value in wrong.items():
+        message = _of_rank(1, f"{name}: expected", r"ranks \[1\] have refused")
+        expect(message, partial(_call, **_of_rank(1, {name: value}, {})))
+    expect("agree on the arguments", lambda: _call(temperature=_of_rank(1, 0.5, 1.0)))
+
+
+def refused_on_one_rank() -> None:
+    target = make_problem(vocab_size=VOCAB).target
+    target[0, 0] = _of_rank(1, VOCAB, 0)
+    message = _of_rank(1, r"target: expected ids in \[0, 53\)", r"ranks \[1\] have refused")
+    expect(message, lambda: _call(target=target))
+    dtype = _of_rank(1, torch.float64, torch.float32)
+    message = _of_rank(1, "weight: expected dtype", r"ranks \[1\] have refused")
+    expect(message, lambda: _call(hidden=make_problem(dtype=dtype, vocab_size=VOCAB).hidden))
+
+
+def refused_loss() -> None:
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    mine = replace(problem, weight=own_part(problem.weight), bias=None)
+    shard = VocabShard.of(dist.group.WORLD, mine.weight)
+    loss = _of_rank(0, "dapo", "cispo")
+    expect("agree on the arguments", lambda: run(mine, make_config(loss), vocab_shard=shard))
+    buffer = torch.zeros(_of_rank(0, 1, len(mine.weight)), 16)
+    message = _of_rank(0, "main_grad: expected a contiguous", r"ranks \[0\] have refused")
+    expect(message, lambda: run(mine, make_config("dapo"), vocab_shard=shard, main_grad=buffer))
+
+
+def refused_weight() -> None:
+    expect("weight: expected .* rows", lambda: _call(weight=torch.zeros(3, 16)))
+    expect("backend: expected another", lambda: _options(backend="reference"))
+    expect("backward: expected 'exact'", lambda: _options(backward=Bounded()))
+
+
+def _options(**options: Any) -> None:
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    weight = own_part(problem.weight)
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    linear_logprobs(problem.hidden, weight, problem.target, vocab_shard=shard, **options)
+
+
+def refused_shards() -> None:
+    of = partial(VocabShard.of, dist.group.WORLD)
+    expect("agree on D of weight", lambda: of(torch.zeros(4, _of_rank(0, 3, 4))))
+    expect("agree on vocab_size", lambda: of(torch.zeros(4, 3), _of_rank(0, 5, 6)))
+    expect("vocab_size: expected ids on every rank", lambda: of(torch.zeros(4, 3), 4))
+    expect("vocab_size: expected ids on every rank", lambda: of(torch.zeros(4, 3), 400))
+    other = dist.new_group([1])
+    if dist.get_rank() == 0:
+        expect("group: .* that it is not in", lambda: VocabShard.of(other, torch.zeros(4, 3)))
+    expect("expected a process group", lambda: VocabShard.of("tp", torch.zeros(4, 3)))
+
+
+REFUSED: dict[str, Case] = {
+    "rows": refused_rows,
+    "targets": refused_targets,
+    "options": refused_options,
+    "on one rank": refused_on_one_rank,
+    "loss": refused_loss,
+    "weight": refused_weight,
+    "shards": refused_shards,
+}
