@@ -59,6 +59,7 @@ from grpo_trainer.monitor import (
 )
 from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
+from grpo_trainer.sharding import placement_of
 from grpo_trainer.tools import EnvironmentFactory, prompts_by_reset
 
 
@@ -98,6 +99,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     _slices: RolloutBuffer  # of the current generation batch
     _entropy: AdaptiveEntropy | None = None
     _ahead: Ahead | None = None
+    _head_is_checked = False
 
     def __init__(
         self,
@@ -129,9 +131,6 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             self.loss_config = replace(self.loss_config, entropy_coef=1.0)
         set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
-        self._reference = make_reference(policy, args, peft_config)
-        add_fused_head(base_policy(policy))
-        self._router_coef = router_coef(base_policy(policy), args)
         super().__init__(
             model=policy,
             args=args,
@@ -144,10 +143,15 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             # our loss is already scaled for gradient accumulation; Trainer takes that from here
             compute_loss_func=linear_policy_loss,
         )
-        check_placement(self)
-        check_fused_head(base_policy(self.model))
+        check_placement(args, self.accelerator)
+        self._placement = placement_of(self.accelerator)
+        self._reference = make_reference(policy, args, peft_config, self._placement)
+        add_fused_head(base_policy(policy))
+        self._router_coef = router_coef(base_policy(policy), args)
+        if not self._placement.late:
+            self._check_head()
         if self._reference is not None:
-            self._reference.prepare(self.accelerator)
+            self._reference.prepare()
             if args.sync_ref_model:
                 self.add_callback(SyncReference(self._reference))
         engine_context = EngineContext(
@@ -155,6 +159,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             tokenizer=self.processing_class,
             args=args,
             accelerator=self.accelerator,
+            placement=self._placement,
         )
         self.rollouts = make_rollouts(
             engine_context, lambda: self.state.global_step, rollout_engine
@@ -253,7 +258,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         temperature = self.loss_config.temperature
         if old:
             with phase("old"):
-                batch.old_logprobs = target_logprobs(self.model, batch, temperature)
+                policy = self._placement.runs(self.model)
+                batch.old_logprobs = target_logprobs(policy, batch, temperature)
         if self._reference is not None:
             with phase("ref"), self._reference.running(self.model) as reference:
                 batch.ref_logprobs = target_logprobs(reference, batch, temperature)
@@ -269,6 +275,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         self._parts = {"slices": self._slices, "metrics": self._metrics[True]}
         if self._completions:
             self._parts["completions"] = self._completions[True]
+        if self._reference is not None and self._placement.sharded:
+            self._parts["reference"] = self._reference
         if args.use_adaptive_entropy:
             self._parts["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
         if self.train_dataset is not None:
@@ -282,8 +290,19 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         if self._ahead is not None:
             self._ahead.stop()
 
+    def placed(self) -> None:
+        self.rollouts.outdated()
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """Check it once, as soon as the policy can run."""
+        if not self._head_is_checked:
+            check_fused_head(base_policy(self.model), self._placement.runs(self.model))
+            self._head_is_checked = True
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
-        if is_peft_model(self.model):  # Trainer does not load each one in every version
+        # Trainer does not load each adapter in every version
+        if is_peft_model(self.model) and not self._placement.late:
             load_adapters(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
@@ -292,8 +311,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         return settings_of(self)
 
     def shared_state(self) -> dict[str, Any]:
-        return {"reference": self._reference.state_dict() if self._reference is not None else {}}
+        if self._reference is None or self._placement.sharded:
+            return {"reference": {}}
+        return {"reference": self._reference.state()}
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        if self._reference is not None:
-            self._reference.load_state_dict(state["reference"])
+        if self._reference is not None and not self._placement.sharded:
+            self._reference.restore(state["reference"])

@@ -49,6 +49,7 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
     with _freed(aside, run_dir / name):
         (aside / name).mkdir(parents=True, exist_ok=True)
         yield aside
+        accelerator.wait_for_everyone()  # some writers rename files of theirs
         _flush(aside / name)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

@@ -60,6 +60,7 @@ _FREE = {
     # memory, and the way to the engine
     "activation_checkpointing",
     "activation_checkpointing_kwargs",
+    "ds3_gather_for_generation",
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
     "torch_empty_cache_steps",
@@ -87,6 +88,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     args, recipe, data = trainer.args, trainer.recipe, trainer.train_dataset
     parts = {
         "number of processes": args.world_size,
+        "sharding": trainer._placement.name,
         "rows of train_dataset": len(data) if hasattr(data, "__len__") else None,
         "reward_funcs": list(recipe.rewards),
         "reward_weights": list(recipe.rewards.values()),

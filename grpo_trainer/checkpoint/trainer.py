@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from grpo_trainer.checkpoint.files import model_aside, rotate, write_settings, written_aside
 from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
 from grpo_trainer.checkpoint.run_lock import only_run, raise_together
 from grpo_trainer.data import optimizer_steps
+from grpo_trainer.sharding import Placement
 
 _SHARED_FILE = "shared_state.pt"
 
@@ -39,6 +42,7 @@ class ResumableTrainer(Trainer):
 
     # by name, those that differ from process to process
     _parts: dict[str, Stateful]
+    _placement: Placement
 
     def start(self) -> None:
         """Make everything that a run changes as it is before the first step."""
@@ -53,6 +57,10 @@ class ResumableTrainer(Trainer):
         raise NotImplementedError
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def placed(self) -> None:
+        """Look at the policy after it was placed, or weights were loaded into it."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
@@ -101,10 +109,28 @@ class ResumableTrainer(Trainer):
             # Trainer's loop looks whether to stop after a step only
             state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
             if state.global_step >= optimizer_steps(self.train_dataset, self.args):
+                if self._placement.late:
+                    loader = self.get_train_dataloader()
+                    self._prepare_for_training(state.max_steps, loader, resume_from_checkpoint)
                 return self._finished(state)
         return super()._inner_training_loop(
             *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
         )
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._placement.at_rest(self.model)  # the optimizer gets the parameters that are trained
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.placed()
+        return prepared
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.placed()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        if self._placement.place(self.model):
+            self.placed()
+        return super().evaluation_loop(*args, **kwargs)
 
     def _finished(self, state: TrainerState) -> TrainOutput:
         """End a run without a step left. Its model is loaded already."""
@@ -134,6 +160,23 @@ class ResumableTrainer(Trainer):
             rotate(run_dir, self.args.save_total_limit, keep={name, best})
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model, so that ``from_pretrained`` loads it. Every process calls it.
+
+        A checkpoint of a sharded model has the shards alone, unless the settings of FSDP or
+        DeepSpeed ask for the whole model as well.
+        """
+        if not self._placement.late:
+            super().save_model(output_dir, _internal_call)
+            return
+        whole = self._placement.whole_checkpoints or self.args.save_only_model
+        if self._aside is not None and not whole:
+            return
+        weights = self._placement.saved(self.model, _is_saved(self.model))
+        self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
@@ -179,3 +222,9 @@ class ResumableTrainer(Trainer):
 
     def _process_file(self, folder: Path) -> Path:
         return folder / f"process_state_{self.accelerator.process_index}.pt"
+
+
+def _is_saved(model: Any) -> Callable[[str], bool]:
+    """Return which weights ``save_pretrained`` writes: of an adapted model the adapters alone."""
+    adapters = [f".{name}." for name in model.peft_config] if is_peft_model(model) else [""]
+    return lambda name: any(adapter in f"{name}." for adapter in adapters)

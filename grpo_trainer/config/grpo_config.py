@@ -100,6 +100,11 @@ class GRPOConfig(
         None, "Arguments of apply_chat_template for conversational prompts."
     )
 
+    ds3_gather_for_generation: bool = setting(
+        True,
+        "While transformers generates with a policy that is sharded (ZeRO-3, FSDP2), hold all of "
+        "its parameters on every process. Without it each is gathered for each token.",
+    )
     cache_implementation: str | None = setting(
         None, "Kind of key-value cache, as in transformers' generation."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -12,7 +13,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
 )
 
 from grpo_kernels.hf import has_router_loss, keep_head_in_fp32
@@ -108,15 +108,37 @@ def load_tokenizer(model: PreTrainedModel, args: GRPOConfig) -> PreTrainedTokeni
     return tokenizer
 
 
-def check_placement(trainer: Trainer) -> None:
-    """Raise ValueError unless every process has one device and the whole model."""
-    if trainer.args.n_gpu > 1:
+def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
+    """Raise ValueError unless every process has one device, and a placement that fits ``args``."""
+    if args.n_gpu > 1:
         raise ValueError(
-            f"expected one GPU per process, got {trainer.args.n_gpu}; start with "
-            "`accelerate launch` or set CUDA_VISIBLE_DEVICES"
+            f"expected one GPU per process, got {args.n_gpu}; start with `accelerate launch` or "
+            "set CUDA_VISIBLE_DEVICES"
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError("fsdp, deepspeed: expected neither (rollouts need whole parameters)")
+    if accelerator.parallelism_config is not None:
+        sizes = {
+            name: getattr(accelerator.parallelism_config, f"{name}_size", 1)
+            for name in ("tp", "cp", "sp")
+        }
+        wrong = ", ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
+        if wrong:
+            raise ValueError(
+                f"parallelism_config: expected data parallelism alone (each process has whole "
+                f"sequences and whole layers), got {wrong}"
+            )
+    asked = {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}
+    for name, plugin in asked.items():
+        if plugin is not None and getattr(accelerator.state, f"{name}_plugin", None) is None:
+            raise ValueError(
+                f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
+                f"got {accelerator.distributed_type.value}, where it would have no effect"
+            )
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if args.cast_lm_head_to_fp32 and sharded and accelerator.mixed_precision != "no":
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False under FSDP and DeepSpeed with mixed_precision="
+            f"{accelerator.mixed_precision!r}, which compute in that dtype in all layers; got True"
+        )
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -21,6 +19,7 @@ from grpo_trainer.model.adapters import (
     running_adapter,
     starts_as_base,
 )
+from grpo_trainer.sharding import WHOLE, Placement
 
 
 class Reference:
@@ -28,18 +27,25 @@ class Reference:
 
     model: PreTrainedModel | None = None
 
-    def prepare(self, accelerator: Accelerator) -> None:
+    def prepare(self) -> None:
         """Get ready, once, when the policy is where it will be trained."""
 
     @contextmanager
-    def running(self, policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs to resume exactly; empty if the start gives all of it."""
+    def follow(self, policy: nn.Module, share: float) -> None:
+        """Take over so much of ``policy``."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs to resume exactly; empty if the start gives all of it.
+
+        Of a sharded reference it is this process's part.
+        """
         return {}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         assert not state, "only a synced reference has a state"
 
 
@@ -52,29 +58,46 @@ class FrozenModel(Reference):
             to the model it was attached to, so a copy would silently run the policy.
     """
 
-    def __init__(self, policy: PreTrainedModel, follows: bool) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, follows: bool, placement: Placement = WHOLE
+    ) -> None:
         if "forward" in vars(policy):
             raise ValueError(
                 "model: expected one whose forward is unchanged, so that the reference of beta != "
                 "0 can be copied from it; got a patched forward (was it used by a trainer before?)"
             )
-        self.model: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).eval()
+        self.model: PreTrainedModel = placement.copied(policy).requires_grad_(False).eval()
         add_fused_head(self.model)
         self._follows = follows
+        self._placement = placement
+        self._runs: nn.Module = self.model
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        self.model = accelerator.prepare_model(self.model, evaluation_mode=True)
+    def prepare(self) -> None:
+        self._runs = self._placement.frozen(self.model)
 
     @contextmanager
-    def running(self, policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
-        yield self.model
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters()) if self._follows else {}
+    def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
+        yield self._runs
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        own = self.state_dict()
+    def follow(self, policy: nn.Module, share: float) -> None:
+        for model in (self.model, policy):
+            self._placement.at_rest(model)
+        pairs = zip(self.model.parameters(), policy.parameters(), strict=True)
+        for mine, policys in pairs:  # both are sharded alike
+            part = self._placement.local(mine)
+            part.mul_(1.0 - share).add_(self._placement.local(policys), alpha=share)
+
+    def state(self) -> dict[str, Tensor]:
+        if not self._follows:
+            return {}
+        self._placement.at_rest(self.model)
+        own = self.model.named_parameters()
+        return {name: self._placement.local(parameter) for name, parameter in own}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor]) -> None:
+        own = self.state()
         assert own.keys() == state.keys(), "a checkpoint of another configuration is refused before"
         for name, parameter in own.items():
             parameter.copy_(state[name])
@@ -83,13 +106,16 @@ class FrozenModel(Reference):
 class Adapter(Reference):
     """The policy itself, under another adapter or, with None, under none."""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, placement: Placement = WHOLE) -> None:
         self._name = name
+        self._placement = placement
 
     @contextmanager
-    def running(self, policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
+        self._placement.at_rest(policy)  # what is frozen meanwhile is said of the trained ones
         with running_adapter(policy, self._name):
-            yield policy
+            yield self._placement.runs(policy)
+            self._placement.at_rest(policy)
 
 
 class SyncReference(TrainerCallback):
@@ -101,21 +127,18 @@ class SyncReference(TrainerCallback):
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
 
-    @torch.no_grad()
     def on_step_end(
         self, args: GRPOConfig, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        if state.global_step % args.ref_model_sync_steps:
-            return
-        assert self._reference.model is not None  # checked by make_reference
-        alpha = args.ref_model_mixup_alpha
-        pairs = zip(self._reference.model.parameters(), model.parameters(), strict=True)
-        for mine, policys in pairs:
-            mine.mul_(1.0 - alpha).add_(policys, alpha=alpha)
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._reference.follow(model, args.ref_model_mixup_alpha)
 
 
 def make_reference(
-    policy: PreTrainedModel, args: GRPOConfig, peft_config: Any | None
+    policy: PreTrainedModel,
+    args: GRPOConfig,
+    peft_config: Any | None,
+    placement: Placement = WHOLE,
 ) -> Reference | None:
     """Return the reference of ``policy`` as it is now; None with beta 0, which needs none.
 
@@ -128,13 +151,13 @@ def make_reference(
     if args.beta == 0:
         return None
     if not is_peft_model(policy):
-        return FrozenModel(policy, args.sync_ref_model)
+        return FrozenModel(policy, args.sync_ref_model, placement)
     if args.sync_ref_model:
         raise ValueError(
             "sync_ref_model: expected False with an adapter (the reference is the model without "
             "it, or a frozen copy of it), got True"
         )
     if peft_config is not None and starts_as_base(peft_config):
-        return Adapter(None)
+        return Adapter(None, placement)
     keep_reference_adapter(policy)
-    return Adapter(REFERENCE)
+    return Adapter(REFERENCE, placement)

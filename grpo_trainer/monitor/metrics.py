@@ -85,31 +85,14 @@ class MetricLog:
     def drain(self) -> dict[str, float]:
         """Return values over all micro-batches and processes, without names that have no sample."""
         pending = Metrics.merge([*self._pending, self.phases.drain()])
-        merged = _over_processes(pending, self._accelerator)
+        merged = pending
+        if self._accelerator.num_processes > 1:
+            merged = pending.gathered(self._accelerator.gather)
         self._pending = []
         if not merged:
             return {}
         values = torch.stack([merged[name].double() for name in merged]).tolist()
         return {name: value for name, value in zip(merged, values, strict=True) if value == value}
-
-
-def _over_processes(metrics: Metrics, accelerator: Accelerator) -> Metrics:
-    """Merge the processes' metrics with a single gather. Names are equal on all processes."""
-    if accelerator.num_processes == 1 or not metrics.stats:
-        return metrics
-    stats = sorted(metrics.stats.items())
-    flat = torch.cat([part.reshape(-1).double() for _, s in stats for part in (s.total, s.count)])
-    return Metrics.merge(_unpacked(stats, row) for row in accelerator.gather(flat[None]))
-
-
-def _unpacked(stats: list[tuple[str, Stat]], row: Tensor) -> Metrics:
-    unpacked, start = {}, 0
-    for name, stat in stats:
-        size = stat.total.numel()
-        total = row[start : start + size].reshape(stat.total.shape)
-        unpacked[name] = Stat(stat.kind, total, row[start + size])
-        start += size + 1
-    return Metrics(unpacked)
 
 
 def value_metric(name: str, value: float | Tensor, device: torch.device) -> Metrics:

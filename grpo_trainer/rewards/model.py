@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.sharding import loading_whole
 
 
 class RewardModel:
@@ -98,9 +99,13 @@ def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
         ValueError: it cannot be loaded, or has no trained head for one label.
     """
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype="auto", trust_remote_code=args.trust_remote_code, output_loading_info=True
-        )
+        with loading_whole():
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                name,
+                dtype="auto",
+                trust_remote_code=args.trust_remote_code,
+                output_loading_info=True,
+            )
     except (OSError, ValueError) as error:  # not there, no connection, no such architecture
         raise ValueError(f"reward_funcs: model {name!r} cannot be loaded: {error}") from error
     if found["missing_keys"]:  # of a base or language model

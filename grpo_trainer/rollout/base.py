@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.sampling import Sampling
+from grpo_trainer.sharding import WHOLE, Placement
 
 TokenIds = list[int]
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
@@ -41,7 +42,11 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, weights: WeightSource) -> None:
         """Take over the policy's weights; called before the first ``generate``, and when they
-        changed. ``weights`` stays valid until the next update, and can be called again."""
+        changed. ``weights`` stays valid until the next update, and can be called again.
+
+        Where the policy is sharded each tensor is gathered for its turn: all processes walk through
+        ``weights`` together, to the end, also those that have no use for them.
+        """
         return
 
     def sleep(self) -> None:
@@ -97,6 +102,7 @@ class EngineContext:
     tokenizer: PreTrainedTokenizerBase
     args: GRPOConfig
     accelerator: Accelerator
+    placement: Placement = WHOLE  # of the policy's parameters
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:

@@ -63,7 +63,8 @@ def make_rollouts(
             "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
             f"`start`), got {type(engine).__name__}"
         )
-    return Rollouts(engine, context.policy, sampling, step, args.vllm_enable_sleep_mode)
+    sleeps, placement = args.vllm_enable_sleep_mode, context.placement
+    return Rollouts(engine, context.policy, sampling, step, sleeps, placement)
 
 
 def _engine_name(args: GRPOConfig) -> str:

@@ -22,6 +22,7 @@ from grpo_trainer.rollout.base import (
 )
 from grpo_trainer.rollout.sampling import Sampling
 from grpo_trainer.rollout.weights import parameter_versions, policy_weights
+from grpo_trainer.sharding import WHOLE, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Rollouts:
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
     sleeps: bool = False  # the engine, between calls
+    placement: Placement = WHOLE  # of the policy's parameters
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _running: Started | None = field(default=None, init=False)
 
@@ -102,11 +104,15 @@ class Rollouts:
     def _update(self) -> None:
         policy = self.policy()
         # fused optimizers leave no trace on the parameters, and loading takes no step
-        version = (self.step(), parameter_versions(policy))
+        version = (self.step(), parameter_versions(policy, self.placement))
         if self._version != version:
             with phase("sync"):
-                self.engine.update_weights(lambda: policy_weights(policy))
+                self.engine.update_weights(lambda: policy_weights(policy, self.placement))
             self._version = version
+
+    def outdated(self) -> None:
+        """Send the weights before the next generation in any case: they were loaded."""
+        self._version = None
 
     def again(self, prompt_ids: list[TokenIds]) -> tuple[Completions, int]:
         """Sample by the weights as they are now, and say how many steps these have seen."""

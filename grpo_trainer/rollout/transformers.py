@@ -25,6 +25,7 @@ from grpo_trainer.rollout.base import (
 )
 from grpo_trainer.rollout.filters import NO_FILTERS, RecordingFilters
 from grpo_trainer.rollout.sampling import Sampling
+from grpo_trainer.sharding import WHOLE, Placement
 
 
 @dataclass(eq=False)
@@ -34,16 +35,34 @@ class TransformersEngine(RolloutEngine):
     policy: Callable[[], PreTrainedModel]  # unwrapped; asked at every call: wrapping happens late
     tokenizer: PreTrainedTokenizerBase
     cache_implementation: str | None = None  # kind of key-value cache; None: the default one
+    placement: Placement = WHOLE  # of the policy's parameters
+    gathers: bool = True  # the whole policy, before it generates
 
     @classmethod
     def from_context(cls, context: EngineContext) -> TransformersEngine:
-        return cls(context.policy, context.tokenizer, context.args.cache_implementation)
+        args = context.args
+        settings = (args.cache_implementation, context.placement, args.ds3_gather_for_generation)
+        return cls(context.policy, context.tokenizer, *settings)
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
         """Return one completion per prompt, in one left-padded batch."""
+        model = self.policy()
+        if self.gathers or not self.placement.sharded:
+            with self.placement.whole(model):
+                return self._complete(model, prompt_ids, sampling)
+        # every process runs every forward with the others: one without prompts has one to discard
+        completions = self._complete(model, prompt_ids or [[0]], sampling, synced_gpus=True)
+        return completions if prompt_ids else Completions([])
+
+    def _complete(
+        self,
+        model: PreTrainedModel,
+        prompt_ids: list[TokenIds],
+        sampling: Sampling,
+        synced_gpus: bool = False,
+    ) -> Completions:
         if not prompt_ids:
             return Completions([])
-        model = self.policy()
         config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
@@ -55,6 +74,7 @@ class TransformersEngine(RolloutEngine):
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=None if filters is None else LogitsProcessorList([filters]),
+                synced_gpus=synced_gpus,
             )
         found = output[:, ids.shape[1] :].tolist()
         completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
@@ -68,7 +88,8 @@ class ContinuousBatchingEngine(RolloutEngine):
     It has a paged cache, and reports log-probabilities.
 
     Raises:
-        ValueError: the installed transformers has no such batching, or its settings are wrong.
+        ValueError: the installed transformers has no such batching, its settings are wrong, or
+            the policy stays sharded while it generates.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -82,6 +103,11 @@ class ContinuousBatchingEngine(RolloutEngine):
             self._batching = ContinuousBatchingConfig(**{"return_logprobs": True, **settings})
         except TypeError as error:
             raise ValueError(f"{name}: {error}") from error
+        if context.placement.sharded and not context.args.ds3_gather_for_generation:
+            raise ValueError(
+                "ds3_gather_for_generation: expected True with "
+                "use_transformers_continuous_batching and a sharded policy, got False"
+            )
         self._context = context
 
     def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
@@ -90,9 +116,15 @@ class ContinuousBatchingEngine(RolloutEngine):
         Raises:
             ValueError: a prompt was not completed, such as one that the cache has no room for.
         """
+        model = self._context.policy()
+        with self._context.placement.whole(model):
+            return self._complete(model, prompt_ids, sampling)
+
+    def _complete(
+        self, model: PreTrainedModel, prompt_ids: list[TokenIds], sampling: Sampling
+    ) -> Completions:
         if not prompt_ids:
             return Completions([])
-        model = self._context.policy()
         with evaluating(model):
             outputs = model.generate_batch(
                 prompt_ids,

@@ -27,6 +27,7 @@ from grpo_trainer.rollout.base import (
     runs,
 )
 from grpo_trainer.rollout.sampling import MAX_LOGPROBS, Sampling, vllm_params
+from grpo_trainer.sharding import loading_whole
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -59,7 +60,8 @@ class ColocatedVLLM:
             "vllm_engine_kwargs", args.vllm_engine_kwargs
         )
         # the weights come from the policy, so what is on disk is not read; only its description is
-        with tempfile.TemporaryDirectory() as folder, self._own_random_numbers():
+        place = tempfile.TemporaryDirectory()
+        with place as folder, self._own_random_numbers(), loading_whole():
             if not args.trust_remote_code:  # whose code lies beside its description
                 _describe(context, folder)
                 settings |= {"model": folder, "tokenizer": folder}

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from grpo_trainer.common import in_thread
 from grpo_trainer.config import GRPOConfig
@@ -27,6 +27,7 @@ from grpo_trainer.rollout.base import (
 )
 from grpo_trainer.rollout.http import ServerError
 from grpo_trainer.rollout.sampling import Sampling, vllm_params
+from grpo_trainer.rollout.together import Together
 from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
 from grpo_trainer.rollout.weight_files import FileTransfer
 
@@ -45,6 +46,7 @@ class VLLMServer(BackgroundEngine):
         self._client: VLLMClient | None = None
         self._task: Future[Completions] | None = None  # of the first process, by `start`
         self._count = 0  # prompts of this process in it
+        self._together = Together(context.accelerator, context.placement.sharded)
         self._on_main(lambda: self._connect(context))
         atexit.register(self.close)
 
@@ -68,7 +70,8 @@ class VLLMServer(BackgroundEngine):
         return completions
 
     def update_weights(self, weights: WeightSource) -> None:
-        self._on_main(lambda: self._client.update_weights(weights))  # type: ignore[union-attr]
+        source = self._together.shared(weights)
+        self._on_main(lambda: self._client.update_weights(source))  # type: ignore[union-attr]
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -128,19 +131,7 @@ class VLLMServer(BackgroundEngine):
 
     def _on_main(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns or raises on the first process, on all of them."""
-        outcome: list[Any] = [None, None]
-        if self._accelerator.is_main_process:
-            try:
-                outcome[0] = work()
-            except (ServerError, WeightsLostError, ValueError) as error:
-                if self._accelerator.num_processes == 1:
-                    raise
-                outcome[1] = error
-        if self._accelerator.num_processes > 1:
-            broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        return self._together.on_main(work, (ServerError, WeightsLostError, ValueError))
 
 
 def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> WeightTransfer:

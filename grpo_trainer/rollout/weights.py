@@ -7,32 +7,36 @@ from collections.abc import Iterator
 from itertools import chain, groupby
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_trainer.model import base_policy
+from grpo_trainer.sharding import WHOLE, Placement
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 
 
-def parameter_versions(policy: nn.Module) -> list[tuple[int, int]]:
+def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[tuple[int, int]]:
     """Return what is equal as long as no trainable parameter is replaced or written to.
 
     A fused optimizer's writing does not show: it does not count up what autograd watches.
     """
-    trained = (p for p in policy.parameters() if p.requires_grad)
+    placement.at_rest(policy)
+    trained = (placement.local(p) for p in policy.parameters() if p.requires_grad)
     return [(parameter.data_ptr(), parameter._version) for parameter in trained]
 
 
-def policy_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def policy_weights(
+    policy: PreTrainedModel, placement: Placement = WHOLE
+) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of the checkpoint that ``policy`` would be, one after the other.
 
-    Tensors are the policy's own where nothing is merged or converted. A tied LM head comes under
-    its name as well, since an engine may keep a copy of it. Adapters are merged one layer at a
-    time, in a copy of that layer, so there is never a second model in memory.
+    Tensors are the policy's own where nothing is sharded, merged or converted. A tied LM head comes
+    under its name as well, since an engine may keep a copy of it. Shards are gathered one parameter
+    at a time, which all processes do together, and adapters are merged one layer at a time, in a
+    copy of that layer, so there is never a second model in memory.
 
     Raises:
         ValueError: the policy's base is quantised, which cannot be merged exactly.
@@ -43,21 +47,21 @@ def policy_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 "use_vllm: expected a policy in full precision, got adapters on a quantised base, "
                 "which cannot be merged into it exactly"
             )
-        weights = _merged(policy)
+        weights = _merged(policy, placement)
     else:
-        weights = iter(policy.state_dict().items())
-    return _converted(policy, weights)
+        weights = placement.weights(policy)
+    return _converted(policy, weights, placement)
 
 
 def _converted(
-    policy: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]
+    policy: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], placement: Placement
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoints' layout, for models that are held in another one (experts as a stack).
 
     Those are converted block by block, which copies one block at a time.
     """
     base = base_policy(policy)
-    if not _is_converted(base):
+    if not _is_converted(base, placement):
         return weights
     blocks = groupby(weights, key=lambda item: _BLOCK.match(item[0])[0])  # type: ignore[index]
     return chain.from_iterable(
@@ -65,26 +69,24 @@ def _converted(
     )
 
 
-def _is_converted(model: PreTrainedModel) -> bool:
-    shapes = {k: torch.empty_like(v, device="meta") for k, v in model.state_dict().items()}
+def _is_converted(model: PreTrainedModel, placement: Placement) -> bool:
+    shapes = placement.described(model)
     saved = revert_weight_conversion(model, shapes)
     return any(saved.get(name) is not value for name, value in shapes.items())
 
 
-def _merged(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
     base = base_policy(policy)
     [adapter] = policy.active_adapters
     adapted = _adapted_modules(base)
     prefixes = tuple(f"{name}." for name in adapted)
-    for name, value in base.state_dict().items():
-        if not name.startswith(prefixes):
-            yield name, value
+    yield from placement.weights(base, lambda name: not name.startswith(prefixes))
     for name, module in adapted.items():
         if hasattr(module, "modules_to_save"):
-            state = module.modules_to_save[adapter].state_dict()
+            weights = placement.weights(module.modules_to_save[adapter])
         else:
-            state = _merged_layer(module, adapter)
-        for key, value in state.items():
+            weights = iter(_merged_layer(placement.whole_copy(module), adapter).items())
+        for key, value in weights:
             yield f"{name}.{key}", value
 
 
@@ -116,12 +118,6 @@ def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
 
 
 def _merged_layer(layer: Any, adapter: str) -> dict[str, Tensor]:
-    """Return the layer's weights with the adapter in them; the layer stays as it was."""
-    base = layer.get_base_layer()
-    before = {name: value.clone() for name, value in base.state_dict().items()}
-    with torch.no_grad():
-        layer.merge(adapter_names=[adapter])
-        merged = {name: value.clone() for name, value in base.state_dict().items()}
-        layer.unmerge()
-        base.load_state_dict(before)  # unmerging subtracts, and rounds
-    return merged
+    """Return the layer's weights with the adapter in them; that changes the layer."""
+    layer.merge(adapter_names=[adapter])
+    return layer.get_base_layer().state_dict()

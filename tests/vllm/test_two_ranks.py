@@ -28,10 +28,10 @@ def run(*words: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are processes on a CPU")
-@pytest.mark.parametrize("mode", ["colocate", "parallel", "server", "overlap"])
+@pytest.mark.parametrize("mode", ["colocate", "parallel", "sharded", "server", "overlap"])
 def test_two_gloo_ranks(tmp_path, tokenizer, mode):
     file = str(tmp_path / "out")
-    if mode in ("colocate", "parallel"):  # an engine each, or one together
+    if mode in ("colocate", "parallel", "sharded"):  # an engine each, or one together
         run(mode, file)
     else:
         make_model(tokenizer, tied=True).save_pretrained(tmp_path / "model")

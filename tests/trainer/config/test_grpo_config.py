@@ -223,7 +223,7 @@ def test_no_warning_without_old_names(make_args, recwarn):
     assert not [item for item in recwarn if "Deprecated" in str(item.message)]
 
 
-@pytest.mark.parametrize("name", ["ds3_gather_for_generation"])
+@pytest.mark.parametrize("name", ["log_completions_hub_repo"])
 def test_what_is_not_built_is_no_field(make_args, name):
     with pytest.raises(TypeError, match=name):
         make_args(**{name: True})
