@@ -1,0 +1,152 @@
+"""Puts ours in the place of a host's functions while it is on, and theirs back again."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Host:
+    """A package that hooks were written for, and the versions that they were tested with."""
+
+    package: str  # as pip knows it
+    tested: tuple[str, ...]  # the first numbers of versions: "1.16" stands for every 1.16.x
+
+    def check(self, any_version: bool) -> None:
+        """Raise unless it is here, in a version that was tested or with ``any_version``.
+
+        Raises:
+            ImportError: it is not.
+        """
+        wanted = f"{self.package}: expected version {' or '.join(self.tested)}"
+        try:
+            found = version(self.package)
+        except PackageNotFoundError:
+            raise ImportError(f"{wanted}, but it is not installed") from None
+        tested = any(f"{found}.".startswith(f"{each}.") for each in self.tested)
+        if not tested and not any_version:
+            raise ImportError(f"{wanted}, got {found}; any_version=True tries it with this one")
+
+
+class Replacement(NamedTuple):
+    """What stands in for one attribute of a host's module, or of a class in it."""
+
+    owner: Any
+    name: str
+    ours: Any
+    everywhere: bool = False  # also in all modules that have imported it by this name
+
+
+_OURS: list[Any] = []  # what is in place, of all switches
+
+
+class Switch:
+    """Some attributes of a host that are ours while it is on."""
+
+    def __init__(self, host: Host, replacements: Callable[[], Iterable[Replacement]]) -> None:
+        self.host = host
+        self._replacements = replacements  # called once the host is known to be here
+        self._theirs: list[tuple[Replacement, Any]] = []
+
+    @property
+    def on(self) -> bool:
+        return bool(self._theirs)
+
+    def enable(self, *, any_version: bool = False) -> None:
+        """Put ours in place. Doing it twice is harmless.
+
+        Args:
+            any_version: also with a version of the host that was not tested.
+
+        Raises:
+            ImportError: the host is not installed, or in another version.
+            ValueError: it is too late, or something else has been put there.
+        """
+        if self.on:
+            return
+        self.host.check(any_version)
+        found = [(each, getattr(each.owner, each.name)) for each in self._replacements()]
+        for each, theirs in found:
+            if theirs in _OURS:
+                raise ValueError(
+                    f"{self.host.package}: {each.name} has been replaced already, by another switch"
+                )
+        for each, theirs in found:
+            _OURS.append(each.ours)
+            self._theirs.append((each, theirs))
+            _put(each, theirs, each.ours)
+
+    def disable(self) -> None:
+        """Put theirs back. Without effect while it is off.
+
+        Raises:
+            ValueError: somebody else has replaced ours meanwhile; undo that first.
+        """
+        for each, _ in self._theirs:
+            if getattr(each.owner, each.name) is not each.ours:
+                raise ValueError(
+                    f"{self.host.package}: expected {each.name} as enable() has left it, got "
+                    f"{getattr(each.owner, each.name)!r}; undo what has replaced it first"
+                )
+        while self._theirs:
+            each, theirs = self._theirs.pop()
+            _OURS.remove(each.ours)
+            _put(each, each.ours, theirs)
+
+    @contextmanager
+    def enabled(self, *, any_version: bool = False) -> Iterator[None]:
+        """Have ours in place within a ``with``; one that is on already stays on."""
+        before = self.on
+        self.enable(any_version=any_version)
+        try:
+            yield
+        finally:
+            if not before:
+                self.disable()
+
+
+def claim(model: Any, adapter: str) -> None:
+    """Note that an adapter changes a model; the same one may again.
+
+    Raises:
+        ValueError: another one has changed it.
+    """
+    first = vars(model).setdefault("_grpo_adapter", adapter)
+    if first != adapter:
+        raise ValueError(
+            f"model: expected one for {adapter} alone, got one that {first} has changed already; "
+            "load the model again"
+        )
+
+
+def release(model: Any) -> None:
+    """Take back :func:`claim`, by the adapter that has undone its changes."""
+    del vars(model)["_grpo_adapter"]
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def alive(cls: type) -> list[Any]:
+    """Return the objects of a class that exist, for hooks that are too late for these."""
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), cls)]
+
+
+def _put(place: Replacement, old: Any, new: Any) -> None:
+    setattr(place.owner, place.name, new)
+    if not place.everywhere:
+        return
+    for name, module in list(sys.modules.items()):
+        found = getattr(module, "__dict__", {}).get(place.name)
+        if found is old and name.split(".")[0] != __name__.split(".")[0]:
+            setattr(module, place.name, new)

@@ -1,0 +1,164 @@
+"""TRL's trainers (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) on our head.
+
+All of them give their model a fused LM head by one function, which takes log-probabilities from
+``lm_head.weight``. With ours the head is called as a module: it is right where it is sharded, and
+may have a LoRA adapter, which TRL refuses::
+
+    from grpo_kernels.integrations import trl
+
+    trl.enable()  # before a trainer is built
+
+``trl.FusedGRPOTrainer`` is TRL's GRPO trainer with the loss itself at the head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from grpo_kernels.head import Head, Transform, head_of_layer
+from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, alive, claim, module_of
+from grpo_kernels.linear_logprobs import linear_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# TRL's name of an output: ours
+_OUTPUTS = {
+    "log_probs": "logprobs",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_sq_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
+# they refuse an adapter on the head, which theirs would pass by
+_TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
+
+
+def enable(*, any_version: bool = False) -> None:
+    """Use our head in every trainer that is built from here on. Doing it twice is harmless.
+
+    Args:
+        any_version: also with a version of TRL that was not tested.
+
+    Raises:
+        ImportError: TRL is not installed, or in another version.
+        ValueError: a trainer with TRL's own head exists already.
+    """
+    SWITCH.host.check(any_version)
+    if not SWITCH.on and any(
+        map(_has_their_head, alive(module_of("transformers").PreTrainedModel))
+    ):
+        raise ValueError(
+            "enable: expected no trainer of TRL yet, got a model that has TRL's own fused head; "
+            "build trainers after enable(), and delete those that are there"
+        )
+    SWITCH.enable(any_version=any_version)
+
+
+def _replacements() -> Iterator[Replacement]:
+    utils = module_of("trl.trainer.utils")
+    yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
+    for name in _TRAINERS:
+        trainer = module_of(f"trl.trainer.{name}_trainer")
+        yield Replacement(trainer, "BaseTunerLayer", _NoAdapter("BaseTunerLayer", (), {}))
+
+
+class _NoAdapter(type):
+    """Class of what stands for PEFT's ``BaseTunerLayer`` where that is refused: nothing is one."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return False
+
+
+SWITCH = Switch(Host("trl", ("1.16",)), _replacements)
+disable, enabled = SWITCH.disable, SWITCH.enabled
+
+
+def add_fused_lm_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """Do what TRL's function of this name does: ``model(..., fused_lm_head=True)`` scores labels.
+
+    Raises:
+        ValueError: the head of the model cannot be expressed by ours, an output is unknown, or
+            another adapter has changed the model.
+    """
+    unknown = sorted(set(outputs) - set(_OUTPUTS))
+    if unknown:
+        raise ValueError(f"outputs: expected some of {', '.join(_OUTPUTS)}; got {unknown}")
+    head_of_layer(model.get_output_embeddings(), Transform())  # for its checks
+    if cast_lm_head_to_fp32:
+        _keep_in_fp32(model)
+    claim(model, "trl")
+    add_fused_head(model)
+    own_forward, wanted = model.forward, ("log_probs", *(set(outputs) - {"log_probs"}))
+
+    @functools.wraps(own_forward)
+    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return own_forward(*args, **kwargs)
+        labels, shifted, count = (
+            kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch")
+        )
+        target = labels[:, 1:] if shifted is None else shifted
+
+        def per_token(hidden: Tensor, head: Head) -> dict[str, Tensor]:
+            rows = hidden[:, :-1] if shifted is None else hidden
+            names = tuple(_OUTPUTS[name] for name in wanted)
+            found = linear_logprobs(
+                rows, head, target.to(rows.device), temperature=temperature, outputs=names
+            )
+            return {name: getattr(found, _OUTPUTS[name]) for name in wanted}
+
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        return _output(model, own_forward(*args, head_fn=per_token, **kwargs), target, count)
+
+    model.forward = forward
+
+
+def _output(model: PreTrainedModel, found: Any, target: Tensor, count: Any) -> Any:
+    """Return TRL's own output of what the head gave."""
+    per_token, aux_loss = found.head, found.aux_loss
+    label_mask = target.to(per_token["log_probs"].device) != -100
+    if "log_sum_sq_probs" in per_token:
+        squares = per_token["log_sum_sq_probs"].masked_fill(~label_mask, 1.0)
+        per_token["log_sum_sq_probs"] = squares.log()
+    count = label_mask.sum().clamp(min=1) if count is None else count
+    loss = -per_token["log_probs"].sum() / count
+    if aux_loss is not None:
+        config = model.config.get_text_config()
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+    output = module_of("trl.trainer.utils").FusedCausalLMOutput
+    return output(loss=loss, label_mask=label_mask, aux_loss=aux_loss, **per_token)
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """Do what TRL has done to the head, without a forward of the layer's own."""
+    layer = model.get_output_embeddings()
+    if hasattr(layer, "base_layer"):
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, got True"
+        )
+    vars(layer).pop("forward", None)
+    keep_head_in_fp32(model)
+
+
+def _has_their_head(model: PreTrainedModel) -> bool:
+    function = getattr(vars(model).get("forward"), "__func__", None)
+    return function is not None and function.__code__.co_name == "_fused_forward"
+
+
+def __getattr__(name: str) -> Any:
+    # TRL is imported by those who use it
+    if name != "FusedGRPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return module_of("grpo_kernels.integrations.trl_trainer").FusedGRPOTrainer

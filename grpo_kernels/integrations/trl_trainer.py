@@ -1,0 +1,155 @@
+"""TRL's GRPOTrainer with the loss at the head, where three GEMMs give loss and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.head import Head
+from grpo_kernels.integrations.trl import SWITCH
+from grpo_kernels.linear_policy_loss import linear_policy_loss
+from grpo_kernels.losses import LOSSES, LossConfig, Metrics, PolicyLossOutput
+
+# what a model takes besides ids and mask, under TRL's names of its inputs
+_OF_IMAGES = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+# metrics of TRL's loss
+_LOGGED = ("kl", "entropy", "policy_loss", "cispo_clip_ratio", "vespo/phi_seq_mean")
+
+
+class FusedGRPOTrainer(GRPOTrainer):
+    """``trl.GRPOTrainer`` whose policy loss is formed at the LM head, with the same metrics.
+
+    Old and reference log-probabilities come from our head as well. The head may have a LoRA
+    adapter. Arguments are TRL's.
+
+    Raises:
+        ImportError: TRL is of a version that was not tested.
+        ValueError: the head cannot be expressed by ours.
+    """
+
+    _entropy_window_stats: Any  # TRL's: (2,) sum and count of a step so far, or None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with SWITCH.enabled():
+            super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        config, batch = self._loss_config(), self._token_batch(inputs)
+        length = inputs["completion_ids"].shape[1]
+
+        def loss_of(hidden: Tensor, head: Head) -> PolicyLossOutput:
+            return linear_policy_loss(hidden[:, -length - 1 : -1], head, batch, config)
+
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
+            for name in ("ids", "mask")
+        )
+        given = {name: inputs[name] for name in _OF_IMAGES if inputs.get(name) is not None}
+        if self.aux_loss_enabled:
+            given["output_router_logits"] = True
+        with self.accelerator.autocast():
+            found = model(input_ids=ids, attention_mask=mask, head_fn=loss_of, **given)
+        loss, metrics = found.head
+        if self.use_adaptive_entropy and self._mode == "train":
+            self._adapt_entropy_coef(metrics)
+        self._log_metrics(metrics)
+        if not self.aux_loss_enabled:
+            return loss
+        aux_loss = self.accelerator.gather_for_metrics(found.aux_loss.detach()).mean()
+        self._metrics[self._mode]["aux_loss"].append(aux_loss.item())
+        return loss + self.router_aux_loss_coef * found.aux_loss / self._steps
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _steps(self) -> int:
+        """Micro-batches of an optimizer step; evaluation accumulates nothing."""
+        return self.current_gradient_accumulation_steps if self._mode == "train" else 1
+
+    def _loss_config(self) -> LossConfig:
+        """Return the loss as TRL's settings are now: callbacks may change them."""
+        args, own = self.args, fields(LOSSES[self.loss_type].surrogate)
+        settings = {x.name: getattr(args, x.name) for x in own if hasattr(args, x.name)}
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        return LossConfig(
+            loss_type=self.loss_type,
+            beta=self.beta,
+            importance_sampling_level=self.importance_sampling_level,
+            temperature=self.temperature,
+            use_bias_correction_kl=args.use_bias_correction_kl,
+            max_completion_length=self.max_completion_length,
+            # an adaptive one is the factor of each batch
+            entropy_coef=1.0 if self.use_adaptive_entropy else self.entropy_coef,
+            top_entropy_quantile=self.top_entropy_quantile,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            rollout_correction_mode=args.vllm_importance_sampling_mode if corrects else None,
+            rollout_correction_max=args.vllm_importance_sampling_clip_max,
+            rollout_correction_min=args.vllm_importance_sampling_clip_min,
+            **settings,
+        )
+
+    def _token_batch(self, inputs: dict[str, Any]) -> TokenBatch:
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        items = inputs["num_items_in_batch"].double() / self.accelerator.num_processes
+        if self._mode == "train":  # of the generation batch, of which a step may be a part
+            items = items * self._steps / self.args.steps_per_generation
+        return TokenBatch.from_padded(
+            inputs["completion_ids"],
+            inputs["advantages"],
+            mask,
+            old_logprobs=inputs.get("old_per_token_logps"),
+            ref_logprobs=inputs.get("ref_per_token_logps") if self.beta != 0 else None,
+            rollout_logprobs=inputs.get("sampling_per_token_logps"),
+            num_items_in_batch=items,
+            gradient_accumulation_steps=self._steps,
+            entropy_scale=self._entropy_scale,
+        )
+
+    @property
+    def _entropy_scale(self) -> float | None:
+        """The adaptive coefficient, none above the target; None: it is constant."""
+        if not self.use_adaptive_entropy:
+            return None
+        return self.entropy_coef if self._last_world_entropy <= self.args.entropy_target else 0.0
+
+    def _adapt_entropy_coef(self, metrics: Metrics) -> None:
+        """Move the coefficient towards the target once a step, by the entropy of all its tokens."""
+        stat = metrics.stats.get("entropy_top", metrics.stats["entropy"])
+        seen = torch.stack([stat.total, stat.count])
+        earlier = self._entropy_window_stats
+        self._entropy_window_stats = seen if earlier is None else earlier + seen
+        if not self.accelerator.sync_gradients:
+            return
+        total, count = self.accelerator.reduce(self._entropy_window_stats, "sum").tolist()
+        self._entropy_window_stats, self._last_world_entropy = None, total / max(count, 1)
+        args, below = self.args, self._last_world_entropy <= self.args.entropy_target
+        moved = self.entropy_coef + (args.entropy_coef_delta if below else -args.entropy_coef_delta)
+        self.entropy_coef = min(max(moved, args.entropy_coef_min), args.entropy_coef_max)
+
+    def _log_metrics(self, metrics: Metrics) -> None:
+        log = self._metrics[self._mode]
+        for name, value in metrics.gathered(self.accelerator.gather).items():
+            if name in _LOGGED or name.startswith("clip_ratio/"):
+                log[name].append(value.item())
+        if (
+            self._entropy_bonus_enabled
+            and self._mode == "train"
+            and self.accelerator.sync_gradients
+        ):
+            log["entropy_coef"].append(self.entropy_coef)
