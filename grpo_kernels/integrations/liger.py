@@ -1,0 +1,245 @@
+"""Liger's GRPO loss module on our kernels, for trainers that call it (ms-swift, TRL before 1.12).
+
+    from grpo_kernels.integrations import liger
+
+    liger.enable()  # before a trainer is built: it makes ours where it would make Liger's
+
+``LigerFusedLinearGRPOLoss`` here can also be built without Liger.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.head import Transform, head_of_layer
+from grpo_kernels.hf import logit_scale, softcap
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, alive, module_of
+from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.linear_policy_loss import linear_policy_loss
+from grpo_kernels.losses import LossConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
+# what each loss takes, of the settings that not all take
+_CLIP = ("epsilon", "epsilon_high", "delta")
+_SETTINGS = {
+    "cispo": ("epsilon_high",),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
+
+    ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
+    tokens. Beyond Liger's: advantages of one per token, (B, T), and batches without padding. Other
+    than Liger's, luspo with a KL penalty or weights per token does not count padding (as TRL 1.16).
+
+    Args:
+        beta, loss_type, importance_sampling_level, temperature, max_completion_length, delta,
+            use_bias_correction_kl: as in :class:`grpo_kernels.LossConfig`.
+        epsilon_low, epsilon_high: its ``epsilon`` and ``epsilon_high``.
+        sapo_temperature_pos, ..., vespo_lambda_neg: settings of the losses of these names.
+        use_ref_model: whether reference log-probabilities, or what gives them, will come.
+        compiled, chunk_size: without effect: there is one kernel, in chunks of its own.
+
+    Raises:
+        ValueError: a setting is out of range, or a name unknown.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+    ) -> None:
+        super().__init__()
+        given = {**locals(), "epsilon": epsilon_low}
+        takes = _SETTINGS.get(loss_type, _CLIP)
+        if delta is not None and "delta" not in takes:
+            raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
+        self.config = LossConfig(
+            loss_type=loss_type,
+            beta=beta,
+            importance_sampling_level=importance_sampling_level,
+            temperature=temperature,
+            max_completion_length=max_completion_length,
+            use_bias_correction_kl=use_bias_correction_kl,
+            rollout_correction_mode=None,
+            **{name: given[name] for name in takes},
+        )
+        self.use_ref_model = use_ref_model
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor | None,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss and its metrics.
+
+        Args:
+            _input: (B, T, D) hidden states, or (B * T, D).
+            lin_weight: (V, D); bias: (V,).
+            selected_token_ids, attention_mask: (B, T); without padding (N,), with ``cu_seqlens``.
+            advantages: (B,), or one per token.
+            ref_per_token_logps, old_per_token_logps: as ``selected_token_ids``.
+            ref_input, ref_weight, ref_bias: what gives the reference's, where they are None.
+            vllm_is_ratio: (B,), (B, 1) or (B, T) factors on the tokens' loss.
+            num_items_in_batch: what dapo, cispo and vespo divide by, of all processes; None: the
+                valid tokens of this call on all processes.
+            cu_seqlens: (B + 1,) where the sequences of a batch without padding begin and end.
+
+        Raises:
+            ValueError: a shape, dtype or value is wrong; the message names our own argument.
+        """
+        ids = selected_token_ids
+        hidden = _input.reshape(*ids.shape, _input.shape[-1])
+        reference = ref_per_token_logps
+        if (
+            reference is None
+            and self.use_ref_model
+            and ref_input is not None
+            and ref_weight is not None
+        ):
+            with torch.no_grad():
+                reference = linear_logprobs(
+                    ref_input.reshape(*ids.shape, -1), ref_weight, ids, bias=ref_bias,
+                    temperature=self.config.temperature,
+                ).logprobs  # fmt: skip
+        counted = ids != -100 if attention_mask is None else attention_mask
+        optional: Any = {
+            "old_logprobs": old_per_token_logps,
+            "ref_logprobs": reference if self.config.beta != 0 else None,
+            "rollout_weights": _per_token(vllm_is_ratio, ids, cu_seqlens),
+            "num_items_in_batch": _tokens_per_process(counted, num_items_in_batch),
+        }
+        if cu_seqlens is None:
+            batch = TokenBatch.from_padded(ids, advantages, counted, **optional)
+        else:
+            batch = TokenBatch.from_packed(ids, advantages, cu_seqlens, counted, **optional)
+        loss, metrics = linear_policy_loss(hidden, lin_weight, batch, self.config, bias=bias)
+        found = [metrics["kl"]] if self.config.beta != 0 else []
+        clipped = [metrics[name] for name in _CLIPPED if name in metrics]
+        return loss, (*found, *(clipped or [torch.zeros_like(loss.detach())]))
+
+
+def _replacements() -> Iterator[Replacement]:
+    module = module_of("liger_kernel.chunked_loss.grpo_loss")
+    name = LigerFusedLinearGRPOLoss.__name__
+    yield Replacement(module, name, LigerFusedLinearGRPOLoss, everywhere=True)
+
+
+SWITCH = Switch(Host("liger-kernel", ("0.8.1", "0.8.5")), _replacements)
+disable, enabled = SWITCH.disable, SWITCH.enabled
+
+
+def enable(*, any_version: bool = False) -> None:
+    """Make ours where trainers make Liger's module, from here on. Doing it twice is harmless.
+
+    Args:
+        any_version: also with a version of Liger that was not tested.
+
+    Raises:
+        ImportError: Liger is not installed, or in another version.
+        ValueError: a module of Liger's exists already, as a trainer that was built earlier has one.
+    """
+    SWITCH.host.check(any_version)
+    if not SWITCH.on:
+        theirs = module_of("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+        if alive(theirs):
+            raise ValueError(
+                "enable: expected no LigerFusedLinearGRPOLoss of Liger's yet, got one; build "
+                "trainers after enable(), and delete those that are there"
+            )
+    SWITCH.enable(any_version=any_version)
+
+
+def instead_of(
+    theirs: nn.Module, model: PreTrainedModel, *, any_version: bool = False
+) -> LigerFusedLinearGRPOLoss:
+    """Return ours with the settings of a module of Liger's that a trainer has made for ``model``.
+
+    Raises:
+        ImportError: Liger is not installed, or in a version that was not tested.
+        ValueError: the logits of ``model`` are not those of ``lm_head.weight`` and ``.bias`` alone,
+            which is all that a trainer hands to the module; or a setting is one that ours refuses.
+    """
+    SWITCH.host.check(any_version)
+    _check_head(model)
+    names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
+    if isinstance(theirs, LigerFusedLinearGRPOLoss):
+        return theirs  # made while enable() was in force
+    return LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    scale, cap = logit_scale(config), softcap(config)
+    if scale != 1 or cap is not None:
+        raise ValueError(
+            "model: expected logits without scale and softcap, which Liger's module knows nothing "
+            f"of; got scale {scale} and softcap {cap} ({config.model_type})"
+        )
+    if head_of_layer(model.get_output_embeddings(), Transform()).lora is not None:
+        raise ValueError(
+            "model: expected lm_head without an adapter, whose weight Liger's module does not "
+            "get; got LoRA on it"
+        )
+
+
+def _per_token(ratio: Tensor | None, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Return weights in the shape of the ids."""
+    if ratio is None or ratio.shape == ids.shape:
+        return ratio
+    if cu_seqlens is not None:
+        return torch.repeat_interleave(ratio.reshape(-1), cu_seqlens.diff().long())
+    return ratio.reshape(ids.shape[0], -1).expand(ids.shape)
+
+
+def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:
+    """Return the mean over the processes of the tokens to divide by."""
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if given is not None:
+        tokens = torch.as_tensor(given, device=counted.device).double()
+    else:
+        tokens = counted.sum().double()
+        if processes > 1:
+            dist.all_reduce(tokens)
+    return (tokens / processes).clamp(min=1)

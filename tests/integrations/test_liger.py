@@ -1,0 +1,180 @@
+"""Liger's loss module and ours in its place give the same loss, gradients and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.integrations import liger
+from tests.hf.test_families import tiny_model
+
+theirs = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+B, T, D, V = 3, 7, 8, 61
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"beta": 0.0, "epsilon_high": 0.3, "temperature": 0.7},
+    "bnpo": {"delta": 1.3, "use_bias_correction_kl": True},
+    "dr_grpo": {"max_completion_length": 9},
+    "luspo": {"importance_sampling_level": "sequence", "beta": 0.0},
+    "cispo": {"epsilon_high": 1.1},
+    "sapo": {"sapo_temperature_pos": 2.0},
+    "vespo": {"vespo_k_neg": 2.5},
+}
+
+
+def make_inputs(seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    hidden, weight, bias = normal(B, T, D), normal(V, D), normal(V)
+    ids = torch.randint(0, V, (B, T), generator=g)
+    logits = (hidden @ weight.T + bias).log_softmax(-1)
+    own = logits.gather(-1, ids[..., None]).squeeze(-1)
+    mask = torch.ones(B, T, dtype=torch.int64)
+    mask[0, 4:] = mask[2, 6:] = 0
+    return {
+        "_input": hidden,
+        "lin_weight": weight,
+        "selected_token_ids": ids,
+        "attention_mask": mask,
+        "advantages": normal(B),
+        "bias": bias,
+        "ref_per_token_logps": own + 0.2 * normal(B, T),
+        "old_per_token_logps": own + 0.2 * normal(B, T),
+    }
+
+
+def run(module: Any, inputs: dict[str, Tensor], **more: Any) -> tuple[Any, Any, Any]:
+    inputs = dict(inputs)
+    names = ("_input", "lin_weight", "bias")
+    leaves = [inputs[name].clone().requires_grad_() for name in names]
+    inputs |= dict(zip(names, leaves, strict=True))
+    loss, metrics = module(**inputs, **more)
+    return loss.detach(), torch.autograd.grad(loss, leaves), tuple(metrics)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("loss_type", CASES)
+@pytest.mark.parametrize("ratio", [None, (B,), (B, 1), (B, T)], ids=str)
+@pytest.mark.filterwarnings("ignore:cispo uses")
+def test_parity(loss_type: str, ratio: tuple[int, ...] | None) -> None:
+    settings = {"loss_type": loss_type, "compiled": False, **CASES[loss_type]}
+    if loss_type == "luspo" and ratio == (B, T):
+        pytest.skip("Liger's then counts padding")
+    inputs = make_inputs()
+    more: dict[str, Any] = {}
+    if ratio is not None:
+        more["vllm_is_ratio"] = torch.rand(*ratio) + 0.5
+        more["num_items_in_batch"] = torch.tensor(31.0)
+    if ratio == (B, T):
+        more["vllm_is_ratio"][1, 2] = 0  # masked by the host
+    if loss_type == "vespo" and ratio in ((B,), (B, 1)):
+        more["vllm_is_ratio"] = more["vllm_is_ratio"].reshape(B, 1).expand(B, T)  # one per token
+    if loss_type == "vespo" and ratio is not None:  # they sum masked tokens' as well
+        more["vllm_is_ratio"] = more["vllm_is_ratio"].masked_fill(inputs["attention_mask"] == 0, 1)
+    found = run(liger.LigerFusedLinearGRPOLoss(**settings), inputs, **more)
+    assert_alike(found, run(theirs(**settings), inputs, **more))
+
+
+def test_reference_from_its_hidden_states() -> None:
+    inputs = make_inputs()
+    del inputs["ref_per_token_logps"]
+    other = make_inputs(1)
+    more = {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
+    more |= {"ref_bias": other["bias"]}
+    settings = {"compiled": False, "temperature": 0.9}
+    found = run(liger.LigerFusedLinearGRPOLoss(**settings), inputs, **more)
+    assert_alike(found, run(theirs(**settings), inputs, **more))
+
+
+def test_flat_hidden_states_and_none_for_what_is_optional() -> None:
+    inputs = make_inputs()
+    settings = {"compiled": False, "beta": 0.0, "use_ref_model": False}
+    for name in ("ref_per_token_logps", "old_per_token_logps"):
+        del inputs[name]
+    expected = run(theirs(**settings), inputs)
+    module = liger.LigerFusedLinearGRPOLoss(**settings)
+    assert_alike(run(module, inputs), expected)
+    flat = inputs | {"_input": inputs["_input"].reshape(-1, D)}
+    loss, gradients, metrics = run(module, flat)
+    gradients = (gradients[0].reshape(B, T, D), *gradients[1:])
+    assert_alike((loss, gradients, metrics), expected)
+
+
+def test_without_padding_and_advantages_per_token() -> None:
+    inputs = make_inputs()
+    module = liger.LigerFusedLinearGRPOLoss(loss_type="grpo")
+    ratio = {"vllm_is_ratio": torch.rand(B) + 0.5}
+    loss, _, metrics = run(module, inputs, **ratio)
+    kept = inputs["attention_mask"] == 1
+    names = ("_input", "selected_token_ids", "ref_per_token_logps", "old_per_token_logps")
+    packed = inputs | {name: inputs[name][kept] for name in names} | {"attention_mask": None}
+    packed["cu_seqlens"] = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+    again = run(module, packed, **ratio)
+    assert_alike((again[0], again[2]), (loss, metrics))
+    per_token = inputs | {"advantages": inputs["advantages"][:, None].expand(B, T)}
+    again = run(module, per_token, **ratio)
+    assert_alike((again[0], again[2]), (loss, metrics))
+
+
+def test_what_is_wrong_is_named() -> None:
+    with pytest.raises(ValueError, match="loss_type: expected one of"):
+        liger.LigerFusedLinearGRPOLoss(loss_type="ppo")
+    with pytest.raises(ValueError, match="delta: expected None for loss_type 'sapo', got 2.0"):
+        liger.LigerFusedLinearGRPOLoss(loss_type="sapo", delta=2.0)
+    inputs = make_inputs()
+    del inputs["ref_per_token_logps"]
+    with pytest.raises(ValueError, match="ref_logprobs: expected the reference's"):
+        liger.LigerFusedLinearGRPOLoss()(**inputs)
+
+
+@pytest.mark.parametrize("loss_type", CASES)
+@pytest.mark.filterwarnings("ignore:cispo uses")
+def test_with_the_settings_of_theirs(loss_type: str) -> None:
+    settings = {"loss_type": loss_type, "compiled": False, "beta": 0.2, **CASES[loss_type]}
+    model = tiny_model("qwen2")
+    made = liger.instead_of(theirs(**settings), model)
+    assert liger.instead_of(made, model) is made
+    plain = liger.LigerFusedLinearGRPOLoss(**settings)
+    assert (made.config, made.use_ref_model) == (plain.config, plain.use_ref_model)
+
+
+@pytest.mark.parametrize("family, what", [("gemma2", "softcap 5.0"), ("cohere", "scale 0.25")])
+def test_heads_that_the_module_is_not_told_of(family: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"model: expected logits without .* {what}"):
+        liger.instead_of(theirs(), tiny_model(family))
+
+
+def test_an_adapter_that_the_module_is_not_told_of() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model("qwen2"), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="model: expected lm_head without an adapter"):
+        liger.instead_of(theirs(), model)
+
+
+def test_in_its_place() -> None:
+    package = pytest.importorskip("liger_kernel.chunked_loss")
+    with liger.enabled():
+        assert package.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
+        assert package.grpo_loss.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
+    assert package.LigerFusedLinearGRPOLoss is theirs
+    assert liger.LigerFusedLinearGRPOLoss is not theirs
+
+
+def test_too_late() -> None:
+    module = theirs(compiled=False)
+    with pytest.raises(ValueError, match="expected no LigerFusedLinearGRPOLoss of Liger's yet"):
+        liger.enable()
+    assert not liger.SWITCH.on
+    del module
+    liger.enable()
+    liger.enable()  # again, without effect
+    liger.disable()

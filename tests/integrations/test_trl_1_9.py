@@ -1,0 +1,77 @@
+"""TRL from before its fused head: its Liger loss and its scorers, with theirs and with ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.hosts import need
+
+need("trl_1_9")
+
+from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger  # noqa: E402
+from tests.integrations import trl_cases as cases  # noqa: E402
+
+# Liger's layers are Triton kernels without an interpreter
+_NO_LAYERS = dict.fromkeys(
+    ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy"), False
+)
+LIGER: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo", "temperature": 0.7, "epsilon_high": 0.3, "num_iterations": 2},
+    "bnpo": {"loss_type": "bnpo", "importance_sampling_level": "sequence", "beta": 0.0},
+    "dr_grpo": {"loss_type": "dr_grpo", "delta": 1.5, "use_bias_correction_kl": True},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 2.0},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+}
+LAZY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "grpo": (cases._grpo, {}),
+    "entropy bonus": (cases._grpo, {"entropy_coef": 0.1, "temperature": 0.7}),
+    "off-policy": (cases._grpo, {"num_iterations": 2, "loss_type": "dr_grpo"}),
+    "few tokens": (cases._grpo, {"top_entropy_quantile": 0.5, "loss_type": "cispo"}),
+    "rloo": (cases._rloo, {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):  # Liger compiles its module
+        yield
+
+
+@pytest.mark.parametrize("name", LIGER)
+@pytest.mark.filterwarnings("ignore:cispo uses")
+def test_the_loss_of_liger(name: str) -> None:
+    more = {**LIGER[name], "use_liger_kernel": True, "liger_kernel_config": _NO_LAYERS}
+    expected = cases._train(cases._grpo, **more)
+    with liger.enabled():
+        trainer = cases._build(cases._grpo, **more)
+    assert type(trainer.liger_loss) is liger.LigerFusedLinearGRPOLoss
+    cases._compare(cases.run(trainer), expected)
+    assert cases._train(cases._grpo, **more)[0] == expected[0]  # off again without a trace
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_logits_that_are_not_formed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, more = LAZY[name]
+    expected = cases._train(make, **more)
+    form = lazy_logits._Recipe.logits
+
+    def of_next_tokens(self: Any) -> torch.Tensor:
+        assert self.hidden.dim() == 2  # while sampling
+        return form(self)
+
+    monkeypatch.setattr(lazy_logits._Recipe, "logits", of_next_tokens)
+    trainer = cases._build(make, **more)
+    models = [x for x in (trainer.model, trainer.ref_model) if x is not None]
+    for model in models:
+        lazy_hosts.enable(model, "trl")
+    cases._compare(cases.run(trainer), expected)
+    for model in models:
+        lazy_hosts.disable(model)
+    assert not lazy_hosts.SWITCHES["trl"].on
+    assert cases._train(make, **more)[0] == expected[0]  # off again without a trace
