@@ -1,0 +1,93 @@
+"""Heads of Megatron: the vocabulary in equal shares over ranks, hidden states perhaps as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.head import VocabShard
+from grpo_kernels.ranks import gather, process_group
+
+
+def vocab_shard_of(
+    weight: Tensor, tp_group: Any, start: int | None = None, end: int | None = None
+) -> VocabShard | None:
+    """Return which ids a weight (V / n, D) holds; None if one rank holds all.
+
+    All ranks have as many, so that none has to be asked.
+
+    Args:
+        weight: this rank's rows.
+        tp_group: the n ranks that share the vocabulary.
+        start, end: the ids that a host takes them for, which is checked; None: it does not say.
+
+    Raises:
+        ValueError: these are not the ids of equal shares, or the group is none of this rank.
+    """
+    group = process_group("tp_group", tp_group)
+    rank, size, rows = dist.get_rank(group), dist.get_world_size(group), weight.shape[0]
+    for name, value, expected in (
+        ("vocab_start_index", start, rank * rows),
+        ("vocab_end_index", end, (rank + 1) * rows),
+    ):
+        if value is not None and value != expected:
+            raise ValueError(
+                f"{name}: expected {expected} for rank {rank} of {size} with {rows} rows, "
+                f"got {value}"
+            )
+    if size == 1:
+        return None
+    shares = (rows,) * size
+    return VocabShard(group=group.group_name, rank=rank, rows=shares, vocab_size=sum(shares))
+
+
+def whole_sequence(hidden: Tensor, length: int, tp_group: Any) -> Tensor:
+    """Return (S, B, D) hidden states of rows that may be split over the ranks (S / n, B, D).
+
+    The gradient of the result is taken to be whole on every rank, as our ops give it: each rank
+    keeps that of its rows.
+
+    Raises:
+        ValueError: the rows are neither all ``length`` nor a rank's share of them.
+    """
+    group = process_group("tp_group", tp_group)
+    size = dist.get_world_size(group)
+    if hidden.shape[0] == length:
+        return hidden
+    if hidden.shape[0] * size != length:
+        raise ValueError(
+            f"tensor_parallel_hidden_states: expected {length} rows (of target), or 1 / {size} of "
+            f"them, got {hidden.shape[0]}"
+        )
+    return _WholeSequence.apply(hidden, group)
+
+
+class _WholeSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        start = dist.get_rank(group) * part.shape[0]
+        ctx.own = slice(start, start + part.shape[0])
+        return gather(part, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
+        return dwhole[ctx.own].contiguous(), None
+
+
+def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:
+    """Return ``x``, whose gradient is this rank's share of the whole, for hosts that sum shares."""
+    return x if shard is None else _Share.apply(x, shard.size)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx / ctx.size, None

@@ -1,0 +1,95 @@
+"""Our losses for hosts that hand over log-probabilities, want a sum and normalise by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.losses import (
+    LOSSES,
+    LazyMetrics,
+    LossConfig,
+    PolicyLossOutput,
+    Weights,
+    check_loss_inputs,
+    check_name,
+    loss_stats,
+    weighted_loss,
+)
+
+# settings that none of these hosts lets a loss honour, and why
+_REFUSED = {
+    "loss_type": "it is the name of the loss",
+    "temperature": "the host's log-probabilities are at its own",
+    "max_completion_length": "the host normalises",
+    "entropy_coef": "the host gives a loss no entropies",
+    "top_entropy_quantile": "the host gives a loss no entropies",
+}
+
+
+def check_aggregation(loss_type: str, known: Mapping[str, str], host: str) -> None:
+    """Raise ValueError unless the host can normalise as the named loss does.
+
+    Args:
+        loss_type: a name of ``grpo_kernels.losses.LOSSES``.
+        known: what the host can do, by the name of our aggregation.
+        host: what to call it.
+    """
+    check_name("loss_type", loss_type, LOSSES)
+    if LOSSES[loss_type].aggregation not in known:
+        possible = [name for name, loss in LOSSES.items() if loss.aggregation in known]
+        raise ValueError(
+            f"loss_type: expected one of {', '.join(possible)}, which normalise as {host} does, "
+            f"got {loss_type!r} ({LOSSES[loss_type].aggregation})"
+        )
+
+
+def config_of(
+    loss_type: str, settings: Mapping[str, Any], refused: Mapping[str, str]
+) -> LossConfig:
+    """Return the config of a loss whose aggregation is left to the host.
+
+    Raises:
+        ValueError: a setting is unknown, out of range, or one that the host gives no way to honour:
+            ``refused`` says why, by name.
+    """
+    refused = {**_REFUSED, **refused}
+    for name, value in settings.items():
+        if name in refused:
+            raise ValueError(f"{name}: expected none here ({refused[name]}), got {value!r}")
+    # without a correction that nobody asked for; the length is not divided by
+    values = {"rollout_correction_mode": None, "max_completion_length": 1, **settings}
+    return LossConfig(loss_type=loss_type, **values)
+
+
+def summed_loss(
+    logprobs: Tensor, batch: TokenBatch, config: LossConfig, weights: Tensor | None = None
+) -> PolicyLossOutput:
+    """Compute the loss as a sum over tokens, in place of the aggregation of ``config``.
+
+    Args:
+        logprobs: fp32 or fp64, laid out as ``batch`` was built.
+        batch: the T valid tokens.
+        config: the loss.
+        weights: factors on the tokens' losses, laid out likewise; None: 1.
+
+    Raises:
+        ValueError: the loss needs something that the batch does not have.
+    """
+    check_loss_inputs(batch, config)
+    logprobs = _of_tokens(logprobs, batch)
+    factors = torch.ones_like(logprobs)
+    if weights is not None:
+        factors = _of_tokens(weights, batch).to(logprobs.dtype)
+    loss, gate = weighted_loss(logprobs, batch, config, None, Weights(factors, None))
+    metrics = LazyMetrics(loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=None)
+    return PolicyLossOutput(loss, metrics)
+
+
+def _of_tokens(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Return those of the valid tokens, (T,)."""
+    return values.flatten() if batch.rows is None else values.flatten()[batch.rows]

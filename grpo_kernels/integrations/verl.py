@@ -1,0 +1,261 @@
+"""verl's fused heads on ours: FSDP's (``impl_backend`` torch, liger or triton) and Megatron's.
+
+    from grpo_kernels.integrations import verl
+
+    verl.enable()  # in each worker, before models are built
+
+In a run of verl each worker does that with
+``actor_rollout_ref.model.external_lib=grpo_kernels.integrations.verl_external_lib``.
+
+The log-probabilities of a model are taken by calling its head as a module, with the bias, softcap
+and scale that its config declares and any LoRA adapter, at a temperature per sample if need be.
+:func:`register_policy_loss` makes a loss of ours a ``loss_mode`` of theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.head import Head, VocabShard
+from grpo_kernels.hf import add_fused_head
+from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, claim, module_of
+from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
+from grpo_kernels.losses import LossConfig, policy_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_BACKENDS = ("torch", "liger", "triton")
+_OUTPUTS = ("logprobs", "entropy")
+# what verl calls our aggregations
+_AGGREGATIONS = {
+    "sequence_mean": "seq-mean-token-mean",
+    "sequence_sum": "seq-mean-token-sum",
+    "fixed_length": "seq-mean-token-sum-norm",
+    "token_mean": "token-mean",
+    "window_token_mean": "token-mean",
+}
+
+
+def _replacements() -> Iterator[Replacement]:
+    fused = module_of("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    yield Replacement(fused, "forward", _fused_linear_for_ppo)
+    kernel = module_of("verl.utils.kernel.linear_cross_entropy")
+    yield Replacement(kernel, "linear_cross_entropy", linear_cross_entropy, everywhere=True)
+    patch = module_of("verl.models.transformers.monkey_patch")
+    yield Replacement(patch, "patch_forward_with_backends", patch_forward_with_backends)
+    engine = module_of("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
+    yield Replacement(engine, "prepare_model_inputs", _at_any_temperature(engine))
+
+
+SWITCH = Switch(Host("verl", ("0.9",)), _replacements)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
+
+
+def patch_forward_with_backends(
+    model: PreTrainedModel,
+    use_fused_kernels: bool = False,
+    fused_kernels_backend: str | None = None,
+) -> None:
+    """Do what verl's function of this name does: ``model(..., temperature=...)`` scores tokens.
+
+    Args:
+        model: one with a linear LM head; this object alone is changed, not its class.
+        use_fused_kernels: without it nothing is done.
+        fused_kernels_backend: a backend of verl's. All of them are ours here.
+
+    Raises:
+        ValueError: the backend is unknown (verl's own then scores by full logits), the head of the
+            model cannot be expressed, or another adapter has changed the model.
+    """
+    if not use_fused_kernels:
+        return
+    if fused_kernels_backend not in _BACKENDS:
+        raise ValueError(
+            f"impl_backend: expected one of {', '.join(_BACKENDS)}, got {fused_kernels_backend!r}"
+        )
+    claim(model, "verl")
+    add_fused_head(model)
+    own_forward = model.forward
+
+    @functools.wraps(own_forward)
+    def forward(*args: Any, temperature: float | Tensor | None = None, **kwargs: Any) -> Any:
+        if temperature is None:
+            return own_forward(*args, **kwargs)
+        target = _targets(kwargs)
+        found = own_forward(*args, head_fn=functools.partial(_score, target, temperature), **kwargs)
+        output = module_of("verl.models.transformers.dense_common").CausalLMOutputForPPO
+        return output(**found.head)
+
+    model.forward = forward
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    reduction: str = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities (N,) and entropies (N,) of labels.
+
+    Args:
+        hidden: (..., D), N rows. With a group of more than one rank its gradients are, as verl's,
+            parts that add up to the whole over the ranks, as leaving a sequence-parallel region
+            does.
+        weight: (V, D), or this rank's rows of it.
+        labels: N ids of the whole vocabulary.
+        temperature: a number, or one per row.
+        reduction: ``"none"``.
+        dist_process_group: the ranks that share the vocabulary, or None.
+
+    Raises:
+        ValueError: another reduction, or what :func:`grpo_kernels.linear_logprobs` raises.
+    """
+    if reduction != "none":
+        raise ValueError(f"reduction: expected 'none', got {reduction!r}")
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    shard = None if dist_process_group is None else vocab_shard_of(weight, dist_process_group)
+    hidden = with_share_of_gradient(hidden, shard)
+    found = _scored(hidden, weight, labels, temperature, shard)
+    return found.logprobs, found.entropy  # type: ignore[return-value]
+
+
+def register_policy_loss(name: str, config: LossConfig) -> None:
+    """Make a loss of ours a ``loss_mode`` of verl's.
+
+    ``actor.loss_agg_mode`` has to be the aggregation that is part of the loss. Its settings are
+    those of ``config``: ``clip_ratio`` and others of verl's have no effect on it.
+
+    Args:
+        name: for ``actor.policy_loss.loss_mode``.
+        config: the loss without KL penalty and entropy bonus, which verl adds itself.
+
+    Raises:
+        ValueError: the name is taken, or the config has what verl adds.
+    """
+    registry = module_of("verl.trainer.ppo.core_algos").POLICY_LOSS_REGISTRY
+    if name in registry:
+        raise ValueError(f"name: expected one that verl does not have yet, got {name!r}")
+    for setting, off in (("beta", 0), ("entropy_coef", 0), ("top_entropy_quantile", 1)):
+        if (value := getattr(config, setting)) != off:
+            raise ValueError(f"{setting}: expected {off}, as verl gives log-probabilities alone, "
+                             f"got {value}")  # fmt: skip
+    registry[name] = functools.partial(_policy_loss, config)
+
+
+def _policy_loss(
+    loss_config: LossConfig,
+    old_log_prob: Tensor,  # (B, L), as all but the last
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,  # verl's ActorConfig
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    expected = _AGGREGATIONS[loss_config.loss.aggregation]
+    if loss_agg_mode != expected:
+        raise ValueError(
+            f"loss_agg_mode: expected {expected!r}, the aggregation of {loss_config.loss_type}, "
+            f"got {loss_agg_mode!r}"
+        )
+    mask = response_mask.bool()
+    of_all = dict(getattr(config, "global_batch_info", {}))
+    length, own_length = of_all.get("loss_scale_factor"), loss_config.max_completion_length
+    if loss_config.aggregation.divides_by_max_length and length not in (None, own_length):
+        raise ValueError(
+            f"loss_scale_factor: expected None or max_completion_length = {own_length}, "
+            f"got {length}"
+        )
+    processes = of_all.get("dp_size") or 1
+    tokens = of_all.get("batch_num_tokens") or mask.sum()
+    batch = TokenBatch.from_padded(
+        torch.where(mask, 0, -100), advantages, mask, old_logprobs=old_log_prob,
+        rollout_weights=rollout_is_weights, num_items_in_batch=tokens / processes,
+        num_tokens_in_micro_batch=tokens / processes,
+    )  # fmt: skip
+    loss, metrics = policy_loss(log_prob[mask].float(), batch, loss_config)
+    if expected != "token-mean":
+        # verl divides by the sequences of all processes, and leaves out those without tokens
+        sequences = of_all.get("global_batch_size") or mask.any(-1).sum()
+        loss = loss * (mask.shape[0] * processes / sequences)
+    found = {f"actor/{name}": float(value) for name, value in metrics.items()}
+    return loss, found
+
+
+def _fused_linear_for_ppo(
+    self: Any,
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    input_ids: Tensor,
+    temperature: float | Tensor = 1.0,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Stand in for the forward of ``FusedLinearForPPO``."""
+    found = _scored(hidden_states, vocab_weights, input_ids, temperature)
+    return found.logprobs, found.entropy
+
+
+def _scored(
+    hidden: Tensor,
+    weight: Tensor | Head,
+    ids: Tensor,
+    temperature: float | Tensor,  # a number, one per sample or one per token
+    shard: VocabShard | None = None,
+) -> LinearLogprobs:
+    if isinstance(temperature, Tensor) and temperature.shape != ids.shape:
+        per_sample = temperature.reshape(-1, *[1] * (ids.dim() - 1))
+        temperature = per_sample.expand(ids.shape).to(ids.device)
+    ids = ids.to(hidden.device, torch.int64)
+    return linear_logprobs(
+        hidden, weight, ids, temperature=temperature, vocab_shard=shard, outputs=_OUTPUTS
+    )
+
+
+def _score(
+    target: Tensor, temperature: float | Tensor, hidden: Tensor, head: Head
+) -> dict[str, Tensor | None]:
+    found = _scored(hidden, head, target, temperature)
+    return {"log_probs": found.logprobs, "entropy": found.entropy}
+
+
+def _targets(kwargs: dict[str, Any]) -> Tensor:
+    """Take the token that follows each one out of a forward's arguments, as verl's forwards do."""
+    shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
+    if shifted is not None:
+        return shifted
+    labels = kwargs.get("input_ids") if labels is None else labels
+    if labels is None:
+        raise ValueError("input_ids: expected ids, labels or shift_labels to score, got None")
+    return torch.roll(labels, shifts=-1, dims=-1)
+
+
+def _at_any_temperature(engine: Any) -> Any:
+    """Return ``prepare_model_inputs`` that hands temperatures per sample to the fused head."""
+    theirs = engine.prepare_model_inputs
+    utils = module_of("verl.utils.tensordict_utils")
+
+    @functools.wraps(theirs)
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        fused = utils.get_non_tensor_data(micro_batch, "use_fused_kernels", default=False)
+        if not fused or not isinstance(micro_batch["temperature"], Tensor):
+            return theirs(self, micro_batch)
+        unfused = micro_batch.copy()
+        utils.assign_non_tensor(unfused, use_fused_kernels=False)
+        inputs, outputs = theirs(self, unfused)
+        inputs |= {"return_dict": True, "temperature": micro_batch["temperature"]}
+        if "temperature_rmpad" in outputs:  # packed
+            inputs["temperature"] = outputs["temperature_rmpad"][None]
+            inputs["shift_labels"] = outputs["input_ids_rmpad_rolled"][None]
+        return inputs, outputs
+
+    return prepare_model_inputs

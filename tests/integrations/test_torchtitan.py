@@ -1,0 +1,154 @@
+"""torchtitan's RL losses in its chunked wrapper and ours at the head train alike."""
+
+from __future__ import annotations
+
+import copy
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from grpo_kernels.integrations import torchtitan as ours
+from tests.sharded.ranks import run_on_ranks
+
+pytest.importorskip("torchtitan", reason="needs the environment of tests/integrations/run.sh")
+
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.models.common.linear import Linear
+
+STEPS, B, L, D, V = 10, 3, 8, 16, 61
+
+
+def their_losses() -> ModuleType:
+    """Import the losses without their neighbours, which need vLLM."""
+    name = "torchtitan.experiments.rl"
+    if name not in sys.modules:
+        spec = importlib.util.find_spec("torchtitan.experiments")
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        package = ModuleType(name)
+        package.__path__ = [f"{next(iter(spec.submodule_search_locations))}/rl"]
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = package
+    return importlib.import_module(f"{name}.losses")
+
+
+class Model(nn.Module):
+    """What torchtitan's decoders are to a chunked loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, D)
+        self.layer = nn.Linear(D, D)
+        self.norm = nn.RMSNorm(D)
+        self.lm_head = Linear(Linear.Config(in_features=D, out_features=V))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.embedding(ids) + torch.tanh(self.layer(self.embedding(ids))))
+
+
+CONFIGS: dict[str, dict[str, float]] = {
+    "GRPOLoss": {"clip_eps": 0.1},
+    "DAPOLoss": {"ratio_clip_low": 0.1, "ratio_clip_high": 0.28},
+}
+
+
+def loss_of(name: str, own: bool) -> Any:
+    if own:
+        return getattr(ours, name).Config(**CONFIGS[name]).build()
+    theirs = getattr(their_losses(), name).Config(**CONFIGS[name])
+    return ChunkedLossWrapper.Config(num_chunks=4, loss_fn=theirs).build()
+
+
+def inputs(seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (B, L), generator=g)
+    sampled = torch.randn(B, L, generator=g) * 0.5 - 4
+    sampled[1, 4] = -torch.inf
+    mask = torch.arange(L) < torch.tensor([[L], [6], [0]])
+    advantages = torch.randn(B, L, generator=g) * mask
+    labels = ids.roll(-1, 1)
+    return ids, labels, {
+        "generator_logprobs": sampled, "advantages": advantages, "loss_mask": mask,
+    }  # fmt: skip
+
+
+def train(name: str, own: bool, sharded: bool = False) -> tuple[list[Any], dict[str, Tensor]]:
+    model, loss_fn = Model(), loss_of(name, own)
+    if sharded:
+        fully_shard([model.norm, model.lm_head])
+        fully_shard(model)
+    loss_fn.set_lm_head(model.lm_head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    log = []
+    for step in range(STEPS):
+        ids, labels, given = inputs(step + 100 * (dist.get_rank() if sharded else 0))
+        loss, metrics = loss_fn(model(ids), labels, 17, **given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log.append({"loss": loss.item(), **{n: x.item() for n, x in metrics.items()}})
+    weights = {n: x.full_tensor() if sharded else x for n, x in model.state_dict().items()}
+    return log, copy.deepcopy(weights)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    for row, wanted in zip(found[0], expected[0], strict=True):
+        assert row == {n: pytest.approx(x, rel=1e-4, abs=2e-6) for n, x in wanted.items()}
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training(name: str) -> None:
+    assert isinstance(loss_of(name, True), ChunkedLossWrapper)  # so the trainer skips its own head
+    assert_alike(train(name, True), train(name, False))
+
+
+def test_without_gradients() -> None:
+    model, loss_fn, theirs = Model(), loss_of("DAPOLoss", True), loss_of("DAPOLoss", False)
+    theirs.set_lm_head(copy.deepcopy(model.lm_head))
+    loss_fn.set_lm_head(model.lm_head)
+    ids, labels, given = inputs(0)
+    with torch.no_grad():
+        found, expected = (fn(model(ids), labels, None, **given) for fn in (loss_fn, theirs))
+    torch.testing.assert_close(found[0], expected[0])
+    assert not found[0].requires_grad
+
+
+def test_sharded(tmp_path: Path) -> None:
+    verdicts = run_on_ranks(_sharded_cases, 2, tmp_path)
+    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
+
+
+def _sharded_cases() -> dict[str, Any]:
+    return {name: lambda name=name: check_sharded(name) for name in CONFIGS}
+
+
+def check_sharded(name: str) -> None:
+    assert_alike(train(name, True, sharded=True), train(name, False, sharded=True))
+
+
+def test_refused() -> None:
+    ids, labels, given = inputs(0)
+    model, loss_fn = Model(), loss_of("GRPOLoss", True)
+    with pytest.raises(ValueError, match="lm_head: expected set_lm_head"):
+        loss_fn(model(ids), labels, **given)
+    loss_fn.set_lm_head(model.lm_head)
+    del given["advantages"]
+    with pytest.raises(ValueError, match="expected generator_logprobs, advantages, loss_mask, got"):
+        loss_fn(model(ids), labels, **given)
+    wrapped = Linear(Linear.Config(in_features=D, out_features=V))
+    wrapped.forward = wrapped.forward  # as torchtitan's tensor parallelism does
+    with pytest.raises(ValueError, match="forward"):
+        loss_fn.set_lm_head(wrapped)
+    with pytest.raises(AttributeError, match="no attribute 'PPOLoss'"):
+        _ = ours.PPOLoss
