@@ -1,0 +1,80 @@
+"""NeMo-RL's fused linear log-probabilities (Megatron) on our kernels.
+
+    from grpo_kernels.integrations import nemo_rl
+
+    nemo_rl.enable()  # in every process that trains
+
+It acts where ``policy.megatron_cfg.use_fused_linear_logprobs`` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.integrations.megatron import vocab_shard_of, whole_sequence
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.linear_logprobs import linear_logprobs
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Do what NeMo-RL's function of this name does: log-probabilities (B, S - 1) of next tokens.
+
+    Args:
+        tensor_parallel_hidden_states: (S, B, D), or (S / n, B, D) under sequence parallelism.
+        output_weight_layer: (V / n, D), this rank's rows.
+        target: (B, S) int64 ids, not shifted.
+        vocab_start_index, vocab_end_index: the ids of the rows.
+        tp_group: the n ranks that share the vocabulary.
+        inference_only: whether no gradient will be wanted.
+        cp_group: None, or a group of one rank.
+        runtime_gather_output, chunk_size: without effect: no logits are formed to be gathered, and
+            there is one kernel, in chunks of its own.
+
+    Returns:
+        (B, S - 1) fp32. On every rank the gradient of the hidden states is that of its own rows, of
+        the whole vocabulary.
+
+    Raises:
+        ValueError: sequences are split over ranks (context parallelism), or a shape, dtype or value
+            is wrong.
+    """
+    if cp_group is not None and dist.get_world_size(cp_group) > 1:
+        raise ValueError(
+            "cp_group: expected a group of one rank (targets are not whole under context "
+            f"parallelism), got {dist.get_world_size(cp_group)}"
+        )
+    weight = output_weight_layer
+    shard = vocab_shard_of(weight, tp_group, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else nullcontext():
+        hidden = whole_sequence(tensor_parallel_hidden_states, target.shape[1], tp_group)
+        found = linear_logprobs(hidden[:-1], weight, target[:, 1:].t(), vocab_shard=shard)
+        assert found.logprobs is not None
+        # no view: they divide it in place
+        return found.logprobs.t().clone(memory_format=torch.contiguous_format)
+
+
+def _replacements() -> Iterator[Replacement]:
+    ours = from_parallel_hidden_states_to_logprobs
+    module = module_of("nemo_rl.distributed.model_utils")
+    yield Replacement(module, ours.__name__, ours, everywhere=True)
+
+
+SWITCH = Switch(Host("nemo-rl", ("0.6",)), _replacements)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled

@@ -1,0 +1,108 @@
+"""prime-rl's fused LM heads on our kernels, and our losses as its custom ones.
+
+    from grpo_kernels.integrations import prime_rl
+
+    prime_rl.enable()  # in the trainer's process; heads that exist already change as well
+
+Losses need no ``enable()``. They are named in prime-rl's configuration, with settings of
+:class:`grpo_kernels.LossConfig`::
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "grpo_kernels.integrations.prime_rl.cispo"
+    kwargs = { epsilon_high = 5.0 }
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.head import Transform, head_of_layer
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.token_sums import check_aggregation, config_of, summed_loss
+from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.losses import LOSSES
+
+# module: its head
+_LAYERS = "prime_rl.trainer.models.layers"
+_HEADS = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
+# prime-rl divides the sum of all samples by the loss tokens of the step
+_AGGREGATIONS = {"window_token_mean": "tokens of the step"}
+_OLD = "inference_logprobs are the old policy's here"
+_REFUSED = {f"rollout_correction_{name}": _OLD for name in ("mode", "min", "max")}
+
+
+def _forward(
+    self: Any,  # a head of theirs: an nn.Linear, called as a module
+    hidden_states: Tensor,  # (b, s, h)
+    labels: Tensor | None = None,  # (b, s)
+    temperature: Tensor | None = None,  # (b, s)
+) -> Any:
+    """Return their output, with fp32 log-probabilities and entropies (b, s) of the labels."""
+    for name, value in (("labels", labels), ("temperature", temperature)):
+        if value is None:
+            raise ValueError(f"{name}: expected a tensor of shape (b, s), got None")
+    assert labels is not None and temperature is not None
+    head = head_of_layer(self, Transform(softcap=getattr(self, "softcap", None)))
+    found = linear_logprobs(
+        hidden_states, head, labels, temperature=temperature, outputs=("logprobs", "entropy")
+    )
+    output = module_of(f"{_LAYERS}.lm_head").PrimeLmOutput
+    return output(logprobs=found.logprobs, entropy=found.entropy)
+
+
+def _replacements() -> Iterator[Replacement]:
+    for module, name in _HEADS.items():
+        yield Replacement(getattr(module_of(f"{_LAYERS}.{module}"), name), "forward", _forward)
+
+
+SWITCH = Switch(Host("prime-rl", ("0.8",)), _replacements)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
+
+
+def loss_fn(loss_type: str) -> Callable[..., Any]:
+    """Return one of our losses as a loss function of prime-rl, ``fn(inputs, **settings)``.
+
+    It returns ``LossOutputs``: the sum over the tokens of a sample, each times its weight in
+    ``loss_weights``, and the metrics. ``inference_logprobs`` are the old policy's. Settings are
+    those of :class:`grpo_kernels.LossConfig`. ``grpo_kernels.integrations.prime_rl.<name>`` is the
+    same, also for losses that you have registered.
+
+    Raises:
+        ValueError: the loss is unknown, or does not average over the tokens of a step, as prime-rl
+            does. In a call: a setting is unknown, out of range or cannot be honoured; ``beta`` is
+            not 0 and there are no ``ref_logprobs``.
+    """
+    check_aggregation(loss_type, _AGGREGATIONS, "prime-rl")
+    return functools.partial(_loss, loss_type)
+
+
+def _loss(loss_type: str, inputs: Any, /, **settings: Any) -> Any:
+    config = config_of(loss_type, settings, _REFUSED)
+    mask = inputs.loss_mask
+    batch = TokenBatch.from_packed(
+        torch.zeros_like(mask, dtype=torch.int64),  # ids, which no loss reads
+        inputs.advantages,
+        torch.tensor([0, mask.numel()], device=mask.device),
+        mask,
+        old_logprobs=inputs.inference_logprobs,
+        ref_logprobs=inputs.ref_logprobs if config.beta != 0 else None,
+    )
+    loss, metrics = summed_loss(inputs.trainer_logprobs, batch, config, inputs.loss_weights)
+    outputs = module_of("prime_rl.trainer.rl.loss").LossOutputs
+    # a mean over no token is NaN
+    logged = {name: value.float() for name, value in metrics.items()} if batch.num_tokens else {}
+    return outputs(loss=loss, metrics=logged)
+
+
+def __getattr__(name: str) -> Any:
+    # losses may be registered at any time
+    if name not in LOSSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return loss_fn(name)

@@ -1,0 +1,192 @@
+"""SkyRL's fused LM head (Megatron) on our kernels, and our losses in its registry.
+
+    from grpo_kernels.integrations import skyrl
+
+    skyrl.enable()  # in every process that trains
+    name = skyrl.register_policy_loss("cispo", epsilon_high=5.0)
+
+The head acts where ``trainer.fused_lm_head_logprob`` is set, the loss where
+``trainer.algorithm.policy_loss_type`` is its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.head import VocabShard
+from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.token_sums import check_aggregation, config_of, summed_loss
+from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.losses import LossConfig
+
+_MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+# our aggregation: their loss_reduction, which scales the advantages before a loss sees them
+_REDUCTIONS = {
+    "window_token_mean": "token_mean",
+    "token_mean": "token_mean_legacy",
+    "sequence_mean": "sequence_mean",
+    "fixed_length": "seq_mean_token_sum_norm",
+}
+_REFUSED = {"beta": "SkyRL adds its own KL penalty, trainer.algorithm.use_kl_loss"}
+# of their off_policy_correction, those that switch something on
+_CORRECTIONS = (
+    "tis_ratio_type",
+    "sequence_mask_metric",
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+)
+
+
+def fused_lm_head_logprob_apply(
+    backend: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int,
+    tp_group: Any,
+    inference_only: bool,
+) -> Tensor:
+    """Do what SkyRL's ``_fused_lm_head_logprob_apply`` does: log-probabilities (B, S) of targets.
+
+    Args:
+        hidden: (B, S, D), gathered if they were split; taken to the dtype of ``weight``.
+        weight: (V / n, D), this rank's rows.
+        target: (B, S) int64 ids, shifted by the caller.
+        vocab_start_index, vocab_end_index: the ids of the rows.
+        tp_group: the n ranks that share the vocabulary.
+        inference_only: whether no gradient will be wanted.
+        backend, chunk_size: without effect: there is one kernel, in chunks of its own.
+
+    Returns:
+        (B, S) fp32. The gradients that the ranks give ``hidden`` are shares: their sum, which SkyRL
+        takes, is the whole.
+
+    Raises:
+        ValueError: a shape, dtype or value is wrong.
+    """
+    shard = vocab_shard_of(weight, tp_group, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else nullcontext():
+        return _scored("logprobs", hidden, weight, target, shard)
+
+
+def fused_vocab_parallel_entropy_from_hidden(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    tp_group: Any,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Do what SkyRL's function of this name does: entropies (B, S) in nats, fp32.
+
+    Arguments are those of :func:`fused_lm_head_logprob_apply`; ``temperature`` divides the logits.
+    """
+    shard = vocab_shard_of(lm_head_weight, tp_group)
+    ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    return _scored("entropy", hidden, lm_head_weight, ids, shard, temperature)
+
+
+def _scored(
+    output: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    shard: VocabShard | None,
+    temperature: float = 1.0,
+) -> Tensor:
+    hidden = with_share_of_gradient(hidden.to(weight.dtype), shard)
+    found = linear_logprobs(
+        hidden, weight, target, temperature=temperature, vocab_shard=shard, outputs=(output,)
+    )
+    return getattr(found, output)
+
+
+def _replacements() -> Iterator[Replacement]:
+    module = module_of(_MODEL_UTILS)
+    for ours in (fused_lm_head_logprob_apply, fused_vocab_parallel_entropy_from_hidden):
+        yield Replacement(module, f"_{ours.__name__}", ours, everywhere=True)
+
+
+SWITCH = Switch(Host("skyrl", ("0.3",)), _replacements)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
+
+
+def register_policy_loss(
+    loss_type: str, name: str | None = None, *, any_version: bool = False, **settings: Any
+) -> str:
+    """Put one of our losses into SkyRL's registry; return its name for ``policy_loss_type``.
+
+    Args:
+        loss_type: a name of ``grpo_kernels.losses.LOSSES``. ``trainer.algorithm.loss_reduction``
+            has to be its own: token_mean (dapo, cispo, vespo, pg, topr), token_mean_legacy (bnpo),
+            sequence_mean (grpo, gspo, sapo, gmpo) or seq_mean_token_sum_norm (dr_grpo).
+        name: what to call it; None: ``grpo_kernels.`` and ``loss_type``.
+        any_version: also with a version of SkyRL that was not tested.
+        settings: of :class:`grpo_kernels.LossConfig`. SkyRL's own settings of losses are not read.
+
+    Raises:
+        ImportError: SkyRL is not installed, or in another version.
+        ValueError: the loss is unknown or has no ``loss_reduction`` of SkyRL's, a setting is
+            unknown, out of range or cannot be honoured, or the name is taken. In a call:
+            ``loss_reduction`` is another, or ``off_policy_correction`` is set (use
+            ``rollout_correction_mode`` here).
+    """
+    SWITCH.host.check(any_version)
+    check_aggregation(loss_type, _REDUCTIONS, "SkyRL")
+    config = config_of(loss_type, settings, _REFUSED)
+    name = f"grpo_kernels.{loss_type}" if name is None else name
+    registry = module_of("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
+    registry.register(name, functools.partial(_policy_loss, config))
+    return name
+
+
+def _policy_loss(
+    own: LossConfig,
+    log_probs: Tensor,  # (B, T), as all that follow
+    old_log_probs: Tensor,
+    advantages: Tensor,  # over what loss_reduction divides by
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    _check_algorithm(own, config)
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask
+    batch = TokenBatch.from_padded(
+        torch.zeros_like(log_probs, dtype=torch.int64),  # ids, which no loss reads
+        advantages,
+        mask,
+        old_logprobs=old_log_probs,
+        rollout_logprobs=rollout_logprobs,
+    )
+    loss, metrics = summed_loss(log_probs, batch, own)
+    values = torch.stack([value.double() for value in metrics.values()])
+    values = values if batch.num_tokens else torch.zeros_like(values)  # a mean over none is NaN
+    return loss, dict(zip(metrics, values.tolist(), strict=True))
+
+
+def _check_algorithm(own: LossConfig, config: Any) -> None:
+    """Raise ValueError if SkyRL's settings ask for what the loss is not."""
+    expected = _REDUCTIONS[own.loss.aggregation]
+    if config.loss_reduction != expected:
+        raise ValueError(
+            f"loss_reduction: expected {expected!r} for {own.loss_type}, "
+            f"got {config.loss_reduction!r}"
+        )
+    for name in _CORRECTIONS:
+        value = getattr(config.off_policy_correction, name)
+        if value is not None:
+            raise ValueError(
+                f"off_policy_correction.{name}: expected None (rollout_correction_mode of "
+                f"register_policy_loss is ours), got {value!r}"
+            )
