@@ -1,0 +1,168 @@
+"""Trainers that score logits by functions of their own, made to take logits that are not formed.
+
+    from grpo_kernels.integrations import lazy_hosts
+
+    lazy_hosts.enable(actor.model, "openrlhf")
+
+Where they score real tensors, their functions are called as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.integrations import lazy_logits
+from grpo_kernels.integrations.lazy_logits import LazyLogits
+from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class _Scorer(NamedTuple):
+    """A function of a host, and what does the same for LazyLogits, with the same arguments."""
+
+    module: str
+    name: str
+    ours: Callable[..., Any]  # NotImplemented: the host's own has to
+
+
+def _selective_log_softmax(logits: LazyLogits, index: Tensor) -> Any:
+    if index.dim() == logits.dim() - 1:
+        return logits.logprobs(index)
+    if index.shape[-1] != 1:
+        return NotImplemented
+    return logits.logprobs(index.squeeze(-1)).unsqueeze(-1)
+
+
+def _entropy_from_logits(logits: LazyLogits, chunk_size: int = 0) -> Tensor:
+    return logits.entropy()
+
+
+def _log_probs_from_logits(logits: LazyLogits, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    logits.div_(temperature)  # theirs changes them, too
+    return logits.logprobs(labels)
+
+
+def _logprobs_from_logits(
+    logits: LazyLogits, labels: Tensor, inplace_backward: bool = True
+) -> Tensor:
+    return logits.logprobs(labels)
+
+
+def _chunked_entropy_from_logits(
+    logits: LazyLogits,
+    requires_grad: bool = False,
+    attention_mask: Tensor | None = None,
+    chunk_size: int = 0,
+) -> Tensor:
+    with nullcontext() if requires_grad else torch.no_grad():
+        entropy = logits.entropy()
+    return entropy if attention_mask is None else entropy * attention_mask
+
+
+_OF_TRL = "trl.trainer.utils"
+_OF_OPENRLHF = "openrlhf.models.utils"
+_OF_SKYRL = "skyrl.backends.skyrl_train.utils.torch_utils"
+_HOSTS: dict[str, tuple[Host, tuple[_Scorer, ...]]] = {
+    "trl": (
+        Host("trl", ("0.29", "1.9")),  # ms-swift has the older one
+        (
+            _Scorer(_OF_TRL, "selective_log_softmax", _selective_log_softmax),
+            _Scorer(_OF_TRL, "entropy_from_logits", _entropy_from_logits),
+        ),
+    ),
+    "openrlhf": (
+        Host("openrlhf", ("0.11",)),
+        (
+            _Scorer(_OF_OPENRLHF, "log_probs_from_logits", _log_probs_from_logits),
+            _Scorer(_OF_OPENRLHF, "compute_entropy", _entropy_from_logits),
+        ),
+    ),
+    "skyrl": (
+        Host("skyrl", ("0.3",)),
+        (
+            _Scorer(_OF_SKYRL, "logprobs_from_logits", _logprobs_from_logits),
+            _Scorer(_OF_SKYRL, "chunked_entropy_from_logits", _chunked_entropy_from_logits),
+        ),
+    ),
+}
+
+
+def _replacements(scorers: tuple[_Scorer, ...]) -> Iterator[Replacement]:
+    for module, name, ours in scorers:
+        owner = module_of(module)
+        taking_both = _taking_both(getattr(owner, name), ours)
+        yield Replacement(owner, name, taking_both, everywhere=True)
+
+
+def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def score(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, LazyLogits):
+            return theirs(logits, *args, **kwargs)
+        if logits.kept is not None:  # somebody needed them as such
+            return theirs(logits.kept, *args, **kwargs)
+        found = ours(logits, *args, **kwargs)
+        return theirs(logits, *args, **kwargs) if found is NotImplemented else found
+
+    return score
+
+
+SWITCHES = {
+    name: Switch(host, functools.partial(_replacements, scorers))
+    for name, (host, scorers) in _HOSTS.items()
+}
+_MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}
+
+
+def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> None:
+    """Let the LM head of ``model`` return LazyLogits, and ``host`` score them by our kernels.
+
+    Args:
+        model: a transformers model; doing it twice is harmless, and so are several models.
+        host: "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
+        any_version: also with a version of the host that was not tested.
+
+    Raises:
+        ImportError: the host is not installed, or in another version.
+        ValueError: ``host`` is unknown, or the model has no head that can do it.
+    """
+    if host not in SWITCHES:
+        raise ValueError(f"host: expected one of {', '.join(SWITCHES)}; got {host!r}")
+    SWITCHES[host].enable(any_version=any_version)
+    _MODELS[host].add(model)
+    try:
+        lazy_logits.enable(model)
+    except ValueError:
+        disable(model)
+        raise
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Let it return logits again; with the last model of a host, its scorers are put back."""
+    if model.get_output_embeddings() is not None:
+        lazy_logits.disable(model)
+    for host, models in _MODELS.items():
+        models.discard(model)
+        if not models:
+            SWITCHES[host].disable()
+
+
+@contextmanager
+def enabled(model: PreTrainedModel, host: str, *, any_version: bool = False) -> Iterator[None]:
+    """Have it so within a ``with``; one that is so already stays so."""
+    before = model in _MODELS.get(host, ())
+    enable(model, host, any_version=any_version)
+    try:
+        yield
+    finally:
+        if not before:
+            disable(model)
