@@ -1,4 +1,4 @@
-"""`grpo-kernels plan | check | info`, and what other commands share. No kernel knows it."""
+"""`grpo-kernels plan | check | doctor | info`, and what others share. No kernel knows it."""
 
 from grpo_kernels.tools.machine import cpu_name, device_memory, installed_version
 from grpo_kernels.tools.text import OneLineParser, closest, count

@@ -236,6 +236,31 @@ def test_plan_says_what_is_kept(capsys):
         plan(capsys, *SIZES, "--bounded", "0")
 
 
+@pytest.mark.parametrize("how", ("fsdp", "zero3", "tp"))
+def test_plan_of_one_rank(capsys, how):
+    options = (*SIZES, "--shard", f"{how}=8", "--gpu-memory", "1GiB", "--tflops", "100")
+    data, alone = plan_data(capsys, *options), plan_data(capsys, *SIZES, "--gpu-memory", "1GiB")
+    assert data["head"] == alone["head"]
+    assert (data["shard"]["ranks"], alone["shard"]) == (8, None)
+    assert all(size > 0 for size in data["shard"]["sent_bytes"].values())
+    parts = ("shards", "inputs", "returned", "extra")
+    others = {(line["title"], line["implementation"]): line for line in alone["implementations"]}
+    for line in data["implementations"]:
+        assert line["total_bytes"] == sum(line[f"{part}_bytes"] for part in parts)
+        other = others[line["title"], line["implementation"]]
+        saves = how == "tp"
+        assert (line["total_bytes"] < other["total_bytes"]) is saves
+        fewer = line["largest_micro_batch_tokens"] < other["largest_micro_batch_tokens"]
+        assert fewer or saves  # of many tokens the fp32 gradient of the hidden states is the most
+        size = 64 * (125 if saves else 1000)
+        assert line["seconds"] == pytest.approx(line["gemms"] * 2 * 100 * size / 100e12)
+    out = plan(capsys, *options)
+    assert f"one of 8 ranks with {data['shard']['by']}" in out and "sent       by a rank" in out
+    assert ("eager" in out) is ("shards     of the weight" in out) is (how != "tp")
+    frozen = plan(capsys, *options, "--frozen-head")
+    assert "to reduce and scatter" not in frozen
+
+
 def test_the_largest_micro_batch_of_a_tiny_head_is_found_at_once(capsys):
     head = HeadShape(hidden=1, vocabulary=2)
     options = ("--hidden", "1", "--vocab", "2", "--gpu-memory", "16TiB")
@@ -373,6 +398,13 @@ def test_units():
         (["--gpu", "H200", "--device", "cpu"], "with --device cuda; got 'H200'"),
         (["--gpu", "H200", "--tflops", "1"], "argument --gpu: not allowed with --tflops"),
         (["--max-workspace", "1KiB"], "argument --max-workspace: expected at least 4000"),
+        (
+            ["--shard", "pp=2"],
+            "argument --shard: expected one of fsdp=N, zero3=N, tp=N, N ranks; got",
+        ),
+        (["--shard", "tp=0"], "argument --shard: expected a whole number > 0; got '0'"),
+        (["--shard", "fsdp"], "argument --shard: expected a whole number > 0; got ''"),
+        (["--shard", "tp=2", "--bounded"], "argument --bounded: not allowed with a part of the"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (
             ["--dtype", "fp32", "--weight-dtype", "bf16"],

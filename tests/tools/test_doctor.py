@@ -1,0 +1,63 @@
+"""``grpo-kernels doctor``: it tries the hosts that are here, and says who disagrees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from grpo_kernels.integrations import liger
+from grpo_kernels.tools import cli, doctor
+
+
+@pytest.mark.slow
+def test_the_hosts_that_are_here() -> None:
+    pytest.importorskip("trl")
+    command = [sys.executable, "-W", "ignore", "-m", "grpo_kernels.tools.cli", "doctor"]
+    run = subprocess.run(command, capture_output=True, text=True)  # where no trainer of TRL's is
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "trl: 1.16" in run.stdout
+    assert run.stdout.count("  ok\n") >= 1
+    assert "prime_rl: not installed (tested with 0.8)" in run.stdout
+    assert "nothing wrong was found" in run.stdout
+
+
+def only(monkeypatch: pytest.MonkeyPatch, make: doctor.Step | str | None) -> doctor.Finding:
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(doctor, "HOSTS", {"liger": make})
+    (finding,) = doctor.findings()
+    return finding
+
+
+def test_who_disagrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> doctor.Step:
+        value = torch.tensor(1.0 + 0.01 * liger.SWITCH.on)
+        return lambda: [value]
+
+    assert not only(monkeypatch, make).ok
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out
+    assert "not as their own: liger" in out
+
+
+def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> doctor.Step:
+        raise OSError("no such thing")
+
+    finding = only(monkeypatch, make)
+    assert finding.failure == "OSError: no such thing"
+    assert not liger.SWITCH.on
+
+
+def test_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(monkeypatch, "no trial: because").note == "no trial: because"
+    with liger.enabled():
+        found = only(monkeypatch, lambda: pytest.fail("not to be built"))
+        assert found.on
+        assert found.note == "no trial: theirs has been replaced"
+    monkeypatch.setattr(doctor, "version", lambda package: "0.0.1")
+    monkeypatch.setattr("grpo_kernels.integrations.switch.version", lambda package: "0.0.1")
+    assert "0.8.5, got 0.0.1" in only(monkeypatch, "no trial").note
