@@ -1,6 +1,7 @@
 # make demo | make test-fast | make test | make check | make bench | make gpu: each works alone, from a
-# fresh machine with python3, make and gcc. All goes into .venv, vLLM into .venv-vllm. make gpu and
-# make gpu-tune need no network, but a python3 with torch, and what Triton needs: a GPU machine has it.
+# fresh machine with python3, make and gcc. All goes into .venv, vLLM into .venv-vllm,
+# DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts. make gpu and make gpu-tune need
+# no network, but a python3 with torch, and what Triton needs: a GPU machine has it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-fast test-vllm test-torch check bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test test-fast test-sharded test-integrations test-vllm test-torch check bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -27,6 +28,8 @@ endif
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 	OMP_NUM_THREADS=1 tests/triton_compat.sh .venv-triton $(BIN)/python
+	tests/sharded/run.sh .venv-deepspeed $(BIN)/python
+	tests/integrations/run.sh .venv-hosts $(BIN)/python
 	tests/vllm/run.sh .venv-vllm $(PYTHON)
 
 # the everyday loop: without Triton's interpreter, and without the tests that take the longest
@@ -36,6 +39,15 @@ test-fast: $(VENV)/.dev
 # the oldest torch, in an environment of its own; where it cannot be installed this says so
 test-torch: $(VENV)/.dev
 	tests/torch_compat.sh .venv-torch $(BIN)/python
+
+# real DeepSpeed, in an environment of its own; where it cannot be installed this says so
+test-sharded: $(VENV)/.dev
+	tests/sharded/run.sh .venv-deepspeed $(BIN)/python
+
+# the adapters to other trainers, with the real ones, each in an environment of its own; where one
+# cannot be installed this says so
+test-integrations: $(VENV)/.dev
+	tests/integrations/run.sh .venv-hosts $(BIN)/python
 
 # real vLLM, in an environment of its own; where it cannot be installed this says so
 test-vllm:
@@ -106,4 +118,4 @@ $(VENV)/.dev: $(VENV)/.torch $(NATIVE)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm build runs *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build runs *.egg-info

@@ -22,7 +22,7 @@ BEHIND_AN_EXTRA = {"weight_nccl.py": "vllm"}
 AT_IMPORT = {"grpo_kernels": (), "grpo_trainer": ("trainer",)}
 IN_CALLS = {
     "grpo_kernels": ("tools", "trainer"),
-    "grpo_trainer": ("trainer", "peft", "math", "vllm", "report", "demo"),
+    "grpo_trainer": ("trainer", "peft", "math", "vllm", "report", "demo", "deepspeed"),
 }
 
 
@@ -54,6 +54,9 @@ def imports(path: Path, source: str) -> Iterator[Import]:
     return walk(ast.parse(source), True)
 
 
+HOSTS = ("axolotl", "torchtitan", "trl")  # of integrations: who uses one has its host
+
+
 def declared() -> dict[str, set[str]]:
     """Read what ``pyproject.toml`` installs: without an extra under "", and by extra."""
     tomllib = pytest.importorskip("tomllib")
@@ -78,6 +81,8 @@ def undeclared(found: Import, known: dict[str, set[str]]) -> bool:
     extras = (AT_IMPORT if found.at_import else IN_CALLS)[package]
     if found.module.name in BEHIND_AN_EXTRA:
         extras += (BEHIND_AN_EXTRA[found.module.name],)
+    if found.module.parent.name == "integrations" and found.package in HOSTS:
+        return False
     name = DISTRIBUTIONS.get(found.package, found.package).replace("_", "-")
     return not any(name in known[extra] for extra in ("", *extras))
 

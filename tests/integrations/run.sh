@@ -1,0 +1,43 @@
+#!/bin/sh
+# Runs the tests of the adapters that need a host with packages of its own, each in an environment
+# that is made first if need be. Other packages come from the environment of PYTHON, listed after
+# its own.
+#   tests/integrations/run.sh VENVS [PYTHON] [HOST...]
+# HOST: a name of tests/integrations/hosts; default: all. VENVS: the folder of the environments.
+# A host that cannot be installed is skipped, and the last lines say so.
+set -eu
+
+venvs=$1
+python=${2:-python3}
+[ $# -gt 2 ] && shift 2 || shift $#
+root=$(cd "$(dirname "$0")/../.." && pwd)
+here=$root/tests/integrations
+[ $# -gt 0 ] || set -- $(ls "$here/hosts" | sed 's/\.txt$//')
+
+install() {
+    "$python" -m venv --clear "$1" || return 1
+    own=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/main.pth"
+    "$1/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps -r "$2" &&
+        cp "$2" "$1/installed.txt"
+}
+
+skipped=
+status=0
+for host in "$@"; do
+    wanted=$here/hosts/$host.txt
+    if ! cmp -s "$wanted" "$venvs/$host/installed.txt" && ! install "$venvs/$host" "$wanted"; then
+        skipped="$skipped $host"
+        continue
+    fi
+    venv=$(cd "$venvs/$host" && pwd)
+    echo "$host:"
+    (cd "$root" && PYTHONPATH="$root" OMP_NUM_THREADS=1 TRITON_INTERPRET=0 \
+        "$venv/bin/python" -m pytest "tests/integrations/test_$host.py") || status=1
+done
+if [ -n "$skipped" ]; then
+    echo "=========================================================================="
+    echo "SKIPPED: could not be installed:$skipped. THEIR ADAPTERS WERE NOT TESTED."
+    echo "=========================================================================="
+fi
+exit $status
