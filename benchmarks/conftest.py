@@ -21,8 +21,8 @@ from benchmarks.suites import ACCURACY, BACKWARDS, SAVINGS, SUITES, Entry
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # what ends at a deadline ends in the last of these
 _ORDER = (
-    *("host", "accuracy", "savings", "head", "backwards", "memory"),
-    *("training", "rollouts", "learning"),
+    *("host", "accuracy", "savings", "head", "backwards", "sharded", "memory"),
+    *("hosts", "training", "rollouts", "learning"),
 )
 _ROUNDS = {"cpu": 5, "cuda": 10}
 

@@ -56,9 +56,14 @@ class Problem:
 
     def half(self) -> Problem:
         """Return the first half of the sequences: half of the tokens and of the normaliser."""
-        count = self.target.shape[0] // 2
+        return self.share(0, 2)
+
+    def share(self, which: int, shares: int) -> Problem:
+        """Return one of equal shares of the sequences, with a normaliser of its own."""
+        count = self.target.shape[0] // shares
+        rows = slice(which * count, (which + 1) * count)
         parts = {
-            field.name: _leaf(getattr(self, field.name), slice(count))
+            field.name: _leaf(getattr(self, field.name), rows)
             for field in fields(self)
             if field.name not in ("case", "weight")
         }

@@ -2,8 +2,8 @@
 
 By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
 ``report.md`` with all of its tables; the first cases are printed, a line each. With ``--documents``
-the blocks of README and ``benchmarks/README.md`` are made anew: cog runs what stands in their
-markers.
+the blocks of README, ``benchmarks/README.md`` and ``docs/integrations.md`` are made anew: cog runs
+what stands in their markers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from benchmarks.results import RESULTS, Device, Table, load
 from benchmarks.shapes import MODELS
 from benchmarks.tables import backwards, heads, others
 from benchmarks.tables.columns import in_order
+from benchmarks.tables.hosts import hosts
 from benchmarks.tables.learning import learning
+from benchmarks.tables.sharded import sharded
 from benchmarks.work import WORKS
 
 NOT_MEASURED = "not measured yet"
-DOCUMENTS = ("README.md", "benchmarks/README.md")
+DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
 _PRINTED = 14  # cases of a device
 # what a block can show of a device, with a title
 BLOCKS = {
@@ -38,6 +40,8 @@ BLOCKS = {
     "training": ("Training step", lambda device: others.training(device.training)),
     "savings": ("What is saved", lambda device: others.savings(device.savings)),
     "backwards": ("Backwards", lambda device: backwards.backwards(device.backwards)),
+    "sharded": ("Over several ranks", lambda device: sharded(device.sharded)),
+    "hosts": ("In other trainers", lambda device: hosts(device.hosts)),
     "rollouts": (
         "Generation and the rest of a step",
         lambda device: others.rollouts(device.rollouts),

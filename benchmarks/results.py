@@ -19,7 +19,10 @@ from benchmarks.work import WORKS
 
 RESULTS = Path(__file__).parent / "results"
 # the lists of a file
-KINDS = ("tables", "training", "accuracy", "savings", "backwards", "rollouts", "learning")
+KINDS = (
+    *("tables", "training", "accuracy", "savings", "backwards", "sharded"),
+    *("hosts", "rollouts", "learning"),
+)
 # a list of numbers, which JSON with an indent spreads over as many lines
 _NUMBERS = re.compile(r"\[(?:\s+(?:-?\d[-+.\de]*|-?Infinity|NaN),?)+\s+\]")
 
@@ -120,6 +123,23 @@ class BackwardsRow(Line):
     seconds: list[float] = field(default_factory=list)
     memory: Memory | None = None
     entries: list[int] = field(default_factory=list)  # kept of each row; -1: the row is exact
+
+
+@dataclass
+class ShardedRow(Line):
+    """One step over several ranks."""
+
+    seconds: list[float] = field(default_factory=list)  # until the last rank is done
+    memory: int | None = None  # bytes by which the rank that grows most does
+    sent: int | None = None  # bytes that a rank hands to collectives; None: nobody counted
+
+
+@dataclass
+class HostRow(Line):
+    """One way to take a step of another trainer."""
+
+    seconds: list[float] = field(default_factory=list)
+    memory: int | None = None  # bytes by which a process grows
 
 
 @dataclass
@@ -239,6 +259,38 @@ class BackwardsTable(Entry):
 
 
 @dataclass(kw_only=True)
+class ShardedTable(Entry):
+    """One step in every wrapping, on as many ranks."""
+
+    work: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    ranks: int
+    reference: str
+    rows: list[ShardedRow]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return *super().key, self.ranks
+
+
+@dataclass(kw_only=True)
+class HostTable(Entry):
+    """A step of another trainer, with its own head and with ours."""
+
+    host: str  # a distribution
+    version: str
+    step: str  # whose, and of what
+    tokens: int
+    rows: list[HostRow]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return *super().key, self.host, self.step
+
+
+@dataclass(kw_only=True)
 class RolloutsEntry(Entry):
     """Training steps with one engine on one model."""
 
@@ -281,6 +333,8 @@ class Run:
     accuracy: list[AccuracyTable] = field(default_factory=list)
     savings: list[SavingsTable] = field(default_factory=list)
     backwards: list[BackwardsTable] = field(default_factory=list)
+    sharded: list[ShardedTable] = field(default_factory=list)
+    hosts: list[HostTable] = field(default_factory=list)
     rollouts: list[RolloutsEntry] = field(default_factory=list)
     learning: list[LearningTable] = field(default_factory=list)
 
@@ -293,6 +347,8 @@ class Device:
     accuracy: list[AccuracyTable]
     savings: list[SavingsTable]
     backwards: list[BackwardsTable]
+    sharded: list[ShardedTable]
+    hosts: list[HostTable]
     rollouts: list[RolloutsEntry]
     learning: list[LearningTable]
 

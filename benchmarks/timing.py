@@ -10,6 +10,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +67,25 @@ class _DeviceTimer:
 
 def measure_memory(run: Callable[[Problem], Result], problem: Problem) -> tuple[Memory, Result]:
     """Measure one call. On a CPU this needs a fresh process: an old one has memory to reuse."""
-    peak = _cuda_growth if problem.hidden.device.type == "cuda" else _resident_growth
-    result, growth = peak(run, problem)
+    peak = _cuda_growth if problem.hidden.device.type == "cuda" else resident_growth
+    result, growth = peak(partial(run, problem))
     return Memory(growth - result.nbytes, result.nbytes), result
 
 
-def _cuda_growth(run: Callable[[Problem], Result], problem: Problem) -> tuple[Result, int]:
+def _cuda_growth(run: Callable[[], Result]) -> tuple[Result, int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = run(problem)
+    result = run()
     torch.cuda.synchronize()
     return result, torch.cuda.max_memory_allocated() - before
 
 
-def _resident_growth(run: Callable[[Problem], Result], problem: Problem) -> tuple[Result, int]:
+def resident_growth(run: Callable[[], Result]) -> tuple[Result, int]:
+    """Return what a call gives, and by how many bytes this process grew until its peak."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")
-    result = run(problem)
+    result = run()
     return result, _status("VmHWM") - before
 
 

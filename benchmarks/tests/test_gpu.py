@@ -79,7 +79,8 @@ def _status(pid: int) -> str:
 def test_what_is_interrupted_may_still_report(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_GRACE", 60.0)
     code = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     print("started", flush=True)
     time.sleep(600)
@@ -150,7 +151,7 @@ def test_all_files_with_gpu_tests_are_run() -> None:
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"targets\(|device: torch\.device|mark\.gpu\b", path.read_text())
+        if re.search(r"\btargets\(|device: torch\.device|mark\.gpu\b", path.read_text())
     }
     assert marked and all(path.startswith(steps.TESTS) for path in marked), marked
     assert all((ROOT / path).exists() for path in steps.TESTS)

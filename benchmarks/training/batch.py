@@ -42,7 +42,7 @@ class Reference:
 def make_reference(config: TrainingConfig, device: str) -> Reference:
     """Return the reference at the initial weights."""
     model = make_model(config).to(device)
-    batch = _make_batch(config, model, device)
+    batch = make_batch(config, model, device)
     loss = 0.0
     for row in range(config.micro_batch):  # full logits of one sequence at a time
         part = _row_loss(model, batch, row)
@@ -66,7 +66,7 @@ def compare(model: PreTrainedModel, loss: Tensor, exact: Reference) -> dict[str,
     }
 
 
-def _make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> SharedBatch:
+def make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> SharedBatch:
     generator = torch.Generator().manual_seed(SEED)
     rows, prompt = config.micro_batch, config.prompt_tokens
     shape = rows, prompt + config.completion_tokens

@@ -96,13 +96,19 @@ def _settings(job: Job) -> dict[str, Any]:
     }
 
 
-def build(package: str, job: Job, **changes: Any) -> Trainer:
-    """Build the GRPOTrainer of a package, with other values for some of the settings."""
+def build(
+    package: str, job: Job, trainer: Any = None, peft_config: Any = None, **changes: Any
+) -> Trainer:
+    """Build the GRPOTrainer of a package, with other values for some of the settings.
+
+    ``trainer``: a class that stands for it.
+    """
     from transformers import PrinterCallback
 
     library = importlib.import_module(package)
     args = library.GRPOConfig(**{**_settings(job), **changes})
-    built = library.GRPOTrainer(
+    built = (trainer or library.GRPOTrainer)(
+        peft_config=peft_config,
         model=make_model(job.config),
         reward_funcs=reward,
         args=args,
@@ -128,7 +134,7 @@ def _our_inputs(batch: SharedBatch) -> Any:
     return inputs
 
 
-def _trl_inputs(batch: SharedBatch) -> Any:
+def trl_inputs(batch: SharedBatch) -> Any:
     return {
         "prompt_ids": batch.prompt_ids,
         "prompt_mask": torch.ones_like(batch.prompt_ids),
@@ -162,7 +168,7 @@ TRL = TrainerProvider(
     note="trl.GRPOTrainer, its chunked head",
     requires=("trl", *_COMMON),
     build=partial(build, "trl"),
-    inputs=_trl_inputs,
+    inputs=trl_inputs,
 )
 TRL_LIGER = TrainerProvider(
     name="trl-liger",
@@ -170,6 +176,6 @@ TRL_LIGER = TrainerProvider(
     requires=("trl", "liger-kernel", *_COMMON),
     needs_gpu=True,
     build=partial(build, "trl", use_liger_kernel=True),
-    inputs=_trl_inputs,
+    inputs=trl_inputs,
 )
 PROVIDERS = (OURS, OURS_LIGER, TRL, TRL_LIGER)
