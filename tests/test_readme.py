@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
@@ -34,6 +35,7 @@ from tests.hf.test_families import FAMILIES
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 KERNELS, TRAINER = ((ROOT / "docs" / name).read_text() for name in ("kernels.md", "trainer.md"))
+SHARDING = (ROOT / "docs" / "sharding.md").read_text()
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 # what stands in the place of a user's own arguments, and makes a run tiny
@@ -174,6 +176,48 @@ def test_counts_and_a_buffer_for_the_gradient() -> None:
     for mentioning in ("active_lengths=", "main_grad="):
         exec(python_block(KERNELS, mentioning), names)
     assert weight.grad.any()
+
+
+def test_sequences_over_several_ranks() -> None:
+    cu_seqlens = torch.tensor([0, 4, 10])
+    names: dict[str, Any] = {
+        "input_ids": torch.randint(0, 50, (10,)),
+        "cu_seqlens": cu_seqlens,
+        "completion_mask": torch.ones(10),
+        "advantages": torch.tensor([1.0, -1.0]),
+        "old_logprobs": -torch.rand(10),
+        "run_model": torch.nn.Embedding(50, 16),
+        "weight": torch.randn(50, 16, requires_grad=True),
+        "config": LossConfig(loss_type="gspo"),
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        names["cp_group"] = dist.group.WORLD
+        exec(python_block(KERNELS, "sequence_group="), names)
+    finally:
+        dist.destroy_process_group()
+    assert names["loss"].isfinite() and names["weight"].grad.any()
+    assert names["batch"].num_tokens == 8
+
+
+def test_sharded_heads(model: PreTrainedModel) -> None:
+    input_ids, config = torch.randint(0, 50, (2, 6)), LossConfig(loss_type="dapo")
+    batch = TokenBatch.from_padded(input_ids[:, 1:], torch.tensor([1.0, -1.0]))
+    names: dict[str, Any] = dict(model=model, input_ids=input_ids, batch=batch, config=config)
+    own = model.lm_head.weight
+    exec(python_block(SHARDING, "import FusedHead"), names)
+    assert model.lm_head.weight is own and names["logits"].shape == (2, 5, 50)
+    right = names["logits"].log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(names["logprobs"], right)
+    loss = names["loss"]
+    names |= dict(weight=own, vocab_size=50)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        names["tp_group"] = dist.group.WORLD
+        exec(python_block(SHARDING, "import VocabShard"), names)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(names["loss"], loss)
 
 
 @pytest.fixture
