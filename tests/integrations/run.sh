@@ -12,7 +12,7 @@ python=${2:-python3}
 [ $# -gt 2 ] && shift 2 || shift $#
 root=$(cd "$(dirname "$0")/../.." && pwd)
 here=$root/tests/integrations
-[ $# -gt 0 ] || set -- $(ls "$here/hosts" | sed 's/\.txt$//')
+[ $# -gt 0 ] || set -- $(ls "$here/hosts" | sed -n 's/\.txt$//p')
 
 install() {
     "$python" -m venv --clear "$1" || return 1

@@ -12,17 +12,17 @@ from tests.integrations.hosts import need
 
 need("axolotl")
 
-from axolotl.cli.config import prepare_plugins  # noqa: E402
-from axolotl.core.trainers.grpo import GRPOStrategy  # noqa: E402
-from axolotl.integrations.base import PluginManager  # noqa: E402
-from axolotl.utils.dict import DictDefault  # noqa: E402
-from axolotl.utils.schemas.enums import RLType  # noqa: E402
-from datasets import Dataset  # noqa: E402
+from axolotl.cli.config import prepare_plugins
+from axolotl.core.trainers.grpo import GRPOStrategy
+from axolotl.integrations.base import PluginManager
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.schemas.enums import RLType
+from datasets import Dataset
 
-from grpo_kernels.integrations import liger  # noqa: E402
-from tests.hf.test_families import tiny_model  # noqa: E402
-from tests.integrations import trl_cases as cases  # noqa: E402
-from tests.parity.canned import tiny_tokenizer  # noqa: E402
+from grpo_kernels.integrations import liger
+from tests.hf.test_families import tiny_model
+from tests.integrations import trl_cases as cases
+from tests.parity.canned import tiny_tokenizer
 
 NAME = "grpo_kernels.integrations.axolotl.GRPOKernelsPlugin"
 # Liger's layers are Triton kernels without an interpreter

@@ -21,13 +21,13 @@ from tests.integrations.hosts import need
 
 need("ms_swift")
 
-from accelerate import Accelerator  # noqa: E402
-from swift.rl_core.data import GRPOBatch  # noqa: E402
-from swift.rlhf_trainers import grpo_trainer  # noqa: E402
-from swift.utils import import_external_file  # noqa: E402
+from accelerate import Accelerator
+from swift.rl_core.data import GRPOBatch
+from swift.rlhf_trainers import grpo_trainer
+from swift.utils import import_external_file
 
-from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger, ms_swift  # noqa: E402
-from tests.hf.test_families import tiny_model  # noqa: E402
+from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger, ms_swift
+from tests.hf.test_families import tiny_model
 
 B, L, T = 3, 9, 6
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

@@ -17,8 +17,8 @@ from tests.integrations.hosts import need
 
 need("openrlhf")
 
-from grpo_kernels.integrations import lazy_hosts, lazy_logits  # noqa: E402
-from tests.hf.test_families import tiny_model  # noqa: E402
+from grpo_kernels.integrations import lazy_hosts, lazy_logits
+from tests.hf.test_families import tiny_model
 
 # what it imports for GPUs and does not call here
 ABSENT = {

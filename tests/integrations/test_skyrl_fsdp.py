@@ -19,8 +19,8 @@ from tests.integrations.hosts import need
 
 need("skyrl_fsdp")
 
-from grpo_kernels.integrations import lazy_hosts, lazy_logits  # noqa: E402
-from tests.hf.test_families import tiny_model  # noqa: E402
+from grpo_kernels.integrations import lazy_hosts, lazy_logits
+from tests.hf.test_families import tiny_model
 
 MODULE = "skyrl.backends.skyrl_train.utils.torch_utils"
 B, L = 3, 7

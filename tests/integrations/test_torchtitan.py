@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from grpo_kernels.integrations import torchtitan as ours
+from tests.integrations.hosts import need
 from tests.sharded.ranks import run_on_ranks
 
-pytest.importorskip("torchtitan", reason="needs the environment of tests/integrations/run.sh")
+need("torchtitan")
 
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.common.linear import Linear

@@ -12,8 +12,8 @@ from tests.integrations.hosts import need
 
 need("trl_1_9")
 
-from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger  # noqa: E402
-from tests.integrations import trl_cases as cases  # noqa: E402
+from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger
+from tests.integrations import trl_cases as cases
 
 # Liger's layers are Triton kernels without an interpreter
 _NO_LAYERS = dict.fromkeys(

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig
 from grpo_kernels.integrations import verl as ours
+from tests.integrations.hosts import need
 from tests.parity.canned import tiny_model
 from tests.sharded.ranks import run_on_ranks
 
-pytest.importorskip("verl", reason="needs the environment that tests/integrations/run.sh makes")
+need("verl")
 
 from tensordict import TensorDict
 from transformers import Qwen2ForCausalLM
