@@ -36,3 +36,9 @@ def printable(text: str) -> str:
     A terminal would obey them: clear itself, rename its window, fill the clipboard.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(value: Any, characters: int = 200) -> str:
+    """Return ``repr`` for a message: a prompt may be a whole book."""
+    text = repr(value)
+    return text if len(text) <= characters else text[:characters] + "..."

@@ -9,18 +9,23 @@ from grpo_trainer.data.datasets import (
     Prompts,
     as_they_are,
     check_datasets,
-    check_text,
+    check_images,
+    check_parts,
     load_prompts,
     looks_local,
 )
+from grpo_trainer.data.images import ImageInputs, has_images, images_of, model_inputs, with_images
 from grpo_trainer.data.microbatch import MicroBatch, RolloutBuffer, collate, pad_rows
 from grpo_trainer.data.prompts import (
+    Encoded,
+    ProcessingClass,
     Prompt,
     check_context,
     check_prompts,
     decode_completions,
     encode_prompts,
     shortened,
+    tokenizer_of,
 )
 from grpo_trainer.data.sampling import (
     PromptStream,

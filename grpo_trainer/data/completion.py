@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_trainer.data.images import ImageInputs
 from grpo_trainer.data.prompts import Prompt
 from grpo_trainer.data.sampling import Row
 
@@ -21,6 +22,7 @@ class Rollout:
     logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
+    images: ImageInputs | None = None  # of the prompt
     # of scoring
     row: Row | None = None  # of the dataset
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it

@@ -9,12 +9,15 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
+from transformers import ProcessorMixin
 
+from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data.images import has_image_columns, image_parts
+from grpo_trainer.data.prompts import ProcessingClass
 
 Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 
-_IMAGES = ("image", "images")  # the columns that TRL takes images from
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -64,15 +67,13 @@ def check_datasets(
     args: GRPOConfig,
     environments: bool = False,
 ) -> None:
-    """Raise ValueError unless they are datasets of text prompts, enough of them for training.
+    """Raise ValueError unless they are datasets of prompts, enough of them for training.
 
     With ``environments``, which can make the prompts, rows need none.
     """
     needed = args.dynamic_prompts_fn is not None or args.remove_unused_columns
     may_lack_prompts = environments and not needed
-    named = {"train_dataset": train}
-    named |= evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
-    for name, dataset in named.items():
+    for name, dataset in _named(train, evaluation).items():
         if dataset is not None:
             _check_prompts(name, dataset, may_lack_prompts)
     if isinstance(train, IterableDataset):
@@ -93,8 +94,8 @@ def as_they_are(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def check_text(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a prompt of ``rows`` has parts that are no text, such as images.
+def check_parts(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a prompt of ``rows`` has parts that are neither text nor images.
 
     The chat template would write a placeholder for one, and the model would not see it.
     """
@@ -104,11 +105,35 @@ def check_text(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
             parts = message.get("content") if isinstance(message, Mapping) else None
             for part in parts if isinstance(parts, list) else ():
                 shown = part.get("type") if isinstance(part, Mapping) else None
-                if shown not in (None, "text"):
+                if shown not in (None, "text", "image"):
                     raise ValueError(
-                        f"{name}: expected prompts of text, got a message with a part of type "
-                        f"{shown!r}; images are not supported"
+                        f"{name}: expected prompts of text and images, got a message with a part "
+                        f"of type {shown!r}"
                     )
+
+
+def check_images(
+    train: Prompts | None,
+    evaluation: Prompts | dict[str, Prompts] | None,
+    processing_class: ProcessingClass,
+) -> None:
+    """Raise ValueError if datasets have images and there is no processor for them."""
+    if isinstance(processing_class, ProcessorMixin):
+        return
+    for name, dataset in _named(train, evaluation).items():
+        for row in islice(dataset or (), 1):
+            if has_image_columns(row) or any(True for _ in image_parts(row.get("prompt"))):
+                raise ValueError(
+                    f"{name}: expected no images without a processor as processing_class, got a "
+                    f"row {shortened(row)} and a {type(processing_class).__name__}"
+                )
+
+
+def _named(
+    train: Prompts | None, evaluation: Prompts | dict[str, Prompts] | None
+) -> dict[str, Prompts | None]:
+    others = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    return {"train_dataset": train, **others}
 
 
 def _check_prompts(name: str, dataset: Prompts, may_lack_prompts: bool) -> None:
@@ -120,10 +145,4 @@ def _check_prompts(name: str, dataset: Prompts, may_lack_prompts: bool) -> None:
     columns = dataset.column_names or list(next(iter(dataset), {"prompt": None}))
     if "prompt" not in columns and not may_lack_prompts:
         raise ValueError(f"{name}: expected a `prompt` column, got columns {', '.join(columns)}")
-    images = [column for column in _IMAGES if column in columns]
-    if images:
-        raise ValueError(
-            f"{name}: expected no column {images[0]!r}: images are not supported, and would not "
-            "reach the model"
-        )
-    check_text(name, islice(dataset, 1))
+    check_parts(name, islice(dataset, 1))

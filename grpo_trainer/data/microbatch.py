@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_kernels import SamplingMask, TokenBatch
 from grpo_kernels.batch import IGNORE_INDEX
 from grpo_trainer.data.completion import Rollout
+from grpo_trainer.data.images import model_inputs
 
 
 @dataclass
@@ -34,6 +35,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
     sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
@@ -86,6 +88,12 @@ def collate(
         num_tokens=num_tokens,
         rollout_logprobs=_logprobs(rollouts, input_ids),
         sampling_mask=_sampling_mask(rollouts, input_ids),
+        inputs=model_inputs(
+            [rollout.images for rollout in rollouts],
+            [len(row) for row in rows],
+            input_ids.shape[1],
+            input_ids.device,
+        ),
     )
 
 

@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from grpo_trainer.common import shortened
+from grpo_trainer.data.images import ImageInputs, digest, images_of
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
+ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+
+
+class Encoded(NamedTuple):
+    """A prompt as a model takes it."""
+
+    ids: list[int]
+    images: ImageInputs | None = None  # with a processor; also of a prompt without images
+
+
+def tokenizer_of(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, a processor's with the processor's chat template."""
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        return processing_class
+    tokenizer = processing_class.tokenizer
+    if tokenizer.chat_template is None and processing_class.chat_template is not None:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = processing_class.chat_template
+    return tokenizer
 
 
 def encode_prompts(
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: ProcessingClass,
     max_length: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     tools: Sequence[list[dict[str, Any]]] | None = None,
-) -> list[list[int]]:
-    """Return token ids of each prompt, the last ``max_length`` of them.
+) -> list[Encoded]:
+    """Return token ids of each prompt, the last ``max_length`` of them, and its images' inputs.
 
     ``tools`` are the schemas of what each of them may call.
 
     Raises:
-        ValueError: a prompt is neither text nor messages, the chat template fails on it, or it has
-            no tokens.
+        ValueError: a prompt is neither text nor messages, the chat template fails on it or leaves
+            its images out, it has no tokens, or one with images has more than ``max_length``.
     """
-    known: dict[tuple[str, str], list[int]] = {}  # a group repeats its prompt
+    known: dict[tuple[str, ...], Encoded] = {}  # a group repeats its prompt
     encoded = []
     for prompt, shown in zip(prompts, tools or [[]] * len(prompts), strict=True):
-        key = repr(prompt), repr([tool["function"]["name"] for tool in shown])
+        key = *_identity(prompt), repr([tool["function"]["name"] for tool in shown])
         if key not in known:
             # some templates write an introduction to an empty list
             options = {"tools": shown or None} | (chat_template_kwargs or {})
-            ids = _encode(prompt, tokenizer, options)
-            known[key] = ids if max_length is None else ids[-max_length:]
+            known[key] = _cut(prompt, _encode(prompt, processing_class, options), max_length)
         encoded.append(known[key])
     return encoded
 
@@ -72,12 +94,6 @@ def check_context(
         )
 
 
-def shortened(value: Any, characters: int = 200) -> str:
-    """Return ``repr`` for a message: a prompt may be a whole book."""
-    text = repr(value)
-    return text if len(text) <= characters else text[:characters] + "..."
-
-
 def decode_completions(
     completion_ids: Sequence[list[int]],
     prompts: Sequence[Prompt],
@@ -91,40 +107,120 @@ def decode_completions(
     ]
 
 
-def _encode(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
-) -> list[int]:
+def _identity(prompt: Prompt) -> tuple[str, ...]:
+    """Return what tells a prompt from others; images by what is in them."""
+    images = images_of(prompt)
+    if isinstance(prompt, str) or not images:
+        return (repr(prompt),)
+    bare = [{**message, "content": _without_images(message["content"])} for message in prompt]
+    return repr(bare), *map(digest, images)
+
+
+def _without_images(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return ["image" if "image" in part else part for part in content]
+
+
+def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[str, Any]) -> Encoded:
     wrong = _wrong(prompt)
     if wrong is not None:
         raise ValueError(f"{_EXPECTED}, got {wrong}")
-    if isinstance(prompt, str):
-        ids = list(tokenizer(prompt)["input_ids"])
+    if isinstance(processing_class, ProcessorMixin):
+        encoded = _processed(prompt, processing_class, template)
+    elif images_of(prompt):
+        raise ValueError(
+            "processing_class: expected a processor for prompts with images, got "
+            f"{type(processing_class).__name__}, which leaves them out"
+        )
+    elif isinstance(prompt, str):
+        encoded = Encoded(list(processing_class(prompt)["input_ids"]))
     else:
-        ids = _rendered(prompt, tokenizer, template)
-    if not ids:
+        rendered = _rendered(prompt, processing_class, template, tokenize=True, return_dict=True)
+        encoded = Encoded(list(rendered["input_ids"]))
+    if not encoded.ids:
         raise ValueError(f"prompt: expected at least one token, got none from {shortened(prompt)}")
-    return ids
+    return encoded
+
+
+def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, Any]) -> Encoded:
+    """Encode by a processor: it writes as many tokens for an image as the model needs."""
+    images = images_of(prompt)
+    special = True
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        text = _rendered(_in_parts(prompt), processor, template, tokenize=False)
+        # as transformers has it: a template that writes the first token itself is the last word
+        bos = processor.tokenizer.bos_token
+        special = bos is None or not text.startswith(bos)
+    _check_places(text, images, processor)
+    options = {"add_special_tokens": special, "return_tensors": "pt"}
+    made = dict(processor(text=[text], images=[list(images)] if images else None, **options))
+    ids = made.pop("input_ids")[0].tolist()
+    made.pop("attention_mask", None)
+    short_ids = ids
+    if images:
+        short_ids = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
+    inputs = ImageInputs(images, tuple(map(digest, images)), made, short_ids, len(ids))
+    return Encoded(ids, inputs if images or made else None)
+
+
+def _check_places(text: str, images: tuple[Any, ...], processor: ProcessorMixin) -> None:
+    written = text.count(processor.image_token)
+    if written != len(images):
+        raise ValueError(
+            f"processing_class: expected a chat template that writes {processor.image_token} for "
+            f"each image, {len(images)} in all, got {written} in {shortened(text)}"
+        )
+
+
+def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
+    if max_length is None or len(encoded.ids) <= max_length:
+        return encoded
+    if encoded.images is not None and encoded.images.images:
+        raise ValueError(
+            f"max_prompt_length: expected at least {len(encoded.ids)} (prompts with images are not "
+            f"cut), got {max_length} for {shortened(prompt)}"
+        )
+    ids = encoded.ids[-max_length:]
+    if encoded.images is None:
+        return Encoded(ids)
+    # without images all of it is per token
+    inputs = {name: value[:, -max_length:] for name, value in encoded.images.inputs.items()}
+    return Encoded(ids, ImageInputs((), (), inputs, ids, len(ids)))
+
+
+def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose text is a part: not every processor takes plain text."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _rendered(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
-) -> list[int]:
+    messages: list[dict[str, Any]],
+    processing_class: ProcessingClass,
+    template: dict[str, Any],
+    **options: Any,
+) -> Any:
     # a prompt that ends with the assistant's words is continued, not answered
     answered = messages[-1]["role"] == "assistant"
     try:
-        rendered = tokenizer.apply_chat_template(
+        return processing_class.apply_chat_template(
             messages,
-            tokenize=True,
-            return_dict=True,
             add_generation_prompt=not answered,
             continue_final_message=answered,
+            **options,
             **template,
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(
             f"prompt: the chat template fails on {shortened(messages)}: {error}"
         ) from error
-    return list(rendered["input_ids"])
 
 
 _EXPECTED = "prompt: expected text, or a list of messages with role and content"

@@ -73,7 +73,7 @@ def _rollout(
     )
     rows = [row for row in dataset for _ in range(group)]
     prompts = [row["prompt"] for row in rows]
-    prompt_ids = encode_prompts(prompts, tokenizer)
+    prompt_ids = [prompt.ids for prompt in encode_prompts(prompts, tokenizer)]
     engine, sampling = (
         TransformersEngine(lambda: model, tokenizer),
         Sampling.from_config(args, tokenizer),

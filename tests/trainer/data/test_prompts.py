@@ -11,10 +11,10 @@ from grpo_trainer.rollout import Sampling, TransformersEngine, cut_after_eos
 def test_plain_and_conversational(chat_tokenizer):
     user = {"role": "user", "content": "12"}
     started = [user, {"role": "assistant", "content": "=2"}]
-    ids = encode_prompts(["12=", [user], started, "12="], chat_tokenizer)
+    ids = [made.ids for made in encode_prompts(["12=", [user], started, "12="], chat_tokenizer)]
     assert ids[0] == ids[1] == ids[3] == chat_tokenizer("12=")["input_ids"]
     assert ids[2] == chat_tokenizer("12=2")["input_ids"]
-    assert encode_prompts(["12="], chat_tokenizer, max_length=2)[0] == ids[0][-2:]
+    assert encode_prompts(["12="], chat_tokenizer, max_length=2)[0].ids == ids[0][-2:]
     texts = decode_completions([ids[0][:2], ids[0][:1]], ["12=", [user]], chat_tokenizer)
     assert texts == ["12", [{"role": "assistant", "content": "1"}]]
 
@@ -84,7 +84,7 @@ def test_engine_does_not_see_the_padding(policy, tokenizer, make_args):
         TransformersEngine(lambda: policy, tokenizer),
         Sampling.from_config(args, tokenizer),
     )
-    prompts = encode_prompts(["123=", "4=", "98765="], tokenizer)
+    prompts = [made.ids for made in encode_prompts(["123=", "4=", "98765="], tokenizer)]
     together = engine.generate(prompts, sampling).token_ids
     assert together == [engine.generate([prompt], sampling).token_ids[0] for prompt in prompts]
     assert policy.training

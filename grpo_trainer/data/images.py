@@ -1,0 +1,186 @@
+"""Images in prompts: found in rows, read, and joined to what a model takes beside token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.nn import functional
+from transformers.image_utils import load_image
+
+from grpo_trainer.common import shortened
+
+_COLUMNS = ("images", "image")  # of several images, and of one
+_SOURCES = ("image", "url", "path", "base64")  # of an image part of a message
+_PER_TOKEN = "token_type_ids"  # what the names of inputs end with that have a value per token
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images of a prompt, and what the model takes of it beside token ids.
+
+    Two are equal if their images are. ``inputs`` are there without images as well: some models
+    want to know what kind each token is of.
+    """
+
+    images: tuple[Image.Image, ...] = field(compare=False)
+    digests: tuple[str, ...]  # of the images
+    inputs: dict[str, Tensor] = field(compare=False)  # as the processor made them of this prompt
+    short_ids: list[int]  # the prompt with one token per image, as vLLM takes it
+    length: int  # of the prompt as the model takes it
+
+    def shortened(self, ids: list[int]) -> list[int]:
+        """Return ``ids``, which begin with the prompt, with one token per image."""
+        return self.short_ids + ids[self.length :]
+
+
+def has_images(images: Sequence[ImageInputs | None] | None) -> bool:
+    """Return whether any of these prompts has images."""
+    return any(one is not None and one.images for one in images or ())
+
+
+def model_inputs(
+    images: Sequence[ImageInputs | None],  # B
+    lengths: Sequence[int],
+    width: int,
+    device: torch.device,
+    left: bool = False,
+) -> dict[str, Tensor]:
+    """Join what B rows of ``lengths`` tokens need beside ids: the model's own names.
+
+    What is per token is padded to (B, width), with the rows at the ``left`` or right end of the
+    padding; the rest is joined along its first dimension, the images'.
+    """
+    names = dict.fromkeys(name for one in images if one is not None for name in one.inputs)
+    joined = {}
+    for name in names:
+        parts = [None if one is None else one.inputs.get(name) for one in images]
+        if name.endswith(_PER_TOKEN):
+            joined[name] = _placed(parts, lengths, width, left).to(device)
+        else:
+            joined[name] = _concatenated([part for part in parts if part is not None]).to(device)
+    return joined
+
+
+def with_images(row: Mapping[str, Any]) -> Any:
+    """Return the prompt of ``row`` with its images, read, in its messages.
+
+    They are parts ``{"type": "image", "image": ...}`` of messages already, or in the columns
+    ``image`` or ``images``; these go where parts without an image stand, or else in front of the
+    first message of the user. A prompt without images is returned as it is.
+
+    Raises:
+        ValueError: an image cannot be read, the prompt of a row with images is no list of
+            messages, or its places for images are not as many as there are images.
+    """
+    prompt, given = row.get("prompt"), _of_columns(row)
+    if not given and not any(True for _ in image_parts(prompt)):
+        return prompt
+    if not isinstance(prompt, list):
+        raise ValueError(
+            "prompt: expected messages in a row with images, got "
+            f"{'none' if prompt is None else 'text'} in the row {shortened(row)}"
+        )
+    messages = [{**message, "content": _blocks(message.get("content"))} for message in prompt]
+    places = [part for part in image_parts(messages) if _source(part) is None]
+    if given and not places:
+        user = next((one for one in messages if one["role"] == "user"), messages[0])
+        places = [{"type": "image"} for _ in given]
+        user["content"] = [*places, *(user["content"] or [])]
+    if len(places) != len(given):
+        raise ValueError(
+            f"images: expected {len(places)}, one for each place in the messages, got "
+            f"{len(given)} in the row {shortened(row)}"
+        )
+    for place, image in zip(places, given, strict=True):
+        place["image"] = image
+    for part in image_parts(messages):
+        part["image"] = _read(_source(part), row)
+    return messages
+
+
+def images_of(prompt: Any) -> tuple[Image.Image, ...]:
+    """Return the images in the messages of a prompt that :func:`with_images` made."""
+    return tuple(part["image"] for part in image_parts(prompt))
+
+
+def digest(image: Image.Image) -> str:
+    """Return what tells an image from others."""
+    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
+
+
+def image_parts(prompt: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of type image of the messages of ``prompt``."""
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") == "image":
+                yield part
+
+
+def has_image_columns(row: Mapping[str, Any]) -> bool:
+    """Return whether ``row`` has a column that images are taken from."""
+    return any(name in row for name in _COLUMNS)
+
+
+def _of_columns(row: Mapping[str, Any]) -> list[Any]:
+    for name in _COLUMNS:
+        found = row.get(name)
+        if found is not None:
+            return list(found) if isinstance(found, list | tuple) else [found]
+    return []
+
+
+def _blocks(content: Any) -> Any:
+    """Return parts of text and image: a dataset's rows have all keys in each."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return content
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+
+
+def _read(source: Any, row: Mapping[str, Any]) -> Image.Image:
+    if isinstance(source, Mapping):  # a dataset's image that was not decoded
+        data = source.get("bytes")
+        source = source.get("path") if data is None else io.BytesIO(data)
+    try:
+        if isinstance(source, io.BytesIO):
+            source = Image.open(source)
+        return load_image(source)
+    except (OSError, TypeError, ValueError, UnidentifiedImageError) as error:
+        raise ValueError(
+            "images: expected images, paths or URLs of images, got one that cannot be read in the "
+            f"row {shortened(row)}: {shortened(error)}"
+        ) from error
+
+
+def _placed(
+    parts: Sequence[Tensor | None], lengths: Sequence[int], width: int, left: bool
+) -> Tensor:  # (B, width)
+    rows = torch.zeros(len(parts), width, dtype=torch.int64)
+    for row, part, length in zip(rows, parts, lengths, strict=True):
+        if part is not None:
+            start = width - length if left else 0
+            row[start : start + part.shape[1]] = part[0]
+    return rows
+
+
+def _concatenated(parts: list[Tensor]) -> Tensor:
+    """Join along the first dimension; the others, such as tiles of an image, may differ."""
+    sizes = torch.tensor([part.shape[1:] for part in parts]).amax(0).tolist()
+    padded = []
+    for part in parts:
+        missing = [most - size for most, size in zip(sizes, part.shape[1:], strict=True)]
+        padded.append(functional.pad(part, [n for size in reversed(missing) for n in (0, size)]))
+    return torch.cat(padded)
