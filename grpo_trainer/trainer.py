@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from grpo_kernels import linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
@@ -20,12 +20,14 @@ from grpo_trainer.config import GRPOConfig, backward_options, check_arguments, l
 from grpo_trainer.data import (
     Curriculum,
     MicroBatch,
+    ProcessingClass,
     Prompts,
     PromptStream,
     RolloutBuffer,
     Row,
     as_they_are,
     check_datasets,
+    check_images,
     training_prompts,
 )
 from grpo_trainer.experience import (
@@ -39,10 +41,14 @@ from grpo_trainer.experience import (
 from grpo_trainer.model import (
     SyncReference,
     base_policy,
+    check_images_run,
     check_placement,
+    check_processor,
+    has_own_names,
     load_adapters,
     load_policy,
-    load_tokenizer,
+    load_processing_class,
+    load_weights,
     make_reference,
     policy_loss_of,
     router_coef,
@@ -78,7 +84,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             its own order, again and again. Environments need no ``prompt``, and with ``max_steps``
             those of one kind no dataset.
         eval_dataset: the same, or a dictionary of them.
-        processing_class: the tokenizer. Default: the one that belongs to the model.
+        processing_class: the tokenizer, or the processor of a model that takes images. Default:
+            the one that belongs to the model.
         reward_processing_classes: tokenizers of reward models, one per reward function. Default,
             and None among them: the one that belongs to the model.
         callbacks, optimizers: as in ``transformers.Trainer``.
@@ -108,7 +115,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         args: GRPOConfig | None = None,
         train_dataset: Prompts | None = None,
         eval_dataset: Prompts | dict[str, Prompts] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: ProcessingClass | None = None,
         reward_processing_classes: Tokenizers = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
@@ -137,13 +144,15 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             data_collator=as_they_are,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class or load_tokenizer(policy, args),
+            processing_class=processing_class or load_processing_class(policy, args),
             callbacks=callbacks,
             optimizers=optimizers,
             # our loss is already scaled for gradient accumulation; Trainer takes that from here
             compute_loss_func=linear_policy_loss,
         )
         check_placement(args, self.accelerator)
+        check_processor(self.processing_class, policy)
+        check_images(train_dataset, eval_dataset, self.processing_class)
         self._placement = placement_of(self.accelerator)
         self._reference = make_reference(policy, args, peft_config, self._placement)
         add_fused_head(base_policy(policy))
@@ -156,7 +165,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
                 self.add_callback(SyncReference(self._reference))
         engine_context = EngineContext(
             policy=lambda: self.model,
-            tokenizer=self.processing_class,
+            processing_class=self.processing_class,
             args=args,
             accelerator=self.accelerator,
             placement=self._placement,
@@ -297,15 +306,28 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     def _check_head(self) -> None:
         """Check it once, as soon as the policy can run."""
         if not self._head_is_checked:
-            check_fused_head(base_policy(self.model), self._placement.runs(self.model))
+            runs = self._placement.runs(self.model)
+            check_fused_head(base_policy(self.model), runs)
+            check_images_run(self.processing_class, runs, self.accelerator.device)
             self._head_is_checked = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
+        folder = Path(resume_from_checkpoint)
         # Trainer does not load each adapter in every version
         if is_peft_model(self.model) and not self._placement.late:
-            load_adapters(self.model, Path(resume_from_checkpoint))
-        else:
+            load_adapters(self.model, folder)
+        elif self._placement.late or has_own_names(self.model, folder):
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
+        else:
+            load_weights(self.model, folder)
+
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint))
+        if self._placement.late or has_own_names(self.model, folder):
+            super()._load_best_model()
+        else:
+            load_weights(self.model, folder)
+            self.placed()
 
     def settings(self) -> dict[str, Any]:
         return settings_of(self)

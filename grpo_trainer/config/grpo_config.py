@@ -233,17 +233,15 @@ class GRPOConfig(
 
 
 def check_arguments(args: Any, processing_class: Any) -> None:
-    """Raise ValueError unless they are a configuration of this trainer, and a tokenizer or None."""
+    """Raise ValueError unless they are a configuration of this trainer, and what makes tokens."""
     if not isinstance(args, GRPOConfig):
         raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {_kind(args)}")
-    if processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase):
-        return
-    advice = ""
-    if isinstance(processing_class, ProcessorMixin):
-        advice = "; images are not supported, its tokenizer alone is for text"
-    raise ValueError(
-        f"processing_class: expected a tokenizer, got a {_kind(processing_class)}{advice}"
-    )
+    kinds = (PreTrainedTokenizerBase, ProcessorMixin)
+    if processing_class is not None and not isinstance(processing_class, kinds):
+        raise ValueError(
+            "processing_class: expected a tokenizer or a processor, got a "
+            f"{_kind(processing_class)}"
+        )
 
 
 def _kind(value: Any) -> str:

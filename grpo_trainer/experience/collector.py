@@ -8,22 +8,26 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
     Curriculum,
+    Encoded,
     MicroBatch,
+    ProcessingClass,
     PromptStream,
     Rollout,
     Row,
     check_context,
+    check_parts,
     check_prompts,
-    check_text,
     collate,
     encode_prompts,
     own_copy,
     repeated,
+    tokenizer_of,
+    with_images,
 )
 from grpo_trainer.experience.advantages import Advantages, compute_advantages
 from grpo_trainer.experience.dynamic_sampling import DynamicSampling
@@ -52,7 +56,7 @@ class Collector:
     Args:
         args: sampling, reward and loss settings.
         accelerator: joins groups that are spread over processes.
-        tokenizer: of the policy.
+        processing_class: the tokenizer of the policy, or its processor.
         rollouts: samples the completions.
         rewards: the reward functions.
         context: tokens that the policy has positions for; None: any number.
@@ -67,7 +71,7 @@ class Collector:
         self,
         args: GRPOConfig,
         accelerator: Accelerator,
-        tokenizer: PreTrainedTokenizerBase,
+        processing_class: ProcessingClass,
         rollouts: Rollouts,
         rewards: list[RewardFunction],
         context: int | None = None,
@@ -75,7 +79,7 @@ class Collector:
     ) -> None:
         self._args = args
         self._accelerator = accelerator
-        self._tokenizer = tokenizer
+        self._processing_class = processing_class
         self._rollouts = rollouts
         self.rewards = rewards
         self._context = context
@@ -93,6 +97,7 @@ class Collector:
                 "generation_config or in generation_kwargs), got none, so that no completion "
                 "would end"
             )
+        tokenizer = tokenizer_of(processing_class)
         self._padding = pad_token_id(tokenizer)
         self._parser = TurnParser(tokenizer, rollouts.eos_token_ids)
 
@@ -133,7 +138,11 @@ class Collector:
         assert isinstance(prompts, PromptStream)  # a curriculum needs the batch before
         count = self._args.prompts_per_generation
         draw = partial(self._draw, prompts, count)
-        return Ahead(self._args, prompts, draw, self._encode, self._rollouts)
+
+        def encode(rows: list[Row]) -> list[Encoded]:
+            return self._encode(_read(rows))
+
+        return Ahead(self._args, prompts, draw, encode, self._rollouts)
 
     def evaluate(self, rows: list[Row], sinks: Sinks) -> MicroBatch:
         """Return one micro-batch of ``rows``, this process's.
@@ -159,8 +168,8 @@ class Collector:
         completions: Completions | None = None,
     ) -> Scored:
         """Return one scored completion per row; ``completions`` may be there already."""
-        check_text("prompt", rows)
-        own = [own_copy(row) for row in rows]  # functions may keep and edit what they are given
+        # functions may keep and edit what they are given
+        own = [own_copy(row) for row in _read(rows)]
         sampled = self._generate(own, completions)
         rewards, log = self._score(own, sampled, sinks.state)  # (n, F)
         for index, rollout in enumerate(sampled.rollouts):
@@ -187,26 +196,29 @@ class Collector:
             rewards, self.weights, group_size, args.scale_rewards, args.multi_objective_aggregation
         )
 
-    def _encode(self, rows: list[Row]) -> list[list[int]]:
+    def _encode(self, rows: list[Row]) -> list[Encoded]:
         args = self._args
         prompts = [row["prompt"] for row in rows]
         template = options("chat_template_kwargs", args.chat_template_kwargs)
-        prompt_ids = encode_prompts(prompts, self._tokenizer, args.max_prompt_length, template)
-        check_context(prompts, prompt_ids, args.max_completion_length, self._context)
-        return prompt_ids
+        encoded = encode_prompts(prompts, self._processing_class, args.max_prompt_length, template)
+        ids = [prompt.ids for prompt in encoded]
+        check_context(prompts, ids, args.max_completion_length, self._context)
+        return encoded
 
     def _generate(self, rows: list[Row], found: Completions | None) -> Sampled:
         if self._source is not None:
             with phase("generate"):
                 return self._source.sample(rows, self._rollouts)
-        prompts, prompt_ids = [row["prompt"] for row in rows], self._encode(rows)
+        prompts, encoded = [row["prompt"] for row in rows], self._encode(rows)
+        prompt_ids, images = map(list, zip(*encoded, strict=True))
         if found is None:
             with phase("generate"):
-                found = self._rollouts.generate(prompt_ids)
+                found = self._rollouts.generate(prompt_ids, images=images)
         ids = found.token_ids
         texts = self._parser.completions(prompts, prompt_ids, ids)
         rollouts = [Rollout(*made) for made in zip(prompts, prompt_ids, texts, ids, strict=True)]
         for index, rollout in enumerate(rollouts):
+            rollout.images = images[index]
             rollout.truncated = ids[index][-1] not in self._rollouts.eos_token_ids
             if found.logprobs is not None:
                 rollout.logprobs = found.logprobs[index]
@@ -268,3 +280,18 @@ class Collector:
             )
             for part, index, count in zip(dealt, parts, tokens, strict=True)
         ]
+
+
+def _read(rows: list[Row]) -> list[Row]:
+    """Return ``rows`` with the images of each in its prompt.
+
+    Raises:
+        ValueError: a prompt has other parts than text and images, or an image cannot be read.
+    """
+    check_parts("prompt", rows)
+    once = {id(row): row for row in rows}  # a group has one row
+    read = {
+        key: {**row, "prompt": with_images(row)} if "prompt" in row else row
+        for key, row in once.items()
+    }
+    return [read[id(row)] for row in rows]

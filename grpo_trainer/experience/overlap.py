@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerState
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import PromptStream, Row
+from grpo_trainer.data import Encoded, PromptStream, Row
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 from grpo_trainer.rollout import Completions, Rollouts, Started
 
@@ -23,7 +23,7 @@ class Ahead:
         args: how long a batch serves, and where metrics are kept.
         prompts: the training prompts.
         draw: takes this process's rows of a generation batch from them.
-        encode: the token ids of the rows' prompts.
+        encode: the rows' prompts, encoded.
         rollouts: samples.
 
     Raises (in every method but ``stop``): what went wrong while the engine generated.
@@ -34,7 +34,7 @@ class Ahead:
         args: GRPOConfig,
         prompts: PromptStream,
         draw: Callable[[], list[Row]],
-        encode: Callable[[list[Row]], list[list[int]]],
+        encode: Callable[[list[Row]], list[Encoded]],
         rollouts: Rollouts,
     ) -> None:
         self._args = args
@@ -101,4 +101,5 @@ class Ahead:
     def _begin(self) -> None:
         self._before = self._prompts.state()
         self._rows = self._draw()
-        self._started = self._rollouts.start(self._encode(self._rows))
+        prompt_ids, images = map(list, zip(*self._encode(self._rows), strict=True))
+        self._started = self._rollouts.start(prompt_ids, images)

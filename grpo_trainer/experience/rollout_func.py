@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompt, Rollout, Row, decode_completions
+from grpo_trainer.data import Prompt, Rollout, Row, decode_completions, images_of
 from grpo_trainer.monitor import phase
 from grpo_trainer.rollout import Rollouts, Sampled
 
@@ -61,6 +61,8 @@ class FunctionSource:
             ValueError: a field is missing, ragged or of the wrong kind.
         """
         prompts = [row["prompt"] for row in rows]
+        if any(map(images_of, prompts)):
+            raise ValueError("rollout_func: expected prompts of text, got images")
         with phase("generate"):
             answer = self._function(copy.deepcopy(prompts))
         fields = _fields(answer, len(rows))

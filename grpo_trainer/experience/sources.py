@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import tokenizer_of
 from grpo_trainer.experience.rollout_func import FunctionSource, RolloutFunction, check_rollout_func
 from grpo_trainer.rewards import RewardFunction, RewardSource, Tokenizers, resolve_rewards
 from grpo_trainer.rollout import Source
@@ -86,13 +87,14 @@ class Interaction:
         Raises:
             ValueError: the chat template cannot write conversations with these tools.
         """
-        args, tokenizer = self._args, trainer.processing_class
+        args, processing_class = self._args, trainer.processing_class
         if self._rollout_func is not None:
             function = self._rollout_func
+            tokenizer = tokenizer_of(processing_class)
             return FunctionSource(
                 lambda prompts: function(prompts, trainer), args, tokenizer, context
             )
         if not self._tools and self._environments is None:
             return None
-        made_of = (args, trainer.accelerator, tokenizer, self._tools, self._environments)
+        made_of = (args, trainer.accelerator, processing_class, self._tools, self._environments)
         return Agents(*made_of, trainer.rollouts.eos_token_ids, context)

@@ -84,5 +84,6 @@ def _run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         head_fn=head_fn,
+        **batch.inputs,
         **options,
     )

@@ -1,19 +1,23 @@
-"""The policy and its tokenizer, loaded by name or taken as given, and where they may run."""
+"""The policy, loaded by name or taken as given, and where it may run."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
+    AutoModelForImageTextToText,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from grpo_kernels.hf import has_router_loss, keep_head_in_fp32
 from grpo_trainer.common import masked_text
@@ -69,7 +73,7 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **settings)
+        return _auto_class(name, settings).from_pretrained(name, **settings)
     except (OSError, ValueError, SafetensorError) as error:  # not there, no connection, broken
         raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
     except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
@@ -82,30 +86,34 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         raise ValueError(f"quantization_config: {error}") from error
 
 
-def load_tokenizer(model: PreTrainedModel, args: GRPOConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to ``model``.
+def _auto_class(name: str, settings: dict[str, Any]) -> Any:
+    """Return what loads a model of the class that its config names."""
+    where = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "local_files_only")
+    known = {key: settings[key] for key in where if key in settings}
+    architectures = AutoConfig.from_pretrained(name, **known).architectures or [None]
+    takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
-    Raises:
-        ValueError: there is none beside it, or one without a vocabulary.
+
+def has_own_names(model: PreTrainedModel, folder: Path) -> bool:
+    """Return whether ``folder`` has the weights under the names that ``model`` gives them.
+
+    Some families, most of those that take images, are saved under older names.
     """
-    settings = options("model_init_kwargs", args.model_init_kwargs)
-    name = model.config._name_or_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            trust_remote_code=args.trust_remote_code,
-            revision=settings.get("revision", "main"),
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"processing_class: expected a tokenizer, since that of model {name!r} cannot be "
-            f"loaded: {error}"
-        ) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
-        raise ValueError(
-            f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
-        )
-    return tokenizer
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        saved = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].keys()
+    elif (folder / SAFE_WEIGHTS_NAME).is_file():
+        with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
+            saved = file.keys()
+    else:  # an adapter alone, or what Trainer has a message for
+        return True
+    return set(saved) <= set(model.state_dict())
+
+
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Load what ``save_pretrained`` left in ``folder``, under whatever names, into ``model``."""
+    saved = type(model).from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(saved.state_dict())
 
 
 def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import ImageInputs, ProcessingClass, tokenizer_of
 from grpo_trainer.rollout.sampling import Sampling
 from grpo_trainer.sharding import WHOLE, Placement
 
+T = TypeVar("T")
 TokenIds = list[int]
+Images = Sequence[ImageInputs | None] | None  # of prompts, one each
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
 # the policy's own memory, so it is copied before the next optimizer step and never written to.
 WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -36,8 +39,13 @@ class RolloutEngine(Protocol):
     An engine that inherits from it says only what it does itself: the rest does nothing.
     """
 
-    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """Return completions of this process's prompts, by the weights of the last update."""
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Return completions of this process's prompts, by the weights of the last update.
+
+        An engine without the parameter ``images`` is asked to complete text alone.
+        """
         ...
 
     def update_weights(self, weights: WeightSource) -> None:
@@ -88,7 +96,9 @@ class Pending(Protocol):
 class BackgroundEngine(RolloutEngine, Protocol):
     """An engine that can generate while the policy trains: it has weights of its own."""
 
-    def start(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Pending:
+    def start(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Pending:
         """Generate, but return at once. Nothing else is asked of the engine until
         ``result`` or ``cancel`` was called."""
         ...
@@ -99,10 +109,14 @@ class EngineContext:
     """What an engine is made from."""
 
     policy: Callable[[], PreTrainedModel]  # unwrapped; asked when needed, wrapping happens late
-    tokenizer: PreTrainedTokenizerBase
+    processing_class: ProcessingClass  # the policy's tokenizer or processor
     args: GRPOConfig
     accelerator: Accelerator
     placement: Placement = WHOLE  # of the policy's parameters
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return tokenizer_of(self.processing_class)
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:
@@ -113,12 +127,40 @@ def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenI
     return token_ids
 
 
-def runs(prompt_ids: list[TokenIds]) -> list[tuple[TokenIds, int]]:
+@dataclass(frozen=True)
+class Request:
+    """A prompt for an engine that has a processor of its own."""
+
+    ids: TokenIds  # as the policy takes it
+    short_ids: TokenIds  # with one token per image
+    images: tuple[Any, ...] = field(compare=False)
+    digests: tuple[str, ...] = ()  # of the images
+
+    def check(self, ids: TokenIds | None) -> None:
+        """Raise ValueError unless the engine took the prompt for what the policy is trained on."""
+        if self.images and list(ids or ()) != self.ids:
+            raise ValueError(
+                f"processing_class: expected a processor that writes an image as vLLM does, which "
+                f"made {len(ids or ())} tokens of a prompt, got {len(self.ids)}"
+            )
+
+
+def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
+    """Return the requests for prompts with ``images``, without what a model takes of them."""
+    return [
+        Request(ids, ids, ())
+        if one is None
+        else Request(ids, one.shortened(ids), one.images, one.digests)
+        for ids, one in zip(prompt_ids, images or [None] * len(prompt_ids), strict=True)
+    ]
+
+
+def runs(prompts: Sequence[T]) -> list[tuple[T, int]]:
     """Count prompts that follow themselves: a group is one prompt, sampled n times."""
-    found: list[tuple[TokenIds, int]] = []
-    for ids in prompt_ids:
-        if found and found[-1][0] == ids:
-            found[-1] = (ids, found[-1][1] + 1)
+    found: list[tuple[T, int]] = []
+    for prompt in prompts:
+        if found and found[-1][0] == prompt:
+            found[-1] = (prompt, found[-1][1] + 1)
         else:
-            found.append((ids, 1))
+            found.append((prompt, 1))
     return found

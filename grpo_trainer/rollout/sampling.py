@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
 _PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+_NEVER = -100.0  # added to a logit: the least that vLLM takes
 _TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent
 
 
@@ -27,6 +29,8 @@ class Sampling:
         eos_token_ids: tokens that end a completion; it keeps the one it ends with.
         max_tokens: longest completion.
         temperature, top_p, top_k, min_p, repetition_penalty: as in GRPOConfig.
+        suppressed: tokens that are never drawn: those that stand for parts of images, which a
+            forward over the completion would look for.
         structured_outputs_regex: what the text of a completion must match; None: anything.
         sampling_mask_size: report what the filters left of so many of each token's likeliest ids;
             0: do not.
@@ -40,6 +44,7 @@ class Sampling:
     top_k: int = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    suppressed: frozenset[int] = frozenset()
     structured_outputs_regex: str | None = None
     sampling_mask_size: int = 0
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +68,7 @@ class Sampling:
         return cls(
             eos_token_ids=_end_token_ids(extra, tokenizer, model),
             max_tokens=args.max_completion_length,
+            suppressed=frozenset() if model is None else _stand_for_images(model),
             structured_outputs_regex=args.vllm_structured_outputs_regex,
             engine_options=extra,
             **settings,
@@ -88,6 +94,8 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": sorted(sampling.eos_token_ids),
         "ignore_eos": True,
     }
+    if sampling.suppressed:
+        params["logit_bias"] = dict.fromkeys(sorted(sampling.suppressed), _NEVER)
     again = sorted(set(params) & set(sampling.engine_options))
     if again:
         raise ValueError(
@@ -124,6 +132,12 @@ def _named_by(model: PreTrainedModel) -> list[int]:
     generation = getattr(base_policy(model), "generation_config", None)
     named = _listed(getattr(generation, "eos_token_id", None))
     return named or _listed(getattr(_text_config(model), "eos_token_id", None))
+
+
+def _stand_for_images(model: PreTrainedModel) -> frozenset[int]:
+    config = base_policy(model).config
+    named = {getattr(config, name, None) for name in _IMAGE_TOKENS}
+    return frozenset(token for token in named if isinstance(token, int))
 
 
 def _text_config(model: PreTrainedModel) -> Any:

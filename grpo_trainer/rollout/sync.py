@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,12 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.data import Rollout, Row
+from grpo_trainer.data import Rollout, Row, has_images
 from grpo_trainer.monitor import phase
 from grpo_trainer.rollout.base import (
     BackgroundEngine,
     Completions,
+    Images,
     Pending,
     RolloutEngine,
     TokenIds,
@@ -48,14 +50,16 @@ class Rollouts:
         """A completion that ends in none of them was truncated."""
         return self.sampling.eos_token_ids
 
-    def generate(self, prompt_ids: list[TokenIds], max_tokens: int | None = None) -> Completions:
+    def generate(
+        self, prompt_ids: list[TokenIds], max_tokens: int | None = None, images: Images = None
+    ) -> Completions:
         """Return one completion per prompt, by the policy as it is now.
 
         ``max_tokens`` is in place of max_completion_length. With several processes it is the same
         on all of them; some may have no prompts.
 
         Raises:
-            ValueError: what the engine returns is no such thing.
+            ValueError: what the engine returns is no such thing, or it takes no ``images``.
         """
         self._wait()
         if self.sleeps:
@@ -64,20 +68,20 @@ class Rollouts:
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
-        completions = self.engine.generate(prompt_ids, sampling)
+        completions = self.engine.generate(prompt_ids, sampling, **self._with(images))
         if self.sleeps:
             self.engine.sleep()
             self._version = None
         self.check(completions, len(prompt_ids))
         return completions
 
-    def start(self, prompt_ids: list[TokenIds]) -> Started:
+    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
         assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
         self._wait()
         self._update()
-        pending = self.engine.start(prompt_ids, self.sampling)
-        self._running = Started(self, prompt_ids, self.step(), pending)
+        pending = self.engine.start(prompt_ids, self.sampling, **self._with(images))
+        self._running = Started(self, prompt_ids, self.step(), pending, images=images)
         return self._running
 
     def restored(self, completions: Completions, step: int) -> Started:
@@ -114,10 +118,21 @@ class Rollouts:
         """Send the weights before the next generation in any case: they were loaded."""
         self._version = None
 
-    def again(self, prompt_ids: list[TokenIds]) -> tuple[Completions, int]:
+    def again(self, prompt_ids: list[TokenIds], images: Images = None) -> tuple[Completions, int]:
         """Sample by the weights as they are now, and say how many steps these have seen."""
         self._running = self._version = None
-        return self.generate(prompt_ids), self.step()
+        return self.generate(prompt_ids, images=images), self.step()
+
+    def _with(self, images: Images) -> dict[str, Images]:
+        """Return the engine's argument for ``images``, if there are any."""
+        if not has_images(images):
+            return {}
+        if "images" not in inspect.signature(self.engine.generate).parameters:
+            raise ValueError(
+                "rollout_engine: expected one whose generate takes images, got "
+                f"{type(self.engine).__name__} for prompts with images"
+            )
+        return {"images": images}
 
     def check(self, completions: Completions, count: int) -> None:
         """Raise ValueError unless ``completions`` are those of ``count`` prompts."""
@@ -150,6 +165,7 @@ class Started:
     step: int  # optimizer steps that the weights had seen
     pending: Pending | None = None  # the engine's handle; None: it is over
     completions: Completions | None = None
+    images: Images = None
 
     def result(self) -> Completions:
         """Wait for the completions. Every process calls it.
@@ -171,7 +187,7 @@ class Started:
             return pending.result()
         except WeightsLostError as error:
             logger.warning("%s: its completions are sampled again, by the policy now", error)
-            completions, self.step = self.rollouts.again(self.prompt_ids)
+            completions, self.step = self.rollouts.again(self.prompt_ids, self.images)
             return completions
         except Exception:
             self.pending = None  # it is over; after an interrupt it is not

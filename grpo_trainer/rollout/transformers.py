@@ -14,11 +14,12 @@ from transformers import (
 )
 
 from grpo_trainer.config import options
-from grpo_trainer.data import pad_rows
+from grpo_trainer.data import has_images, model_inputs, pad_rows
 from grpo_trainer.model import evaluating
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
+    Images,
     RolloutEngine,
     TokenIds,
     cut_after_eos,
@@ -44,14 +45,16 @@ class TransformersEngine(RolloutEngine):
         settings = (args.cache_implementation, context.placement, args.ds3_gather_for_generation)
         return cls(context.policy, context.tokenizer, *settings)
 
-    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
         """Return one completion per prompt, in one left-padded batch."""
         model = self.policy()
         if self.gathers or not self.placement.sharded:
             with self.placement.whole(model):
-                return self._complete(model, prompt_ids, sampling)
+                return self._complete(model, prompt_ids, sampling, images)
         # every process runs every forward with the others: one without prompts has one to discard
-        completions = self._complete(model, prompt_ids or [[0]], sampling, synced_gpus=True)
+        completions = self._complete(model, prompt_ids or [[0]], sampling, images, True)
         return completions if prompt_ids else Completions([])
 
     def _complete(
@@ -59,6 +62,7 @@ class TransformersEngine(RolloutEngine):
         model: PreTrainedModel,
         prompt_ids: list[TokenIds],
         sampling: Sampling,
+        images: Images,
         synced_gpus: bool = False,
     ) -> Completions:
         if not prompt_ids:
@@ -67,6 +71,8 @@ class TransformersEngine(RolloutEngine):
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
         mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
+        lengths = [len(row) for row in prompt_ids]
+        more = model_inputs(images or [], lengths, ids.shape[1], ids.device, left=True)
         filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
         with evaluating(model):  # gradient checkpointing would disable the cache, too
             output = model.generate(
@@ -75,6 +81,7 @@ class TransformersEngine(RolloutEngine):
                 generation_config=config,
                 logits_processor=None if filters is None else LogitsProcessorList([filters]),
                 synced_gpus=synced_gpus,
+                **more,
             )
         found = output[:, ids.shape[1] :].tolist()
         completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
@@ -110,12 +117,19 @@ class ContinuousBatchingEngine(RolloutEngine):
             )
         self._context = context
 
-    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
         """Return one completion per prompt.
 
         Raises:
-            ValueError: a prompt was not completed, such as one that the cache has no room for.
+            ValueError: a prompt has images, or was not completed, such as one that the cache has no
+                room for.
         """
+        if has_images(images):
+            raise ValueError(
+                "use_transformers_continuous_batching: expected prompts of text, got images"
+            )
         model = self._context.policy()
         with self._context.placement.whole(model):
             return self._complete(model, prompt_ids, sampling)
@@ -161,7 +175,9 @@ def _generation_config(
     }
     if sampling.sampling_mask_size:
         settings |= NO_FILTERS  # RecordingFilters has them
-    return GenerationConfig(**(settings | dict(sampling.engine_options)))
+    settings |= sampling.engine_options
+    never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
+    return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -22,8 +22,11 @@ from grpo_trainer.model import base_policy
 from grpo_trainer.rollout.base import (
     Completions,
     EngineContext,
+    Images,
+    Request,
     TokenIds,
     WeightSource,
+    requests_of,
     runs,
 )
 from grpo_trainer.rollout.sampling import MAX_LOGPROBS, Sampling, vllm_params
@@ -69,18 +72,26 @@ class ColocatedVLLM:
         self._cache_sleeps = False
         atexit.register(self.close)
 
-    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
-        """Return completions of the prompts of this process; a group of them is one request."""
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Return completions of the prompts of this process; a group of them is one request.
+
+        Raises:
+            ValueError: vLLM writes other tokens for an image than the processor did.
+        """
         if self._cache_sleeps:
             self._llm.wake_up(tags=["kv_cache"])
             self._cache_sleeps = False
-        gathered = self._gather(prompt_ids)
-        requests = runs([ids for part in gathered for ids in part])
+        gathered = self._gather(requests_of(prompt_ids, images))
+        requests = runs([request for part in gathered for request in part])
         params = [self._params(sampling, count) for _, count in requests]
         with self._own_random_numbers():
             outputs = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids, _ in requests], params, use_tqdm=False
+                [_prompt(request) for request, _ in requests], params, use_tqdm=False
             )
+        for (request, _), output in zip(requests, outputs, strict=True):
+            request.check(output.prompt_token_ids)
         samples = [sample for output in outputs for sample in output.outputs]
         start = sum(len(part) for part in gathered[: self._rank_in_group])
         mine = samples[start : start + len(prompt_ids)]
@@ -146,17 +157,26 @@ class ColocatedVLLM:
         except TypeError as error:  # a name that it does not have
             raise ValueError(f"generation_kwargs: {error}") from error
 
-    def _gather(self, prompt_ids: list[TokenIds]) -> list[list[TokenIds]]:
+    def _gather(self, prompts: list[Request]) -> list[list[Request]]:
         """Return the prompts of all processes of the group: together they run each request."""
         if self._group is None:
-            return [prompt_ids]
+            return [prompts]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, prompt_ids, group=self._group)
+        dist.all_gather_object(gathered, prompts, group=self._group)
         return gathered
 
     @property
     def _rank_in_group(self) -> int:
         return 0 if self._group is None else dist.get_rank(self._group)
+
+
+def _prompt(request: Request) -> dict[str, Any]:
+    if not request.images:
+        return {"prompt_token_ids": request.ids}
+    return {
+        "prompt_token_ids": request.short_ids,
+        "multi_modal_data": {"image": list(request.images)},
+    }
 
 
 def _describe(context: EngineContext, folder: str) -> None:
@@ -165,7 +185,7 @@ def _describe(context: EngineContext, folder: str) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    context.tokenizer.save_pretrained(folder)
+    context.processing_class.save_pretrained(folder)
 
 
 def _engine_settings(context: EngineContext) -> dict[str, Any]:

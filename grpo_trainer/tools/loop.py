@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import Rollout, Row, check_context, encode_prompts, shortened
+from grpo_trainer.data import (
+    ProcessingClass,
+    Rollout,
+    Row,
+    check_context,
+    encode_prompts,
+    shortened,
+    tokenizer_of,
+    with_images,
+)
 from grpo_trainer.monitor import phase
 from grpo_trainer.rollout import Rollouts, Sampled
 from grpo_trainer.tools.conversation import Conversation
@@ -44,7 +52,7 @@ class Agents:
         self,
         args: GRPOConfig,
         accelerator: Accelerator,
-        tokenizer: PreTrainedTokenizerBase,
+        processing_class: ProcessingClass,
         tools: Toolbox,
         environments: Environments | None,
         eos_token_ids: frozenset[int],
@@ -52,7 +60,8 @@ class Agents:
     ) -> None:
         self._args = args
         self._accelerator = accelerator
-        self._tokenizer = tokenizer
+        self._processing_class = processing_class
+        tokenizer = tokenizer_of(processing_class)
         self._tools = tools
         self._environments = environments
         self._eos = eos_token_ids
@@ -94,7 +103,7 @@ class Agents:
         else:
             pairs = self._environments.take(rows)
             prompts = [
-                self._environments.reset(environment, row)
+                with_images({"prompt": self._environments.reset(environment, row)})
                 for (environment, _), row in zip(pairs, rows, strict=True)
             ]
         for prompt in prompts:
@@ -103,14 +112,14 @@ class Agents:
                     f"prompt: expected messages with tools, got the text {shortened(prompt)}"
                 )
         shown = [schemas(toolbox) for _, toolbox in pairs]
-        prompt_ids = encode_prompts(
-            prompts, self._tokenizer, args.max_prompt_length, self._options, shown
+        encoded = encode_prompts(
+            prompts, self._processing_class, args.max_prompt_length, self._options, shown
         )
         budget = args.max_completion_length
-        check_context(prompts, prompt_ids, budget, self._context)
+        check_context(prompts, [each.ids for each in encoded], budget, self._context)
         nothing = [
-            Rollout(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
-            for prompt, ids in zip(prompts, prompt_ids, strict=True)
+            Rollout(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[], images=images)
+            for prompt, (ids, images) in zip(prompts, encoded, strict=True)
         ]
         return [
             Conversation(rollout, toolbox, budget, environment)
@@ -135,7 +144,8 @@ class Agents:
     def _turn(self, waiting: list[Conversation], step: int, rollouts: Rollouts) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
-            drawn = rollouts.generate([talk.ids for talk in waiting], step)
+            images = [talk.rollout.images for talk in waiting]
+            drawn = rollouts.generate([talk.ids for talk in waiting], step, images)
         for index, talk in enumerate(waiting):
             ids = drawn.token_ids[index]
             logprobs = None if drawn.logprobs is None else drawn.logprobs[index]

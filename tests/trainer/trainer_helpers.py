@@ -29,7 +29,7 @@ class CannedEngine:
         self._process = process
         self.eos_token_ids = frozenset([self._eos])
 
-    def generate(self, prompt_ids: list[list[int]]) -> Completions:
+    def generate(self, prompt_ids: list[list[int]], images: object = None) -> Completions:
         first = self._process * len(prompt_ids)
         ids = [self._complete(prompt, first + row) for row, prompt in enumerate(prompt_ids)]
         return Completions(ids)

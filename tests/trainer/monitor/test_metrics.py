@@ -39,7 +39,7 @@ SAMPLING = {
 class Reporting(CannedEngine):
     """Tells log-probabilities."""
 
-    def generate(self, prompt_ids, *args):
+    def generate(self, prompt_ids, *args, **kwargs):
         ids = super().generate(prompt_ids).token_ids
         return Completions(ids, [[-2.0] * len(row) for row in ids])
 

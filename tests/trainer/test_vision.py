@@ -1,0 +1,273 @@
+"""Vision-language models are trained on the images of their prompts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageColumn
+from torch import Tensor
+
+from grpo_kernels.hf import add_fused_head, check_fused_head
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.data import MicroBatch, Rollout, collate, encode_prompts
+from grpo_trainer.model import target_logprobs
+from tests.trainer.vision import FAMILIES, picture, tiny_model, tiny_processor, user
+
+SETTINGS: dict[str, Any] = dict(
+    max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=3,
+    report_to="none", save_strategy="no", bf16=False, logging_steps=1, disable_tqdm=True,
+    learning_rate=1e-2, use_cpu=True,
+)  # fmt: skip
+
+
+def dataset(column: str | None = "image", rows: int = 8) -> Dataset:
+    """Return questions with an image in ``column``; None: in the messages."""
+    images = [picture(30 * index) for index in range(rows)]
+    asked = [{"role": "user", "content": "bright?"}]
+    if column is None:
+        return Dataset.from_list([{"prompt": user(image, "bright?")} for image in images])
+    values = images if column == "image" else [[image] * 2 for image in images]
+    return Dataset.from_dict({"prompt": [asked] * rows, column: values})
+
+
+def lengths(completions: Any, **columns: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def make(family: str, folder: Path, reward: Any = lengths, **changes: Any) -> GRPOTrainer:
+    rows = changes.pop("train_dataset", None) or dataset()
+    return GRPOTrainer(
+        changes.pop("model", None) or tiny_model(family),
+        reward,
+        GRPOConfig(output_dir=str(folder), **(SETTINGS | changes.pop("settings", {}))),
+        rows,
+        processing_class=changes.pop("processing_class", None) or tiny_processor(family),
+        **changes,
+    )
+
+
+def batch_of(family: str) -> MicroBatch:
+    prompts = [user(picture(200), "?"), user("hi"), user(picture(9), " or ", picture(80))]
+    encoded = encode_prompts(prompts, tiny_processor(family))
+    rollouts = [
+        Rollout(prompt, made.ids, "", [20 + row, 30, 2], images=made.images)
+        for row, (prompt, made) in enumerate(zip(prompts, encoded, strict=True))
+    ]
+    one = torch.tensor(3.0)
+    return collate(rollouts, torch.tensor([1.0, -1.0, 0.5]), one, one, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fused_head_scores_what_the_model_does(family: str) -> None:
+    model, batch = tiny_model(family).eval(), batch_of(family)
+    with torch.no_grad():
+        logits = model(batch.input_ids, attention_mask=batch.attention_mask, **batch.inputs).logits
+    expected = (
+        (logits.double() / 0.7)
+        .log_softmax(-1)
+        .gather(-1, batch.target.clamp(min=0)[..., None])
+        .squeeze(-1)
+    )
+    add_fused_head(model)
+    check_fused_head(model)
+    found = target_logprobs(model, batch, 0.7)
+    kept = batch.target >= 0
+    torch.testing.assert_close(found[kept].double(), expected[kept], rtol=1e-5, atol=1e-5)
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("column", "settings"),
+    [
+        ("image", {"beta": 0.1, "num_iterations": 2, "max_steps": 4}),
+        ("images", {"steps_per_generation": 2, "gradient_accumulation_steps": 2}),
+        (None, {"gradient_checkpointing": True, "mask_truncated_completions": True}),
+    ],
+)
+def test_training(
+    family: str, column: str | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.extend([(prompt[-1]["content"], columns) for prompt in prompts])
+        return [float(row % 3) for row, _ in enumerate(prompts)]
+
+    trainer = make(family, tmp_path, reward, train_dataset=dataset(column), settings=settings)
+    before = weights(trainer.model)
+    trainer.train()
+    moved = {
+        name for name, value in weights(trainer.model).items() if (value != before[name]).any()
+    }
+    if not settings.get("mask_truncated_completions"):
+        assert any("vision" in name or "visual" in name for name in moved)
+        assert any("language" in name for name in moved)
+    content, columns = seen[0]
+    images = 2 if column == "images" else 1
+    assert [part["type"] for part in content] == ["image"] * images + ["text"]
+    assert set(columns) >= ({column} if column else set())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_image_decides(family: str, tmp_path: Path) -> None:
+    """Two images under one question give other log-probabilities, in all passes alike."""
+    kept: list[MicroBatch] = []
+
+    class Keeping(GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: MicroBatch, *args: Any, **more: Any) -> Tensor:
+            kept.append(inputs)
+            return super().compute_loss(model, inputs, *args, **more)
+
+    trainer = Keeping(
+        tiny_model(family),
+        lengths,
+        GRPOConfig(
+            output_dir=str(tmp_path),
+            **(SETTINGS | {"beta": 0.1, "num_iterations": 2, "learning_rate": 0.0}),
+        ),
+        dataset(),
+        processing_class=tiny_processor(family),
+    )
+    trainer.train()
+    batch = kept[0]
+    assert batch.inputs and batch.old_logprobs is not None and batch.ref_logprobs is not None
+    torch.testing.assert_close(batch.old_logprobs, batch.ref_logprobs)
+    black = MicroBatch(**vars(batch) | {"inputs": dict(batch.inputs)})
+    black.inputs["pixel_values"] = torch.zeros_like(batch.inputs["pixel_values"])
+    own = target_logprobs(trainer.model, batch, 1.0)
+    torch.testing.assert_close(own, batch.old_logprobs, rtol=1e-4, atol=1e-5)
+    assert (target_logprobs(trainer.model, black, 1.0) - own).abs().max() > 1e-3
+
+
+def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    settings = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    straight = make("llava", tmp_path / "a", settings=settings)
+    straight.train()
+    again = make("llava", tmp_path / "b", settings=settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    for name, value in weights(straight.model).items():
+        assert torch.equal(value, weights(again.model)[name]), name
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_by_name(family: str, tmp_path: Path) -> None:
+    """Model and processor come from one folder, and a saved run can be loaded as one."""
+    tiny_model(family).save_pretrained(tmp_path / "start")
+    tiny_processor(family).save_pretrained(tmp_path / "start")
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), **SETTINGS)
+    trainer = GRPOTrainer(str(tmp_path / "start"), lengths, args, dataset())
+    assert type(trainer.processing_class) is type(tiny_processor(family))
+    trainer.train()
+    trainer.save_model()
+    loaded = GRPOTrainer(
+        str(tmp_path / "out"), lengths, GRPOConfig(output_dir=str(tmp_path / "b"), **SETTINGS),
+        dataset(),
+    )  # fmt: skip
+    pairs = zip(trainer.model.parameters(), loaded.model.parameters(), strict=True)
+    assert all(torch.equal(first, second) for first, second in pairs)
+
+
+def test_without_images(tmp_path: Path) -> None:
+    """A model that takes images trains on text, with its processor and with its tokenizer."""
+    asked = [[{"role": "user", "content": [{"type": "text", "text": f"say {n}"}]}] for n in "abcd"]
+    for family in FAMILIES:
+        rows = Dataset.from_dict({"prompt": asked})
+        make(family, tmp_path, train_dataset=rows).train()
+    tokenizer = tiny_processor("llava").tokenizer
+    rows = Dataset.from_dict({"prompt": ["a", "b", "c", "d"]})
+    reward = lambda completions, **columns: [float(len(text)) for text in completions]  # noqa: E731
+    make("llava", tmp_path, reward, train_dataset=rows, processing_class=tokenizer).train()
+
+
+def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:
+    model = tiny_model("qwen2_5_vl")
+    with torch.no_grad():  # it would draw nothing else
+        model.lm_head.weight[4:6] *= 1000
+    drawn: list[list[int]] = []
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        drawn.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    make("qwen2_5_vl", tmp_path, reward, model=model).train()
+    assert drawn and not {4, 5} & set(itertools.chain(*drawn))
+
+
+def wrong_processor(tmp_path: Path) -> None:
+    make("gemma3", tmp_path, processing_class=tiny_processor("llava"))
+
+
+def wrong_token(tmp_path: Path) -> None:
+    make("llava", tmp_path, model=tiny_model("llava", image_token_index=5))
+
+
+def processor_for_text(tmp_path: Path) -> None:
+    from tests.parity.canned import tiny_model as text_model
+
+    make("llava", tmp_path, model=text_model())
+
+
+def tokenizer_for_images(tmp_path: Path, column: str | None = "image") -> None:
+    tokenizer = tiny_processor("llava").tokenizer
+    make("llava", tmp_path, processing_class=tokenizer, train_dataset=dataset(column))
+
+
+def dropping_template(tmp_path: Path) -> None:
+    processor = tiny_processor("llava")
+    processor.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    make("llava", tmp_path, processing_class=processor).train()
+
+
+def unreadable(tmp_path: Path) -> None:
+    rows = dataset().cast_column("image", ImageColumn(decode=False))
+    broken = rows.map(lambda row: {"image": {"bytes": b"none", "path": None}})
+    make("llava", tmp_path, train_dataset=broken).train()
+
+
+def in_text(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"prompt": ["?"] * 4, "image": [picture(0)] * 4})
+    make("llava", tmp_path, train_dataset=rows).train()
+
+
+def audio(tmp_path: Path) -> None:
+    sound = [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]
+    make("llava", tmp_path, train_dataset=Dataset.from_dict({"prompt": [sound] * 4}))
+
+
+def batched(tmp_path: Path) -> None:
+    make("llava", tmp_path, settings={"use_transformers_continuous_batching": True}).train()
+
+
+def by_function(tmp_path: Path) -> None:
+    make("llava", tmp_path, rollout_func=lambda prompts, trainer: {}).train()
+
+
+WRONG = {
+    wrong_processor: "expected the processor of the policy, got a LlavaProcessor, with whose imag",
+    wrong_token: "expected the processor of LlavaForConditionalGeneration, in which token 5 stand",
+    processor_for_text: "expected the processor of Qwen2ForCausalLM",
+    tokenizer_for_images: "train_dataset: expected no images without a processor as processing_cla",
+    lambda path: tokenizer_for_images(path, "images"): "train_dataset: expected no images without",
+    lambda path: tokenizer_for_images(path, None): "train_dataset: expected no images without a p",
+    dropping_template: "expected a chat template that writes <image> for each image, 1 in all, go",
+    unreadable: "images: expected images, paths or URLs of images, got one that cannot be read in",
+    in_text: "prompt: expected messages in a row with images, got text in the row",
+    audio: "train_dataset: expected prompts of text and images, got .* of type 'audio'",
+    batched: "use_transformers_continuous_batching: expected prompts of text, got images",
+    by_function: "rollout_func: expected prompts of text, got images",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_before_anything_is_generated(case: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=WRONG[case]):
+        case(tmp_path)
