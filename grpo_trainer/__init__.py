@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
+    from grpo_trainer.rollout import VLLMClient
     from grpo_trainer.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "VLLMClient"]
 
-_MODULES = {"GRPOConfig": "grpo_trainer.config", "GRPOTrainer": "grpo_trainer.trainer"}
+_MODULES = {
+    "GRPOConfig": "grpo_trainer.config",
+    "GRPOTrainer": "grpo_trainer.trainer",
+    "VLLMClient": "grpo_trainer.rollout",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.monitor.report.command import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from tests.hf.test_families import FAMILIES
+from tests.trainer.vllm_stub import StubServer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -305,3 +306,16 @@ def test_settings_are_fields() -> None:
     named = {name for name in code(TRAINER) if name.startswith(prefixes)}
     fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"}
     assert named - fields == set()
+
+
+def test_the_client_of_a_server(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = StubServer()
+    block = python_block(TRAINER, "VLLMClient(")
+    namespace: dict[str, Any] = {"model": model}
+    exec(block.replace("http://127.0.0.1:8000", server.url), namespace)
+    assert len(namespace["answer"]["completion_ids"]) == 8
+    assert server.loaded and "/v1/chat/completions" in server.paths()
+    namespace["client"].close()
+    server.close()

@@ -53,6 +53,7 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", known.model]
     # of the distribution that tokens are drawn from, after temperature and filters
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)]
+    words += ["--enable-scale-out"]  # has the path that takes images beside token ids
     if torch.cuda.is_available():
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
     words += ["--api-key", *known.api_key] if known.api_key else []

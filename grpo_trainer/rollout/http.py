@@ -35,6 +35,10 @@ class ServerError(RuntimeError):
     """A server did not do what it was asked; the message names it and its last answer."""
 
 
+class NoServerError(ServerError, ConnectionError):
+    """No server answers; the message says where, and how to start one."""
+
+
 class RetryableError(ServerError):
     """It may work the next time."""
 
@@ -50,7 +54,7 @@ class JsonServer:
         url: of its root. User and password in it are sent as basic authentication.
         patience: seconds to keep trying to connect.
         api_key: sent as a bearer token; None: none is sent.
-        advice: what to do about a path that it does not have.
+        advice: what to do if no server answers, or one that does not have a path.
     """
 
     def __init__(
@@ -105,10 +109,10 @@ class JsonServer:
         """Return what ``work`` does; it is repeated from its start when the server fails meanwhile.
 
         Raises:
-            ServerError: it still fails after ``patience`` seconds without a connection, or a few
-                answers that say it is the server's fault.
+            NoServerError: there is no connection for ``patience`` seconds.
+            ServerError: it still fails after a few answers that say it is the server's fault.
         """
-        end = _End(self.patience)
+        end = _End(self.patience, self._advice)
         retry = Retrying(
             retry=retry_if_exception_type(RetryableError),
             wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
@@ -174,8 +178,9 @@ class JsonServer:
 class _End:
     """Says when to give up: after ``patience`` seconds without a connection, or a few faults."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, advice: str) -> None:
         self._patience = patience
+        self._advice = advice
         self._faults = 0
         self._lost_at: float | None = None
 
@@ -189,9 +194,10 @@ class _End:
 
     def give_up(self, state: RetryCallState) -> NoReturn:
         error = _error(state)
-        lost = self._lost_at is not None
-        how_long = f"for {self._patience:g} seconds" if lost else f"{self._faults} times"
-        raise ServerError(f"{error}, {how_long}") from error
+        if self._lost_at is None:
+            raise ServerError(f"{error}, {self._faults} times") from error
+        told = f"{error}, for {self._patience:g} seconds. {self._advice}"
+        raise NoServerError(told.rstrip(". ")) from error
 
 
 def _error(state: RetryCallState) -> BaseException | None:

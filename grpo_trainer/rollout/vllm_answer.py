@@ -13,8 +13,8 @@ _ROUNDING = 1e-2  # by so much a log-probability may be above 0
 
 
 def completions_of(
-    answer: Any,
-    prompts: Sequence[TokenIds | str],
+    choices: Sequence[dict[str, Any]],
+    prompts: Sequence[TokenIds | None],
     n: int,
     max_tokens: int,
     logprobs: int | None,
@@ -22,17 +22,18 @@ def completions_of(
 ) -> tuple[list[TokenIds], Completions]:
     """Return the prompts' ids, and ``n`` completions per prompt in order with log-probabilities.
 
-    The arguments are what was asked for. With ``logprobs`` above 0 the answer has those of the
-    likeliest ids, too, and so the sampling mask. ``vocab_size`` is None where it is unknown.
+    The other arguments are what was asked for; a prompt is None if only the server knows its ids.
+    With ``logprobs`` above 0 the choices have those of the likeliest ids, too, and so the sampling
+    mask. ``vocab_size`` is None where it is unknown.
 
     Raises:
         ValueError, KeyError, TypeError: the answer is no such thing.
     """
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    choices = sorted(choices, key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
         raise ValueError(f"{len(choices)} choices")
-    prompt_ids = [  # those that were sent, or those that the server says a text has
-        _checked_ids(first["prompt_token_ids"], vocab_size) if isinstance(prompt, str) else prompt
+    prompt_ids = [  # those that were sent, or those that the server says it has
+        _checked_ids(first["prompt_token_ids"], vocab_size) if prompt is None else prompt
         for prompt, first in zip(prompts, choices[::n], strict=True)
     ]
     token_ids, values, mask = [], [], []

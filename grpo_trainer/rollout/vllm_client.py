@@ -1,34 +1,43 @@
-"""VLLMClient: token ids in, token ids and log-probabilities out, by the weights last sent."""
+"""VLLMClient: prompts in, token ids and log-probabilities out, by the weights last sent."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_trainer.config import check_url
-from grpo_trainer.data import shortened
-from grpo_trainer.rollout.base import TokenIds, WeightsLostError, WeightSource
-from grpo_trainer.rollout.http import JsonServer, RetryableError, ServerError
+from grpo_trainer.rollout.base import TokenIds, WeightSource
+from grpo_trainer.rollout.http import JsonServer, ServerError
+from grpo_trainer.rollout.served_weights import ServedWeights
 from grpo_trainer.rollout.vllm_answer import completions_of
+from grpo_trainer.rollout.vllm_requests import (
+    Messages,
+    Question,
+    are_messages,
+    ask_all,
+    ask_in_chat,
+    ask_with_images,
+    checked_images,
+    checked_prompts,
+)
+from grpo_trainer.rollout.weight_files import FileTransfer
+from grpo_trainer.rollout.weights import policy_weights
 
 logger = logging.getLogger(__name__)
 
-_ADVICE = "Is it a vLLM server that takes weights, as `grpo-train serve` starts it?"
-
-
-class WeightTransfer(Protocol):
-    """One way for weights to reach the server's workers."""
-
-    keeps_a_copy: bool  # what was sent can be sent again, also when the policy has moved on
-
-    def send(self, server: JsonServer, weights: WeightSource, version: str) -> None:
-        """Replace the server's weights. Repeating it, with a server that was restarted, works."""
-        ...
-
-    def close(self) -> None: ...
+_TOGETHER = 64  # requests that run at the same time
+_TEMPLATE = ("tools", "chat_template", "chat_template_kwargs")
 
 
 class VLLMClient:
@@ -36,16 +45,16 @@ class VLLMClient:
 
     Args:
         base_url: of the server, such as ``http://127.0.0.1:8000``; replaces the next two.
-        host, server_port: of the server.
+        host, server_port: of the server. The host 0.0.0.0 is this machine.
         group_port: port of this machine for weights that go from GPU to GPU.
         connection_timeout: seconds to wait for a server that is not up yet, or is gone.
         request_timeout: seconds that one request may take.
         api_key: of the server. Default: the environment variable VLLM_API_KEY.
-        transfer: how weights reach the server; None: this client sends none.
         vocab_size: of the model: a token id from the server is below it. None: it is not checked.
 
     Raises:
-        ServerError: no server answers in time.
+        ConnectionError: no server answers in time.
+        ServerError: one answers that it cannot.
         ValueError: the URL is none, or has a password beside an API key.
     """
 
@@ -59,24 +68,20 @@ class VLLMClient:
         *,
         request_timeout: float = 1800.0,
         api_key: str | None = None,
-        transfer: Callable[[VLLMClient], WeightTransfer] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         if base_url is not None:
             check_url("base_url", base_url)
-        url = base_url or f"http://{f'[{host}]' if ':' in host else host}:{server_port}"
+        url = base_url or f"http://{_address(host)}:{server_port}"
         key = api_key or os.environ.get("VLLM_API_KEY")
-        self.server = JsonServer(url, connection_timeout, key, _ADVICE)
-        self._known: set[str] | None = None  # fields of a completion request
-        self._vocab_size = vocab_size
+        advice = "`grpo-train serve --model MODEL --port PORT` starts a server that takes weights"
+        self.server = JsonServer(url, connection_timeout, key, advice)
         self.group_port = group_port
         self.request_timeout = request_timeout
-        self._weights: WeightSource | None = None
-        self._version = ""
-        self._updates = 0
-        self._name = uuid.uuid4().hex[:12]  # of this client, in versions of weights
+        self._vocab_size = vocab_size
+        self._schemas: dict[str, Any] | None = None  # of the server's requests
+        self._weights = ServedWeights(self.server)
         self.server.retrying(lambda: self.server.get("/health"))
-        self._transfer = None if transfer is None else transfer(self)
 
     def health(self) -> bool:
         """Return whether the server answers and its engine runs."""
@@ -86,44 +91,54 @@ class VLLMClient:
             return False
         return True
 
-    def world_size(self) -> int:
+    def get_world_size(self) -> int:
         """Return processes that hold the server's model."""
         return int(self._retried("/get_world_size", "world_size"))
 
-    def settings(self) -> dict[str, Any]:
+    def get_server_info(self) -> dict[str, Any]:
         """Return the server's configuration."""
         return self._retried("/server_info?config_format=json", "vllm_config")
 
     def generate(
         self,
-        prompts: Sequence[TokenIds | str],
+        prompts: Sequence[str] | Sequence[TokenIds] | Sequence[Messages],
+        images: Sequence[Any] | None = None,
         n: int = 1,
+        repetition_penalty: float = 1.0,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
         max_tokens: int = 16,
         logprobs: int | None = 0,
         structured_outputs_regex: str | None = None,
         generation_kwargs: Mapping[str, Any] | None = None,
+        *,
         in_background: bool = False,
+        **more: Any,
     ) -> dict[str, Any]:
         """Return ``n`` completions of each prompt, those of a prompt in a row.
 
         Args:
-            prompts: token ids; or texts, which the server encodes as the trainer does.
-            temperature, top_p, top_k, min_p, repetition_penalty, max_tokens: as in vLLM.
+            prompts: texts, which the server encodes as the trainer does; token ids; or messages for
+                its chat template.
+            images: of each prompt: None, an image or a list of them, which are PIL images or URLs.
+                Texts and token ids have one placeholder token per image, messages a part
+                ``{"type": "image"}``, if that does not have the image itself.
+            repetition_penalty, temperature, top_p, top_k, min_p, max_tokens: as in vLLM.
             logprobs: 0: of the tokens that were drawn; None: none; above: also find out which of
                 so many of the likeliest ids the filters left.
             structured_outputs_regex: what the text of a completion matches.
-            generation_kwargs: more fields of vLLM's completion request.
+            generation_kwargs: more fields of vLLM's request; they may be arguments as well. With
+                messages also ``tools`` (functions or schemas), ``chat_template`` and
+                ``chat_template_kwargs``.
             in_background: the policy trains meanwhile, so it no longer has the weights last sent.
 
         Returns:
-            ``prompt_ids`` (one list per prompt), ``completion_ids`` (``n`` lists per prompt) and
-            ``logprobs`` (one number per token of these, or None); with ``logprobs`` above 0 also
-            ``sampling_mask`` (a list of ids per token).
+            ``prompt_ids`` (one list per prompt, with as many tokens per image as the model has),
+            ``completion_ids`` (``n`` lists per prompt) and ``logprobs`` (one number per token of
+            these, or None); with ``logprobs`` above 0 also ``sampling_mask`` (a list of ids per
+            token).
 
         Raises:
             ServerError: the server fails, refuses, or answers something else.
@@ -131,51 +146,104 @@ class VLLMClient:
                 had are nowhere else.
             ValueError: an argument is wrong.
         """
-        prompts = _checked(prompts)
+        prompts = checked_prompts(prompts)
+        images_of = checked_images(images, len(prompts))
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs: expected a number >= 0 or None, got {logprobs!r}")
-        body: dict[str, Any] = {
-            "prompt": prompts,
+        sampling: dict[str, Any] = {
             "n": n,
+            "repetition_penalty": repetition_penalty,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
             "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "add_special_tokens": True,  # to texts
         }
         if structured_outputs_regex is not None:
-            body["structured_outputs"] = {"regex": structured_outputs_regex}
-        self._check_names(generation_kwargs or {}, body)
-        body |= generation_kwargs or {}
-        answer = self.server.retrying(lambda: self._complete(body, in_background))
-        asked = (prompts, n, max_tokens, logprobs, self._vocab_size)
+            sampling["structured_outputs"] = {"regex": structured_outputs_regex}
+        extra = _joined(generation_kwargs or {}, more, sampling)
+        questions = self._questions(prompts, images_of, sampling, extra)
+        self._weights.send_named()
+        answers = self.server.retrying(lambda: self._ask(questions, in_background))
+        known = [ids for question in questions for ids in question.prompt_ids]
+        asked = (known, n, max_tokens, logprobs, self._vocab_size)
         try:
-            prompt_ids, (ids, values, mask) = completions_of(answer, *asked)
-        except (KeyError, TypeError, ValueError) as error:
+            choices = _in_order(questions, answers, n)
+            prompt_ids, (ids, values, mask) = completions_of(choices, *asked)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
-                f"{self.server.url}/v1/completions: expected {n} completions of each of "
-                f"{len(prompts)} prompts: {error!r}; got {str(answer)[:500]}"
+                f"{self.server.url}{questions[0].path}: expected {n} completions of each of "
+                f"{len(prompts)} prompts: {error!r}; got {str(answers)[:500]}"
             ) from error
         found = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": values}
         return found if mask is None else found | {"sampling_mask": mask}
+
+    def chat(self, messages: Sequence[Messages], **settings: Any) -> dict[str, Any]:
+        """Return completions of conversations: :meth:`generate` with ``settings``."""
+        return self.generate(messages, **settings)
+
+    def init_communicator(
+        self,
+        device: torch.device | str | int = 0,
+        way: str = "auto",
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Prepare for sending weights.
+
+        Args:
+            device: where they are.
+            way: ``nccl``: from GPU to GPU, by vLLM's own transfer; ``file``: through a folder that
+                the server sees, too; ``auto``: the first if device and server can.
+            folder: for files. Default: one among the system's temporary files.
+
+        Raises:
+            ServerError: the server fails or refuses.
+            ImportError: ``nccl`` without vLLM installed here.
+        """
+        self.close_communicator()
+        if way == "auto":
+            on_gpu = torch.cuda.is_available() and torch.device(device).type == "cuda"
+            prepared = on_gpu and self.get_server_info().get("weight_transfer_config") is not None
+            way = "nccl" if prepared else "file"
+            logger.info("weights reach %s by %s", self.server.url, way)
+        if way == "nccl":
+            from grpo_trainer.rollout.weight_nccl import NCCLTransfer  # imports vllm
+
+            self._weights.transfer = NCCLTransfer(
+                self.get_world_size(), self.group_port, self.request_timeout
+            )
+        else:
+            place = Path(folder or tempfile.gettempdir())
+            self._weights.transfer = FileTransfer(place, self.request_timeout)
 
     def update_weights(self, weights: WeightSource) -> None:
         """Replace the server's weights. One that restarts later gets them before it generates.
 
         Raises:
             ServerError: the server fails or refuses.
+            ValueError: :meth:`init_communicator` was not called.
         """
-        if self._transfer is None:
-            raise ValueError("transfer: expected one to send weights with, got None")
-        self._weights = weights
-        self._updates += 1
-        self._version = f"{self._name}-{self._updates}"
-        self.server.retrying(self._send_weights)
+        self._weights.send(weights)
+
+    def update_model_params(self, model: PreTrainedModel) -> None:
+        """Replace the server's weights by those of ``model``, adapters merged in."""
+        self.update_weights(lambda: policy_weights(model))
+
+    def update_named_param(self, name: str, weights: Tensor) -> None:
+        """Take a copy of one parameter of a checkpoint.
+
+        All that were taken are sent together, before the next completion, at the latest by
+        :meth:`reset_prefix_cache`. They replace those of the last :meth:`update_model_params`;
+        without one every parameter has to be taken.
+        """
+        self._weights.keep(name, weights)
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Send what :meth:`update_named_param` takes inside at the end."""
+        yield
+        self._weights.send_named()
 
     def reset_prefix_cache(self) -> None:
         """Make the server forget the keys and values of earlier prompts.
@@ -183,78 +251,100 @@ class VLLMClient:
         Raises:
             ServerError: it fails, or requests are running.
         """
-        self.server.retrying(self._reset_prefix_cache)
+        self._weights.send_named()
+        self.server.retrying(self._weights.reset_prefix_cache)
+
+    def close_communicator(self) -> None:
+        """End the transfer of weights. The server keeps those that it has."""
+        self._weights.close()
 
     def close(self) -> None:
         """End the connection. The server goes on."""
-        if self._transfer is not None:
-            self._transfer.close()
+        self.close_communicator()
         self.server.close()
 
     def _retried(self, path: str, name: str) -> Any:
         return self.server.field(self.server.retrying(lambda: self.server.get(path)), name)
 
-    def _complete(self, body: dict[str, Any], in_background: bool) -> Any:
-        if self._weights is not None and self._served_version() != self._version:
-            assert self._transfer is not None  # it has sent them
-            if in_background and not self._transfer.keeps_a_copy:
-                raise WeightsLostError(f"{self.server.url} was restarted in mid-generation")
-            logger.warning("%s was restarted: its weights are sent again", self.server.url)
-            self._send_weights()
-        return self.server.post("/v1/completions", body, self.request_timeout)
-
-    def _served_version(self) -> str:
-        return self.server.field(self.server.get("/weight_info"), "weight_version")
-
-    def _send_weights(self) -> None:
-        """Try once. The server has the version only if it has all of the weights: one that dies
-        and comes back meanwhile has neither the mark of the start nor the version."""
-        assert self._weights is not None and self._transfer is not None
-        loading = f"{self._version}-loading"
-        self.server.post("/pause?mode=keep")
-        self.server.post("/update_weight_version", {"new_version": loading})
-        self._transfer.send(self.server, self._weights, self._version)
-        self._reset_prefix_cache()
-        if self._served_version() != loading:
-            raise RetryableError(f"{self.server.url}: restarted while it got new weights")
-        self.server.post("/update_weight_version", {"new_version": self._version})
-        self.server.post("/resume")
-
-    def _reset_prefix_cache(self) -> None:
-        if not self.server.field(self.server.post("/reset_prefix_cache"), "success"):
-            raise RetryableError(
-                f"{self.server.url}/reset_prefix_cache: failed, requests are running"
+    def _questions(
+        self,
+        prompts: list[Any],
+        images_of: list[list[Any]],
+        sampling: dict[str, Any],
+        extra: dict[str, Any],
+    ) -> list[Question]:
+        if are_messages(prompts[0]):
+            template = {name: extra.pop(name) for name in _TEMPLATE if name in extra}
+            self._check_known(extra, "ChatCompletionRequest")
+            fields = sampling | extra
+            pairs = zip(prompts, images_of, strict=True)
+            return [ask_in_chat(*pair, fields, template) for pair in pairs]
+        self._check_known(extra, "CompletionRequest")
+        if not any(images_of):
+            return [ask_all(prompts, sampling | extra)]
+        if "content_parts" not in self._fields("GenerateRequest"):
+            raise ServerError(
+                f"{self.server.url}: expected a server that takes images beside token ids: vLLM "
+                "0.32 or later, as `grpo-train serve` starts it"
             )
+        pairs = zip(map(self._encoded, prompts), images_of, strict=True)
+        return [ask_with_images(*pair, sampling | extra) for pair in pairs]
 
-    def _check_names(self, extra: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+    def _encoded(self, prompt: str | TokenIds) -> TokenIds:
+        if not isinstance(prompt, str):
+            return prompt
+        body = {"prompt": prompt, "add_special_tokens": True}
+        answer = self.server.retrying(lambda: self.server.post("/tokenize", body))
+        return self.server.field(answer, "tokens")
+
+    def _ask(self, questions: list[Question], in_background: bool) -> list[Any]:
+        self._weights.restore(in_background)
+        with ThreadPoolExecutor(min(_TOGETHER, len(questions))) as pool:
+            return list(pool.map(self._post, questions))
+
+    def _post(self, question: Question) -> Any:
+        return self.server.post(question.path, question.body, self.request_timeout)
+
+    def _check_known(self, extra: Mapping[str, Any], request: str) -> None:
         """Raise ValueError for what the server would ignore."""
-        again = sorted(set(extra) & set(body))
-        if again:
-            raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")
         if not extra:
             return
-        if self._known is None:
-            schemas = self._retried("/openapi.json", "components")["schemas"]
-            self._known = set(schemas["CompletionRequest"]["properties"])
-        unknown = sorted(set(extra) - self._known)
+        unknown = sorted(set(extra) - self._fields(request))
         if unknown:
             raise ValueError(
                 f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
             )
 
-
-def _checked(prompts: Any) -> list[TokenIds | str]:
-    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
-        if all(isinstance(prompt, str) for prompt in prompts):
-            return list(prompts)
-        if all(_are_ids(prompt) for prompt in prompts):
-            return [list(prompt) for prompt in prompts]
-    raise ValueError(
-        "prompts: expected a list of texts, or a list of lists of token ids, got "
-        f"{shortened(prompts)}"
-    )
+    def _fields(self, request: str) -> set[str]:
+        if self._schemas is None:
+            self._schemas = self._retried("/openapi.json", "components")["schemas"]
+        return set(self._schemas.get(request, {}).get("properties", ()))
 
 
-def _are_ids(prompt: Any) -> bool:
-    is_list = isinstance(prompt, list | tuple)
-    return is_list and all(type(token) is int and token >= 0 for token in prompt)
+def _address(host: str) -> str:
+    """Return the host of a URL; what a server binds to reach it from everywhere is no host."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"[{host}]" if ":" in host else host
+    if address.is_unspecified:
+        return "[::1]" if address.version == 6 else "127.0.0.1"
+    return f"[{host}]" if address.version == 6 else host
+
+
+def _joined(
+    extra: Mapping[str, Any], more: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    again = sorted((set(extra) & (set(sampling) | set(more))) | (set(more) & set(sampling)))
+    if again:
+        raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")
+    return {**extra, **more}
+
+
+def _in_order(questions: list[Question], answers: list[Any], n: int) -> list[dict[str, Any]]:
+    """Return all choices, numbered through."""
+    return [
+        choice | {"index": first * n + choice["index"]}
+        for first, (question, answer) in enumerate(zip(questions, answers, strict=True))
+        for choice in question.choices(answer)
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from grpo_trainer.common import in_thread
-from grpo_trainer.config import GRPOConfig
 from grpo_trainer.rollout.base import (
     BackgroundEngine,
     Completions,
@@ -28,17 +26,14 @@ from grpo_trainer.rollout.base import (
 from grpo_trainer.rollout.http import ServerError
 from grpo_trainer.rollout.sampling import Sampling, vllm_params
 from grpo_trainer.rollout.together import Together
-from grpo_trainer.rollout.vllm_client import VLLMClient, WeightTransfer
-from grpo_trainer.rollout.weight_files import FileTransfer
-
-logger = logging.getLogger(__name__)
+from grpo_trainer.rollout.vllm_client import VLLMClient
 
 
 class VLLMServer(BackgroundEngine):
     """Samples with a server that was started with ``grpo-train serve``.
 
     Raises:
-        ServerError: no server answers in time.
+        ConnectionError: no server answers in time.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -101,9 +96,11 @@ class VLLMServer(BackgroundEngine):
             args.vllm_group_port,
             args.vllm_server_timeout,
             request_timeout=args.vllm_request_timeout,
-            transfer=lambda client: _transfer(client, args, context),
             vocab_size=context.policy().config.get_text_config().vocab_size,
         )
+        folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
+        device = context.accelerator.device
+        self._client.init_communicator(device, args.vllm_weight_transfer, folder)
 
     def _generate(
         self, prompts: list[TokenIds], sampling: Sampling, in_background: bool = False
@@ -132,18 +129,3 @@ class VLLMServer(BackgroundEngine):
     def _on_main(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns or raises on the first process, on all of them."""
         return self._together.on_main(work, (ServerError, WeightsLostError, ValueError))
-
-
-def _transfer(client: VLLMClient, args: GRPOConfig, context: EngineContext) -> WeightTransfer:
-    way = args.vllm_weight_transfer
-    if way == "auto":
-        on_gpu = context.accelerator.device.type == "cuda"
-        prepared = on_gpu and client.settings().get("weight_transfer_config") is not None
-        way = "nccl" if prepared else "file"
-        logger.info("weights reach %s by %s", client.server.url, way)
-    if way == "nccl":
-        from grpo_trainer.rollout.weight_nccl import NCCLTransfer  # imports vllm
-
-        return NCCLTransfer(client.world_size(), client.group_port, args.vllm_request_timeout)
-    folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
-    return FileTransfer(Path(folder), args.vllm_request_timeout)

@@ -51,6 +51,8 @@ class FileTransfer:
         except ServerError as error:
             raise type(error)(f"{error} (does the server see the folder {written}?)") from error
 
+    def expect_others(self) -> None: ...
+
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 

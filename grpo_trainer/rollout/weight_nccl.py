@@ -48,6 +48,9 @@ class NCCLTransfer:
             self._engine = None  # a restarted server is in no group
             raise
 
+    def expect_others(self) -> None:
+        self._source.forget()
+
     def _join(self, server: JsonServer) -> Any:
         address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
         info = NCCLTrainerInitInfo(
@@ -63,7 +66,7 @@ class NCCLTransfer:
 
 
 class _Source(VLLMWeightSource):
-    """The policy, in vLLM's words. What it consists of does not change, so it is walked once."""
+    """The policy, in vLLM's words. What it consists of seldom changes, so it is walked once."""
 
     def __init__(self) -> None:
         self.weights: WeightSource | None = None
@@ -76,6 +79,9 @@ class _Source(VLLMWeightSource):
                 for name, value in self
             ]
         return self._meta
+
+    def forget(self) -> None:
+        self._meta = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         assert self.weights is not None  # set before each use

@@ -22,9 +22,7 @@ from vllm_helpers import (
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import Completions, ServerError, policy_weights
-from grpo_trainer.rollout.vllm_client import VLLMClient
-from grpo_trainer.rollout.weight_files import FileTransfer
+from grpo_trainer.rollout import Completions, ServerError, VLLMClient, policy_weights
 from tests.trainer.trainer_helpers import lengths_reward
 
 
@@ -46,13 +44,10 @@ def tied() -> bool:
 @pytest.fixture
 def client(server, tmp_path):
     try:
-        client = VLLMClient(
-            server_port=server.port,
-            connection_timeout=START,
-            transfer=lambda client: FileTransfer(tmp_path / "weights", 60.0),
-        )
+        client = VLLMClient(server_port=server.port, connection_timeout=START)
     except ServerError as error:
         raise AssertionError(server.said()) from error
+    client.init_communicator("cpu", folder=tmp_path / "weights")
     yield client
     client.close()
 
@@ -67,8 +62,8 @@ def apart(client: VLLMClient, policy, temperature: float = 1.0, **filters) -> fl
 
 
 def test_parity(client, policy):
-    assert client.health() and client.world_size() == 1
-    assert client.settings()["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert client.health() and client.get_world_size() == 1
+    assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert max(apart(client, policy), apart(client, policy, 0.7)) < CLOSE
     change(policy)
     assert apart(client, policy) > 0.1
@@ -80,7 +75,7 @@ def test_parity(client, policy):
 def test_the_key_is_asked_for(client, server):
     stranger = VLLMClient(server_port=server.port, api_key="guessed")
     for ask in (
-        stranger.world_size,
+        stranger.get_world_size,
         stranger.reset_prefix_cache,
         lambda: stranger.generate(PROMPTS),
     ):

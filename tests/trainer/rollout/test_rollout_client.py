@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 import threading
 import time
@@ -9,14 +11,16 @@ import traceback
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from vllm_stub import StubServer, choices, slowly
 
-from grpo_trainer.rollout import ServerError, http
-from grpo_trainer.rollout.vllm_client import VLLMClient
-from grpo_trainer.rollout.weight_files import FileTransfer
+import grpo_trainer
+from grpo_trainer.generation import vllm_client as trl_named
+from grpo_trainer.rollout import ServerError, VLLMClient, http
 
 COMPLETE = "/v1/completions"
+CHAT = "/v1/chat/completions"
 UPDATE = [
     "/pause?mode=keep",
     "/update_weight_version",
@@ -45,11 +49,9 @@ def stub():
 def make_client(stub, tmp_path):
     def make(**changes) -> VLLMClient:
         settings = {"connection_timeout": 5.0, "request_timeout": 5.0}
-        return VLLMClient(
-            stub.url,
-            transfer=lambda client: FileTransfer(tmp_path / "weights", 5.0),
-            **(settings | changes),
-        )
+        client = VLLMClient(stub.url, **(settings | changes))
+        client.init_communicator("cpu", folder=tmp_path / "weights")
+        return client
 
     return make
 
@@ -80,13 +82,114 @@ def test_texts_are_encoded_by_the_server(make_client, stub):
 
 
 @pytest.mark.parametrize(
-    "prompts", ["Hello", ["Hello", [1]], [[1], "Hello"], [1, 2], [[1, "a"]], [[True]], [[-1]], None]
+    "prompts",
+    [
+        *("Hello", ["Hello", [1]], [[1], "Hello"], [1, 2], [[1, "a"]], [[True]], [[-1]], None, []),
+        *([{"role": "user"}], [[{"role": "user"}], [1]]),
+    ],
 )
 def test_prompts_of_another_kind(make_client, stub, prompts):
-    message = "prompts: expected a list of texts, or a list of lists of token ids, got "
-    with pytest.raises(ValueError, match=re.escape(message + repr(prompts))):
+    message = "prompts: expected a list of texts, of lists of token ids, or of lists of messages, "
+    with pytest.raises(ValueError, match=re.escape(f"{message}got {prompts!r}")):
         make_client().generate(prompts)
     assert COMPLETE not in stub.paths()
+
+
+def picture(colour: str) -> Image.Image:
+    return Image.new("RGB", (4, 2), colour)
+
+
+def sent_image(url: str) -> Image.Image:
+    kind, _, data = url.partition(",")
+    assert kind == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(data)))
+
+
+def asked_in(stub, path: str, by: str) -> list[dict]:
+    """Return what was asked at ``path``; requests of one call come in any order."""
+    return sorted(
+        (body for asked, body, _ in stub.asked if asked == path), key=lambda b: str(b[by])
+    )
+
+
+def test_messages(make_client, stub):
+    talks = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}] * 2]
+    answer = make_client().chat(talks, n=2, temperature=0.5, max_tokens=3)
+    assert answer["prompt_ids"] == [[0], [0, 1]]
+    assert answer["completion_ids"] == [[7, 0]] * 4 and answer["logprobs"] == [[-0.5, -1.0]] * 4
+    first, second = asked_in(stub, CHAT, "messages")
+    assert [first["messages"], second["messages"]] == [talks[0], talks[1]]
+    assert first["logprobs"] is True and first["top_logprobs"] == 0
+    assert first["return_token_ids"] is True and "tools" not in first
+    assert answer == make_client().generate(talks, n=2, temperature=0.5, max_tokens=3)
+
+
+def test_what_the_chat_template_gets(make_client, stub):
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+            b: other.
+        """
+        return a + b
+
+    settings = {"tools": [add], "chat_template": "x", "chat_template_kwargs": {"level": 1}}
+    make_client().chat([[{"role": "user", "content": "one"}]], seed=3, logprobs=None, **settings)
+    [body] = asked_in(stub, CHAT, "messages")
+    assert body["tools"][0]["function"]["name"] == "add" and body["tool_choice"] == "none"
+    assert body["chat_template"] == "x" and body["chat_template_kwargs"] == {"level": 1}
+    assert body["seed"] == 3 and body["logprobs"] is False
+    with pytest.raises(ValueError, match="does not know chat_template, tools"):
+        make_client().generate(["Hello"], tools=[add], chat_template="x")
+
+
+def test_images_in_messages(make_client, stub):
+    parts = [{"type": "text", "text": "what?"}, {"type": "image", "image": picture("red")}]
+    rest = [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:image/png;x"}}]
+    talk = [{"role": "user", "content": [*parts, *rest]}]
+    answer = make_client().chat([talk, talk], images=[[picture("blue")], picture("green")])
+    assert answer["prompt_ids"] == [[0, 1, 2, 3]] * 2
+    bodies = asked_in(stub, CHAT, "messages")
+    sent = [body["messages"][0]["content"] for body in bodies]
+    assert all(content[0] == parts[0] and content[3] == rest[1] for content in sent)
+    colours = [[sent_image(part["image_url"]["url"]).getpixel((0, 0)) for part in content[1:3]]
+               for content in sent]  # fmt: skip
+    assert sorted(colours) == [[(255, 0, 0), (0, 0, 255)], [(255, 0, 0), (0, 128, 0)]]
+    assert parts[1]["image"].size == (4, 2)  # the messages are as they were
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2], [3]], ["one two", "one"]])
+def test_images_beside_tokens_and_texts(make_client, stub, prompts):
+    images = [[picture("red"), "https://example.com/a.png"], None]
+    answer = make_client().generate(prompts, images, n=2, seed=3, temperature=0.5, max_tokens=3)
+    ids = prompts if prompts[0] == [1, 2] else [[0, 1], [0]]
+    assert answer["prompt_ids"] == [[*ids[0], 8, 8], ids[1]]
+    assert answer["completion_ids"] == [[7, 0]] * 4 and answer["logprobs"] == [[-0.5, -1.0]] * 4
+    bodies = asked_in(stub, "/inference/v1/generate", "token_ids")
+    second, first = sorted(bodies, key=lambda body: len(body["content_parts"]))
+    assert [first["token_ids"], second["token_ids"]] == ids and second["content_parts"] == []
+    assert first["content_parts"][1] == {"type": "image_url", "url": "https://example.com/a.png"}
+    assert sent_image(first["content_parts"][0]["url"]).size == (4, 2)
+    assert first["sampling_params"]["seed"] == 3 and first["sampling_params"]["n"] == 2
+    mask = make_client().generate(prompts, images, logprobs=1)["sampling_mask"]
+    assert mask == [[[7], [0]]] * 2
+
+
+def test_images_that_do_not_fit(make_client, stub):
+    client, talk = make_client(), [[{"role": "user", "content": [{"type": "image"}]}]]
+    for images, message in (
+        ("one", "images: expected 1 entries, one per prompt .*, got str"),
+        ([1, 2], "images: expected 1 entries, one per prompt .*, got 2"),
+        (["a.png"], "images: expected PIL images or URLs of images, got 'a.png'"),
+        ([[picture("red")] * 2], "images: expected as many .* got 1 more"),
+        ([None], "images: expected one for every image part of the messages, got less"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            client.chat(talk, images=images)
+    stub.script["/openapi.json"] = [(200, {"components": {"schemas": {}}})]
+    with pytest.raises(ServerError, match=r"takes images beside token ids: vLLM 0\.32 or later"):
+        client.generate([[1]], images=[picture("red")])
 
 
 def test_without_logprobs_and_with_a_regex(make_client, stub):
@@ -109,6 +212,12 @@ def test_names_that_the_server_would_ignore(make_client, stub):
     client = make_client()
     client.generate([[1]], generation_kwargs={"seed": 3})
     assert stub.asked[-1][1]["seed"] == 3
+    client.generate([[1]], seed=4, generation_kwargs={"ignore_eos": True})
+    assert stub.asked[-1][1]["seed"] == 4 and stub.asked[-1][1]["ignore_eos"] is True
+    with pytest.raises(ValueError, match="does not know sead"):
+        client.generate([[1]], sead=3)
+    with pytest.raises(ValueError, match="seed have arguments of their own"):
+        client.generate([[1]], seed=3, generation_kwargs={"seed": 3})
     with pytest.raises(ValueError, match="does not know sead"):
         client.generate([[1]], generation_kwargs={"sead": 3})
     with pytest.raises(ValueError, match="temperature have arguments of their own"):
@@ -225,6 +334,57 @@ def test_weights_are_loaded_between_pause_and_resume(make_client, stub, tmp_path
     assert not list((tmp_path / "weights").iterdir())
 
 
+def test_named_parameters_go_together(make_client, stub, tmp_path):
+    client, value = make_client(), torch.zeros(3)
+    client.update_named_param("a", value)
+    value += 1  # what was taken is a copy
+    client.update_named_param("b", value)
+    assert not stub.loaded
+    client.reset_prefix_cache()
+    assert {name: list(tensor) for name, tensor in files(tmp_path).items()} == {
+        "a": [0, 0, 0],
+        "b": [1, 1, 1],
+    }
+    with client.weight_update():
+        client.update_named_param("a", value * 5)
+    assert files(tmp_path)["a"].eq(5).all() and files(tmp_path)["b"].eq(1).all()
+    client.update_weights(weights(2.0))
+    client.update_named_param("head", value * 7)
+    client.generate([[1]])
+    assert list(files(tmp_path)) == ["embed", "head", "norm"]
+    assert files(tmp_path)["head"].eq(7).all() and files(tmp_path)["embed"].eq(2).all()
+    assert len(stub.loaded) == 4
+    client.update_weights(weights(3.0))
+    assert files(tmp_path)["head"].eq(3).all()
+
+
+def files(tmp_path) -> dict[str, torch.Tensor]:
+    [file] = (tmp_path / "weights").rglob("*.safetensors")
+    return load_file(file)
+
+
+def test_a_model(make_client, policy, tmp_path):
+    make_client().update_model_params(policy)
+    sent = files(tmp_path)
+    assert sent.keys() == policy.state_dict().keys()
+    assert all(sent[name].equal(value) for name, value in policy.state_dict().items())
+
+
+def test_a_communicator_that_is_not_there(stub, tmp_path):
+    client = VLLMClient(stub.url)
+    for update in (
+        lambda: client.update_named_param("a", torch.ones(1)),
+        lambda: client.update_weights(weights(1.0)),
+    ):
+        with pytest.raises(ValueError, match="init_communicator: expected to be called before"):
+            update()
+    client.init_communicator(folder=tmp_path)
+    client.update_weights(weights(1.0))
+    client.close_communicator()
+    assert not list(tmp_path.iterdir())  # the files have gone
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]  # and nobody asks for them
+
+
 def test_large_weights_are_cut_into_files(make_client, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_trainer.rollout.weight_files._FILE_BYTES", 30)
     client = make_client()
@@ -311,8 +471,9 @@ def test_a_server_that_stays_away(make_client, stub):
     with pytest.raises(ServerError, match=rf"{stub.url}.*no connection.*for 0.2 seconds"):
         client.generate([[1]])
     assert not client.health()
-    with pytest.raises(ServerError, match="no connection"):
+    with pytest.raises(ConnectionError, match="no connection.*`grpo-train serve --model") as error:
         make_client(connection_timeout=0.0)
+    assert isinstance(error.value, ServerError) and stub.url in str(error.value)
 
 
 def test_a_password_in_the_url(stub, caplog):
@@ -339,5 +500,10 @@ def test_a_password_in_the_url(stub, caplog):
 def test_addresses():
     with pytest.raises(ServerError, match=r"http://\[::1\]:1/health"):
         VLLMClient(host="::1", server_port=1)
-    with pytest.raises(ServerError, match="http://127.0.0.1:1/health"):
-        VLLMClient(server_port=1)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ServerError, match="http://127.0.0.1:1/health"):
+            VLLMClient(host=host, server_port=1)
+
+
+def test_where_users_of_trl_look_for_it():
+    assert grpo_trainer.VLLMClient is trl_named.VLLMClient is VLLMClient

@@ -1,0 +1,5 @@
+"""``from grpo_trainer.generation.vllm_client import VLLMClient``, as from TRL."""
+
+from grpo_trainer.rollout import VLLMClient
+
+__all__ = ["VLLMClient"]

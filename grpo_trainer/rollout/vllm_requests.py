@@ -1,0 +1,207 @@
+"""What a vLLM server is asked for completions: it takes prompts in three ways.
+
+Texts and token ids go in one request. Messages, and prompts with images, go in one each; their
+answers are brought into the form of the first.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers.image_utils import is_pil_image
+from transformers.utils import get_json_schema
+
+from grpo_trainer.data import shortened
+from grpo_trainer.rollout.base import TokenIds
+
+Messages = list[dict[str, Any]]
+Choices = list[dict[str, Any]]
+
+_IMAGE_PARTS = ("image", "image_pil")  # kinds of a message's part, and where it has the image
+
+
+class Question(NamedTuple):
+    """A request, and how its answer becomes choices of a completion request."""
+
+    path: str
+    body: dict[str, Any]
+    choices: Callable[[Any], Choices]
+    prompt_ids: list[TokenIds | None]  # of each prompt; None: only the server knows them
+
+
+def checked_prompts(prompts: Any) -> list[str] | list[TokenIds] | list[Messages]:
+    """Return the prompts as lists.
+
+    Raises:
+        ValueError: they are not all texts, lists of token ids, or lists of messages.
+    """
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str) and len(prompts) > 0:
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return list(prompts)
+        if all(_are_ids(prompt) for prompt in prompts):
+            return [list(prompt) for prompt in prompts]
+        if all(are_messages(prompt) for prompt in prompts):
+            return [list(prompt) for prompt in prompts]
+    raise ValueError(
+        "prompts: expected a list of texts, of lists of token ids, or of lists of messages, got "
+        f"{shortened(prompts)}"
+    )
+
+
+def _are_ids(prompt: Any) -> bool:
+    is_list = isinstance(prompt, list | tuple)
+    return is_list and all(type(token) is int and token >= 0 for token in prompt)
+
+
+def are_messages(prompt: Any) -> bool:
+    """Return whether it is a conversation."""
+    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return is_list and all(isinstance(message, Mapping) for message in prompt)
+
+
+def checked_images(images: Any, count: int) -> list[list[Any]]:
+    """Return the images of each of ``count`` prompts: None is none, one that is no list is one.
+
+    Raises:
+        ValueError: they are not one entry per prompt.
+    """
+    if images is None:
+        return [[] for _ in range(count)]
+    if not isinstance(images, list | tuple) or len(images) != count:
+        got = len(images) if isinstance(images, list | tuple) else type(images).__name__
+        raise ValueError(
+            f"images: expected {count} entries, one per prompt (an image, a list of them, or "
+            f"None), got {got}"
+        )
+    return [
+        [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]
+        for entry in images
+    ]
+
+
+def ask_all(prompts: Sequence[str | TokenIds], sampling: Mapping[str, Any]) -> Question:
+    """Ask for completions of all of these texts or token ids."""
+    body = {
+        "prompt": prompts,
+        **sampling,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "add_special_tokens": True,  # to texts
+    }
+    known = [None if isinstance(prompt, str) else prompt for prompt in prompts]
+    return Question("/v1/completions", body, lambda answer: list(answer["choices"]), known)
+
+
+def ask_with_images(ids: TokenIds, images: Sequence[Any], sampling: Mapping[str, Any]) -> Question:
+    """Ask for completions of token ids with one placeholder for each image."""
+    body = {
+        "token_ids": ids,
+        "content_parts": [{"type": "image_url", "url": image_url(image)} for image in images],
+        "sampling_params": dict(sampling),
+        "return_token_ids": True,
+    }
+    return Question("/inference/v1/generate", body, _choices, [None])
+
+
+def ask_in_chat(
+    messages: Messages,
+    images: Sequence[Any],
+    sampling: Mapping[str, Any],
+    template: Mapping[str, Any],
+) -> Question:
+    """Ask for completions of a conversation, which the server's chat template writes.
+
+    Args:
+        messages: the conversation.
+        images: those of its image parts that have none.
+        sampling: fields of a completion request.
+        template: what is for the chat template.
+    """
+    body = {
+        "messages": _with_urls(messages, images),
+        **sampling,
+        **template,
+        "logprobs": sampling["logprobs"] is not None,
+        "top_logprobs": sampling["logprobs"] or 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if template.get("tools"):
+        tools = [get_json_schema(tool) if callable(tool) else tool for tool in template["tools"]]
+        # the prompt names them; calls are read by whoever asked
+        body |= {"tools": tools, "tool_choice": "none"}
+    return Question("/v1/chat/completions", body, _choices, [None])
+
+
+def image_url(image: Any) -> str:
+    """Return a PIL image as a data URL, without loss; a URL as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
+        return image
+    if not is_pil_image(image):
+        raise ValueError(f"images: expected PIL images or URLs of images, got {shortened(image)}")
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _with_urls(messages: Messages, images: Sequence[Any]) -> Messages:
+    """Return the messages as the server takes them: images as URLs."""
+    left = list(images)
+    written = [dict(message) | _content(message, left) for message in messages]
+    if left:
+        raise ValueError(
+            f"images: expected as many as there are parts {{'type': 'image'}} without an image in "
+            f"the messages, got {len(left)} more"
+        )
+    return written
+
+
+def _content(message: Mapping[str, Any], left: list[Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return {}
+    return {"content": [_part(part, left) for part in content]}
+
+
+def _part(part: Any, left: list[Any]) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _IMAGE_PARTS:
+        return part
+    image = part.get(kind, part.get("url"))
+    if image is None:
+        if not left:
+            raise ValueError("images: expected one for every image part of the messages, got less")
+        image = left.pop(0)
+    return {"type": "image_url", "image_url": {"url": image_url(image)}}
+
+
+def _choices(answer: Any) -> Choices:
+    """Return choices as a completion request has them, of one prompt's answer."""
+    prompt = answer["prompt_token_ids"]
+    return [
+        choice | {"prompt_token_ids": prompt, "logprobs": _columns(choice["logprobs"])}
+        for choice in answer["choices"]
+    ]
+
+
+def _columns(logprobs: Any) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    entries = logprobs["content"]
+    return {
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {_token(top): top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+        ],
+    }
+
+
+def _token(entry: Mapping[str, Any]) -> str:
+    return entry["token"] if "token" in entry else f"token_id:{entry['token_id']}"
