@@ -93,7 +93,8 @@ class ServedWeights:
         self._send()
 
     def reset_prefix_cache(self) -> None:
-        """Make the server forget the keys and values of earlier prompts. One try."""
+        """Make the server forget keys, values and images of earlier prompts. One try."""
+        self._server.post("/reset_encoder_cache")
         if not self._server.field(self._server.post("/reset_prefix_cache"), "success"):
             raise RetryableError(
                 f"{self._server.url}/reset_prefix_cache: failed, requests are running"

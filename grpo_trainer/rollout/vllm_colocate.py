@@ -109,8 +109,9 @@ class ColocatedVLLM:
         return Completions(token_ids, logprobs, mask)
 
     def update_weights(self, weights: WeightSource) -> None:
-        """Replace the weights in place, tensor by tensor, and drop cached keys and values."""
+        """Replace the weights in place, tensor by tensor, and drop what was cached by the old."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
 

@@ -17,10 +17,13 @@ from grpo_trainer.rollout.base import (
     BackgroundEngine,
     Completions,
     EngineContext,
+    Images,
     Pending,
+    Request,
     TokenIds,
     WeightsLostError,
     WeightSource,
+    requests_of,
     runs,
 )
 from grpo_trainer.rollout.http import ServerError
@@ -45,14 +48,18 @@ class VLLMServer(BackgroundEngine):
         self._on_main(lambda: self._connect(context))
         atexit.register(self.close)
 
-    def generate(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Completions:
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
         """Complete this process's prompts; those of all processes are sent together."""
-        prompts = gather_object(prompt_ids)
+        prompts = gather_object(requests_of(prompt_ids, images))
         return self._mine(lambda: self._generate(prompts, sampling), len(prompt_ids))
 
-    def start(self, prompt_ids: list[TokenIds], sampling: Sampling) -> Pending:
+    def start(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Pending:
         """Generate on a thread of the first process; only ``result`` talks to the others."""
-        prompts = gather_object(prompt_ids)
+        prompts = gather_object(requests_of(prompt_ids, images))
         if self._accelerator.is_main_process:
             work = partial(self._generate, prompts, sampling, in_background=True)
             self._task = in_thread(work, "rollouts")
@@ -103,7 +110,7 @@ class VLLMServer(BackgroundEngine):
         self._client.init_communicator(device, args.vllm_weight_transfer, folder)
 
     def _generate(
-        self, prompts: list[TokenIds], sampling: Sampling, in_background: bool = False
+        self, prompts: list[Request], sampling: Sampling, in_background: bool = False
     ) -> Completions:
         assert self._client is not None  # this is the first process
         params = vllm_params(sampling)
@@ -113,14 +120,19 @@ class VLLMServer(BackgroundEngine):
         token_ids, logprobs, mask = [], [], []
         # almost always one request: every prompt has as many completions
         for n, part in groupby(runs(prompts), key=lambda run: run[1]):
+            requests = [request for request, _ in part]
+            images = [list(request.images) for request in requests]
             answer = self._client.generate(
-                [ids for ids, _ in part],
+                [request.short_ids if request.images else request.ids for request in requests],
+                images if any(images) else None,
                 n=n,
                 structured_outputs_regex=sampling.structured_outputs_regex,
                 generation_kwargs=others,
                 in_background=in_background,
                 **params,
             )
+            for request, ids in zip(requests, answer["prompt_ids"], strict=True):
+                request.check(ids)
             token_ids += answer["completion_ids"]
             logprobs += answer["logprobs"]
             mask += answer.get("sampling_mask", ())

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Processor,
+    Idefics3Processor,
     LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -20,16 +21,19 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP = (
     "<pad>", "<bos>", "<end>", "<start>", "<image>", "<video>", "<begin>", "<stop>",
 )  # fmt: skip
-SPECIAL = (PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP)
+# what Idefics writes around images
+IDEFICS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+SPECIAL = (PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP, *IDEFICS)
 IDS = {token: index for index, token in enumerate(SPECIAL)}
 # what a template writes for an image
-PLACES = {"gemma3": BEGIN, "llava": IMAGE}
+PLACES = {"gemma3": BEGIN, "llava": IMAGE, "idefics3": IMAGE}
 QWENS = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 FAMILIES = (*PLACES, *QWENS)
 
@@ -87,6 +91,17 @@ def tiny_processor(family: str) -> ProcessorMixin:
             num_additional_image_tokens=1,
             chat_template=_template(IMAGE),
         )
+    if family == "idefics3":
+        return Idefics3Processor(
+            Idefics3ImageProcessorPil(
+                do_image_splitting=False,
+                size={"longest_edge": 16},
+                max_image_size={"longest_edge": 16},
+            ),
+            _tokenizer(),
+            image_seq_len=4,
+            chat_template=_template(IMAGE),
+        )
     patch = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     tokenizer = _tokenizer(
         image_token=IMAGE, video_token=VIDEO, vision_bos_token=BEGIN, vision_eos_token=STOP
@@ -125,6 +140,15 @@ def _config(family: str) -> dict[str, Any]:
             "vision_feature_select_strategy": "default",
             "image_seq_length": 16,
         }
+    if family == "idefics3":
+        return {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": TOWER,
+            "image_token_id": IDS[IMAGE],
+            "scale_factor": 2,
+            "tie_word_embeddings": False,
+            "pad_token_id": IDS[PAD],
+        }
     vision = {
         "qwen2_5_vl": {**QWEN, "hidden_size": 32, "intermediate_size": 48, "window_size": 16,
                        "fullatt_block_indexes": [1]},
@@ -153,7 +177,7 @@ def _tokenizer(**tokens: str) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         bos_token=BOS,
         eos_token=END,
-        additional_special_tokens=[START, IMAGE, VIDEO, BEGIN, STOP],
+        additional_special_tokens=[START, IMAGE, VIDEO, BEGIN, STOP, *IDEFICS],
         extra_special_tokens=tokens,
     )
 

@@ -25,6 +25,7 @@ UPDATE = [
     "/pause?mode=keep",
     "/update_weight_version",
     "/collective_rpc",
+    "/reset_encoder_cache",
     "/reset_prefix_cache",
     "/weight_info",
     "/update_weight_version",
