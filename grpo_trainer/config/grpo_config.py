@@ -156,6 +156,9 @@ class GRPOConfig(
     )
     num_completions_to_print: int | None = setting(None, "How many of them to print. Default: all.")
     log_unique_prompts: bool = setting(False, "Of each prompt print and write one completion only.")
+    log_multimodal: bool = setting(
+        True, "Keep small copies of a prompt's images with its completions, for the report."
+    )
     write_report: bool = setting(
         True, "Write output_dir/report.html with every checkpoint and at the end."
     )

@@ -14,7 +14,14 @@ from grpo_trainer.data.datasets import (
     load_prompts,
     looks_local,
 )
-from grpo_trainer.data.images import ImageInputs, has_images, images_of, model_inputs, with_images
+from grpo_trainer.data.images import (
+    ImageInputs,
+    data_url,
+    has_images,
+    images_of,
+    model_inputs,
+    with_images,
+)
 from grpo_trainer.data.microbatch import MicroBatch, RolloutBuffer, collate, pad_rows
 from grpo_trainer.data.prompts import (
     Encoded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,13 @@ def images_of(prompt: Any) -> tuple[Image.Image, ...]:
 def digest(image: Image.Image) -> str:
     """Return what tells an image from others."""
     return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
+
+
+def data_url(image: Image.Image) -> str:
+    """Return an image as a URL that holds it, without loss."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def image_parts(prompt: Any) -> Iterator[dict[str, Any]]:

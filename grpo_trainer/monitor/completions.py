@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow
 from accelerate.utils import gather_object
+from PIL.Image import Image
 from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
@@ -18,14 +19,19 @@ from rich.text import Text
 
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Rollout
+from grpo_trainer.data import Rollout, data_url
 
 # reward functions may add others; those of the rewards are called rewards/NAME
-OWN_COLUMNS = ("step", "prompt", "completion", "tokens", "truncated", "reward", "advantage")
+IMAGES = "images"  # of the prompt, as data URLs
+OWN_COLUMNS = (
+    "step", "prompt", IMAGES, "completion", "tokens", "truncated", "reward", "advantage",
+)  # fmt: skip
 REWARD_PREFIX = "rewards/"
 EVAL_PREFIX = "eval_"  # of the files of evaluations
 
+
 _SHOWN_CHARACTERS = 300
+_SIDE = 64  # pixels of an image at most
 
 
 @dataclass(kw_only=True)
@@ -35,6 +41,7 @@ class CompletionLog:
     folder: Path  # where the files go
     to_print: int | None  # how many rows; None: all
     unique_prompts: bool  # keep one completion of each prompt only
+    images: bool = True  # keep small copies of those of prompts
     prefix: str = ""  # of the files' names
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -48,6 +55,8 @@ class CompletionLog:
                     "tokens": len(rollout.completion_ids),
                     "truncated": bool(rollout.truncated),
                 }
+                if self.images and rollout.images is not None and rollout.images.images:
+                    row[IMAGES] = [_small(image) for image in rollout.images.images]
                 row |= {name: values[index] for name, values in columns.items()}
                 self.rows.append(row | rollout.extra)
 
@@ -65,7 +74,8 @@ class CompletionLog:
         if not is_main_process or not rows:
             return
         if self.unique_prompts:  # the first completion of each
-            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+            firsts = {(row["prompt"], *row.get(IMAGES, ())): row for row in reversed(rows)}
+            rows = list(firsts.values())[::-1]
         if self.to_print != 0:
             with unfailing(f"printing the completions of {self.folder}"):
                 title = f"{self.prefix.replace('_', ' ')}completions at step {step}"
@@ -85,6 +95,7 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
         folder=folder,
         to_print=args.num_completions_to_print,
         unique_prompts=args.log_unique_prompts,
+        images=args.log_multimodal,
     )
     return {True: training, False: replace(training, prefix=EVAL_PREFIX, rows=[])}
 
@@ -92,7 +103,8 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
 def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return a row per completion: texts, rewards, and what reward functions logged beside them."""
     table = Table(title=title, title_justify="left", show_lines=True)
-    names = [name for name in _names(rows) if name not in ("tokens", "truncated", "step")]
+    left_out = ("tokens", "truncated", "step", IMAGES)
+    names = [name for name in _names(rows) if name not in left_out]
     for name in names:
         is_text = name in ("prompt", "completion")
         table.add_column(
@@ -128,9 +140,21 @@ def as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
-    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    parts = [content] if isinstance(content, str) else [_part(part) for part in content]
     parts += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in parts if part)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    known = {"text": part.get("text"), "image": "[image]"}.get(part.get("type", ""))
+    return known or json.dumps(part, ensure_ascii=False, default=str)
+
+
+def _small(image: Image) -> str:
+    """Return a data URL of a small copy."""
+    copy = image.copy()
+    copy.thumbnail((_SIDE, _SIDE))
+    return data_url(copy)
 
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:

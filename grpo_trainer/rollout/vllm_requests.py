@@ -6,15 +6,13 @@ answers are brought into the form of the first.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers.image_utils import is_pil_image
 from transformers.utils import get_json_schema
 
-from grpo_trainer.data import shortened
+from grpo_trainer.data import data_url, shortened
 from grpo_trainer.rollout.base import TokenIds
 
 Messages = list[dict[str, Any]]
@@ -146,9 +144,7 @@ def image_url(image: Any) -> str:
         return image
     if not is_pil_image(image):
         raise ValueError(f"images: expected PIL images or URLs of images, got {shortened(image)}")
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_url(image)
 
 
 def _with_urls(messages: Messages, images: Sequence[Any]) -> Messages:

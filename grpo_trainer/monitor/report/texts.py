@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow
 from pyarrow import parquet
 
-from grpo_trainer.monitor.completions import EVAL_PREFIX
+from grpo_trainer.monitor.completions import EVAL_PREFIX, IMAGES
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,13 @@ class Sample(NamedTuple):
     reward: float
 
 
+class Asked(NamedTuple):
+    """A prompt as it is shown."""
+
+    text: str
+    images: tuple[str, ...] = ()  # data URLs
+
+
 Steps = dict[int, list[Sample]]  # what one prompt got, by optimizer step
 
 
@@ -42,7 +49,7 @@ def rewards_by_step(folder: Path) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-def prompt_samples(folder: Path) -> dict[str, Steps]:
+def prompt_samples(folder: Path) -> dict[Asked, Steps]:
     """Return the prompts that came back most often, with samples from the first to the last time.
 
     They are all of evaluations, whose prompts are always the same, or all of training.
@@ -55,12 +62,13 @@ def prompt_samples(folder: Path) -> dict[str, Steps]:
     return max(sources, key=lambda chosen: max(map(len, chosen.values()), default=0))
 
 
-def _by_prompt(files: list[Path]) -> dict[str, Steps]:
-    prompts: dict[str, Steps] = {}
+def _by_prompt(files: list[Path]) -> dict[Asked, Steps]:
+    prompts: dict[Asked, Steps] = {}
     for file in files:
-        for row in _read(file, ["step", "prompt", "completion", "reward"]):
+        for row in _read(file, ["step", "prompt", IMAGES, "completion", "reward"]):
             reward = row["reward"] if _is_number(row["reward"]) else math.nan
-            steps = prompts.setdefault(row["prompt"], {})
+            asked = Asked(row["prompt"], tuple(row.get(IMAGES) or ()))
+            steps = prompts.setdefault(asked, {})
             steps.setdefault(int(row["step"]), []).append(Sample(row["completion"], reward))
     return prompts
 
@@ -78,9 +86,12 @@ def _rank(sample: Sample) -> tuple[float, str]:
 
 
 def _read(file: Path, columns: list[str]) -> list[dict[str, Any]]:
-    """Read the rows; none of a damaged file: a run may have been killed while it wrote it."""
+    """Read the rows, images where there are any; none of a damaged file: a run may have been
+    killed while it wrote it."""
     try:
-        return parquet.read_table(file, columns=columns).to_pylist()
+        left_out = {IMAGES}.difference(parquet.read_schema(file).names)
+        known = [name for name in columns if name not in left_out]
+        return parquet.read_table(file, columns=known).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         _warn(f"{file} cannot be read, so the report is without it: {error}")
         return []
