@@ -24,6 +24,7 @@ from grpo_trainer.data import (
     check_prompts,
     collate,
     encode_prompts,
+    has_images,
     own_copy,
     repeated,
     tokenizer_of,
@@ -177,7 +178,9 @@ class Collector:
             rollout.extra = {name: values[index] for name, values in log.columns.items()}
             rollout.left_out = self._args.mask_truncated_completions and rollout.truncated
         everyone = self._gather(rewards, sampled.rollouts)
-        rewards, (prompts, lengths, truncated) = everyone[:, :-3], everyone[:, -3:].unbind(1)
+        rewards, measures = everyone[:, :-4], everyone[:, -4:]
+        prompts, lengths, truncated, seeing = measures.unbind(1)
+        self._check_together(seeing)
         scored = Scored(
             rollouts=sampled.rollouts,
             rewards=rewards,
@@ -242,15 +245,26 @@ class Collector:
         }
         return score(self.rewards, len(rows), arguments), log
 
-    def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> Tensor:  # (N, F + 3)
-        """Join all processes' rewards, lengths and who was truncated, by one gather."""
+    def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> Tensor:  # (N, F + 4)
+        """Join all processes' rewards, lengths, who was truncated or saw images, by one gather."""
         measures = [
             [len(rollout.prompt_ids) for rollout in rollouts],
             [sum(rollout.by_policy) for rollout in rollouts],
             [rollout.truncated for rollout in rollouts],
+            [has_images([rollout.images]) for rollout in rollouts],
         ]
         table = torch.cat([rewards, torch.tensor(measures, dtype=torch.float32).T], dim=1)
         return self._accelerator.gather(table.to(self._accelerator.device))
+
+    def _check_together(self, seeing: Tensor) -> None:  # (N,) 1: the prompt has images
+        """Raise ValueError if some processes may run the model's part for images and others not."""
+        if self._accelerator.num_processes == 1 or seeing.min() == seeing.max():
+            return
+        raise ValueError(
+            "images: expected in all prompts of a generation batch or in none with several "
+            f"processes, whose forwards go together, got them in {int(seeing.sum())} of "
+            f"{len(seeing)}"
+        )
 
     def _slices(self, scored: Scored, slices: int, sinks: Sinks) -> list[MicroBatch]:
         accelerator, rollouts, compared = self._accelerator, scored.rollouts, scored.compared

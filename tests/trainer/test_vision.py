@@ -202,6 +202,37 @@ def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:
     assert drawn and not {4, 5} & set(itertools.chain(*drawn))
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_completions_and_report_show_the_images(shown: bool, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    settings = {"log_completions": True, "num_completions_to_print": 2, "log_multimodal": shown}
+    make("llava", tmp_path, train_dataset=dataset("images"), settings=settings).train()
+    table = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00001.parquet"))
+    assert table["prompt"][0] == "user: [image]\n[image]\nbright?"
+    page = (tmp_path / "report.html").read_text()
+    assert ('<img src="data:image/png;base64,' in page) == shown
+    if not shown:
+        assert "images" not in table.column_names
+        return
+    [first, second] = table["images"][0]
+    assert first == second and first.startswith("data:image/png;base64,") and first in page
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = make(
+        "qwen2_5_vl", tmp_path, settings={"beta": 0.1, "num_iterations": 2},
+        peft_config=peft.LoraConfig(target_modules="all-linear", r=2),
+    )  # fmt: skip
+    before = weights(trainer.model)
+    trainer.train()
+    moved = {
+        name for name, value in weights(trainer.model).items() if (value != before[name]).any()
+    }
+    assert moved and all("lora" in name for name in moved)
+    assert any("visual" in name for name in moved)
+
+
 def wrong_processor(tmp_path: Path) -> None:
     make("gemma3", tmp_path, processing_class=tiny_processor("llava"))
 
