@@ -8,19 +8,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
     from grpo_trainer.rollout import VLLMClient
+    from grpo_trainer.scripts import (
+        DatasetMixtureConfig,
+        ModelConfig,
+        ScriptArguments,
+        TrlParser,
+        get_dataset,
+        get_peft_config,
+        get_quantization_config,
+    )
     from grpo_trainer.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "VLLMClient"]
+__all__ = [
+    "DatasetMixtureConfig",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "VLLMClient",
+    "get_dataset",
+    "get_peft_config",
+    "get_quantization_config",
+]
 
-_MODULES = {
-    "GRPOConfig": "grpo_trainer.config",
-    "GRPOTrainer": "grpo_trainer.trainer",
-    "VLLMClient": "grpo_trainer.rollout",
-}
+_ELSEWHERE = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "VLLMClient": "rollout"}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: a server needs one small module alone."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    room = _ELSEWHERE.get(name, "scripts")
+    return getattr(importlib.import_module(f"{__name__}.{room}"), name)

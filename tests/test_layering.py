@@ -33,6 +33,7 @@ TRAINER = {
     "sharding": "common",
     "config": "common",
     "data": "common config",
+    "scripts": "common config data",
     "model": "common config data sharding",
     "monitor": "common config data",
     "rewards": "common config monitor sharding",

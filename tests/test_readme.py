@@ -22,7 +22,7 @@ from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
 from grpo_kernels.losses.gates import CORRECTION_MODES
-from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config.old_names import OldNames
@@ -85,7 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_policy(tmp_path / "path" / "to" / "model", seed=0)
     rows = [{"prompt": f"{n:03d}=", "answer": f"{n}"} for n in range(100, 116)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "run.yaml").write_text(*blocks(TRAINER, "yaml"))
+    (tmp_path / "run.yaml").write_text(blocks(TRAINER, "yaml")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -319,3 +319,21 @@ def test_the_client_of_a_server(model, tmp_path, monkeypatch):
     assert server.loaded and "/v1/chat/completions" in server.paths()
     namespace["client"].close()
     server.close()
+
+
+def test_a_script_for_trl(monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--output_dir", "out", "--lora_r", "8", "--use_peft"]
+    )
+    namespace: dict[str, Any] = {}
+    exec(python_block(TRAINER, "TrlParser("), namespace)
+    assert namespace["model_args"].lora_r == 8 and namespace["training_args"].output_dir == "out"
+
+
+def test_a_mixture_in_a_file(tmp_path):
+    [block] = [block for block in blocks(TRAINER, "yaml") if "datasets:" in block]
+    (tmp_path / "run.yaml").write_text(block)
+    [mixture] = TrlParser(DatasetMixtureConfig).parse_args_and_config(
+        ["--config", str(tmp_path / "run.yaml")]
+    )
+    assert [item.fraction for item in mixture.datasets] == [0.7, 0.3]

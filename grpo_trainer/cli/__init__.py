@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if error.name is None or error.name.startswith("grpo_"):
             raise
         print(
-            f"grpo-train: error: expected the package {error.name} to be installed; "
+            f"grpo-train: error: expected the package {error.name.split('.')[0]} to be installed; "
             "pip install 'grpo-kernels[trainer]'",
             file=sys.stderr,
         )

@@ -3,44 +3,55 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
-from grpo_kernels.tools import closest
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.checkpoint import CheckpointError, StartError
-from grpo_trainer.cli.peft_arguments import AdapterArguments
-from grpo_trainer.cli.run_file import RunFile, read_run_file
+from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
 from grpo_trainer.common import printable
-from grpo_trainer.config import GRPOConfig, load_function, load_module
-from grpo_trainer.data import load_prompts, looks_local
+from grpo_trainer.config import GRPOConfig, load_function, load_module, options
+from grpo_trainer.data import Prompts, load_prompts, looks_local
 from grpo_trainer.monitor.report import main as report
 from grpo_trainer.rollout import ServerError
+from grpo_trainer.scripts import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+    loading_options,
+)
+
+logger = logging.get_logger(__name__)
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
 
 
 @dataclass
-class RunArguments(AdapterArguments):
+class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
     """What is trained, on what, by which rewards.
 
     Construction imports ``import_modules``, so it comes before that of GRPOConfig, which knows only
     the losses that are registered by then.
     """
 
-    model_name_or_path: str | None = HfArg(default=None, help="Model folder or hub id.")
-    dataset_name: str | None = HfArg(
-        default=None, help="Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
-    )
     reward_funcs: list[str] | None = HfArg(
         default=None,
         help="Built-in rewards, import paths package.module.function, reward models (a folder or a "
         "hub id owner/name). Settings stand in parentheses: name(key=value, ...).",
+    )
+    reward_model_name_or_path: str | None = HfArg(
+        default=None, help="A reward model: a folder or a hub id. It comes before reward_funcs."
     )
     tools: list[str] | None = HfArg(
         default=None, help="Import paths of functions that the model can call."
@@ -57,47 +68,46 @@ class RunArguments(AdapterArguments):
     eval_dataset_name: str | None = HfArg(
         default=None, help="Prompts for evaluation, named in the same way."
     )
-    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
-    dataset_train_split: str = HfArg(
-        default="train", help="Split for training, of a folder or a hub dataset."
-    )
-    dataset_test_split: str = HfArg(
-        default="test", help="Split for evaluation, of a folder or a hub dataset."
-    )
 
     def __post_init__(self) -> None:
-        needed = ["model_name_or_path"]
-        if not self.environment_factory:  # which may have prompts and a reward
-            needed += ["dataset_name", "reward_funcs"]
-        for name in needed:
-            if not getattr(self, name):
+        alone = bool(self.environment_factory)  # which may have prompts and a reward
+        for name, given in {
+            "model_name_or_path": bool(self.model_name_or_path),
+            "dataset_name": bool(self.dataset_name or self.datasets) or alone,
+            "reward_funcs": bool(self.rewards) or alone,
+        }.items():
+            if not given:
                 raise ValueError(f"--{name} is required")
-        super().__post_init__()
+        if self.ignore_bias_buffers:
+            raise ValueError(
+                "ignore_bias_buffers: expected False, no model here needs it, got True"
+            )
+        ModelConfig.__post_init__(self)
+        DatasetMixtureConfig.__post_init__(self)
         if os.getcwd() not in sys.path:
             # modules beside the user's data; at the end: a file there replaces no installed module
             sys.path.append(os.getcwd())
         for name in self.import_modules or ():
             load_module(name, "--import_modules")
 
-
-class _Parser(HfArgumentParser):
-    source = ""  # where the words come from, for messages
-
-    def error(self, message: str) -> NoReturn:
-        fail(self.source + message)
+    @property
+    def rewards(self) -> list[str]:
+        """Reward functions and models, by name."""
+        first = self.reward_model_name_or_path
+        return ([first] if first else []) + (self.reward_funcs or [])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, and leave the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
 
-    ``serve ...`` starts a vLLM server instead, ``report RUN ...`` writes the report of a run or
-    compares several.
+    ``serve ...``, or ``vllm-serve``, starts a vLLM server instead, ``report RUN ...`` writes the
+    report of a run or compares several.
 
     What the user can put right ends in one line on stderr and exit code 2. Other errors of a
     running training keep their traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] == "serve":
+    if argv and argv[0] in ("serve", "vllm-serve"):
         from grpo_trainer.cli.serve import main as serve
 
         return serve(argv[1:])
@@ -154,26 +164,22 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     run, args = parse(argv)
     _check_output(args.output_dir)
     model = _existing_model(run.model_name_or_path)
-    train, evaluation = (
-        None if name is None else load_prompts(name, split, run.dataset_config)
-        for name, split in (
-            (run.dataset_name, run.dataset_train_split),
-            (run.eval_dataset_name, run.dataset_test_split),
-        )
-    )
+    _check_resumed(args)
+    train, evaluation = _datasets(run, args)
     trainer = GRPOTrainer(
         model,
-        run.reward_funcs,
+        run.rewards or None,
         args,
         train,
         evaluation,
-        quantization_config=run.quantization_config(args),
-        peft_config=run.peft_config(),
+        quantization_config=get_quantization_config(run, args),
+        peft_config=get_peft_config(run),
         tools=[load_function(path, "--tools") for path in run.tools or ()],
         rollout_func=_imported("--rollout_func", run.rollout_func),
         environment_factory=_imported("--environment_factory", run.environment_factory),
     )
-    trainer.recipe = replace(trainer.recipe, dataset=run.dataset_name)
+    name = ", ".join(item.path for item in run.datasets) or run.dataset_name
+    trainer.recipe = replace(trainer.recipe, dataset=name)
     return trainer
 
 
@@ -183,39 +189,48 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
     Raises:
         ValueError: the file is wrong, an argument is unknown, or a value is out of range.
     """
-    parser = _Parser((RunArguments, GRPOConfig), prog="grpo-train", allow_abbrev=False)
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
-    parser.add_argument("--config", help="YAML file with arguments; the command line overrides it.")
-    known, others = parser.parse_known_args(list(argv))
-    if others:
-        raise ValueError(_unknown(others[0], actions))
-    path = known.config
-    file = RunFile()
-    if path is not None:
-        hints = get_type_hints(RunArguments) | get_type_hints(GRPOConfig)
-        file = read_run_file(Path(path), actions, hints, GRPOConfig._VALID_DICT_FIELDS)
-        parser.set_defaults(**file.values)
-        parser.source = f"--config: {path}: "
-        parser.parse_args(file.words)  # what is wrong here is wrong in the file
-        parser.source = ""
-    run, args, _ = parser.parse_args_into_dataclasses(
-        [*file.words, *argv], look_for_args_file=False
-    )
+    parser = TrlParser((RunArguments, GRPOConfig), prog="grpo-train")
+    run, args = parser.parse_args_and_config(argv)
+    named, own = loading_options(run), options("model_init_kwargs", args.model_init_kwargs)
+    for name in sorted(set(named) & set(own)):
+        if named[name] != own[name]:
+            raise ValueError(
+                f"{name}: expected it once, got {named[name]!r} and {own[name]!r} in "
+                "model_init_kwargs"
+            )
+    if named:
+        args.model_init_kwargs = named | own
     return run, args
+
+
+def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prompts | None]:
+    """Load what is trained on, and what is evaluated on."""
+    config, streaming = run.dataset_config, run.dataset_streaming
+    train = evaluation = None
+    if run.datasets:
+        if run.dataset_name is not None:
+            logger.warning("dataset_name: %s is not read: datasets are", run.dataset_name)
+        loaded = get_dataset(run)
+        train, evaluation = loaded["train"], loaded.get("test")
+    elif run.dataset_name is not None:
+        train = load_prompts(run.dataset_name, run.dataset_train_split, config, streaming=streaming)
+        if args.eval_strategy != "no" and not Path(run.dataset_name).is_file():
+            run = replace(run, eval_dataset_name=run.eval_dataset_name or run.dataset_name)
+    if run.eval_dataset_name is not None:
+        evaluation = load_prompts(run.eval_dataset_name, run.dataset_test_split, config)
+    return train, evaluation
+
+
+def _check_resumed(args: GRPOConfig) -> None:
+    """Raise ValueError if there is no checkpoint to resume from, before anything is loaded."""
+    asked = args.resume_from_checkpoint
+    find_checkpoint(Path(str(args.output_dir)), str(asked).lower() == "true" or asked)
 
 
 def fail(message: str) -> NoReturn:
     """Print one line to stderr, and exit with code 2."""
     print(f"grpo-train: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def _unknown(word: str, known: Iterable[str]) -> str:
-    if not word.startswith("--"):
-        return f"expected --name value, got {word!r}"
-    option = word.partition("=")[0]
-    name = option.removeprefix("--").replace("-", "_")
-    return f"{option}: there is no such argument{closest(name, known)}"
 
 
 def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:
@@ -239,6 +254,6 @@ def _existing_model(name: str | None) -> str:
         if not (path / "config.json").is_file():
             raise ValueError(f"--model_name_or_path: no config.json in folder {name!r}")
         return str(path)
-    if looks_local(name):
+    if looks_local(name) or _CHECKPOINT.fullmatch(path.name):
         raise ValueError(f"--model_name_or_path: no folder {name!r}")
     return name

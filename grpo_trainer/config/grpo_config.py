@@ -55,8 +55,6 @@ class GRPOConfig(
     bf16: bool | None = setting(
         None,
         "bf16 mixed precision. Default: on where the GPU has it, unless fp16 is set.",
-        nargs="?",
-        const=True,
     )
     logging_nan_inf_filter: bool = setting(
         False, "Leave NaN and infinite losses out of the log; costs a wait in every step."

@@ -12,20 +12,17 @@ from grpo_trainer.config.checks import dtype_name
 from grpo_trainer.config.setting import setting
 
 
-def _old(text: str, **metadata: Any) -> Any:
-    return setting(None, f"Deprecated: {text}", **metadata)
-
-
-_FLAG: dict[str, Any] = {"nargs": "?", "const": True}  # its name alone means True
+def _old(text: str) -> Any:
+    return setting(None, f"Deprecated: {text}")
 
 
 @dataclass
 class OldNames:
     """Deprecated fields; None means not set, and each is None after construction."""
 
-    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.", **_FLAG)
-    use_liger_loss: bool | None = _old("the loss is always fused, drop it.", **_FLAG)
-    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.", **_FLAG)
+    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.")
+    use_liger_loss: bool | None = _old("the loss is always fused, drop it.")
+    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.")
     vllm_guided_decoding_regex: str | None = _old("use vllm_structured_outputs_regex.")
     vllm_importance_sampling_cap: float | None = _old("use vllm_importance_sampling_clip_max.")
 

@@ -21,10 +21,13 @@ Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_prompts(name: str, split: str = "train", config: str | None = None) -> Dataset:
+def load_prompts(
+    name: str, split: str = "train", config: str | None = None, **options: Any
+) -> Prompts:
     """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
 
-    A file has no splits: ``split`` and ``config`` apply to folders and to the hub.
+    A file has no splits: ``split`` and ``config`` apply to folders and to the hub. ``options`` are
+    more arguments of ``datasets.load_dataset``, such as ``streaming``.
 
     Raises:
         ValueError: there is no such file, folder or dataset, or no such split, or it cannot be read
@@ -34,16 +37,17 @@ def load_prompts(name: str, split: str = "train", config: str | None = None) -> 
     if path.suffix in _FORMATS:
         if not path.is_file():
             raise ValueError(f"dataset {name!r}: no such file")
-        return _load(name, _FORMATS[path.suffix], data_files=str(path), split="train")
+        source = {"data_files": str(path), "split": "train"}
+        return _load(name, _FORMATS[path.suffix], **options | source)
     if path.suffix and path.is_file():
         known = ", ".join(_FORMATS)
         raise ValueError(f"dataset {name!r}: expected one of {known}, got {path.suffix}")
     if not path.is_dir() and looks_local(name):
         raise ValueError(f"dataset {name!r}: no such folder")
-    return _load(name, name, config, split=split)
+    return _load(name, name, config, split=split, **options)
 
 
-def _load(name: str, *source: str | None, **options: str) -> Dataset:
+def _load(name: str, *source: str | None, **options: Any) -> Prompts:
     try:
         return load_dataset(*source, **options)
     except StopIteration as error:  # in a file without a byte it looks for the first row

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+import torch
+from datasets import Dataset, IterableDataset
 from transformers import Qwen3ForSequenceClassification
 
 from grpo_kernels.losses import LOSSES
@@ -71,6 +72,71 @@ def test_dataset_files(model, dataset, name):
     cli.main(arguments(model, file, "think_format_reward", eval_dataset_name=name))
     history = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
     assert any("reward" in row for row in history)
+
+
+def test_a_mixture_of_datasets(model, dataset, capsys):
+    for name in ("a.jsonl", "b.jsonl"):
+        write(dataset, name)
+    Path("run.yaml").write_text(
+        "datasets:\n  - {path: a.jsonl, fraction: 0.75}\n  - {path: b.jsonl, fraction: 0.25}\n"
+        "test_split_size: 4\neval_strategy: steps\n"
+    )
+    words = arguments(model, "unused")
+    del words[2:4]  # dataset_name
+    trainer = cli.build_trainer(["--config", "run.yaml", *words])
+    assert len(trainer.train_dataset) == 25 + 8 - 4 and len(trainer.eval_dataset) == 4
+    assert trainer.recipe.dataset == "a.jsonl, b.jsonl"
+    assert "--dataset_name is required" in fails(capsys, words)
+
+
+def test_a_dataset_that_is_read_while_training(model, dataset, capsys):
+    rows = write(dataset, "rows.jsonl")
+    trainer = cli.build_trainer(arguments(model, rows, dataset_streaming=True))
+    assert isinstance(trainer.train_dataset, IterableDataset)
+    words = arguments(model, rows, dataset_streaming=True, max_steps=-1)
+    assert "max_steps: expected how many steps" in fails(capsys, words)
+
+
+def test_a_split_for_evaluation(model, dataset):
+    Path("data").mkdir()
+    for split in ("train", "test"):
+        write(dataset.select(range(8 if split == "test" else 24)), f"data/{split}.jsonl")
+    changes = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = cli.build_trainer(arguments(model, "data", **changes))
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (24, 8)
+    assert cli.build_trainer(arguments(model, "data")).eval_dataset is None
+
+
+def test_how_a_model_is_loaded(model, dataset, capsys):
+    rows = write(dataset, "rows.jsonl")
+    named = {"dtype": "bfloat16", "attn_implementation": "eager", "model_revision": "v2"}
+    args = cli.parse(arguments(model, rows, **named))[1]
+    assert args.model_init_kwargs == {
+        "dtype": "bfloat16",
+        "attn_implementation": "eager",
+        "revision": "v2",
+    }
+    trainer = cli.build_trainer(arguments(model, rows, **named))
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+    own = {"model_init_kwargs": '{"dtype": "float16", "attn_implementation": "sdpa"}'}
+    args = cli.parse(arguments(model, rows, **own))[1]
+    assert args.model_init_kwargs == {"dtype": "float16", "attn_implementation": "sdpa"}
+    message = fails(capsys, arguments(model, rows, **own, dtype="bfloat16"))
+    assert "dtype: expected it once, got 'bfloat16' and 'float16' in model_init_kwargs" in message
+    assert "argument --dtype" in fails(capsys, arguments(model, rows, dtype="int8"))
+    message = fails(capsys, arguments(model, rows, ignore_bias_buffers=True))
+    assert "ignore_bias_buffers: expected False" in message
+
+
+def test_a_reward_model_by_its_own_argument(model, dataset):
+    judge, rows = a_judge("judge", labels=1), write(dataset, "rows.jsonl")
+    named = {"reward_model_name_or_path": judge}
+    trainer = cli.build_trainer(arguments(model, rows, "think_format_reward", **named))
+    assert trainer.reward_func_names == ["judge", "think_format_reward"]
+    alone = arguments(model, rows, "unused", **named)
+    del alone[4:6]  # reward_funcs
+    assert cli.build_trainer(alone).reward_func_names == ["judge"]
 
 
 def test_folder_with_splits(model, dataset):
@@ -297,7 +363,26 @@ def test_a_server_that_is_not_there(capsys, model, dataset, monkeypatch):
         unused.bind(("127.0.0.1", 0))  # and does not listen
         settings = {"vllm_mode": "server", "vllm_server_port": unused.getsockname()[1]}
         argv = arguments(model, write(dataset, "rows.jsonl"), use_vllm=True, **settings)
-        assert "no connection" in fails(capsys, [*argv, "--vllm_server_timeout", "0.01"])
+        message = fails(capsys, [*argv, "--vllm_server_timeout", "0.01"])
+        assert "no connection" in message and "`grpo-train serve --model" in message
+
+
+def test_a_checkpoint_that_is_not_there(capsys, model, dataset, monkeypatch):
+    """Is said before a model is loaded, and nobody looks for it on the hub."""
+    monkeypatch.setattr(cli, "GRPOTrainer", None)
+    rows = write(dataset, "rows.jsonl")
+    capsys.readouterr()
+    for name, settings, message in (
+        ("out/checkpoint-3", {}, "--model_name_or_path: no folder 'out/checkpoint-3'"),
+        ("checkpoint-3", {}, "--model_name_or_path: no folder 'checkpoint-3'"),
+        (model, {"resume_from_checkpoint": "out/checkpoint-3"}, "expected a folder, got 'out/che"),
+        (model, {"resume_from_checkpoint": "true"}, "a checkpoint in output_dir 'out', got none"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(arguments(name, rows, **settings))
+        shown = capsys.readouterr().err
+        assert shown.startswith("grpo-train: error: ") and shown.count("\n") == 1
+        assert message in shown
 
 
 @pytest.mark.parametrize(
@@ -349,13 +434,14 @@ def test_errors_of_model_data_and_rewards(capsys, model, dataset):
     for settings, got in (('{"dtype": "int8"}', "'int8'"), ('{"nothing": 1}', "'nothing'")):
         message = fails(capsys, arguments(model, rows, model_init_kwargs=settings))
         assert "model_init_kwargs" in message and got in message
-    assert "1 label" in fails(capsys, arguments(model, rows, two_labels("judge")))
+    assert "1 label" in fails(capsys, arguments(model, rows, a_judge("judge", labels=2)))
     assert "report_to" in fails(capsys, arguments(model, rows, report_to="swanlab"))
 
 
-def two_labels(folder: str) -> str:
+def a_judge(folder: str, labels: int) -> str:
     tokenizer = make_tokenizer()
     config = make_policy(tokenizer, seed=0).config
+    config.num_labels = labels
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -373,6 +459,14 @@ def test_help_and_entry_point():
     assert "usage: grpo-train" in done.stdout
     for option in ("--reward_funcs", "--loss_type", "--num_generations", "--config"):
         assert option in done.stdout
+
+
+def test_serving_by_the_name_that_trl_has(monkeypatch):
+    served = []
+    monkeypatch.setattr("grpo_trainer.cli.serve.main", served.append)
+    for name in ("serve", "vllm-serve"):
+        cli.main([name, "--model", "m"])
+    assert served == [["--model", "m"]] * 2
 
 
 @pytest.mark.parametrize("command", ["serve", "report"])

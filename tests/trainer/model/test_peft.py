@@ -11,9 +11,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.cli.peft_arguments import AdapterArguments
 from grpo_trainer.model import load_policy
 from grpo_trainer.model.adapters import prepare_adapter, running_adapter
+from grpo_trainer.scripts import ModelConfig, get_peft_config, get_quantization_config
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, on tied weights and switched adapters
@@ -216,22 +216,25 @@ def test_what_cannot_be_trained_is_refused(make, make_trainer, policy, monkeypat
 
 
 def test_command_line_arguments(make_args, monkeypatch):
-    arguments = AdapterArguments(use_peft=True, lora_r=4, lora_target_modules=["all-linear"])
-    config = arguments.peft_config()
+    arguments = ModelConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"])
+    config = get_peft_config(arguments)
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 32, 0.05)
     assert config.target_modules == "all-linear"
-    assert arguments.quantization_config(make_args()) is None
-    assert AdapterArguments().peft_config() is None
-    available = "grpo_trainer.cli.peft_arguments.is_bitsandbytes_available"
+    assert get_quantization_config(arguments, make_args()) is None
+    assert get_peft_config(ModelConfig()) is None
+    available = "grpo_trainer.scripts.model_config.is_bitsandbytes_available"
     monkeypatch.setattr(available, lambda: False)
     with pytest.raises(ValueError, match="expected the package bitsandbytes"):
-        AdapterArguments(use_peft=True, load_in_4bit=True)
+        ModelConfig(use_peft=True, load_in_4bit=True)
     monkeypatch.setattr(available, lambda: True)
-    arguments = AdapterArguments(use_peft=True, load_in_4bit=True, use_bnb_nested_quant=True)
-    config = arguments.quantization_config(make_args())
+    arguments = ModelConfig(use_peft=True, load_in_4bit=True, use_bnb_nested_quant=True)
+    config = get_quantization_config(arguments, make_args())
     assert config.load_in_4bit and config.bnb_4bit_use_double_quant
     assert config.bnb_4bit_compute_dtype == torch.float32
-    assert AdapterArguments(use_peft=True, load_in_8bit=True).quantization_config(make_args())
+    assert get_quantization_config(arguments) == config
+    arguments.dtype = "bfloat16"
+    assert get_quantization_config(arguments).bnb_4bit_compute_dtype == torch.bfloat16
+    assert get_quantization_config(ModelConfig(use_peft=True, load_in_8bit=True)).load_in_8bit
 
 
 @pytest.mark.parametrize(
@@ -246,11 +249,11 @@ def test_command_line_arguments(make_args, monkeypatch):
 )
 def test_wrong_command_line_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        AdapterArguments(**arguments)
+        ModelConfig(**arguments)
 
 
 def test_quantisation_of_a_model(make_args, policy, tmp_path):
-    config = AdapterArguments  # any value
+    config = ModelConfig  # any value
     with pytest.raises(ValueError, match="quantization_config: expected None with a model"):
         load_policy(policy, make_args(), quantization_config=config)
     if is_bitsandbytes_available():

@@ -1,4 +1,4 @@
-"""The command line's arguments for LoRA and quantisation, under the names that TRL gives them."""
+"""Which model a script trains, what of it, and how the rest is stored."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ from grpo_trainer.config import GRPOConfig, options
 
 
 @dataclass
-class AdapterArguments:
-    """What is trained of the model, and how the rest is stored.
+class ModelConfig:
+    """The model, what is trained of it, and how the rest is stored.
 
     Raises:
         ValueError: an argument has no effect without another one, or a package is missing.
     """
 
+    model_name_or_path: str | None = HfArg(default=None, help="Model folder or hub id.")
+    model_revision: str = HfArg(
+        default="main", help="Branch, tag or commit of a model from the hub."
+    )
+    dtype: str | None = HfArg(
+        default="float32",
+        help="Dtype of the weights; auto: that of the checkpoint. Adam needs float32.",
+        metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
+    )
+    attn_implementation: str | None = HfArg(
+        default=None, help="Kind of attention, such as sdpa or flash_attention_2."
+    )
     use_peft: bool = HfArg(default=False, help="Train a LoRA adapter in place of the whole model.")
     lora_r: int = HfArg(default=16, help="Rank of the adapter.")
     lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
@@ -71,51 +83,67 @@ class AdapterArguments:
                 "load_in_4bit, load_in_8bit: expected the package bitsandbytes to be installed"
             )
 
-    def peft_config(self) -> Any | None:
-        """Return the adapter's configuration; None without ``use_peft``."""
-        if not self.use_peft:
-            return None
-        from peft import LoraConfig
-
-        modules: Any = self.lora_target_modules
-        if modules is not None and len(modules) == 1:
-            [modules] = modules  # "all-linear" is a name of peft's only outside a list
-        return LoraConfig(
-            task_type=self.lora_task_type,
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            target_modules=modules,
-            target_parameters=self.lora_target_parameters,
-            modules_to_save=self.lora_modules_to_save,
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
-        )
-
-    def quantization_config(self, args: GRPOConfig) -> BitsAndBytesConfig | None:
-        """Return how the base model is quantised; None if it is not.
-
-        4-bit weights are multiplied in the dtype of all layers: bf16 with ``args.bf16``, else the
-        model's.
-        """
-        if self.load_in_8bit:
-            return BitsAndBytesConfig(load_in_8bit=True)
-        if not self.load_in_4bit:
-            return None
-        dtype = options("model_init_kwargs", args.model_init_kwargs).get("dtype", "float32")
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_compute_dtype="bfloat16" if args.bf16 else dtype,
-            bnb_4bit_quant_type=self.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=self.use_bnb_nested_quant,
-            bnb_4bit_quant_storage=self.bnb_4bit_quant_storage,
-        )
-
     def _set(self) -> list[str]:
         """Return which arguments of this class differ from their defaults."""
-        own = fields(AdapterArguments)
+        own = fields(ModelConfig)
         return [item.name for item in own if getattr(self, item.name) != item.default]
 
     def _refuse(self, names: list[str], needed: str) -> None:
         if names:
             raise ValueError(f"{', '.join(names)}: expected {needed} with it, got {needed}=False")
+
+
+def loading_options(model_args: ModelConfig) -> dict[str, Any]:
+    """Return arguments of ``from_pretrained``: those that are not its defaults here."""
+    given = {
+        "revision": (model_args.model_revision, "main"),
+        "dtype": (model_args.dtype, "float32"),
+        "attn_implementation": (model_args.attn_implementation, None),
+    }
+    return {name: value for name, (value, default) in given.items() if value != default}
+
+
+def get_peft_config(model_args: ModelConfig) -> Any | None:
+    """Return the adapter's configuration; None without ``use_peft``."""
+    if not model_args.use_peft:
+        return None
+    from peft import LoraConfig
+
+    modules: Any = model_args.lora_target_modules
+    if modules is not None and len(modules) == 1:
+        [modules] = modules  # "all-linear" is a name of peft's only outside a list
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=modules,
+        target_parameters=model_args.lora_target_parameters,
+        modules_to_save=model_args.lora_modules_to_save,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+    )
+
+
+def get_quantization_config(
+    model_args: ModelConfig, args: GRPOConfig | None = None
+) -> BitsAndBytesConfig | None:
+    """Return how the base model is quantised; None if it is not.
+
+    4-bit weights are multiplied in the dtype of all layers: bf16 with ``args.bf16``, else the
+    model's.
+    """
+    if model_args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if not model_args.load_in_4bit:
+        return None
+    own = {} if args is None else options("model_init_kwargs", args.model_init_kwargs)
+    dtype = own.get("dtype", model_args.dtype)
+    in_bf16 = args is not None and args.bf16
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype="bfloat16" if in_bf16 else None if dtype == "auto" else dtype,
+        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from argparse import Action
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-
-from grpo_kernels.tools import closest
 
 
 class _Loader(yaml.SafeLoader):
@@ -29,8 +27,11 @@ _Loader.add_implicit_resolver(
 class RunFile:
     """What a file sets."""
 
+    path: str = ""
     words: list[str] = field(default_factory=list)  # as on the command line
     values: dict[str, Any] = field(default_factory=dict)  # mappings, and what else has no words
+    environment: dict[str, str] = field(default_factory=dict)  # variables to set
+    unknown: dict[str, list[str]] = field(default_factory=dict)  # words of each unknown argument
 
 
 def read_run_file(
@@ -47,15 +48,17 @@ def read_run_file(
         mappings: the names of those that may be mappings.
 
     Raises:
-        ValueError: there is no such file, it is not YAML, has an unknown or repeated argument, or a
+        ValueError: there is no such file, it is not YAML, has an argument more than once, or a
             value of the wrong kind. The message names the file.
     """
-    read = RunFile()
+    read = RunFile(path=str(path))
     for name, node in _entries(path):
+        if name == "env" and name not in actions:
+            read.environment.update(_environment(path, node))
+            continue
         if name not in actions:
-            raise ValueError(
-                f"--config: {path} has an unknown argument: {name}{closest(name, actions)}"
-            )
+            read.unknown[name] = _words(node)
+            continue
         if name in read.values or f"--{name}" in read.words:
             raise ValueError(f"--config: {path} has {name} more than once")
         try:
@@ -72,6 +75,18 @@ def read_run_file(
             kind = type(value).__name__ if value is not None else "null"
             raise ValueError(f"--config: {path}: {name} cannot be a {kind}: {value!r}")
     return read
+
+
+def _environment(path: Path, node: yaml.Node) -> dict[str, str]:
+    pairs: list[Any] = node.value if isinstance(node, yaml.MappingNode) else [(None, None)]
+    if not all(isinstance(item, yaml.ScalarNode) for pair in pairs for item in pair):
+        raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
+    return {key.value: value.value for key, value in pairs}
+
+
+def _words(node: yaml.Node) -> list[str]:
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    return [str(item.value) for item in items]
 
 
 def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
@@ -104,4 +119,7 @@ def _is_allowed(value: Any, action: Action, hint: Any, may_be_mapping: bool) -> 
     if isinstance(value, dict):
         return may_be_mapping
     # a list of several words has been read by now, unless it is empty or nested
-    return "list" in str(hint) and (action.nargs != "+" or not value)
+    if action.nargs != "+" or not value:
+        return "list" in str(hint)
+    described = [is_dataclass(kind) for kind in get_args(hint)]
+    return any(described) and all(isinstance(item, dict) for item in value)
