@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
+from grpo_trainer.cli.launch import LaunchParser
 from grpo_trainer.common import printable
 from grpo_trainer.config import GRPOConfig, load_function, load_module, options
 from grpo_trainer.data import Prompts, load_prompts, looks_local
@@ -25,7 +26,6 @@ from grpo_trainer.scripts import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
-    TrlParser,
     get_dataset,
     get_peft_config,
     get_quantization_config,
@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if argv and argv[0] == "report":
             report(argv[1:])
             return None
+        _parser().start_if_asked(argv)
         trainer = build_trainer(argv)
     except (ValueError, ImportError, OSError, ServerError) as error:
         fail(str(error))
@@ -189,8 +190,9 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
     Raises:
         ValueError: the file is wrong, an argument is unknown, or a value is out of range.
     """
-    parser = TrlParser((RunArguments, GRPOConfig), prog="grpo-train")
+    parser = _parser()
     run, args = parser.parse_args_and_config(argv)
+    parser.check_started()
     named, own = loading_options(run), options("model_init_kwargs", args.model_init_kwargs)
     for name in sorted(set(named) & set(own)):
         if named[name] != own[name]:
@@ -201,6 +203,10 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
     if named:
         args.model_init_kwargs = named | own
     return run, args
+
+
+def _parser() -> LaunchParser:
+    return LaunchParser((RunArguments, GRPOConfig), prog="grpo-train")
 
 
 def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prompts | None]:

@@ -16,3 +16,4 @@ from grpo_trainer.scripts.model_config import (
     loading_options,
 )
 from grpo_trainer.scripts.parser import TrlParser
+from grpo_trainer.scripts.run_file import RunFile
