@@ -118,7 +118,7 @@ class JsonServer:
             wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
             stop=end,
             sleep=sleep_using_event(self._interrupted),
-            before_sleep=_warn,
+            before_sleep=end.warn,
             retry_error_callback=end.give_up,
         )
         return retry(work)
@@ -182,6 +182,7 @@ class _End:
         self._patience = patience
         self._advice = advice
         self._faults = 0
+        self._waits = False  # has been said
         self._lost_at: float | None = None
 
     def __call__(self, state: RetryCallState) -> bool:
@@ -191,6 +192,14 @@ class _End:
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
         return now - self._lost_at >= self._patience
+
+    def warn(self, state: RetryCallState) -> None:
+        """Say that it is tried again; of a server that is waited for once."""
+        if self._lost_at is None:
+            logger.warning("%s; next try in %.1f s", _error(state), state.upcoming_sleep)
+        elif not self._waits:
+            logger.warning("%s; waiting up to %g s for it", _error(state), self._patience)
+        self._waits = self._lost_at is not None
 
     def give_up(self, state: RetryCallState) -> NoReturn:
         error = _error(state)
@@ -202,10 +211,6 @@ class _End:
 
 def _error(state: RetryCallState) -> BaseException | None:
     return None if state.outcome is None else state.outcome.exception()
-
-
-def _warn(state: RetryCallState) -> None:
-    logger.warning("%s; next try in %.1f s", _error(state), state.upcoming_sleep)
 
 
 def _fault(asked: str, timeout: float, error: httpx.HTTPError) -> ServerError:

@@ -466,11 +466,13 @@ def test_a_server_that_is_gone_for_a_while(make_client, stub):
     started[0].close()
 
 
-def test_a_server_that_stays_away(make_client, stub):
+def test_a_server_that_stays_away(make_client, stub, caplog):
     client = make_client(connection_timeout=0.2)
     stub.close()
     with pytest.raises(ServerError, match=rf"{stub.url}.*no connection.*for 0.2 seconds"):
         client.generate([[1]])
+    [waits] = caplog.messages  # of many tries
+    assert waits.endswith("waiting up to 0.2 s for it")
     assert not client.health()
     with pytest.raises(ConnectionError, match="no connection.*`grpo-train serve --model") as error:
         make_client(connection_timeout=0.0)
