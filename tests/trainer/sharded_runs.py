@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_helpers import adapted, canned, lengths_reward
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForSequenceClassification
+from vision import make_vision_trainer
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
@@ -77,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"beta": 0.05},
     "lora of its own": {"beta": 0.05},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "images": {"beta": 0.05, "num_iterations": 2},
 }
 
 
@@ -140,6 +142,8 @@ def make_trainer(
 
 def case_trainer(name: str, folder: str, kind: str, **changes: Any) -> GRPOTrainer:
     args = make_args(folder, kind, **(CASES[name] | changes))
+    if name == "images":
+        return canned(make_vision_trainer("qwen3_vl", args, lengths_reward))
     policy, given = make_policy(make_tokenizer(), seed=0), {}
     if name == "tied":
         policy.config.tie_word_embeddings = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,18 @@ from torch import Tensor
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.data import MicroBatch, Rollout, collate, encode_prompts
+from grpo_trainer.experience import Collector
 from grpo_trainer.model import target_logprobs
-from tests.trainer.vision import FAMILIES, picture, tiny_model, tiny_processor, user
+from tests.trainer.vision import (
+    FAMILIES,
+    IDS,
+    IMAGE,
+    VIDEO,
+    picture,
+    tiny_model,
+    tiny_processor,
+    user,
+)
 
 SETTINGS: dict[str, Any] = dict(
     max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=3,
@@ -189,9 +200,9 @@ def test_without_images(tmp_path: Path) -> None:
 
 
 def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:
-    model = tiny_model("qwen2_5_vl")
+    model, never = tiny_model("qwen2_5_vl"), [IDS[IMAGE], IDS[VIDEO]]
     with torch.no_grad():  # it would draw nothing else
-        model.lm_head.weight[4:6] *= 1000
+        model.lm_head.weight[never] *= 1000
     drawn: list[list[int]] = []
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -199,7 +210,7 @@ def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:
         return [0.0] * len(completion_ids)
 
     make("qwen2_5_vl", tmp_path, reward, model=model).train()
-    assert drawn and not {4, 5} & set(itertools.chain(*drawn))
+    assert drawn and not set(never) & set(itertools.chain(*drawn))
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -233,12 +244,20 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert any("visual" in name for name in moved)
 
 
+def test_several_processes_see_images_together() -> None:
+    two = SimpleNamespace(_accelerator=SimpleNamespace(num_processes=2))
+    for seeing in ([1.0, 1.0], [0.0, 0.0]):
+        Collector._check_together(two, torch.tensor(seeing))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="images: expected in all prompts .* got them in 1 of 3"):
+        Collector._check_together(two, torch.tensor([0.0, 1.0, 0.0]))  # type: ignore[arg-type]
+
+
 def wrong_processor(tmp_path: Path) -> None:
     make("gemma3", tmp_path, processing_class=tiny_processor("llava"))
 
 
 def wrong_token(tmp_path: Path) -> None:
-    make("llava", tmp_path, model=tiny_model("llava", image_token_index=5))
+    make("llava", tmp_path, model=tiny_model("llava", image_token_index=7))
 
 
 def processor_for_text(tmp_path: Path) -> None:
@@ -284,7 +303,7 @@ def by_function(tmp_path: Path) -> None:
 
 WRONG = {
     wrong_processor: "expected the processor of the policy, got a LlavaProcessor, with whose imag",
-    wrong_token: "expected the processor of LlavaForConditionalGeneration, in which token 5 stand",
+    wrong_token: "expected the processor of LlavaForConditionalGeneration, in which token 7 stand",
     processor_for_text: "expected the processor of Qwen2ForCausalLM",
     tokenizer_for_images: "train_dataset: expected no images without a processor as processing_cla",
     lambda path: tokenizer_for_images(path, "images"): "train_dataset: expected no images without",

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.common import in_thread
+from grpo_trainer.data import tokenizer_of
 from grpo_trainer.rollout import Completions, RolloutEngine
 
 CLOCK = ("_time", "_runtime", "_per_second")
@@ -68,7 +69,7 @@ def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperatur
 def canned(trainer: GRPOTrainer) -> GRPOTrainer:
     """Let CannedEngine complete the trainer's prompts."""
     process = trainer.accelerator.process_index
-    trainer._collector._rollouts = CannedEngine(trainer.processing_class, process)
+    trainer._collector._rollouts = CannedEngine(tokenizer_of(trainer.processing_class), process)
     return trainer
 
 

@@ -25,6 +25,7 @@ from tool_helpers import (
     results,
 )
 from trainer_helpers import BackgroundEngine, canned, parameters
+from vision import make_vision_trainer
 
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -67,6 +68,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "tools": {"max_completion_length": 120, "eval_strategy": "steps", "eval_steps": 2},
     "curriculum": {"dynamic_prompts_form": "groups"},  # its function is below
+    "images": {"beta": 0.05, "num_iterations": 2},
 }
 
 
@@ -148,6 +150,8 @@ def check_refusals(trainer: GRPOTrainer, out: Path) -> None:
 def make_trainer(name: str, args: GRPOConfig) -> GRPOTrainer:
     if name == "tools":
         return make_tool_trainer(args)
+    if name == "images":
+        return canned(make_vision_trainer("llava", args, lengths_reward))
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"{i % 10}{i // 2}="} for i in range(20)]
     train = Dataset.from_list(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -24,6 +25,9 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.sharding import loading_whole
+
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP = (
     "<pad>", "<bos>", "<end>", "<start>", "<image>", "<video>", "<begin>", "<stop>",
@@ -31,14 +35,15 @@ PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP = (
 # what Idefics writes around images
 IDEFICS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 SPECIAL = (PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP, *IDEFICS)
-IDS = {token: index for index, token in enumerate(SPECIAL)}
+WORDS = [PAD, BOS, END, *CHARACTERS, *SPECIAL[3:]]
+IDS = {word: index for index, word in enumerate(WORDS)}
 # what a template writes for an image
 PLACES = {"gemma3": BEGIN, "llava": IMAGE, "idefics3": IMAGE}
 QWENS = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 FAMILIES = (*PLACES, *QWENS)
 
 TEXT = dict(
-    vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=32, intermediate_size=48,
+    vocab_size=len(WORDS), hidden_size=32, intermediate_size=48,
     num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=32,
     max_position_embeddings=256, pad_token_id=IDS[PAD], bos_token_id=IDS[BOS],
     eos_token_id=IDS[END], initializer_range=0.1,
@@ -70,6 +75,16 @@ def user(*parts: Any) -> list[dict[str, Any]]:
             ],
         }
     ]
+
+
+def make_vision_trainer(family: str, args: GRPOConfig, reward: Any) -> GRPOTrainer:
+    """Return a trainer on one picture a question."""
+    asked = [{"role": "user", "content": "?"}]
+    rows = {"prompt": [asked] * 20, "image": [picture(12 * n) for n in range(20)]}
+    return GRPOTrainer(
+        tiny_model(family), reward, args, Dataset.from_dict(rows),
+        processing_class=tiny_processor(family),
+    )  # fmt: skip
 
 
 def tiny_processor(family: str) -> ProcessorMixin:
@@ -115,7 +130,8 @@ def tiny_processor(family: str) -> ProcessorMixin:
 def tiny_model(family: str, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**_config(family) | settings)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float()
+    with loading_whole():  # ZeRO-3 would draw each process's part by itself
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     if family == "gemma3":  # transformers leaves it at 0: images would have no effect
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     return model
@@ -167,8 +183,7 @@ def _config(family: str) -> dict[str, Any]:
 
 
 def _tokenizer(**tokens: str) -> PreTrainedTokenizerFast:
-    words = {word: index for index, word in enumerate([*SPECIAL, *CHARACTERS])}
-    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer = Tokenizer(models.BPE(IDS, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL))
