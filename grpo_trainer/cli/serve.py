@@ -15,6 +15,10 @@ from grpo_trainer.cli.guard import Guard
 from grpo_trainer.common import is_loopback
 from grpo_trainer.rollout import MAX_LOGPROBS
 
+# what TRL's command calls otherwise, and its flags, which take a value there
+_ALSO_CALLED = {"vllm_model_impl": "model-impl", "log_level": "uvicorn-log-level"}
+_FLAGS = ("enable_prefix_caching", "enforce_eager", "trust_remote_code")
+
 _DESCRIPTION = (
     "Starts `vllm serve` for training with use_vllm and vllm_mode=server. Arguments that are not "
     "listed here are handed on to it. Both sides read an API key from VLLM_API_KEY; with one, all "
@@ -58,7 +62,7 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
     words += ["--api-key", *known.api_key] if known.api_key else []
     # behind what was handed on, since vLLM takes the last, abbreviated or not
-    words += [*rest, "--host", known.host, "--port", known.port]
+    words += [*_as_vllm_says(rest), "--host", known.host, "--port", known.port]
     # the last middleware is the first to see a request
     words += ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
     environment = {
@@ -66,6 +70,20 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         "PYTHONSAFEPATH": "1",  # no module of the working directory replaces one of vLLM's
     }
     return ServeCommand(words, environment, _warning(known.host))
+
+
+def _as_vllm_says(words: Sequence[str]) -> list[str]:
+    said: list[str] = []
+    for word in words:
+        flag = said[-1].removeprefix("--").replace("-", "_") if said else ""
+        if flag in _FLAGS and word.lower() in ("true", "false"):
+            said[-1] = said[-1] if word.lower() == "true" else f"--no-{flag.replace('_', '-')}"
+            continue
+        option, equals, value = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        known = option.startswith("--") and name in _ALSO_CALLED
+        said.append(f"--{_ALSO_CALLED[name]}{equals}{value}" if known else word)
+    return said
 
 
 def _warning(host: str) -> str | None:

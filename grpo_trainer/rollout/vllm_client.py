@@ -30,6 +30,8 @@ from grpo_trainer.rollout.vllm_requests import (
     ask_with_images,
     checked_images,
     checked_prompts,
+    in_order,
+    joined,
 )
 from grpo_trainer.rollout.weight_files import FileTransfer
 from grpo_trainer.rollout.weights import policy_weights
@@ -162,14 +164,14 @@ class VLLMClient:
         }
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
-        extra = _joined(generation_kwargs or {}, more, sampling)
+        extra = joined(generation_kwargs or {}, more, sampling)
         questions = self._questions(prompts, images_of, sampling, extra)
         self._weights.send_named()
         answers = self.server.retrying(lambda: self._ask(questions, in_background))
         known = [ids for question in questions for ids in question.prompt_ids]
         asked = (known, n, max_tokens, logprobs, self._vocab_size)
         try:
-            choices = _in_order(questions, answers, n)
+            choices = in_order(questions, answers, n)
             prompt_ids, (ids, values, mask) = completions_of(choices, *asked)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
@@ -330,21 +332,3 @@ def _address(host: str) -> str:
     if address.is_unspecified:
         return "[::1]" if address.version == 6 else "127.0.0.1"
     return f"[{host}]" if address.version == 6 else host
-
-
-def _joined(
-    extra: Mapping[str, Any], more: Mapping[str, Any], sampling: Mapping[str, Any]
-) -> dict[str, Any]:
-    again = sorted((set(extra) & (set(sampling) | set(more))) | (set(more) & set(sampling)))
-    if again:
-        raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")
-    return {**extra, **more}
-
-
-def _in_order(questions: list[Question], answers: list[Any], n: int) -> list[dict[str, Any]]:
-    """Return all choices, numbered through."""
-    return [
-        choice | {"index": first * n + choice["index"]}
-        for first, (question, answer) in enumerate(zip(questions, answers, strict=True))
-        for choice in question.choices(answer)
-    ]

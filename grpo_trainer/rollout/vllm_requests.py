@@ -201,3 +201,26 @@ def _columns(logprobs: Any) -> dict[str, Any] | None:
 
 def _token(entry: Mapping[str, Any]) -> str:
     return entry["token"] if "token" in entry else f"token_id:{entry['token_id']}"
+
+
+def joined(
+    extra: Mapping[str, Any], more: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return further fields of a request, which came in two ways.
+
+    Raises:
+        ValueError: one came twice, or has an argument of its own.
+    """
+    again = sorted((set(extra) & (set(sampling) | set(more))) | (set(more) & set(sampling)))
+    if again:
+        raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")
+    return {**extra, **more}
+
+
+def in_order(questions: list[Question], answers: list[Any], n: int) -> Choices:
+    """Return the choices of all answers, numbered through."""
+    return [
+        choice | {"index": first * n + choice["index"]}
+        for first, (question, answer) in enumerate(zip(questions, answers, strict=True))
+        for choice in question.choices(answer)
+    ]

@@ -54,6 +54,11 @@ def test_an_update(sent):
     transfer.send(server, lambda: iter(tensors.items()), "v2")
     assert [path for path, _ in server.asked[4:]] == steps  # one group for all updates
     assert sent == [["a", "b"]] * 2
+    transfer.expect_others()
+    transfer.send(server, lambda: iter({"c": torch.zeros(1)}.items()), "v2")
+    assert sent.pop() == ["c"]
+    del server.asked[7:]
+    transfer.expect_others()
     server.fails = True
     with pytest.raises(ServerError):
         transfer.send(server, lambda: iter(tensors.items()), "v3")

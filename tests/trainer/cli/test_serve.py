@@ -21,6 +21,22 @@ def test_the_command():
     assert command.warning is None
 
 
+def test_arguments_of_trl():
+    words = ["--vllm_model_impl", "transformers", "--log_level=debug", "--enforce_eager", "true"]
+    words += ["--enable_prefix_caching", "False", "--tensor_parallel_size", "2", "--enforce-eager"]
+    options = serve.serve_command(["--model", "m", *words]).words
+    at = options.index("--model-impl")
+    assert options[at : at + 7] == [
+        "--model-impl",
+        "transformers",
+        "--uvicorn-log-level=debug",
+        "--enforce_eager",
+        "--no-enable-prefix-caching",
+        "--tensor_parallel_size",
+        "2",
+    ]
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
 def test_loopback_needs_no_warning(host):
     assert serve.serve_command(["--model", "m", "--host", host]).warning is None
