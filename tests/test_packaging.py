@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")
-DISTRIBUTIONS = {"yaml": "pyyaml"}  # where the module has another name
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
 # a module that is itself imported only where its extra is installed
 BEHIND_AN_EXTRA = {"weight_nccl.py": "vllm"}
 
