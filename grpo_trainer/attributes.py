@@ -14,10 +14,11 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.experience import AdaptiveEntropy, Collector
 from grpo_trainer.model import Reference
 from grpo_trainer.rewards import RewardModel
-from grpo_trainer.rollout import Rollouts
+from grpo_trainer.rollout import Rollouts, VLLMClient
 
 _SETTINGS = (
-    "chat_template_kwargs", "log_completions", "log_unique_prompts", "loss_type",
+    "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal",
+    "log_unique_prompts", "loss_type",
     "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "min_p",
     "multi_objective_aggregation", "num_completions_to_print", "num_generations", "num_iterations",
     "off_policy_mask_threshold", "pad_to_multiple_of", "repetition_penalty", "scale_rewards",
@@ -33,6 +34,7 @@ _PLACES = {name: f"args.{name}" for name in _SETTINGS} | {
     "num_generations_eval": "args.eval_group_size",
     "router_aux_loss_coef": "_router_coef",
     "environments": "_interaction.environments",
+    "rollout_func": "_interaction.rollout_func",
     "tools": "_interaction.tools",
 }
 
@@ -56,18 +58,18 @@ class TrainerAttributes:
     @property
     def reward_funcs(self) -> list[Callable[..., Any] | nn.Module]:
         """Reward functions and models; those of environments come last."""
-        functions = [reward.function for reward in self._collector.rewards]
+        functions = [reward.function for reward in self._collector.scorer.rewards]
         return [one.model if isinstance(one, RewardModel) else one for one in functions]
 
     @property
     def reward_func_names(self) -> list[str]:
         """The names that they are logged with."""
-        return [reward.name for reward in self._collector.rewards]
+        return [reward.name for reward in self._collector.scorer.rewards]
 
     @property
     def reward_processing_classes(self) -> list[PreTrainedTokenizerBase | None]:
         """The tokenizers of reward models; None for functions."""
-        functions = [reward.function for reward in self._collector.rewards]
+        functions = [reward.function for reward in self._collector.scorer.rewards]
         return [one.tokenizer if isinstance(one, RewardModel) else None for one in functions]
 
     @property
@@ -96,6 +98,11 @@ class TrainerAttributes:
     def aux_loss_enabled(self) -> bool:
         """Whether a mixture-of-experts model's load-balancing loss is added."""
         return self._router_coef != 0
+
+    @property
+    def vllm_client(self) -> VLLMClient | None:
+        """The connection to a vLLM server, in the first process; None without one."""
+        return getattr(self.rollouts.engine, "client", None)
 
     @property
     def eos_token_ids(self) -> list[int]:

@@ -63,6 +63,7 @@ from grpo_trainer.monitor import (
     value_metric,
     watch,
 )
+from grpo_trainer.overrides import check_overrides
 from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
 from grpo_trainer.sharding import placement_of
@@ -126,6 +127,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         environment_factory: EnvironmentFactory | None = None,
         rollout_engine: RolloutEngine | None = None,
     ) -> None:
+        check_overrides(type(self), GRPOTrainer)
         args = args if args is not None else GRPOConfig()
         check_arguments(args, processing_class)
         if train_dataset is None and environment_factory is not None:
@@ -176,7 +178,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         source = self._interaction.source(self, context)
         made_of = (args, self.accelerator, self.processing_class, self.rollouts, rewards)
-        self._collector = Collector(*made_of, context, source)
+        self._collector = Collector(*made_of, context, source, self._calculate_rewards)
         self.interaction_settings = self._interaction.settings
         weights = args.reward_weights or [1.0] * len(rewards)
         names = [reward.name for reward in rewards]
@@ -221,6 +223,11 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     ) -> Tensor:
         if return_outputs:
             raise ValueError("return_outputs: expected False (there are no logits), got True")
+        return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
+        """Return the loss of a micro-batch, scaled for gradient accumulation. A subclass may add to
+        it."""
         training = model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         scale = self._entropy.scale if self._entropy is not None else None
@@ -249,6 +256,18 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         # Trainer's own mean takes the dataset's length for the number of completions
         self._metrics[False].add(step_metric("loss", loss, last=True))
         return loss, None, None
+
+    def _calculate_rewards(
+        self,
+        inputs: list[Row],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[list[int]],
+    ) -> Tensor:  # (N, F)
+        """Return the rewards of all processes' completions by each function; NaN: it does not
+        apply. A subclass may change them; what it is given is this process's."""
+        given = (inputs, prompts, completions, completion_ids_list)
+        return self._collector.scorer.calculate_rewards(*given)
 
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""

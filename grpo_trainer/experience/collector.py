@@ -34,13 +34,11 @@ from grpo_trainer.experience.advantages import Advantages, compute_advantages
 from grpo_trainer.experience.dynamic_sampling import DynamicSampling
 from grpo_trainer.experience.overlap import Ahead
 from grpo_trainer.experience.scored import Scored, rollout_metrics, share
+from grpo_trainer.experience.scorer import RewardCalculation, Scorer
 from grpo_trainer.monitor import REWARD_PREFIX, CompletionLog, MetricLog, phase
-from grpo_trainer.rewards import RewardFunction, RewardLog, score
+from grpo_trainer.rewards import RewardFunction
 from grpo_trainer.rollout import Completions, Rollouts, Sampled, Source, pad_token_id
 from grpo_trainer.tools import TurnParser
-
-# passed to reward functions under other names
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class Sinks(NamedTuple):
@@ -62,6 +60,7 @@ class Collector:
         rewards: the reward functions.
         context: tokens that the policy has positions for; None: any number.
         source: makes the completions; None: one call of ``rollouts`` does.
+        calculate_rewards: in place of that of :class:`Scorer`.
 
     Raises:
         ValueError: there is not one weight per reward function, no token ends a completion, or
@@ -77,12 +76,13 @@ class Collector:
         rewards: list[RewardFunction],
         context: int | None = None,
         source: Source | None = None,
+        calculate_rewards: RewardCalculation | None = None,
     ) -> None:
         self._args = args
         self._accelerator = accelerator
         self._processing_class = processing_class
         self._rollouts = rollouts
-        self.rewards = rewards
+        self.scorer = Scorer(accelerator, rewards, calculate_rewards)
         self._context = context
         self._source = source
         weights = args.reward_weights or [1.0] * len(rewards)
@@ -172,14 +172,12 @@ class Collector:
         # functions may keep and edit what they are given
         own = [own_copy(row) for row in _read(rows)]
         sampled = self._generate(own, completions)
-        rewards, log = self._score(own, sampled, sinks.state)  # (n, F)
+        rewards, log = self.scorer.score(own, sampled, sinks.state)  # (N, F)
         for index, rollout in enumerate(sampled.rollouts):
             rollout.row = rows[index]
             rollout.extra = {name: values[index] for name, values in log.columns.items()}
             rollout.left_out = self._args.mask_truncated_completions and rollout.truncated
-        everyone = self._gather(rewards, sampled.rollouts)
-        rewards, measures = everyone[:, :-4], everyone[:, -4:]
-        prompts, lengths, truncated, seeing = measures.unbind(1)
+        prompts, lengths, truncated, seeing = self._measured(sampled.rollouts).unbind(1)
         self._check_together(seeing)
         scored = Scored(
             rollouts=sampled.rollouts,
@@ -187,7 +185,7 @@ class Collector:
             compared=self._compared(rewards, group_size),
             num_tokens=prompts.sum() + lengths.sum(),
         )
-        names = [reward.name for reward in self.rewards]
+        names = [reward.name for reward in self.scorer.rewards]
         sinks.metrics.add(rollout_metrics(names, scored, lengths, truncated))
         sinks.metrics.add(log.metrics(self._accelerator))
         sinks.metrics.add(sampled.metrics)
@@ -229,31 +227,15 @@ class Collector:
                 rollout.sampling_mask = found.sampling_mask[index]
         return Sampled(rollouts)
 
-    def _score(
-        self, rows: list[Row], sampled: Sampled, state: TrainerState
-    ) -> tuple[Tensor, RewardLog]:  # (n, F)
-        log, rollouts = RewardLog(len(rows)), sampled.rollouts
-        names = [name for name in rows[0] if name not in _NOT_COLUMNS]
-        columns = {name: [row[name] for row in rows] for name in names} | sampled.columns
-        arguments = columns | {
-            "prompts": [rollout.prompt for rollout in rollouts],
-            "completions": [rollout.completion for rollout in rollouts],
-            "completion_ids": [rollout.completion_ids for rollout in rollouts],
-            "trainer_state": state,
-            "log_extra": log.log_extra,
-            "log_metric": log.log_metric,
-        }
-        return score(self.rewards, len(rows), arguments), log
-
-    def _gather(self, rewards: Tensor, rollouts: list[Rollout]) -> Tensor:  # (N, F + 4)
-        """Join all processes' rewards, lengths, who was truncated or saw images, by one gather."""
+    def _measured(self, rollouts: list[Rollout]) -> Tensor:  # (N, 4)
+        """Join all processes' lengths, who was truncated, and who saw images, by one gather."""
         measures = [
             [len(rollout.prompt_ids) for rollout in rollouts],
             [sum(rollout.by_policy) for rollout in rollouts],
             [rollout.truncated for rollout in rollouts],
             [has_images([rollout.images]) for rollout in rollouts],
         ]
-        table = torch.cat([rewards, torch.tensor(measures, dtype=torch.float32).T], dim=1)
+        table = torch.tensor(measures, dtype=torch.float32).T
         return self._accelerator.gather(table.to(self._accelerator.device))
 
     def _check_together(self, seeing: Tensor) -> None:  # (N,) 1: the prompt has images
@@ -271,7 +253,7 @@ class Collector:
         mine = share(len(scored.rewards), accelerator)
         advantages = compared.advantages[mine]
         if sinks.completions is not None:
-            names = [f"{REWARD_PREFIX}{reward.name}" for reward in self.rewards]
+            names = [f"{REWARD_PREFIX}{reward.name}" for reward in self.scorer.rewards]
             columns = dict(zip(names, scored.rewards[mine].T.tolist(), strict=True))
             totals = compared.rewards[mine].tolist()
             columns |= {"reward": totals, "advantage": advantages.tolist()}

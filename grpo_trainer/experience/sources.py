@@ -37,7 +37,7 @@ class Interaction:
         self._environments: Environments | None = None
         if environment_factory is not None:
             self._environments = Environments(environment_factory, self._tools)
-        self._rollout_func = rollout_func
+        self.rollout_func = rollout_func
         agents = bool(self._tools) or self._environments is not None
         if rollout_func is not None:
             check_rollout_func(rollout_func)
@@ -88,8 +88,8 @@ class Interaction:
             ValueError: the chat template cannot write conversations with these tools.
         """
         args, processing_class = self._args, trainer.processing_class
-        if self._rollout_func is not None:
-            function = self._rollout_func
+        if self.rollout_func is not None:
+            function = self.rollout_func
             tokenizer = tokenizer_of(processing_class)
             return FunctionSource(
                 lambda prompts: function(prompts, trainer), args, tokenizer, context

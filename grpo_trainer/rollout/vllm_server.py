@@ -41,7 +41,7 @@ class VLLMServer(BackgroundEngine):
 
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
-        self._client: VLLMClient | None = None
+        self.client: VLLMClient | None = None
         self._task: Future[Completions] | None = None  # of the first process, by `start`
         self._count = 0  # prompts of this process in it
         self._together = Together(context.accelerator, context.placement.sharded)
@@ -73,17 +73,17 @@ class VLLMServer(BackgroundEngine):
 
     def update_weights(self, weights: WeightSource) -> None:
         source = self._together.shared(weights)
-        self._on_main(lambda: self._client.update_weights(source))  # type: ignore[union-attr]
+        self._on_main(lambda: self.client.update_weights(source))  # type: ignore[union-attr]
 
     def close(self) -> None:
         atexit.unregister(self.close)
         self.cancel()
-        if self._client is not None:
-            self._client.close()
+        if self.client is not None:
+            self.client.close()
 
     def cancel(self) -> None:
-        if self._task is not None and self._client is not None:
-            with self._client.server.interrupted():
+        if self._task is not None and self.client is not None:
+            with self.client.server.interrupted():
                 wait([self._task])
         self._task = None
 
@@ -96,7 +96,7 @@ class VLLMServer(BackgroundEngine):
 
     def _connect(self, context: EngineContext) -> None:
         args = context.args
-        self._client = VLLMClient(
+        self.client = VLLMClient(
             args.vllm_server_base_url,
             args.vllm_server_host,
             args.vllm_server_port,
@@ -107,12 +107,12 @@ class VLLMServer(BackgroundEngine):
         )
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device
-        self._client.init_communicator(device, args.vllm_weight_transfer, folder)
+        self.client.init_communicator(device, args.vllm_weight_transfer, folder)
 
     def _generate(
         self, prompts: list[Request], sampling: Sampling, in_background: bool = False
     ) -> Completions:
-        assert self._client is not None  # this is the first process
+        assert self.client is not None  # this is the first process
         params = vllm_params(sampling)
         # what the client has no arguments for
         names = ("stop_token_ids", "ignore_eos", *sampling.engine_options)
@@ -122,7 +122,7 @@ class VLLMServer(BackgroundEngine):
         for n, part in groupby(runs(prompts), key=lambda run: run[1]):
             requests = [request for request, _ in part]
             images = [list(request.images) for request in requests]
-            answer = self._client.generate(
+            answer = self.client.generate(
                 [request.short_ids if request.images else request.ids for request in requests],
                 images if any(images) else None,
                 n=n,

@@ -76,7 +76,7 @@ def make_trainer(make_args, policy, tokenizer, dataset):
     own = set(inspect.signature(GRPOTrainer).parameters)
 
     def make(
-        reward_funcs=digits_reversal_reward, model=None, engine=None, **changes
+        reward_funcs=digits_reversal_reward, model=None, engine=None, kind=GRPOTrainer, **changes
     ) -> GRPOTrainer:
         given = {
             "train_dataset": dataset,
@@ -88,6 +88,6 @@ def make_trainer(make_args, policy, tokenizer, dataset):
         taken = (own - {"rollout_engine"} if named else own) & changes.keys()
         given |= {name: changes.pop(name) for name in taken}
         model = model if model is not None else policy
-        return GRPOTrainer(model, reward_funcs, make_args(**changes), **given)
+        return kind(model, reward_funcs, make_args(**changes), **given)
 
     return make

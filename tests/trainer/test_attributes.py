@@ -19,7 +19,8 @@ def public(kind: type) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", public(TrainerAttributes))
+# vllm_client is the name that trainers before TRL 1.0 had
+@pytest.mark.parametrize("name", sorted({*public(TrainerAttributes)} - {"vllm_client"}))
 def test_names_are_those_of_trl(name):
     trl = pytest.importorskip("trl")
     assert f"self.{name} = " in inspect.getsource(trl.GRPOTrainer.__init__)

@@ -1,0 +1,40 @@
+"""Which methods of TRL's trainer a subclass may define, and what to do instead of the others."""
+
+from __future__ import annotations
+
+import inspect
+
+# method -> its arguments; these are called
+CALLED = {
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+}
+_INSTEAD = {
+    "_generate": "pass rollout_func, which makes completions of prompts",
+    "_generate_single_turn": "pass rollout_engine, whose generate samples completions",
+    "_generate_and_score_completions": (
+        "define _calculate_rewards, pass rollout_func, or look at what was made in _compute_loss"
+    ),
+    "_tokenize_prompts": "pass a processing_class with another chat template, or rollout_func",
+    "_tool_call_loop": "pass tools, environment_factory or rollout_func",
+    "_get_per_token_logps_and_entropies": "define _compute_loss, or register a loss of your own",
+}
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Raise ValueError if ``kind``, a subclass of ``base``, defines what nobody would call."""
+    for name, advice in _INSTEAD.items():
+        if hasattr(kind, name):
+            raise ValueError(f"{kind.__name__}.{name}: expected no such method; {advice}")
+    for name, arguments in CALLED.items():
+        method = getattr(kind, name)
+        if method is getattr(base, name):
+            continue
+        signature = inspect.signature(method)
+        try:
+            signature.bind(None, *arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__}.{name}: expected a method that takes ({', '.join(arguments)}), "
+                f"got {signature}"
+            ) from error
