@@ -1,4 +1,4 @@
-"""A subclass defines methods of TRL's trainer: they are called, or it is told what to do instead."""
+"""A subclass with methods of TRL's trainer: they are called, or it is told what to do instead."""
 
 from __future__ import annotations
 
