@@ -20,6 +20,7 @@ from rich.text import Text
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Rollout, data_url
+from grpo_trainer.monitor.trackers import log_table
 
 # reward functions may add others; those of the rewards are called rewards/NAME
 IMAGES = "images"  # of the prompt, as data URLs
@@ -43,6 +44,7 @@ class CompletionLog:
     unique_prompts: bool  # keep one completion of each prompt only
     images: bool = True  # keep small copies of those of prompts
     prefix: str = ""  # of the files' names
+    trackers: Sequence[str] = ()  # that show tables
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
@@ -80,6 +82,7 @@ class CompletionLog:
             with unfailing(f"printing the completions of {self.folder}"):
                 title = f"{self.prefix.replace('_', ' ')}completions at step {step}"
                 Console().print(completion_table(rows[: self.to_print], title))
+        log_table(self.trackers, f"{self.prefix}completions", rows, IMAGES, step)
         with unfailing(f"completions in {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{self.prefix}completions_{step:05d}.parquet"
@@ -96,6 +99,7 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
         to_print=args.num_completions_to_print,
         unique_prompts=args.log_unique_prompts,
         images=args.log_multimodal,
+        trackers=args.report_to,
     )
     return {True: training, False: replace(training, prefix=EVAL_PREFIX, rows=[])}
 
