@@ -23,6 +23,7 @@ from grpo_trainer.monitor import phase
 from grpo_trainer.rollout import Rollouts, Sampled
 from grpo_trainer.tools.conversation import Conversation
 from grpo_trainer.tools.environment import Environments
+from grpo_trainer.tools.families import with_response_template
 from grpo_trainer.tools.parse import TurnParser
 from grpo_trainer.tools.run import ToolRunner
 from grpo_trainer.tools.schema import Toolbox, schemas
@@ -61,7 +62,7 @@ class Agents:
         self._args = args
         self._accelerator = accelerator
         self._processing_class = processing_class
-        tokenizer = tokenizer_of(processing_class)
+        tokenizer = with_response_template(tokenizer_of(processing_class))
         self._tools = tools
         self._environments = environments
         self._eos = eos_token_ids

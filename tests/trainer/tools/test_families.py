@@ -1,0 +1,187 @@
+"""Tool calls as families of models write them are read, by what their chat templates show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
+
+from grpo_trainer.tools.families import with_response_template
+from grpo_trainer.tools.parse import TurnParser, tool_call
+from grpo_trainer.tools.template import ToolTemplate
+
+CHATML, LLAMA = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
+XML = (
+    "<tool_call>\n<function={}>\n<parameter=city>\n{}\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n<parameter=where>\n{}\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>{}\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+)
+GEMMA = '<|tool_call>call:{}{{city:<|"|>{}<|"|>,days:3,where:{}}}<tool_call|>'
+LFM = "<|tool_call_start|>[{}(city='{}', days=3, where={})]<|tool_call_end|>"
+OSS = (
+    "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+    '{{"city": "{}", "days": 3, "where": {}}}<|call|>'
+)
+THOUGHT = "<think>\nhm\n</think>\n\n"
+# family -> marks of its chat template, how its turns begin and end, a call, a thought, an answer
+FAMILIES: dict[str, tuple[str, str, str, str, str, str]] = {
+    "Qwen 3.5": ("<function= <parameter= <|im_start|>", CHATML, "<|im_end|>", XML, THOUGHT, "{}"),
+    "Nemotron 3": (
+        "<function= <parameter= <|im_start|>", CHATML + "<think>\n", "<|im_end|>", XML,
+        "hm\n</think>\n", "{}",
+    ),
+    "GLM 4 MoE": ("<arg_key> <|assistant|>", "<|assistant|>", "<|user|>", GLM, THOUGHT, "{}"),
+    "Gemma 4": (
+        "<|tool_call>call: <|turn>", "<|turn>model\n", "<turn|>", GEMMA,
+        "<|channel>thought\nhm<channel|>", "{}",
+    ),
+    "LFM2.5": ("<|tool_call_start|> <|im_start|>", CHATML, "<|im_end|>", LFM, THOUGHT, "{}"),
+    "gpt-oss": (
+        "<|channel|> functions.", "<|start|>assistant", "<|return|>", OSS,
+        "<|channel|>analysis<|message|>hm<|end|>", "<|channel|>final<|message|>{}",
+    ),
+    "Llama 3.1": (
+        '{"name": "parameters":  <|start_header_id|>', LLAMA, "<|eot_id|>",
+        '{{"name": "{}", "parameters": {{"city": "{}", "days": 3, "where": {}}}}}<|eot_id|>', "",
+        "{}",
+    ),
+}  # fmt: skip
+# how a nested value and a call that cannot be read are written
+WHERE = {"Gemma 4": '{a:[1,<|"|>x, y<|"|>]}', "LFM2.5": '{"a": [1, "x, y"]}'}
+BROKEN = {"Gemma 4": '{a:[1,<|"|>', "gpt-oss": '{"a": [1', "Llama 3.1": '{"a": [1'}
+
+
+def look(city: str, days: int, where: dict) -> str:
+    """Look.
+
+    Args:
+        city: the city.
+        days: how many.
+        where: a place.
+    """
+    return ""
+
+
+SCHEMAS = [get_json_schema(look)]
+ARGUMENTS = {"city": "12", "days": 3, "where": {"a": [1, "x, y"]}}
+
+
+def make_tokenizer(template: str, ends: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of characters, and of the marks in ``template``."""
+    found = set(re.findall(r"<\|[a-z_]+\|?>|<[a-z_]+\|>|<eos>", template)) | set(ends)
+    characters = [chr(code) for code in range(32, 127)]
+    words = {word: i for i, word in enumerate(["<pad>", "\n", *characters, *sorted(found)])}
+    tokenizer = Tokenizer(models.WordLevel(words, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token=ends[0],
+        additional_special_tokens=sorted(found - {ends[0]}), clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    fast.chat_template = template
+    return fast
+
+
+def read(family: str, text: str) -> Any:
+    marks, start, end, *_ = FAMILIES[family]
+    tokenizer = make_tokenizer(marks, [end])
+    seen = with_response_template(tokenizer)
+    assert getattr(tokenizer, "response_template", None) is None  # the user's own is as it was
+    parser = TurnParser(seen, {tokenizer.eos_token_id})
+    return parser.read(text + ("" if text.endswith(end) else end), end, start, SCHEMAS)
+
+
+def call(family: str, city: str = "12", where: str | None = None) -> str:
+    written = where or WHERE.get(family, '{"a": [1, "x, y"]}')
+    return FAMILIES[family][3].format("look", city, written)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls(family: str) -> None:
+    thought = FAMILIES[family][4]
+    message = read(family, thought + call(family))
+    assert message["tool_calls"] == [tool_call("look", ARGUMENTS)]
+    assert message["content"] == "" and message.get("reasoning_content", "hm") == "hm"
+    assert ("reasoning_content" in message) == bool(thought)
+    if family == "Llama 3.1":  # whose template writes one call a turn
+        return
+    both = read(family, thought + call(family) + "\n" * (family != "gpt-oss") + call(family, "B"))
+    if family == "LFM2.5":  # in one pair of brackets
+        text = call(family).replace("]<|tool_call_end|>", ", ") + call(family, "B")
+        both = read(family, thought + text.replace(", <|tool_call_start|>[", ", "))
+    wanted = [tool_call("look", ARGUMENTS | {"city": city}) for city in ("12", "B")]
+    assert both["tool_calls"] == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text(family: str) -> None:
+    *_, thought, answer = FAMILIES[family]
+    message = read(family, thought + answer.format("Hello, 3 < 4."))
+    assert message["content"] == "Hello, 3 < 4." and not message.get("tool_calls")
+
+
+@pytest.mark.parametrize("family", BROKEN)
+def test_a_call_that_cannot_be_read_is_text(family: str) -> None:
+    message = read(family, call(family, where=BROKEN[family]))
+    assert message is None or not message.get("tool_calls")
+
+
+def test_of_no_family_or_with_a_template_of_its_own() -> None:
+    plain = make_tokenizer("{{ messages }}", ["<|im_end|>"])
+    assert with_response_template(plain) is plain
+    own = make_tokenizer(FAMILIES["Gemma 4"][0], ["<turn|>"])
+    own.response_template = {"fields": {}}
+    assert with_response_template(own) is own
+    plain.chat_template = None
+    assert with_response_template(plain) is plain
+
+
+# files of TRL's package -> what their turns end with
+PUBLISHED = {
+    "gptoss": ("<|call|>", "<|return|>", "<|end|>"),
+    "glm4moe": ("<|user|>", "<|observation|>", "<|endoftext|>"),
+    **dict.fromkeys(("llama3_1", "llama3_2"), ("<|eot_id|>", "<|eom_id|>")),
+    **dict.fromkeys(("gemma4", "gemma4_v5"), ("<turn|>", "<tool_call|>", "<|tool_response>")),
+    **dict.fromkeys(
+        (
+            "lfm2_2_5", "lfm2_v2", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6",
+            "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra",
+        ),
+        ("<|im_end|>",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_chat_templates_as_they_are_published(name: str) -> None:
+    trl = pytest.importorskip("trl")
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    ends = PUBLISHED[name]
+    tokenizer = with_response_template(make_tokenizer(file.read_text(), ends))
+    ids = {tokenizer.convert_tokens_to_ids(end) for end in ends}
+    parser = TurnParser(tokenizer, ids)
+    ToolTemplate(tokenizer, ids, {}).check(SCHEMAS, parser)
+    called = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [tool_call("look", ARGUMENTS)]},
+    ]
+    asked, whole = (
+        tokenizer.apply_chat_template(
+            messages, tools=SCHEMAS, tokenize=False, add_generation_prompt=len(messages) == 1
+        )
+        for messages in (called[:1], called)
+    )
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False))
+    prefix = "".join(pair[0] for pair in pairs)
+    message = parser.read(whole.removeprefix(prefix), "", prefix, SCHEMAS)
+    assert message is not None and message["tool_calls"] == [tool_call("look", ARGUMENTS)]
