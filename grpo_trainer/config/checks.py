@@ -26,13 +26,12 @@ _AT_LEAST = {
     "gradient_accumulation_steps": 1,
     "max_prompt_length": 1,
     "max_completion_length": 1,
-    "pad_to_multiple_of": 1,
     "steps_per_generation": 1,
     "generation_batch_size": 1,
     "num_completions_to_print": 0,
     "max_resampling_rounds": 1,
     "ref_model_sync_steps": 1,
-    "max_tool_calling_iterations": 1,
+    "max_tool_calling_iterations": 0,
     "top_k": 0,
     "activation_bytes": 0,
 }
@@ -127,6 +126,26 @@ def set_generation_batch(args: TrainingArguments) -> None:
         )
     args.generation_batch_size = size
     args.steps_per_generation = size // step
+
+
+def set_padding(args: TrainingArguments) -> None:
+    """Turn ``auto`` and the command line's words into the multiple, or None.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    value = args.pad_to_multiple_of
+    if value == "auto":
+        args.pad_to_multiple_of = 128 if args.device.type == "neuron" else None
+        return
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    value = None if value in ("none", "null", "None") else value
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(
+            f"pad_to_multiple_of: expected an integer >= 1, auto or none, got {value!r}"
+        )
+    args.pad_to_multiple_of = value
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from grpo_trainer.config.checks import (
     check_config,
     parse_json_fields,
     set_generation_batch,
+    set_padding,
 )
 from grpo_trainer.config.inherited import check_accelerator, check_inherited, leave_the_head_to_us
 from grpo_trainer.config.loss import LossFields, check_level, loss_config
@@ -79,7 +80,9 @@ class GRPOConfig(
     num_generations_eval: int | None = setting(None, "The same in evaluation. Default: the same.")
     max_prompt_length: int | None = setting(None, "Keep only the last so many prompt tokens.")
     max_completion_length: int = setting(512, "Longest completion, in tokens.")
-    pad_to_multiple_of: int | None = setting(None, "Pad sequences to a multiple of this length.")
+    pad_to_multiple_of: int | str | None = setting(
+        "auto", "Pad sequences to a multiple of this length; auto: 128 on Neuron, none elsewhere."
+    )
 
     generation_batch_size: int | None = setting(
         None, "Completions generated at once, over all processes. Excludes steps_per_generation."
@@ -174,6 +177,7 @@ class GRPOConfig(
         booleans = {"true": "group", "false": "none"}
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = booleans.get(scale, scale)
+        set_padding(self)
         check_config(self)
         check_inherited(self)
         leave_the_head_to_us(self)

@@ -262,6 +262,8 @@ class Collector:
         parts = order.to(advantages.device).chunk(slices)
         dealt = [[rollouts[i] for i in part.tolist()] for part in parts]
         counts = [sum(sum(rollout.in_loss) for rollout in part) for part in dealt]
+        multiple = self._args.pad_to_multiple_of
+        assert not isinstance(multiple, str)  # on construction auto became a number or None
         # what the batches divide by is averaged over the processes, as their gradients are
         local = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
         tokens = accelerator.reduce(local, "mean")
@@ -272,7 +274,7 @@ class Collector:
                 tokens.mean(),
                 count,
                 self._padding,
-                self._args.pad_to_multiple_of,
+                multiple,
             )
             for part, index, count in zip(dealt, parts, tokens, strict=True)
         ]

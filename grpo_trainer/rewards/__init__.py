@@ -3,7 +3,11 @@
 May know ``common``, ``config`` and ``monitor``.
 """
 
-from grpo_trainer.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward
+from grpo_trainer.rewards.accuracy import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    reasoning_accuracy_reward,
+)
 from grpo_trainer.rewards.builtin import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
@@ -25,6 +29,7 @@ __all__ = [
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "reasoning_accuracy_reward",
     "resolve_rewards",
     "score",
     "think_format_reward",

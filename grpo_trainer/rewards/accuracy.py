@@ -14,12 +14,14 @@ from grpo_trainer.rewards.builtin import OptionalReward, text_of
 _PARSE_SECONDS = 10
 _VERIFY_SECONDS = 5
 
+_NO_ANSWER = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")  # as _compare returns
+
 
 def require_math_verify() -> None:
     """Raise ImportError, saying how to install it, unless math-verify is there."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
-            "accuracy_reward, cosine_scaled_reward: expected the package math-verify, which is "
+            "accuracy_reward and those like it: expected the package math-verify, which is "
             "not installed; pip install 'grpo-kernels[math]'"
         )
 
@@ -39,16 +41,28 @@ def accuracy_reward(
     Raises:
         ImportError: math-verify is not installed.
     """
-    require_math_verify()
-    compared = [
-        _compare(text_of(completion), gold)
-        for completion, gold in zip(completions, solution, strict=True)
-    ]
-    if log_extra is not None:
-        log_extra("solution", list(solution))
-        log_extra("gold_parsed", [gold for _, gold, _ in compared])
-        log_extra("answer_parsed", [answer for _, _, answer in compared])
-    return [reward for reward, _, _ in compared]
+    return _accuracies([text_of(completion) for completion in completions], solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    reasoning_delimiters: list[str] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return what :func:`accuracy_reward` says of the answer behind the reasoning.
+
+    The answer follows the last of the first delimiter that occurs, ``</think>`` by default, or is
+    the ``content`` of a message that has its reasoning as ``reasoning_content``. Reasoning that
+    does not end gets 0.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    answers = [_answer_of(completion, ends) for completion in completions]
+    return _accuracies(answers, solution, log_extra)
 
 
 def get_cosine_scaled_reward(
@@ -90,6 +104,31 @@ def get_cosine_scaled_reward(
         return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
 
     return cosine_scaled_reward
+
+
+def _answer_of(completion: Any, ends: list[str]) -> str | None:
+    """Return what follows the reasoning; None: it does not end."""
+    text = text_of(completion)
+    if not isinstance(completion, str) and completion[-1].get("reasoning_content"):
+        return text
+    return next((text.rpartition(end)[2] for end in ends if end in text), None)
+
+
+def _accuracies(
+    answers: list[str | None],  # None: there is none
+    solution: list[str],
+    log_extra: Callable[[str, list[Any]], None] | None,
+) -> list[float | None]:
+    require_math_verify()
+    compared = [
+        _NO_ANSWER if answer is None else _compare(answer, gold)
+        for answer, gold in zip(answers, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [gold for _, gold, _ in compared])
+        log_extra("answer_parsed", [answer for _, _, answer in compared])
+    return [reward for reward, _, _ in compared]
 
 
 def _compare(text: str, solution: str) -> tuple[float | None, str, str]:

@@ -26,6 +26,7 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     for function in (
         accuracy.accuracy_reward,
         accuracy.get_cosine_scaled_reward,
+        accuracy.reasoning_accuracy_reward,
         builtin.get_repetition_penalty_reward,
         builtin.get_soft_overlong_punishment,
         builtin.think_format_reward,

@@ -229,6 +229,21 @@ def test_what_is_not_built_is_no_field(make_args, name):
         make_args(**{name: True})
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("auto", None), (None, None), ("none", None), ("null", None), (8, 8), ("16", 16)],
+)
+def test_padding_is_a_number_or_none(make_args, given, found):
+    assert make_args().pad_to_multiple_of is None
+    assert make_args(pad_to_multiple_of=given).pad_to_multiple_of == found
+
+
+@pytest.mark.parametrize("wrong", [0, -8, True, 1.5, "0", "-8", "far", ""])
+def test_no_padding(make_args, wrong):
+    with pytest.raises(ValueError, match="pad_to_multiple_of: expected an integer >= 1, auto or"):
+        make_args(pad_to_multiple_of=wrong)
+
+
 def test_values_of_trl():
     trl = pytest.importorskip("trl")
     ours = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
@@ -236,7 +251,6 @@ def test_values_of_trl():
     on_purpose = {
         "importance_sampling_level",  # None: that of the named loss
         "logging_nan_inf_filter",  # True would wait for the device in every step
-        "pad_to_multiple_of",  # "auto" differs from None on one kind of device only
         "use_transformers_paged",  # None: not set
         "vllm_server_host",  # theirs is an address to bind to, not one to connect to
     }

@@ -15,6 +15,7 @@ from grpo_trainer.rewards import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
     resolve_rewards,
     think_format_reward,
 )
@@ -93,7 +94,13 @@ def test_wrong_settings(make, message):
 
 
 @pytest.mark.parametrize(
-    "source", ["accuracy_reward", "get_cosine_scaled_reward(max_len=9)", accuracy_reward]
+    "source",
+    [
+        "accuracy_reward",
+        "get_cosine_scaled_reward(max_len=9)",
+        accuracy_reward,
+        "reasoning_accuracy_reward",
+    ],
 )
 def test_without_math_verify(source, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -125,3 +132,34 @@ def test_accuracy():
     )
     assert math.isclose(ours[2], -0.5)
     assert "math_verify" in sys.modules
+
+
+@needs_math_verify
+@pytest.mark.parametrize("ends", [None, ["</think>"], ["</a>", "</b>"]])
+def test_accuracy_of_the_answer_behind_the_reasoning(ends):
+    texts = [
+        r"<think>\boxed{2}</think> \boxed{3}",
+        r"<think>\boxed{3}</think> \boxed{2}",
+        r"<think>\boxed{3}",
+        r"<think>1</think> \boxed{2} </think> \boxed{3}",
+        r"1</b> \boxed{2} </a> \boxed{3}",
+        r"<think>1</think> </b> \boxed{3}",
+        "",
+    ]
+    solutions = ["$3$"] * 5 + ["no formula"] * 2
+    columns = {}, {}
+    given, theirs = (
+        function(messages(texts), solutions, ends, log_extra=logged.__setitem__)
+        for function, logged in zip(
+            (reasoning_accuracy_reward, trl_rewards().reasoning_accuracy_reward),
+            columns,
+            strict=True,
+        )
+    )
+    assert given == theirs and columns[0] == columns[1]
+    assert given == reasoning_accuracy_reward(texts, solutions, ends)
+    assert {1.0, 0.0, None} == set(given)
+    if ends != ["</a>", "</b>"]:
+        assert given == [1.0, 0.0, 0.0, 1.0, 0.0, None, 0.0]
+    told = {"role": "assistant", "reasoning_content": r"\boxed{2}", "content": r"\boxed{3}"}
+    assert reasoning_accuracy_reward([[told]], ["$3$"], ends) == [1.0]

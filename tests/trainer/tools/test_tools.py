@@ -170,6 +170,24 @@ def test_iterations_are_limited():
     assert counts(sampled) == (2, 0) and not rollout.truncated
 
 
+def test_calls_are_not_made_with_no_iteration():
+    def refuse(a: int, b: int) -> int:
+        """Never called.
+
+        Args:
+            a: one number.
+            b: the other.
+        """
+        raise AssertionError
+
+    script = call("refuse", a=1, b=1)
+    sampled = Play(lambda text: script, tools=(refuse,), max_tool_calling_iterations=0)()
+    [rollout] = sampled.rollouts
+    assert [message["role"] for message in rollout.completion] == ["assistant"]
+    assert rollout.completion[0]["tool_calls"][0]["function"]["name"] == "refuse"
+    assert counts(sampled) == (0, 0) and not rollout.truncated and all(rollout.env_mask)
+
+
 def test_an_answer_that_leaves_no_room_is_rolled_back():
     script = then(call("add", a=1, b=1), "ok")
     whole = Play(script)().rollouts[0]
