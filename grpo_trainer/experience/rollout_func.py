@@ -70,11 +70,17 @@ class FunctionSource:
         completion_ids = _ids("completion_ids", fields.pop("completion_ids"))
         self._check_lengths(prompt_ids, completion_ids)
         logprobs = fields.pop("logprobs")
-        if logprobs is not None:
-            logprobs = [[math.nan if x is None else float(x) for x in row] for row in logprobs]
         mask = fields.pop("env_mask", None)
-        for name, column in (("logprobs", logprobs), ("env_mask", mask)):
+        candidates = fields.get("logprob_token_ids")
+        given = {"logprobs": logprobs, "env_mask": mask, "logprob_token_ids": candidates}
+        for name, column in given.items():
             _check_per_token(name, column, completion_ids)
+        if logprobs is not None:
+            ids = candidates or [[None] * len(row) for row in logprobs]
+            logprobs = [
+                [_logprob(*each) for each in zip(*row, strict=True)]
+                for row in zip(logprobs, ids, completion_ids, strict=True)
+            ]
         completions = decode_completions(completion_ids, prompts, self._tokenizer)
         made = [
             Rollout(
@@ -146,6 +152,21 @@ def _ids(name: str, column: Any) -> list[list[int]]:
         if not good or not all(type(token) is int and token >= 0 for token in row):
             raise ValueError(f"rollout_func: expected lists of token ids in {name!r}, got {row!r}")
     return [list(row) for row in column]
+
+
+def _logprob(given: Any, candidates: list[int] | None, token: int) -> float:
+    """Return that of ``token``, NaN where unknown: a number, or one of a list, by its id."""
+    if isinstance(given, list | tuple):
+        if candidates is None and len(given) == 1:
+            [given] = given
+        elif isinstance(candidates, list | tuple) and len(candidates) == len(given):
+            given = dict(zip(candidates, given, strict=True)).get(token)
+        else:
+            raise ValueError(
+                "rollout_func: expected one id in 'logprob_token_ids' for each of several "
+                f"'logprobs' of a token, got {candidates!r} for {given!r}"
+            )
+    return math.nan if given is None else float(given)
 
 
 def _check_per_token(name: str, column: Any, completion_ids: list[list[int]]) -> None:

@@ -60,6 +60,29 @@ def test_masks_log_probabilities_and_extra_columns(train):
     assert log["completions/clipped_ratio"] == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "candidates"),
+    [
+        ([[-1.0], [None], -2.0, [float("nan")]], None),
+        (
+            # the likeliest ids come first; that of the second token is not among them
+            [[-0.1, -1.0], [-0.3, -0.4], [-2.0], [None, -0.5]],
+            lambda row: [[9, 3 + row], [8, 9], [5], [1, 9]],
+        ),
+    ],
+)
+def test_log_probabilities_in_a_list_per_token(train, given, candidates):
+    def nested(prompts, trainer):
+        answer = rollout(prompts, trainer) | {"logprobs": [given] * len(prompts)}
+        if candidates is not None:
+            answer["logprob_token_ids"] = [candidates(row) for row in range(len(prompts))]
+        return answer
+
+    [batch] = train(nested)._buffer
+    known = batch.rollout_logprobs[batch.target >= 0].reshape(4, 2)
+    assert torch.equal(known, torch.tensor([[-1.0, -2.0]] * 4))
+
+
 def test_the_function_can_use_the_engine(train, policy):
     def engine(prompts, trainer):
         ids = trainer.processing_class(prompts)["input_ids"]
@@ -100,6 +123,15 @@ def changed(**values):
         (changed(completion_ids=[[3]] * 3 + [[]]), "lists of token ids in 'completion_ids', got"),
         (changed(prompt_ids=[["a"]] * 4), "lists of token ids in 'prompt_ids', got"),
         (changed(logprobs=[[0.0] * 3] * 4), "one value per token in 'logprobs', got 3 for the 4"),
+        (changed(logprobs=[[[0.0, -1.0]] * 4] * 4), "'logprob_token_ids' .* got None for"),
+        (
+            changed(logprobs=[[[0.0, -1.0]] * 4] * 4, logprob_token_ids=[[[3]] * 4] * 4),
+            r"one id in 'logprob_token_ids' for each .* got \[3\] for",
+        ),
+        (
+            changed(logprobs=[[[0.0]] * 4] * 4, logprob_token_ids=[[[3]] * 3] * 4),
+            "one value per token in 'logprob_token_ids', got 3 for the 4",
+        ),
         (changed(env_mask=[[1] * 4] * 3 + [[1]]), "in 'env_mask', got 1 for the 4 tokens of .* 3"),
         (changed(steps=[1]), "expected 4 entries in 'steps', one per prompt, got 1"),
         (changed(steps=3), "expected 4 entries in 'steps', one per prompt, got int"),
