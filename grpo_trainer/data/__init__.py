@@ -16,6 +16,7 @@ from grpo_trainer.data.datasets import (
 )
 from grpo_trainer.data.images import (
     ImageInputs,
+    content_blocks,
     data_url,
     has_images,
     images_of,

@@ -88,7 +88,9 @@ def with_images(row: Mapping[str, Any]) -> Any:
             "prompt: expected messages in a row with images, got "
             f"{'none' if prompt is None else 'text'} in the row {shortened(row)}"
         )
-    messages = [{**message, "content": _blocks(message.get("content"))} for message in prompt]
+    messages = [
+        {**message, "content": content_blocks(message.get("content"))} for message in prompt
+    ]
     places = [part for part in image_parts(messages) if _source(part) is None]
     if given and not places:
         user = next((one for one in messages if one["role"] == "user"), messages[0])
@@ -145,8 +147,8 @@ def _of_columns(row: Mapping[str, Any]) -> list[Any]:
     return []
 
 
-def _blocks(content: Any) -> Any:
-    """Return parts of text and image: a dataset's rows have all keys in each."""
+def content_blocks(content: Any) -> Any:
+    """Return a message's parts of text and image: a dataset's rows have all keys in each."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from datasets import Dataset, IterableDataset
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompt, Row, shortened
+from grpo_trainer.data import Prompt, Row, content_blocks, shortened
 from grpo_trainer.rewards import RewardFunction
 from grpo_trainer.tools.schema import Toolbox, make_toolbox
 
@@ -104,15 +104,18 @@ class Environments:
         if shown is None:
             return prompt
         kind = type(environment).__name__
-        if not isinstance(shown, str):
-            raise ValueError(f"{kind}.reset: expected text or None, got {type(shown).__name__}")
-        if isinstance(prompt, str) or not isinstance(prompt[-1].get("content"), str):
+        if not _is_content(shown):
             raise ValueError(
-                f"prompt: expected messages, the last one with text that {kind}.reset can add to, "
-                f"got {shortened(prompt)}"
+                f"{kind}.reset: expected text, a list of blocks {{'type': ...}} or None, got "
+                f"{shortened(shown)}"
+            )
+        if isinstance(prompt, str) or not _is_content(prompt[-1].get("content")):
+            raise ValueError(
+                f"prompt: expected messages, the last one with a content that {kind}.reset can add "
+                f"to, got {shortened(prompt)}"
             )
         last = prompt[-1]
-        return [*prompt[:-1], last | {"content": last["content"] + shown}]
+        return [*prompt[:-1], last | {"content": _joined(last["content"], shown)}]
 
     def _name(self, row: Row) -> str | None:
         name = row.get("environment") if self._by_column else None
@@ -120,6 +123,19 @@ class Environments:
             known = ", ".join(map(str, self._kinds))
             raise ValueError(f"environment: expected one of {known} in that column, got {name!r}")
         return name
+
+
+def _is_content(value: Any) -> bool:
+    """Return whether a message can have it: text, or a list of blocks."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(isinstance(block, dict) and isinstance(block.get("type"), str) for block in value)
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    return [*content_blocks(first), *content_blocks(second)]
 
 
 def _probe(make: Any, tools: Toolbox) -> _Kind:

@@ -8,7 +8,9 @@ import pytest
 from datasets import Dataset
 from tool_helpers import Play, add, answers, call, make_trainer, question, results
 
+from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.tools import Environments, make_toolbox
+from tests.trainer.vision import picture, tiny_model, tiny_processor
 
 
 class Counter:
@@ -166,15 +168,60 @@ def test_wrong_environments(factory, message):
 
 
 def test_wrong_observations():
-    class Shows(Lamp):
-        def reset(self, what: object, **row: object) -> object:
-            return what
-
     play = Play(lambda text: "", environments=Shows)
-    with pytest.raises(ValueError, match=r"Shows.reset: expected text or None, got int"):
-        play({"prompt": question(), "what": 3})
-    with pytest.raises(ValueError, match="prompt: expected messages, the last one with text that"):
-        play({"prompt": "text", "what": "more"})
+    for wrong, got in ((3, "3"), (["text"], r"\['text'\]"), ([{"text": "x"}], r"\[{'text'")):
+        with pytest.raises(ValueError, match=f"Shows.reset: expected text, a list of .* got {got}"):
+            play({"prompt": question(), "what": wrong})
+    for prompt in ("text", [{"role": "user"}], [{"role": "user", "content": ["text"]}]):
+        with pytest.raises(ValueError, match="prompt: expected messages, the last one with a cont"):
+            play({"prompt": prompt, "what": "more"})
+
+
+class Shows(Lamp):
+    def reset(self, what: object, **row: object) -> object:
+        return what
+
+
+def text_block(text):
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown", "found"),
+    [
+        ("q", [text_block("a"), text_block("b")], [*map(text_block, "qab")]),
+        ([text_block("q")], "a", [*map(text_block, "qa")]),
+        ([text_block("q")], [text_block("a")], [*map(text_block, "qa")]),
+        ([text_block("q")], None, [text_block("q")]),
+    ],
+)
+def test_blocks_that_reset_shows(content, shown, found):
+    play = Play(lambda text: "end", environments=Shows)
+    prompt = [{"role": "user", "content": content}]
+    [rollout] = play({"prompt": prompt, "what": shown}).rollouts
+    assert rollout.prompt == [{"role": "user", "content": found}]
+    assert prompt == [{"role": "user", "content": content}]
+
+
+def test_an_image_that_reset_shows(tmp_path):
+    class Paints:
+        def reset(self, **row: object) -> list[dict[str, object]]:
+            return [{"type": "image", "image": picture(200)}, text_block("bright?")]
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, num_generations=2, bf16=False,
+        per_device_train_batch_size=2, max_completion_length=2, report_to="none",
+        save_strategy="no", disable_tqdm=True, write_report=False,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        tiny_model("llava"), None, args, processing_class=tiny_processor("llava"),
+        environment_factory=Paints,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer._buffer[0].inputs["pixel_values"].shape[0] == 2
 
 
 def test_training_on_the_environments_rewards(make_args):
