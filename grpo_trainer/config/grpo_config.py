@@ -65,7 +65,9 @@ class GRPOConfig(
     )
 
     model_init_kwargs: dict[str, Any] | str | None = setting(
-        None, "Arguments of from_pretrained when the model is given by name. dtype is float32."
+        None,
+        "Arguments of from_pretrained for the model and reward models that are given by name. The "
+        "model's dtype is float32 by default.",
     )
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoint.")
     disable_dropout: bool = setting(False, "Set every dropout probability to 0.")

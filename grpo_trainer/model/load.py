@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def load_policy(
     """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
 
     Raises:
-        ValueError: there is no such model, options for loading come with an instance, or the
-            adapter cannot be trained.
+        ValueError: there is no such model, or the adapter cannot be trained.
     """
     if isinstance(model, str):
         model = _load(model, args, quantization_config)
@@ -47,7 +47,7 @@ def load_policy(
         for name, value in given.items():
             if value is not None:
                 shown = masked_text(repr(value))
-                raise ValueError(f"{name}: expected None with a model instance, got {shown}")
+                warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
     if args.cast_lm_head_to_fp32:
         keep_head_in_fp32(model)
     if peft_config is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,7 @@ class RewardModel:
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
-            raise ValueError(
-                f"reward_funcs: expected a reward model with 1 label, got {self.name!r} with "
-                f"{labels}"
-            )
+            raise _wrong_labels(self.name, labels)
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
@@ -93,31 +91,45 @@ class RewardModel:
 
 
 def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
-    """Return the classifier in folder or hub id ``name``, in the dtype of its checkpoint.
+    """Return the classifier in folder or hub id ``name``, with one label.
+
+    It is loaded as ``model_init_kwargs`` says, in the dtype of its checkpoint if they name none. A
+    warning says so if its head is not trained, as that of a base or language model.
 
     Raises:
-        ValueError: it cannot be loaded, or has no trained head for one label.
+        ValueError: it cannot be loaded, or has another number of labels.
     """
+    own = options("model_init_kwargs", args.model_init_kwargs)
+    settings = {"dtype": "auto", "trust_remote_code": args.trust_remote_code} | own
+    wanted = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         with loading_whole():
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                name,
-                dtype="auto",
-                trust_remote_code=args.trust_remote_code,
-                output_loading_info=True,
+                name, **settings, **wanted
             )
     except (OSError, ValueError) as error:  # not there, no connection, no such architecture
         raise ValueError(f"reward_funcs: model {name!r} cannot be loaded: {error}") from error
-    if found["missing_keys"]:  # of a base or language model
-        missing = ", ".join(sorted(found["missing_keys"]))
+    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+        if not any(repr(key) in str(error) for key in own):
+            raise
         raise ValueError(
+            f"model_init_kwargs: expected names that reward model {name!r} knows too: {error}"
+        ) from error
+    for _, shape, _ in found["mismatched_keys"]:
+        raise _wrong_labels(_model_name(model), shape[0])
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"]))
+        warnings.warn(
             f"reward_funcs: expected a trained reward model, got {name!r} without weights for "
-            f"{missing}"
+            f"{missing}, which are random now, and so are its rewards",
+            stacklevel=2,
         )
     return model
 
 
-def load_reward_tokenizer(model: nn.Module, args: GRPOConfig) -> PreTrainedTokenizerBase:
+def load_reward_tokenizer(
+    model: nn.Module, args: GRPOConfig, revision: str | None = None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside the checkpoint that ``model`` was loaded from.
 
     Raises:
@@ -130,11 +142,19 @@ def load_reward_tokenizer(model: nn.Module, args: GRPOConfig) -> PreTrainedToken
             f"{_model_name(model)!r}, which was not loaded by name; got None"
         )
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=args.trust_remote_code, revision=revision or "main"
+        )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward_processing_classes: the tokenizer of {source!r} cannot be loaded: {error}"
         ) from error
+
+
+def _wrong_labels(name: str, labels: int) -> ValueError:
+    return ValueError(
+        f"reward_funcs: expected a reward model with 1 label, got {name!r} with {labels}"
+    )
 
 
 def _model_name(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.config import GRPOConfig, load_function
+from grpo_trainer.config import GRPOConfig, load_function, options
 from grpo_trainer.rewards import accuracy, builtin
 from grpo_trainer.rewards.call import RewardFunction
 from grpo_trainer.rewards.model import RewardModel, load_reward_model, load_reward_tokenizer
@@ -90,10 +90,15 @@ def _one_each(tokenizers: Tokenizers, count: int) -> list[PreTrainedTokenizerBas
 def _resolve(
     source: RewardSource, tokenizer: PreTrainedTokenizerBase | None, args: GRPOConfig
 ) -> Callable[..., Any]:
-    if isinstance(source, str):
-        source = load_reward_model(source, args) if _is_model(source) else _by_name(source)
+    revision = None
+    if isinstance(source, str) and _is_model(source):
+        source = load_reward_model(source, args)
+        revision = options("model_init_kwargs", args.model_init_kwargs).get("revision")
+    elif isinstance(source, str):
+        source = _by_name(source)
     if isinstance(source, nn.Module):
-        return RewardModel(source, tokenizer or load_reward_tokenizer(source, args), args)
+        tokenizer = tokenizer or load_reward_tokenizer(source, args, revision)
+        return RewardModel(source, tokenizer, args)
     if not callable(source):
         raise ValueError(
             f"reward_funcs: expected callables, models or names, got {type(source).__name__}"

@@ -89,6 +89,6 @@ def test_errors(make_args, changes, message):
     assert PRIVATE not in str(error.value)
 
 
-def test_an_error_with_a_model_instance(make_trainer):
-    with pytest.raises(ValueError, match=r"model_init_kwargs: .*, got {'token\.\.\.$"):
+def test_a_warning_with_a_model_instance(make_trainer):
+    with pytest.warns(UserWarning, match=r"model_init_kwargs: .*, got {'token\.\.\.$"):
         make_trainer(model_init_kwargs={"token": PRIVATE})

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from grpo_trainer.demo.policy import make_tokenizer, write_policy
 from grpo_trainer.demo.task import digits_reversal_reward
@@ -66,6 +71,33 @@ def test_folder_and_module(folder, tokenizer, make_args):
     assert resolve_rewards(model, tokenizer, args)[0].name == "Qwen3ForSequenceClassification"
 
 
+@pytest.mark.filterwarnings("error")  # its head is trained
+def test_loaded_as_the_policy_is(folder, make_args):
+    def loaded(**kwargs):
+        [reward] = resolve_rewards(folder, args=make_args(model_init_kwargs=kwargs))
+        return reward.function.model
+
+    assert loaded().dtype == torch.float32
+    model = loaded(dtype="bfloat16", attn_implementation="eager", revision="main")
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="model_init_kwargs: expected names .*'nothing'"):
+        loaded(nothing=1)
+
+
+def test_the_revision_is_that_of_model_init_kwargs(folder, make_args, monkeypatch):
+    asked = []
+    for kind in (AutoTokenizer, AutoModelForSequenceClassification):
+        load = kind.from_pretrained
+
+        def recorded(*args, load=load, **kwargs):
+            asked.append(kwargs["revision"])
+            return load(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "from_pretrained", recorded)
+    resolve_rewards(folder, args=make_args(model_init_kwargs={"revision": "v2"}))
+    assert asked == ["v2", "v2"]
+
+
 def test_own_tokenizer_and_chat_template(tokenizer, make_args):
     own = make_tokenizer()
     own.chat_template = "{% for message in messages %}{{ message['content'] }}={% endfor %}"
@@ -91,8 +123,9 @@ def test_two_labels(tmp_path, tokenizer, make_args):
 
 def test_what_is_no_reward_model(tmp_path, tokenizer, make_args):
     write_policy(tmp_path / "policy", seed=0)
-    with pytest.raises(ValueError, match="expected a trained reward model, .*score.weight"):
-        resolve_rewards(str(tmp_path / "policy"), args=make_args())
+    with pytest.warns(UserWarning, match="expected a trained reward model, .*score.weight"):
+        rewards = rewards_of(str(tmp_path / "policy"), make_args())
+    assert rewards.shape == (3, 1) and rewards.isfinite().all()
 
     class TwoLogits(nn.Module):
         def forward(self, input_ids, attention_mask):
