@@ -132,6 +132,32 @@ def test_hints_do_not_pile_up(make_trainer):
                           f"{original} // Next: add moving gradient effect")  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_long_run_with_prompts_that_are_too_long(make_trainer, monkeypatch):
+    """Hints make prompts longer than max_prompt_length: their ends are kept."""
+    trainer = make_trainer(
+        lambda completion_ids, **kwargs: [float(len(ids) - 3) for ids in completion_ids],
+        max_steps=300,
+        max_prompt_length=12,
+        dynamic_prompts_fn=curriculum_fn,
+        logging_steps=300,
+    )
+    seen, generate = [], trainer.rollouts.engine.generate
+
+    def watched(prompt_ids, *given, **more):
+        seen.append(prompt_ids[0])
+        return generate(prompt_ids, *given, **more)
+
+    monkeypatch.setattr(trainer.rollouts.engine, "generate", watched)
+    trainer.train()
+    assert trainer.state.global_step == len(seen) == 300
+    assert max(len(ids) for ids in seen[::2]) == 4 and {len(ids) for ids in seen[1::2]} == {12}
+    ends = set(trainer.processing_class.batch_decode(seen[1::2]))
+    hints = ("// Hint: check your color setup in GLSL", "// Next: add moving gradient effect")
+    tokenizer = trainer.processing_class
+    assert ends <= {tokenizer.decode(tokenizer(hint)["input_ids"][-12:]) for hint in hints}
+
+
 def test_prompts_are_replaced_with_their_columns(train):
     seen, _ = train(harder, **GROUPS)
     assert seen == [
