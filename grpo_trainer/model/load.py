@@ -18,7 +18,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    find_adapter_config_file,
+)
 
 from grpo_kernels.hf import has_router_loss, keep_head_in_fp32
 from grpo_trainer.common import masked_text
@@ -88,9 +92,16 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
 
 def _auto_class(name: str, settings: dict[str, Any]) -> Any:
     """Return what loads a model of the class that its config names."""
-    where = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "local_files_only")
+    where = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
     known = {key: settings[key] for key in where if key in settings}
-    architectures = AutoConfig.from_pretrained(name, **known).architectures or [None]
+    adapter = find_adapter_config_file(name, **known)
+    if adapter is not None:  # its base is loaded, and it on top
+        name, known = json.loads(Path(adapter).read_text())["base_model_name_or_path"], {}
+    trusted = settings["trust_remote_code"]
+    config = settings.get("config") or AutoConfig.from_pretrained(
+        name, trust_remote_code=trusted, **known
+    )
+    architectures = config.architectures or [None]
     takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
