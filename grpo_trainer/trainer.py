@@ -317,6 +317,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         close_progress(self)
         if self._ahead is not None:
             self._ahead.stop()
+        self.end_logs()
 
     def placed(self) -> None:
         self.rollouts.outdated()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, get_type_hints
 
 import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig, TrainingArguments
 
 from grpo_trainer.common import masked_text
@@ -68,6 +69,7 @@ def check_config(args: TrainingArguments) -> None:
     _check_reference(args)
     _check_entropy(args)
     _check_rewards(args)
+    _check_logs(args)
     _check_model(args)
     _check_generation(args)
 
@@ -203,6 +205,23 @@ def _check_rewards(args: TrainingArguments) -> None:
         raise ValueError(f"reward_weights: expected a list of numbers, got {weights!r}")
     for weight in weights or ():
         check_number("reward_weights", weight, -math.inf)
+
+
+def _check_logs(args: TrainingArguments) -> None:
+    repository = args.log_completions_hub_repo
+    if repository is None:
+        return
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(
+            f"log_completions_hub_repo: expected owner/name or name, got {repository!r}: {error}"
+        ) from error
+    if not args.log_completions:
+        raise ValueError(
+            "log_completions_hub_repo: expected log_completions with it, which writes what is "
+            f"uploaded; got {repository!r} alone"
+        )
 
 
 def dtype_name(dtype: Any) -> str:

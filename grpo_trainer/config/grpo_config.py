@@ -162,6 +162,11 @@ class GRPOConfig(
     log_multimodal: bool = setting(
         True, "Keep small copies of a prompt's images with its completions, for the report."
     )
+    log_completions_hub_repo: str | None = setting(
+        None,
+        "Hub dataset, made if there is none, that the files of completions are uploaded to during "
+        "the run. It is public unless hub_private_repo is set.",
+    )
     write_report: bool = setting(
         True, "Write output_dir/report.html with every checkpoint and at the end."
     )

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow
 from accelerate.utils import gather_object
+from huggingface_hub import CommitScheduler
+from huggingface_hub.utils import HfHubHTTPError
 from PIL.Image import Image
 from pyarrow import parquet
 from rich.console import Console
@@ -33,6 +35,9 @@ EVAL_PREFIX = "eval_"  # of the files of evaluations
 
 _SHOWN_CHARACTERS = 300
 _SIDE = 64  # pixels of an image at most
+_MINUTES = 2  # from one upload to the next
+# OSError, and what the hub's HTTP client raises where there is no connection
+_HUB_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
 
 
 @dataclass(kw_only=True)
@@ -93,7 +98,7 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
     """Return those of training (True) and of evaluation (False); none unless they are asked for."""
     if not args.log_completions:
         return {}
-    folder = Path(args.output_dir) / "completions"
+    folder = completions_folder(args)
     training = CompletionLog(
         folder=folder,
         to_print=args.num_completions_to_print,
@@ -102,6 +107,34 @@ def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
         trackers=args.report_to,
     )
     return {True: training, False: replace(training, prefix=EVAL_PREFIX, rows=[])}
+
+
+def completion_uploads(args: GRPOConfig) -> CommitScheduler | None:
+    """Return what uploads their files to the hub, now and then and at the end; None: nothing does.
+
+    Raises:
+        ValueError: there can be no such repository.
+    """
+    repository = args.log_completions_hub_repo
+    if repository is None:
+        return None
+    try:
+        return CommitScheduler(
+            repo_id=repository,
+            repo_type="dataset",
+            folder_path=completions_folder(args),
+            every=_MINUTES,
+            private=args.hub_private_repo,
+            token=args.hub_token,
+            allow_patterns="*.parquet",
+        )
+    except _HUB_ERRORS as error:
+        raise ValueError(f"log_completions_hub_repo: cannot use {repository!r}: {error}") from error
+
+
+def completions_folder(args: GRPOConfig) -> Path:
+    """Return where the files are written."""
+    return Path(args.output_dir) / "completions"
 
 
 def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+from huggingface_hub import CommitScheduler
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from grpo_trainer.common import unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.monitor.completions import CompletionLog, completion_logs
+from grpo_trainer.monitor.completions import CompletionLog, completion_logs, completion_uploads
 from grpo_trainer.monitor.live import show_progress
 from grpo_trainer.monitor.metrics import MetricLog
 from grpo_trainer.monitor.recipe import Recipe
@@ -37,9 +40,16 @@ class LogsRun(Trainer):
     # of training (True) and of evaluations (False)
     _metrics: dict[bool, MetricLog]
     _completions: dict[bool, CompletionLog]  # empty unless they are asked for
+    _uploads: CommitScheduler | None = None  # of completions, if asked for
 
     def start_logs(self) -> None:
-        """Drop what was collected."""
+        """Drop what was collected.
+
+        Raises:
+            ValueError: the hub does not take the completions.
+        """
+        if self._uploads is None and self.is_world_process_zero():
+            self._uploads = completion_uploads(self.args)
         self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
         self._completions = completion_logs(self.args)
 
@@ -67,4 +77,11 @@ class LogsRun(Trainer):
     def _write_completions(self, training: bool) -> None:
         if self._completions:
             step = self.state.global_step
-            self._completions[training].flush(step, self.is_world_process_zero())
+            with nullcontext() if self._uploads is None else self._uploads.lock:
+                self._completions[training].flush(step, self.is_world_process_zero())
+
+    def end_logs(self) -> None:
+        """Wait until what was written is uploaded."""
+        if self._uploads is not None:
+            with unfailing(f"completions in {self.args.log_completions_hub_repo}"):
+                self._uploads.trigger().result()

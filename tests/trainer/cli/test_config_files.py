@@ -63,6 +63,7 @@ VALUES: dict[str, Any] = {
     "dynamic_prompts_fn": "package.module.function",
     "dynamic_prompts_form": "groups",
     "num_completions_to_print": 0,
+    "log_completions_hub_repo": "owner/logs",
     "loss_type": "grpo",
     "loss_kwargs": {"epsilon": 0.3},
     "backward_tolerance": 2e-3,
@@ -117,6 +118,7 @@ _SURROGATES = ("sapo_", "vespo_", "gmpo_")
 NEEDS = {
     **{name: {"loss_type": name.split("_")[0]} for name in VALUES if name.startswith(_SURROGATES)},
     "dynamic_prompts_form": {"dynamic_prompts_fn": "package.module.function"},
+    "log_completions_hub_repo": {"log_completions": True},
     "sync_ref_model": {"beta": 0.1},
     "use_adaptive_entropy": {"entropy_coef": 0.1},
     "backward_exact_weight": {"backward_tolerance": 2e-3},

@@ -112,6 +112,11 @@ def test_scale_rewards(make_args, given, kept):
         ({"use_cpu": "no"}, "use_cpu: expected True or False, got 'no'"),
         ({"bf16": "false"}, "bf16: expected True or False or None, got 'false'"),
         ({"shuffle_dataset": None}, "shuffle_dataset: expected True or False, got None"),
+        ({"log_completions_hub_repo": "me/logs"}, "expected log_completions with it"),
+        (
+            {"log_completions_hub_repo": "a/b/c", "log_completions": True},
+            "log_completions_hub_repo: expected owner/name or name, got 'a/b/c'",
+        ),
         ({"model_init_kwargs": {"dtype": "float33"}}, "expected auto or a floating-point dtype"),
         (
             {"model_init_kwargs": {"dtype": "float32", "torch_dtype": "bfloat16"}},
@@ -221,12 +226,6 @@ def test_the_bare_name_of_an_old_flag():
 def test_no_warning_without_old_names(make_args, recwarn):
     make_args()
     assert not [item for item in recwarn if "Deprecated" in str(item.message)]
-
-
-@pytest.mark.parametrize("name", ["log_completions_hub_repo"])
-def test_what_is_not_built_is_no_field(make_args, name):
-    with pytest.raises(TypeError, match=name):
-        make_args(**{name: True})
 
 
 @pytest.mark.parametrize(

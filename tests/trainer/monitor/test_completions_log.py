@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi, RepoUrl, constants
 from pyarrow import parquet
 
 from grpo_trainer.monitor import OWN_COLUMNS
@@ -100,6 +101,63 @@ def test_completions_of_evaluations(make_trainer, capsys):
     assert len(table) == 16 and len(set(table["prompt"])) == 4
     shown = capsys.readouterr().out
     assert shown.count("eval completions at step 1") == 1
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Return what is asked of a hub that takes everything."""
+    asked = {"made": [], "uploaded": {}}
+
+    def create_repo(api, **kwargs):
+        asked["made"].append((api.token, kwargs))
+        return RepoUrl("https://huggingface.co/datasets/me/logs")
+
+    def create_commit(api, operations, repo_id, repo_type, **kwargs):
+        files = {each.path_in_repo: each.path_or_fileobj.read() for each in operations}
+        asked["uploaded"] |= {(repo_type, repo_id, name): data for name, data in files.items()}
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    return asked
+
+
+UPLOADS = dict(log_completions=True, num_completions_to_print=0, log_completions_hub_repo="logs")
+
+
+def test_completions_are_uploaded(make_trainer, hub):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "hub_private_repo": True}
+    trainer = make_trainer(**UPLOADS, hub_token="mine", **settings)
+    for _ in range(2):
+        trainer.train()
+    trainer._uploads.stop()
+    folder = Path(trainer.args.output_dir) / "completions"
+    names = ["completions_00001", "completions_00002", "eval_completions_00002"]
+    assert hub["uploaded"] == {
+        ("dataset", "me/logs", f"{name}.parquet"): (folder / f"{name}.parquet").read_bytes()
+        for name in names
+    }
+    made = {"repo_id": "logs", "private": True, "repo_type": "dataset", "exist_ok": True}
+    assert hub["made"] == [("mine", made)]
+
+
+def test_a_hub_that_fails_during_the_run(make_trainer, hub, monkeypatch, caplog):
+    def fails(api, **kwargs):
+        raise OSError("full")
+
+    monkeypatch.setattr(HfApi, "create_commit", fails)
+    trainer = make_trainer(**UPLOADS)
+    trainer.train()
+    trainer._uploads.stop()
+    assert trainer.state.global_step == 2
+    assert "completions in logs: the run goes on without: OSError: full" in caplog.messages
+
+
+@pytest.mark.parametrize(("offline", "reason"), [(True, "offline mode"), (False, "refused")])
+def test_a_hub_that_is_not_there(make_trainer, monkeypatch, offline, reason):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=f"log_completions_hub_repo: .* 'logs': .*{reason}"):
+        make_trainer(**UPLOADS)
 
 
 def test_columns_that_are_taken(make_trainer):
