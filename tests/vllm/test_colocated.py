@@ -23,7 +23,7 @@ def make_engine(make_args, policy, tokenizer):
         args = make_args(**changes)
         accelerator = Accelerator(cpu=args.use_cpu)
         context = EngineContext(
-            policy=lambda: model, tokenizer=tokenizer, args=args, accelerator=accelerator
+            policy=lambda: model, processing_class=tokenizer, args=args, accelerator=accelerator
         )
         made.append(ColocatedVLLM(context))
         return made[-1]

@@ -15,7 +15,7 @@ from vllm_helpers import CLOSE, ROOT, Server, free_port, make_model
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("two_nodes.py")
-FILE = ROOT / "docs" / "examples" / "accelerate" / "fsdp2.yaml"
+FILE = ROOT / "grpo_trainer" / "accelerate_configs" / "fsdp2.yaml"
 
 
 def launch(node: int, port: int, *words: str) -> subprocess.Popen[str]:
