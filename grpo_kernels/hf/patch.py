@@ -29,7 +29,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
     """
-    if getattr(model, "_grpo_fused_head", False):
+    if hasattr(model, "_grpo_own_forward"):
         return
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -47,7 +47,20 @@ def add_fused_head(model: PreTrainedModel) -> None:
         return _head_forward(model, head_fn, args, kwargs)
 
     model.forward = forward
-    model._grpo_fused_head = True
+    model._grpo_own_forward = own_forward
+
+
+def restore_forward(model: PreTrainedModel) -> None:
+    """Give ``model`` the forward that it had before :func:`add_fused_head`, if it was called.
+
+    What was wrapped around it since is dropped, too.
+    """
+    own_forward = vars(model).pop("_grpo_own_forward", None)
+    if own_forward is None:
+        return
+    del model.forward
+    if model.forward != own_forward:  # somebody had patched it before
+        model.forward = own_forward
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

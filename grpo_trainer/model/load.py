@@ -24,10 +24,10 @@ from transformers.utils import (
     find_adapter_config_file,
 )
 
-from grpo_kernels.hf import has_router_loss, keep_head_in_fp32
+from grpo_kernels.hf import has_router_loss, keep_head_in_fp32, restore_forward
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.model.adapters import prepare_adapter, with_adapter
+from grpo_trainer.model.adapters import base_policy, prepare_adapter, with_adapter
 
 
 def load_policy(
@@ -52,6 +52,7 @@ def load_policy(
             if value is not None:
                 shown = masked_text(repr(value))
                 warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
+        _forget_trainer(model)
     if args.cast_lm_head_to_fp32:
         keep_head_in_fp32(model)
     if peft_config is not None:
@@ -62,6 +63,16 @@ def load_policy(
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     return model
+
+
+def _forget_trainer(model: PreTrainedModel) -> None:
+    """Take off what a trainer before has put around the forward: ``head_fn``, and its precision."""
+    base = base_policy(model)
+    restore_forward(base)
+    # accelerate's marks: it would not put mixed precision around the forward again
+    vars(model).pop("_is_accelerate_prepared", None)
+    if base is not model and vars(model).pop("_original_forward", None) is not None:
+        del model.forward  # accelerate's, around that of peft
 
 
 def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:

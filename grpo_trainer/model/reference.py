@@ -54,8 +54,8 @@ class FrozenModel(Reference):
     policy by the trainer.
 
     Raises:
-        ValueError: the policy has a fused head already. What is attached to a forward stays bound
-            to the model it was attached to, so a copy would silently run the policy.
+        ValueError: the policy's forward is patched. What is attached to a forward stays bound to
+            the model it was attached to, so a copy would silently run the policy.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FrozenModel(Reference):
         if "forward" in vars(policy):
             raise ValueError(
                 "model: expected one whose forward is unchanged, so that the reference of beta != "
-                "0 can be copied from it; got a patched forward (was it used by a trainer before?)"
+                "0 can be copied from it; got a patched forward"
             )
         self.model: PreTrainedModel = placement.copied(policy).requires_grad_(False).eval()
         add_fused_head(self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_kernels import FusedHead, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.head import Head
-from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head
+from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head, restore_forward
 from grpo_kernels.hf.lm_head import logit_scale, softcap
 
 SMALL = dict(
@@ -186,6 +187,24 @@ def test_without_head_fn_nothing_changes() -> None:
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
     out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
     assert out.shape[0] == 2
+
+
+def test_the_forward_from_before() -> None:
+    model = tiny_model("qwen2")
+    ids, mask = tokens()
+    before = model(input_ids=ids, attention_mask=mask).logits
+    restore_forward(model)  # as it is
+    add_fused_head(model)
+    restore_forward(model)
+    assert "forward" not in vars(model)
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+    model.forward = patched = functools.partial(model.forward)
+    add_fused_head(model)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        restore_forward(each)
+        assert isinstance(each.forward, functools.partial)
+    assert model.forward is patched
 
 
 def test_loss_inside_the_forward_trains_every_parameter_and_fires_hooks() -> None:

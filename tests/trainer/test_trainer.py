@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from datasets import Dataset
 from trainer_helpers import canned, parameters
+from transformers import Qwen3ForCausalLM
 
 from grpo_kernels import policy_loss
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
@@ -88,9 +90,33 @@ def test_reference_and_kl(make_trainer):
 
 
 def test_reference_of_a_patched_model(make_trainer, policy):
-    make_trainer(model=policy)
-    with pytest.raises(ValueError, match="patched forward"):
-        make_trainer(model=policy, beta=0.1)
+    policy.forward = functools.partial(policy.forward)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="patched forward"):
+            make_trainer(model=policy, beta=0.1)
+        make_trainer(model=policy)  # which patches it once more
+
+
+FULL = {"beta": 0.1, "bf16": True, "gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [({}, {"beta": 0.1}), ({}, FULL), (FULL, FULL), (FULL, {})]
+)
+def test_one_model_in_a_second_trainer(make_trainer, policy, first, then):
+    make_trainer(model=policy, **first).train()
+    fresh = Qwen3ForCausalLM(policy.config)
+    fresh.load_state_dict(policy.state_dict())
+    start = parameters(policy)
+    logs = []
+    for model in (policy, fresh):
+        trainer = make_trainer(lengths_reward, model, seed=7, **then)
+        trainer.train()
+        logs.append([(row.get("loss"), row.get("kl")) for row in trainer.state.log_history])
+        if "beta" in then:
+            assert torch.equal(parameters(trainer.ref_model), start) and logs[-1][1][1] > 0
+    assert torch.equal(parameters(policy), parameters(fresh)) and logs[0] == logs[1]
+    assert not torch.equal(parameters(policy), start)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,16 @@ def test_adapters_of_a_quantised_base_are_bf16(make_args, policy):
     )
 
 
+def test_an_adapter_in_a_second_trainer(make, policy):
+    model = pretrained(policy)
+    make(model, bf16=True).train()
+    fresh = pretrained(policy)
+    fresh.load_state_dict(model.state_dict())
+    for each in (model, fresh):
+        make(each).train()
+    assert torch.equal(parameters(model), parameters(fresh))
+
+
 def test_loading_adapters_keeps_their_dtype(make, tmp_path):
     trainer = make()
     for parameter in trainer.model.parameters():
