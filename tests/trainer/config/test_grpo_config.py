@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
@@ -241,6 +244,19 @@ def test_padding_is_a_number_or_none(make_args, given, found):
 def test_no_padding(make_args, wrong):
     with pytest.raises(ValueError, match="pad_to_multiple_of: expected an integer >= 1, auto or"):
         make_args(pad_to_multiple_of=wrong)
+
+
+def test_defaults_in_the_documents():
+    text = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(.+?)` \| `(.+?)`", text.split("| older documents |")[1], re.M
+    )
+    ours = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
+    assert len(rows) > 5
+    assert {name: ast.literal_eval(here) for name, _, here in rows} == {
+        name: ours[name] for name, _, _ in rows
+    }
+    assert not [name for name, before, here in rows if before == here]
 
 
 def test_values_of_trl():

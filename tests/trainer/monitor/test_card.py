@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.monitor import CARD_NAME
@@ -50,6 +50,25 @@ def test_what_an_upload_says(make_trainer):
     assert "math" in card.data.tags and card.data.tags.count("grpo") == 1
     with pytest.raises(TypeError, match="language"):
         trainer.create_model_card(language="en")
+
+
+def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
+    uploaded = []
+
+    def upload(api, repo_id, folder_path, **kwargs):
+        uploaded.append((repo_id, (Path(folder_path) / CARD_NAME).read_text()))
+
+    made = RepoUrl("https://huggingface.co/me/mine")
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **kwargs: made)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    trainer = make_trainer(hub_model_id="me/mine", max_steps=1)
+    trainer.train()
+    trainer.push_to_hub(dataset_name="owner/prompts", tags="math")
+    [(repository, text)] = uploaded
+    card = ModelCard(text)
+    assert repository == "me/mine"
+    assert card.data.model_name == "mine" and card.data.datasets == ["owner/prompts"]
+    assert {"math", "grpo"} <= set(card.data.tags) and "| 1, learning rate" in text
 
 
 def test_an_edited_card_stays(make_trainer, caplog):
