@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("sharded_runs.py")
 ON_CPUS = Path(__file__).with_name("train_on_cpus.py")
-FILES = Path(__file__).parents[2] / "docs" / "examples" / "accelerate"
+FILES = Path(__file__).parents[2] / "grpo_trainer" / "accelerate_configs"
 CHECKED = [name for name in sharded_runs.CHECKS if name != "death"]
 # what each placement runs: ZeRO-1 and 2 differ from plain data parallelism by the engine alone
 WANTED = {
