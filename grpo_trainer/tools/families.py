@@ -17,9 +17,9 @@ _TAGGED_THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content"
 def with_response_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a copy of ``tokenizer`` with its family's response template, or itself if it has one
     or is of no family here."""
-    written = tokenizer.chat_template
-    if getattr(tokenizer, "response_template", None) is not None or not isinstance(written, str):
+    if getattr(tokenizer, "response_template", None) is not None or not tokenizer.chat_template:
         return tokenizer
+    written = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
     for marks, template in _FAMILIES.values():
         if all(mark in written for mark in marks):
             tokenizer = copy.copy(tokenizer)
@@ -31,35 +31,30 @@ def with_response_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedToke
 def _template(
     anchor: dict[str, str],
     calls: dict[str, Any],
-    content: dict[str, str],
+    content: dict[str, Any],
     thought: dict[str, str] | None = _TAGGED_THOUGHT,
 ) -> dict[str, Any]:
-    """Return a response template; ``calls`` matches one call, whose name is the group ``name``."""
-    function = {"name": "{name}", "arguments": "{content}"}
-    made = {"repeats": True, "transform": {"type": "function", "function": function}}
+    """Return a response template; ``calls`` matches one call, or several as text."""
     fields: dict[str, Any] = {} if thought is None else {"reasoning_content": thought}
-    fields |= {"tool_calls": made | calls, "content": {"content": "text"} | content}
+    fields |= {"tool_calls": {"repeats": True} | calls, "content": {"content": "text"} | content}
     return {"defaults": {"role": "assistant"}, "fields": fields} | anchor
 
 
-def _tags(pattern: str, **values: Any) -> dict[str, Any]:
-    """Say that arguments are ``key`` and ``value`` of ``pattern``; schemas give them types."""
-    parser = values or {"name": "text"}
-    return {
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": pattern, "value_parser": parser},
-    }
+def _tags(pattern: str) -> dict[str, Any]:
+    """Say that arguments are ``key`` and ``value`` of ``pattern``; schemas give them types.
+
+    Whatever else stands in a call matches without a key, which is an error: the turn is text.
+    """
+    parser = {"tag_pattern": rf"{pattern}|\S", "value_parser": {"name": "text"}}
+    return _CALL | {"content": "xml-inline", "content_args": parser}
 
 
+# the call of the function that the group ``name`` of a pattern names
+_CALL = {
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+}
 _CHATML = {"start_anchor": "<|im_start|>assistant\n"}
 _CHATML_END = {"close_pattern": r"<\|im_end\|>\s*"}
-
-# Python's: what stands in brackets may hold commas and brackets, three deep
-_ATOM = r"[^\[\]{}'\"]|'[^']*'|\"[^\"]*\""
-_INNER = _ATOM
-for _depth in range(3):
-    _INNER = rf"{_ATOM}|[\[{{](?:{_INNER})*[\]}}]"
-_PYTHON = rf"(?P<key>\w+)=(?P<value>'[^']*'|[\[{{](?:{_INNER})*[\]}}]|[^,)]*)"
 
 # family -> marks of its chat template, and how it answers
 _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -67,15 +62,20 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("<|channel|>", "functions."),
         _template(
             {"start_anchor": "<|start|>assistant"},
-            {
+            _CALL
+            | {
                 "open_pattern": r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[^\s<]+)"
                 r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
                 "close_pattern": r"<\|call\|>\s*",
                 "content": "json",
             },
             {
-                "open": "<|channel|>final<|message|>",
+                # commentary to nobody is for the user; text may come without a channel
+                "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>"
+                r"|\A(?!\s*(?:<\||to=functions\.))",
                 "close_pattern": r"(?:<\|return\|>|<\|end\|>)\s*",
+                "repeats": True,
+                "join": "\n",
             },
             {
                 "open": "<|channel|>analysis<|message|>",
@@ -88,7 +88,8 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("<|tool_call>call:", "<|turn>"),
         _template(
             {"start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)"},
-            {
+            _CALL
+            | {
                 "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
                 "close_pattern": r"<tool_call\|>\s*",
                 "content": "json",
@@ -106,15 +107,12 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("<|tool_call_start|>", "<|im_start|>"),
         _template(
             _CHATML,
+            # calls in Python, which a pattern cannot read
             {
-                "open_pattern": r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>\w+)\(",
-                "close_pattern": r"\)(?:\]<\|tool_call_end\|>)?\s*",
-            }
-            | _tags(
-                _PYTHON,
-                name="json",
-                args={"string_delims": [["'", "'"]], "allow_non_json": True},
-            ),
+                "open": "<|tool_call_start|>[",
+                "close_pattern": r"\]<\|tool_call_end\|>\s*",
+                "content": "text",
+            },
             _CHATML_END,
         ),
     ),
@@ -124,9 +122,12 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             _CHATML,
             {
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-                "close_pattern": r"</tool_call>\s*",
+                "close_pattern": r"</function>\s*</tool_call>\s*",
             }
-            | _tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+            | _tags(
+                r"<parameter=(?P<key>[^>\n]+)>\n?"
+                r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+            ),
             _CHATML_END,
         ),
     ),
@@ -138,7 +139,10 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
                 "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\s*",
                 "close_pattern": r"</tool_call>\s*",
             }
-            | _tags(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+            | _tags(
+                r"<arg_key>(?P<key>[^<]+)</arg_key>\s*"
+                r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
+            ),
             {"close_pattern": r"<\|(?:user|observation)\|>\s*|$"},
         ),
     ),
@@ -146,9 +150,11 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ('"parameters": ', "<|start_header_id|>"),
         _template(
             {"start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n"},
-            {
-                "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-                "close_pattern": r"\}\s*<\|(?:eot|eom)_id\|>\s*",
+            _CALL
+            | {
+                "open_pattern": r"(?:<\|python_tag\|>)?"
+                r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+                "close_pattern": r"\}\s*(?:<\|(?:eot|eom)_id\|>\s*|\Z)",
                 "content": "json",
             },
             {"close_pattern": r"<\|(?:eot|eom)_id\|>\s*"},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THINKS = "<think>"
 _OPENING = 16  # tokens that a generation prompt may open a thought with
 _THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class TurnParser:
@@ -78,7 +81,11 @@ def _message(parsed: dict[str, Any], end: str) -> Message:
     message: Message = {"role": "assistant"} | parsed | texts
     message["content"] = message.get("content") or ""
     if "tool_calls" in message:
-        message["tool_calls"] = [_checked(call) for call in message["tool_calls"]]
+        message["tool_calls"] = [
+            call
+            for found in message["tool_calls"]
+            for call in (_from_python(found) if isinstance(found, str) else [_checked(found)])
+        ]
     return message
 
 
@@ -104,6 +111,29 @@ def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _from_json(text: str) -> dict[str, Any]:
     return _checked({"type": "function", "function": json.loads(text)})
+
+
+class _JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _from_python(text: str) -> list[dict[str, Any]]:
+    """Read ``name(key=value), ...``, whose values are Python's literals or JSON's."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backslash that escapes nothing
+            tree = _JsonNames().visit(ast.parse(f"[{text}]", mode="eval"))
+        return [_from_node(call) for call in tree.body.elts]
+    except (SyntaxError, AttributeError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"tool call: expected Python's calls, got {text!r}") from error
+
+
+def _from_node(call: Any) -> dict[str, Any]:
+    if call.args or not all(each.arg for each in call.keywords):
+        raise ValueError(f"tool call: expected named arguments, got {ast.unparse(call)!r}")
+    values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    return tool_call(call.func.id, json.loads(json.dumps(values)))  # what JSON has not: TypeError
 
 
 def _checked(call: Any) -> dict[str, Any]:

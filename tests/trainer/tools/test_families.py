@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, str, str, str, str, str]] = {
 }  # fmt: skip
 # how a nested value and a call that cannot be read are written
 WHERE = {"Gemma 4": '{a:[1,<|"|>x, y<|"|>]}', "LFM2.5": '{"a": [1, "x, y"]}'}
-BROKEN = {"Gemma 4": '{a:[1,<|"|>', "gpt-oss": '{"a": [1', "Llama 3.1": '{"a": [1'}
+BROKEN = {"Gemma 4": '{a:[1,<|"|>'}
 
 
 def look(city: str, days: int, where: dict) -> str:
@@ -130,10 +130,62 @@ def test_text(family: str) -> None:
     assert message["content"] == "Hello, 3 < 4." and not message.get("tool_calls")
 
 
-@pytest.mark.parametrize("family", BROKEN)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f][3] not in (XML, GLM)])
 def test_a_call_that_cannot_be_read_is_text(family: str) -> None:
-    message = read(family, call(family, where=BROKEN[family]))
+    message = read(family, call(family, where=BROKEN.get(family, '{"a": [1')))
     assert message is None or not message.get("tool_calls")
+
+
+@pytest.mark.parametrize("gone", ["</parameter>", "</function>", "</tool_call>"])
+@pytest.mark.parametrize("family", ["Qwen 3.5", "Nemotron 3"])
+def test_tags_that_are_not_closed_are_text(family: str, gone: str) -> None:
+    text = FAMILIES[family][4] + call(family)
+    assert read(family, text.replace(gone, "", 1)) is None
+    assert read(family, "".join(text.rsplit(gone, 1))) is None
+
+
+@pytest.mark.parametrize("gone", ["</arg_key>", "</arg_value>", "<arg_value>", "</tool_call>"])
+def test_arguments_that_are_not_closed_are_text(gone: str) -> None:
+    assert read("GLM 4 MoE", call("GLM 4 MoE").replace(gone, "", 1)) is None
+
+
+def test_what_python_strings_hold() -> None:
+    text = "<|tool_call_start|>[look(city='a), b(c=1)]', where={'t': True, 'n': null}), ping()]"
+    calls = [
+        tool_call("look", {"city": "a), b(c=1)]", "where": {"t": True, "n": None}}),
+        tool_call("ping", {}),
+    ]
+    message = read("LFM2.5", "Wait, look(city=1). " + text + "<|tool_call_end|>")
+    assert message["tool_calls"] == calls and message["content"] == "Wait, look(city=1)."
+    message = read("LFM2.5", 'Say, look(city=1)" or look(it)')
+    assert message["content"] == 'Say, look(city=1)" or look(it)' and "tool_calls" not in message
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["look(1)", "look(**{'a': 1})", "a.look(b=1)", "look(a=b)", "look(a={1})", "look(a='it's')",
+     "look", "", "look(a=1), 3", "look(a=" + "(" * 300 + ")"],
+)  # fmt: skip
+def test_python_that_is_no_call_is_text(written: str) -> None:
+    message = read("LFM2.5", f"<|tool_call_start|>[{written}]<|tool_call_end|>")
+    assert message is None or not message.get("tool_calls")
+
+
+def test_channels_of_gpt_oss() -> None:
+    assert read("gpt-oss", "just text")["content"] == "just text"
+    preamble = "<|channel|>commentary<|message|>I look.<|end|>"
+    message = read("gpt-oss", preamble + call("gpt-oss"))
+    assert message["content"] == "I look."
+    assert message["tool_calls"] == [tool_call("look", ARGUMENTS)]
+
+
+def test_how_llama_may_end_and_begin_a_call() -> None:
+    text, wanted = call("Llama 3.1"), [tool_call("look", ARGUMENTS)]
+    message = read("Llama 3.1", "<|python_tag|>" + text.replace("eot_id", "eom_id"))
+    assert message["tool_calls"] == wanted and message["content"] == ""
+    seen = with_response_template(make_tokenizer(FAMILIES["Llama 3.1"][0], ["<|eot_id|>"]))
+    cut = TurnParser(seen, {0}).read(text.removesuffix("<|eot_id|>"), "", LLAMA, SCHEMAS)
+    assert cut is not None and cut["tool_calls"] == wanted
 
 
 def test_of_no_family_or_with_a_template_of_its_own() -> None:
@@ -142,6 +194,12 @@ def test_of_no_family_or_with_a_template_of_its_own() -> None:
     own = make_tokenizer(FAMILIES["Gemma 4"][0], ["<turn|>"])
     own.response_template = {"fields": {}}
     assert with_response_template(own) is own
+    plain.chat_template = {"default": "{{ messages }}", "tool_use": FAMILIES["Gemma 4"][0]}
+    assert with_response_template(plain).response_template == (
+        with_response_template(
+            make_tokenizer(FAMILIES["Gemma 4"][0], ["<turn|>"])
+        ).response_template
+    )
     plain.chat_template = None
     assert with_response_template(plain) is plain
 
