@@ -161,8 +161,9 @@ def test_weights_are_streamed(results, kind, name):
     for found in results.sharded(kind, name).values():
         assert found["failed"] == "half way"
         assert_equal(found["sent"], found["weights"])
-        # one that is gathered, and what it is put together from
-        assert 0 < found["peak"] <= 2 * found["largest"] + 1024 < found["total"] / 4
+        # one that is gathered, what it is put together from, and the parts of the one before, which
+        # the thread that communicates may not yet have let go
+        assert 0 < found["peak"] <= 3 * found["largest"] + 1024 < found["total"] / 2
 
 
 @pytest.mark.parametrize("model", ["reference", "lora"])
