@@ -78,7 +78,8 @@ def with_images(row: Mapping[str, Any]) -> Any:
 
     Raises:
         ValueError: an image cannot be read, the prompt of a row with images is no list of
-            messages, or its places for images are not as many as there are images.
+            messages, both columns have images, or the places for images are not as many as there
+            are images.
     """
     prompt, given = row.get("prompt"), _of_columns(row)
     if not given and not any(True for _ in image_parts(prompt)):
@@ -140,11 +141,16 @@ def has_image_columns(row: Mapping[str, Any]) -> bool:
 
 
 def _of_columns(row: Mapping[str, Any]) -> list[Any]:
-    for name in _COLUMNS:
-        found = row.get(name)
-        if found is not None:
-            return list(found) if isinstance(found, list | tuple) else [found]
-    return []
+    columns = [(name, row[name]) for name in _COLUMNS if row.get(name) is not None]
+    found = {
+        name: list(value) if isinstance(value, list | tuple) else [value] for name, value in columns
+    }
+    if all(found.get(name) for name in _COLUMNS):
+        raise ValueError(
+            f"images: expected them in one column, got {' and '.join(_COLUMNS)} in the row "
+            f"{shortened(row)}; remove one of them from the dataset"
+        )
+    return next(filter(None, found.values()), [])
 
 
 def content_blocks(content: Any) -> Any:

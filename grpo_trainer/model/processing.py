@@ -19,6 +19,8 @@ from grpo_trainer.model.adapters import base_policy
 from grpo_trainer.model.forward import evaluating
 
 _SIDE = 64  # pixels of an image that is tried
+# what models raise for what another one takes
+_MISMATCH = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
@@ -81,7 +83,7 @@ def check_images_run(
     try:
         with evaluating(runs):
             runs(**made, use_cache=False)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except _MISMATCH as error:
         raise ValueError(
             f"processing_class: expected the processor of the policy, got a "
             f"{type(processing_class).__name__}, with whose images it fails: {error}"

@@ -271,6 +271,10 @@ def wrong_processor(tmp_path: Path) -> None:
     make("gemma3", tmp_path, processing_class=tiny_processor("llava"))
 
 
+def wrong_processor_for_qwen(tmp_path: Path) -> None:
+    make("qwen3_vl", tmp_path, processing_class=tiny_processor("llava")).train()
+
+
 def wrong_token(tmp_path: Path) -> None:
     make("llava", tmp_path, model=tiny_model("llava", image_token_index=7))
 
@@ -318,6 +322,7 @@ def by_function(tmp_path: Path) -> None:
 
 WRONG = {
     wrong_processor: "expected the processor of the policy, got a LlavaProcessor, with whose imag",
+    wrong_processor_for_qwen: "expected the processor of the policy, got a LlavaProcessor, with wh",
     wrong_token: "expected the processor of LlavaForConditionalGeneration, in which token 7 stand",
     processor_for_text: "expected the processor of Qwen2ForCausalLM",
     tokenizer_for_images: "train_dataset: expected no images without a processor as processing_cla",

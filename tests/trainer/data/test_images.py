@@ -69,6 +69,11 @@ def test_where_images_of_a_column_go() -> None:
     assert colours(prompt) == [(0, 0, 0), (255, 255, 255)]
 
 
+def test_an_empty_column_beside_an_image() -> None:
+    row = {"prompt": ASKED, "image": picture((7, 7, 7)), "images": []}
+    assert colours(with_images(row)) == [(7, 7, 7)]
+
+
 @pytest.mark.parametrize("row", [{}, {"image": None}, {"images": []}])
 @pytest.mark.parametrize("prompt", ["text", [{"role": "user", "content": "text"}]])
 def test_without_images_the_prompt_is_as_it_was(row: dict[str, Any], prompt: Any) -> None:
@@ -80,6 +85,10 @@ WRONG = {
     "no image": ({"prompt": ASKED, "image": {"bytes": b"no image"}}, "cannot be read in the row"),
     "no file": ({"prompt": ASKED, "image": "/no/file.png", "row": 7}, "'row': 7.*Incorrect image"),
     "a number": ({"prompt": ASKED, "image": 3}, "cannot be read in the row"),
+    "two columns": (
+        {"prompt": ASKED, "image": picture(0), "images": [picture(1)]},
+        "images: expected them in one column, got images and image in the row",
+    ),
     "no place": (
         {"prompt": message(*[{"type": "image"}] * 2), "image": picture(0)},
         "images: expected 2, one for each place in the messages, got 1 in the row",
