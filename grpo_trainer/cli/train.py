@@ -223,6 +223,7 @@ def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prom
         if args.eval_strategy != "no" and not Path(run.dataset_name).is_file():
             run = replace(run, eval_dataset_name=run.eval_dataset_name or run.dataset_name)
     if run.eval_dataset_name is not None:
+        config = None if Path(run.eval_dataset_name).is_file() else config
         evaluation = load_prompts(run.eval_dataset_name, run.dataset_test_split, config)
     return train, evaluation
 

@@ -26,18 +26,22 @@ def load_prompts(
 ) -> Prompts:
     """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
 
-    A file has no splits: ``split`` and ``config`` apply to folders and to the hub. ``options`` are
-    more arguments of ``datasets.load_dataset``, such as ``streaming``.
+    A file is the split that is asked for, of which ``split`` may take a part (``"train[:100]"``).
+    ``options`` are more arguments of ``datasets.load_dataset``, such as ``streaming``.
 
     Raises:
-        ValueError: there is no such file, folder or dataset, or no such split, or it cannot be read
-            or has no rows.
+        ValueError: there is no such file, folder or dataset, or no such split, it cannot be read
+            or has no rows, or a file has a ``config`` or other files beside it.
     """
     path = Path(name)
     if path.suffix in _FORMATS:
         if not path.is_file():
             raise ValueError(f"dataset {name!r}: no such file")
-        source = {"data_files": str(path), "split": "train"}
+        asked = {"config": config} | {key: options.get(key) for key in ("data_dir", "data_files")}
+        beside = [f"{key} {value!r}" for key, value in asked.items() if value is not None]
+        if beside:
+            raise ValueError(f"dataset {name!r}: expected a file alone, got {', '.join(beside)}")
+        source = {"data_files": {split.partition("[")[0]: str(path)}, "split": split}
         return _load(name, _FORMATS[path.suffix], **options | source)
     if path.suffix and path.is_file():
         known = ", ".join(_FORMATS)

@@ -58,6 +58,8 @@ def test_streaming():
 def test_formats_and_options():
     item = DatasetConfig(path="json", data_files=["a.jsonl"], split="train[:2]")
     assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == 2
+    item = DatasetConfig(path="a.jsonl", split="test[2:3]")  # a file is any split
+    assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == 1
 
 
 def test_in_a_file_and_on_the_command_line():
@@ -86,6 +88,10 @@ def test_what_cannot_be_mixed():
         ([path | {"fraction": 1}, path], "a fraction > 0 for all of them or for none, got 1, None"),
         ([path | {"fraction": -1}], "datasets: expected a fraction > 0"),
         ([{"path": "missing.jsonl"}], "dataset 'missing.jsonl': no such file"),
+        (
+            [{"path": "a.jsonl", "name": "x", "data_files": "b.jsonl"}],
+            "dataset 'a.jsonl': expected a file alone, got config 'x', data_files 'b.jsonl'",
+        ),
         ([path, {"path": "other.jsonl"}], "datasets: expected columns of the same types"),
     ):
         Dataset.from_list([{"prompt": 1}]).to_json("other.jsonl")
