@@ -65,9 +65,8 @@ class RewardModel:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        text = self.tokenizer.apply_chat_template(
-            [*prompt, *completion], tokenize=False, **self._template
-        )
+        messages = [_as_text(message) for message in (*prompt, *completion)]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template)
         assert isinstance(text, str)  # with tokenize=False
         return text
 
@@ -88,6 +87,14 @@ class RewardModel:
                 f"expected logits of shape {(len(texts), 1)}, got {tuple(logits.shape)}"
             )
         return logits[:, 0].float()
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is text: a reward model sees no images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "".join(part.get("text") or "" for part in content)}
 
 
 def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:

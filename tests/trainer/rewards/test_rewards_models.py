@@ -106,6 +106,9 @@ def test_own_tokenizer_and_chat_template(tokenizer, make_args):
     prompts = [[{"role": "user", "content": text}] for text in ("12", "3")]
     completions = [[{"role": "assistant", "content": text}] for text in ("21", "3456")]
     given = rewards_of(model, make_args(), [own], prompts, completions)
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "12"}]
+    prompts[0][0]["content"] = parts  # it sees no images
+    torch.testing.assert_close(rewards_of(model, make_args(), [own], prompts, completions), given)
     expected = torch.tensor(one_by_one(model, own, ["12=21=", "3=3456="]))
     torch.testing.assert_close(given, expected)
 
