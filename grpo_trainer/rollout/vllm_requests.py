@@ -127,7 +127,9 @@ def ask_in_chat(
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    if template.get("tools"):
+    if not template.get("tools", True):
+        del body["tools"]  # the server takes no empty list
+    elif template.get("tools"):
         tools = [get_json_schema(tool) if callable(tool) else tool for tool in template["tools"]]
         # the prompt names them; calls are read by whoever asked
         body |= {"tools": tools, "tool_choice": "none"}
@@ -170,7 +172,8 @@ def _part(part: Any, left: list[Any]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _IMAGE_PARTS:
         return part
-    image = part.get(kind, part.get("url"))
+    places = (kind, "image", "url", "path", "base64")
+    image = next((part[place] for place in places if part.get(place) is not None), None)
     if image is None:
         if not left:
             raise ValueError("images: expected one for every image part of the messages, got less")

@@ -158,6 +158,12 @@ def test_images_in_messages(make_client, stub):
                for content in sent]  # fmt: skip
     assert sorted(colours) == [[(255, 0, 0), (0, 0, 255)], [(255, 0, 0), (0, 128, 0)]]
     assert parts[1]["image"].size == (4, 2)  # the messages are as they were
+    stub.asked.clear()
+    part = {"type": "image", "image": None, "url": "https://example.com/a.png"}  # of a dataset
+    make_client().chat([[{"role": "user", "content": [part]}]], tools=[])
+    [body] = asked_in(stub, CHAT, "messages")
+    url = {"type": "image_url", "image_url": {"url": part["url"]}}
+    assert body["messages"][0]["content"] == [url] and "tools" not in body
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2], [3]], ["one two", "one"]])
