@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from grpo_trainer.checkpoint.trainer import ResumableTrainer
 from grpo_trainer.data import (
+    PROMPT_COLUMNS,
     Prompts,
     RepeatedStream,
     RepeatSampler,
@@ -53,4 +54,4 @@ class GroupTrainer(ResumableTrainer):
         return RepeatSampler(len(eval_dataset), self.args.eval_group_size)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt"]  # what remove_unused_columns keeps
+        self._signature_columns = list(PROMPT_COLUMNS)  # what remove_unused_columns keeps

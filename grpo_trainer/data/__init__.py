@@ -15,6 +15,7 @@ from grpo_trainer.data.datasets import (
     looks_local,
 )
 from grpo_trainer.data.images import (
+    PROMPT_COLUMNS,
     ImageInputs,
     content_blocks,
     data_url,

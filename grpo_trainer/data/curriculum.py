@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_trainer.config import PROMPT_FORMS, GRPOConfig, load_function
 from grpo_trainer.data.completion import Rollout
+from grpo_trainer.data.datasets import prompt_columns
 from grpo_trainer.data.prompts import Prompt, shortened
 from grpo_trainer.data.sampling import PromptStream, Row
 
@@ -223,7 +224,7 @@ def training_prompts(
         ValueError: ``dynamic_prompts_fn`` leads to no function.
     """
     if args.remove_unused_columns:
-        dataset = dataset.select_columns(["prompt"])
+        dataset = dataset.select_columns(prompt_columns(dataset))
     seed = args.seed if args.shuffle_dataset else None
     prompts = PromptStream(dataset, args.prompts_per_generation, seed)
     function = args.dynamic_prompts_fn

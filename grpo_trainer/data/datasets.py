@@ -13,7 +13,13 @@ from transformers import ProcessorMixin
 
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data.images import has_image_columns, image_parts
+from grpo_trainer.data.images import (
+    PROMPT_COLUMNS,
+    has_image_columns,
+    has_source,
+    image_parts,
+    parts_of,
+)
 from grpo_trainer.data.prompts import ProcessingClass
 
 Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
@@ -97,6 +103,11 @@ def check_datasets(
         )
 
 
+def prompt_columns(dataset: Prompts) -> list[str]:
+    """Return the columns that the model sees something of: ``remove_unused_columns`` keeps them."""
+    return [name for name in _columns(dataset) if name in PROMPT_COLUMNS]
+
+
 def as_they_are(rows: list[Any]) -> list[Any]:
     """Return the items of a batch as they are."""
     return rows
@@ -107,17 +118,17 @@ def check_parts(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
     The chat template would write a placeholder for one, and the model would not see it.
     """
-    for row in rows:
-        prompt = row.get("prompt")
-        for message in prompt if isinstance(prompt, list) else ():
-            parts = message.get("content") if isinstance(message, Mapping) else None
-            for part in parts if isinstance(parts, list) else ():
-                shown = part.get("type") if isinstance(part, Mapping) else None
-                if shown not in (None, "text", "image"):
-                    raise ValueError(
-                        f"{name}: expected prompts of text and images, got a message with a part "
-                        f"of type {shown!r}"
-                    )
+    for part in (part for row in rows for part in parts_of(row.get("prompt"))):
+        if not isinstance(part, Mapping):
+            raise ValueError(
+                f"{name}: expected parts of messages as {{'type': ...}}, got {shortened(part)}"
+            )
+        shown = part.get("type")
+        if shown not in (None, "text", "image") or (shown is None and has_source(part)):
+            raise ValueError(
+                f"{name}: expected prompts of text and images, got a message with a part of type "
+                f"{shown!r}"
+            )
 
 
 def check_images(
@@ -144,13 +155,17 @@ def _named(
     return {"train_dataset": train, **others}
 
 
+def _columns(dataset: Prompts) -> list[str]:
+    # a stream may not know its columns until a row is read
+    return dataset.column_names or list(next(iter(dataset), {"prompt": None}))
+
+
 def _check_prompts(name: str, dataset: Prompts, may_lack_prompts: bool) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
             f"{name}: expected a datasets.Dataset or IterableDataset, got {type(dataset).__name__}"
         )
-    # a stream may not know its columns until a row is read
-    columns = dataset.column_names or list(next(iter(dataset), {"prompt": None}))
+    columns = _columns(dataset)
     if "prompt" not in columns and not may_lack_prompts:
         raise ValueError(f"{name}: expected a `prompt` column, got columns {', '.join(columns)}")
     check_parts(name, islice(dataset, 1))

@@ -18,7 +18,10 @@ from transformers.image_utils import load_image
 from grpo_trainer.common import shortened
 
 _COLUMNS = ("images", "image")  # of several images, and of one
+PROMPT_COLUMNS = ("prompt", *_COLUMNS)  # what the model sees of a row
 _SOURCES = ("image", "url", "path", "base64")  # of an image part of a message
+# kinds of pixels that a PNG holds
+_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 _PER_TOKEN = "token_type_ids"  # what the names of inputs end with that have a value per token
 
 
@@ -74,7 +77,8 @@ def with_images(row: Mapping[str, Any]) -> Any:
 
     They are parts ``{"type": "image", "image": ...}`` of messages already, or in the columns
     ``image`` or ``images``; these go where parts without an image stand, or else in front of the
-    first message of the user. A prompt without images is returned as it is.
+    first message of the user. A prompt without images is returned as it is, but for keys that are
+    None in its parts: a dataset's rows have all keys in each, and templates may ask for them.
 
     Raises:
         ValueError: an image cannot be read, the prompt of a row with images is no list of
@@ -83,15 +87,13 @@ def with_images(row: Mapping[str, Any]) -> Any:
     """
     prompt, given = row.get("prompt"), _of_columns(row)
     if not given and not any(True for _ in image_parts(prompt)):
-        return prompt
+        return prompt if _is_clean(prompt) else _in_blocks(prompt)
     if not isinstance(prompt, list):
         raise ValueError(
             "prompt: expected messages in a row with images, got "
             f"{'none' if prompt is None else 'text'} in the row {shortened(row)}"
         )
-    messages = [
-        {**message, "content": content_blocks(message.get("content"))} for message in prompt
-    ]
+    messages = _in_blocks(prompt)
     places = [part for part in image_parts(messages) if _source(part) is None]
     if given and not places:
         user = next((one for one in messages if one["role"] == "user"), messages[0])
@@ -120,19 +122,30 @@ def digest(image: Image.Image) -> str:
 
 
 def data_url(image: Image.Image) -> str:
-    """Return an image as a URL that holds it, without loss."""
+    """Return an image as a URL that holds it, without loss of what models see of it."""
     buffer = io.BytesIO()
+    image = image if image.mode in _PNG_MODES else image.convert("RGB")
     image.save(buffer, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def image_parts(prompt: Any) -> Iterator[dict[str, Any]]:
     """Yield the parts of type image of the messages of ``prompt``."""
+    for part in parts_of(prompt):
+        if isinstance(part, dict) and part.get("type") == "image":
+            yield part
+
+
+def parts_of(prompt: Any) -> Iterator[Any]:
+    """Yield the parts of the messages of ``prompt``."""
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") == "image":
-                yield part
+        yield from content if isinstance(content, list) else ()
+
+
+def has_source(part: Mapping[str, Any]) -> bool:
+    """Return whether a part of a message says where an image is."""
+    return _source(part) is not None
 
 
 def has_image_columns(row: Mapping[str, Any]) -> bool:
@@ -160,6 +173,15 @@ def content_blocks(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [{name: value for name, value in part.items() if value is not None} for part in content]
+
+
+def _in_blocks(messages: Any) -> list[Any]:
+    return [{**message, "content": content_blocks(message.get("content"))} for message in messages]
+
+
+def _is_clean(prompt: Any) -> bool:
+    parts = (part for part in parts_of(prompt) if isinstance(part, Mapping))
+    return not any(value is None for part in parts for value in part.values())
 
 
 def _source(part: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data.images import ImageInputs, digest, images_of
+from grpo_trainer.data.images import ImageInputs, digest, images_of, parts_of
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -154,7 +154,7 @@ def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, An
         # as transformers has it: a template that writes the first token itself is the last word
         bos = processor.tokenizer.bos_token
         special = bos is None or not text.startswith(bos)
-    _check_places(text, images, processor)
+    _check_places(prompt, text, images, processor)
     options = {"add_special_tokens": special, "return_tensors": "pt"}
     made = dict(processor(text=[text], images=[list(images)] if images else None, **options))
     ids = made.pop("input_ids")[0].tolist()
@@ -166,13 +166,28 @@ def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, An
     return Encoded(ids, inputs if images or made else None)
 
 
-def _check_places(text: str, images: tuple[Any, ...], processor: ProcessorMixin) -> None:
+def _check_places(
+    prompt: Prompt, text: str, images: tuple[Any, ...], processor: ProcessorMixin
+) -> None:
     written = text.count(processor.image_token)
+    if written > len(images) and _says(prompt, processor.image_token):
+        raise ValueError(
+            f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
+            f"has a part {{'type': 'image'}}), got {shortened(text)}"
+        )
     if written != len(images):
         raise ValueError(
             f"processing_class: expected a chat template that writes {processor.image_token} for "
             f"each image, {len(images)} in all, got {written} in {shortened(text)}"
         )
+
+
+def _says(prompt: Prompt, word: str) -> bool:
+    """Return whether the texts of a prompt hold ``word``."""
+    if isinstance(prompt, str):
+        return word in prompt
+    texts = [part.get("text") for part in parts_of(_in_parts(prompt))]
+    return any(isinstance(text, str) and word in text for text in texts)
 
 
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:

@@ -83,6 +83,8 @@ def check_images_run(
     try:
         with evaluating(runs):
             runs(**made, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
     except _MISMATCH as error:
         raise ValueError(
             f"processing_class: expected the processor of the policy, got a "

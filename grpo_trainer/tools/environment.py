@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from datasets import Dataset, IterableDataset
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompt, Row, content_blocks, shortened
+from grpo_trainer.data import Prompt, Row, content_blocks, shortened, with_images
 from grpo_trainer.rewards import RewardFunction
 from grpo_trainer.tools.schema import Toolbox, make_toolbox
 
@@ -100,7 +100,8 @@ class Environments:
         """
         columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
         shown = environment.reset(**columns)
-        prompt = row.get("prompt", _EMPTY)
+        # the images of other rows are in their prompts already
+        prompt = row["prompt"] if "prompt" in row else with_images({**row, "prompt": _EMPTY})
         if shown is None:
             return prompt
         kind = type(environment).__name__

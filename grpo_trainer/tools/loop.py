@@ -62,7 +62,7 @@ class Agents:
         self._args = args
         self._accelerator = accelerator
         self._processing_class = processing_class
-        tokenizer = with_response_template(tokenizer_of(processing_class))
+        self._tokenizer = tokenizer = with_response_template(tokenizer_of(processing_class))
         self._tools = tools
         self._environments = environments
         self._eos = eos_token_ids
@@ -89,7 +89,8 @@ class Agents:
             if step is None:
                 break
             self._turn(waiting, step, rollouts)
-            self._answer([talk for talk in waiting if talk.calls and not talk.over], counts)
+            tokens = self._tokenizer.convert_ids_to_tokens(list(rollouts.sampling.suppressed))
+            self._answer([talk for talk in waiting if talk.calls and not talk.over], counts, tokens)
         columns = {}
         if self._environments is not None:
             columns["environments"] = [talk.environment for talk in talks]
@@ -159,14 +160,15 @@ class Agents:
                 message = self._parser.parse(talk.turn_ids, talk.turn_prefix, tools)
                 talk.end_turn(message, complete=ended)
 
-    def _answer(self, talks: list[Conversation], counts: list[int]) -> None:
+    def _answer(self, talks: list[Conversation], counts: list[int], images: list[str]) -> None:
+        """Give every conversation what its calls return, in which no token stands for images."""
         most = self._args.max_tool_calling_iterations
         for talk in talks:
             talk.over = most is not None and talk.rounds >= most
         talks = [talk for talk in talks if not talk.over]
         outcomes = iter(self._runner.run([call for talk in talks for call in talk.calls]))
         for talk in talks:
-            answered = [(call, next(outcomes)) for call in talk.calls]
+            answered = [(call, next(outcomes).without(images)) for call in talk.calls]
             counts[0] += len(answered)
             counts[1] += sum(outcome.failed for _, outcome in answered)
             if self._environments is not None and any(each.timed_out for _, each in answered):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -27,6 +27,13 @@ class Outcome(NamedTuple):
     text: str
     failed: bool = False
     timed_out: bool = False
+
+    def without(self, tokens: Collection[str]) -> Outcome:
+        """Return it, or an error if its text has any of the ``tokens`` that stand for images:
+        the model would look for the images."""
+        if any(token in self.text for token in tokens):
+            return _failed("The answer has a token that stands for an image.")
+        return self
 
 
 class ToolRunner:

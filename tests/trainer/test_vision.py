@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.data import MicroBatch, Rollout, collate, encode_prompts
+from grpo_trainer.data import MicroBatch, Rollout, collate, encode_prompts, with_images
 from grpo_trainer.experience import Collector
 from grpo_trainer.model import target_logprobs
+from grpo_trainer.rollout import Completions, RolloutEngine
 from tests.trainer.vision import (
+    END,
     FAMILIES,
     IDS,
     IMAGE,
@@ -34,6 +37,18 @@ SETTINGS: dict[str, Any] = dict(
     report_to="none", save_strategy="no", bf16=False, logging_steps=1, disable_tqdm=True,
     learning_rate=1e-2, use_cpu=True,
 )  # fmt: skip
+
+
+# messages of text, images and calls, as Qwen writes them
+TOOLS = (
+    "{% if tools %}<start>t{{ tools[0].function.name }}<end>{% endif %}"
+    "{% for m in messages %}<start>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<begin><image><stop>' if 'image' in part else part.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
 
 
 def dataset(column: str | None = "image", rows: int = 8) -> Dataset:
@@ -214,6 +229,122 @@ def test_without_images(tmp_path: Path) -> None:
     make("llava", tmp_path, reward, train_dataset=rows, processing_class=tokenizer).train()
 
 
+def seeing_reward(seen: list[list[str]]) -> Any:
+    """Return a reward that notes the types of the parts of each prompt."""
+
+    def reward(prompts: Any, **columns: Any) -> list[float]:
+        seen.extend([part["type"] for part in prompt[-1]["content"]] for prompt in prompts)
+        return [float(row % 3) for row, _ in enumerate(prompts)]
+
+    return reward
+
+
+@pytest.mark.parametrize("column", ["image", "images", None])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_unused_columns_are_not_those_of_images(
+    streamed: bool, column: str | None, tmp_path: Path
+) -> None:
+    rows = dataset(column)
+    rows = rows.add_column("other", list(range(len(rows))))
+    rows = rows.to_iterable_dataset() if streamed else rows
+    seen: list[list[str]] = []
+    settings = {"remove_unused_columns": True, "per_device_eval_batch_size": 4}
+    trainer = make(
+        "llava", tmp_path, seeing_reward(seen), train_dataset=rows, eval_dataset=rows,
+        settings=settings,
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    assert len(seen) > 8 and all(types[0] == "image" for types in seen)
+
+
+def test_rows_of_text_beside_rows_with_images(tmp_path: Path) -> None:
+    """A dataset gives all parts all keys; a template may ask for them."""
+    prompts = [user(picture(9), "seen?") if row % 2 else user("2 + 2?") for row in range(8)]
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    assert rows[0]["prompt"][0]["content"][0]["image"] is None
+    seen: list[list[str]] = []
+    processor = tiny_processor("qwen3_vl")
+    processor.chat_template = TOOLS
+    encoded = encode_prompts([with_images(row) for row in rows], processor)
+    texts = [processor.tokenizer.decode(each.ids) for each in encoded]
+    assert ["2 + 2?" in text for text in texts] == [True, False] * 4
+    trainer = make(
+        "qwen3_vl", tmp_path, seeing_reward(seen), train_dataset=rows, processing_class=processor
+    )
+    trainer.train()
+    assert ["text"] in seen and ["image", "text"] in seen
+
+
+class OneCall(RolloutEngine):
+    """Calls the tool once, and then says something."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._encode = partial(tokenizer.encode, add_special_tokens=False)
+        self._decode = tokenizer.decode
+        self._call = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>' + END
+
+    def generate(self, prompt_ids: Any, sampling: Any, images: Any = None) -> Completions:
+        asked = ["</tool_call>" in self._decode(ids) for ids in prompt_ids]
+        return Completions([self._encode("ok" + END if done else self._call) for done in asked])
+
+
+def with_tools(folder: Path, **changes: Any) -> tuple[GRPOTrainer, list[Any]]:
+    """Return a trainer whose policy sees images and calls tools, and what it says."""
+    model, processor = tiny_model("qwen3_vl"), tiny_processor("qwen3_vl")
+    processor.chat_template = TOOLS
+    said: list[Any] = []
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        said.extend(zip(prompts, completions, strict=True))
+        return [float(row % 3) for row, _ in enumerate(prompts)]
+
+    trainer = make(
+        "qwen3_vl", folder, reward, model=model, processing_class=processor,
+        rollout_engine=OneCall(processor.tokenizer),
+        **changes | {"settings": {"max_completion_length": 180}},
+    )  # fmt: skip
+    return trainer, said
+
+
+def test_an_answer_of_a_tool_names_no_image(tmp_path: Path) -> None:
+    answers = iter(["fine", f"an {IMAGE} tag"] * 9)
+
+    def look(at: str) -> str:
+        """Look.
+
+        Args:
+            at: what.
+        """
+        return next(answers)
+
+    trainer, said = with_tools(tmp_path, tools=[look])
+    trainer.train()
+    texts = {completion[1]["content"] for _, completion in said}
+    assert texts == {"fine", str({"error": "The answer has a token that stands for an image."})}
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0.5
+
+
+def test_an_environment_without_prompts_shows_the_rows_images(tmp_path: Path) -> None:
+    class Room:
+        def reset(self, **row: Any) -> str:
+            return "hi"
+
+        def look(self, at: str) -> str:
+            """Look.
+
+            Args:
+                at: what.
+            """
+            return "x"
+
+    rows = dataset().remove_columns("prompt")
+    trainer, said = with_tools(tmp_path, environment_factory=Room, train_dataset=rows)
+    trainer.train()
+    [prompt, _], *_ = said
+    assert [part["type"] for part in prompt[0]["content"]] == ["image", "text", "text"]
+
+
 def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:
     model, never = tiny_model("qwen2_5_vl"), [IDS[IMAGE], IDS[VIDEO]]
     with torch.no_grad():  # it would draw nothing else
@@ -312,6 +443,26 @@ def audio(tmp_path: Path) -> None:
     make("llava", tmp_path, train_dataset=Dataset.from_dict({"prompt": [sound] * 4}))
 
 
+def untyped(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"image": picture(0)}, {"text": "?"}]}]
+    make("llava", tmp_path, train_dataset=Dataset.from_list([{"prompt": parts}] * 4))
+
+
+def of_strings(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": ["?"]}]
+    make("llava", tmp_path, train_dataset=Dataset.from_list([{"prompt": parts}] * 4))
+
+
+def placeholder_in_text(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "<image>\n?"}]
+    rows = Dataset.from_dict({"prompt": [asked] * 4, "image": [picture(0)] * 4})
+    make("llava", tmp_path, train_dataset=rows).train()
+
+
+def placeholder_alone(tmp_path: Path) -> None:
+    make("llava", tmp_path, train_dataset=Dataset.from_dict({"prompt": ["<image>?"] * 4})).train()
+
+
 def batched(tmp_path: Path) -> None:
     make("llava", tmp_path, settings={"use_transformers_continuous_batching": True}).train()
 
@@ -332,6 +483,10 @@ WRONG = {
     unreadable: "images: expected images, paths or URLs of images, got one that cannot be read in",
     in_text: "prompt: expected messages in a row with images, got text in the row",
     audio: "train_dataset: expected prompts of text and images, got .* of type 'audio'",
+    untyped: "train_dataset: expected prompts of text and images, got .* of type None",
+    of_strings: "train_dataset: expected parts of messages as {'type': ...}, got '\\?'",
+    placeholder_in_text: "prompt: expected no <image> in a text .an image goes where a message has",
+    placeholder_alone: "prompt: expected no <image> in a text",
     batched: "use_transformers_continuous_batching: expected prompts of text, got images",
     by_function: "rollout_func: expected prompts of text, got images",
 }

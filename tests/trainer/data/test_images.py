@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from grpo_trainer.data import encode_prompts, images_of, model_inputs, with_images
+from grpo_trainer.data import data_url, encode_prompts, images_of, model_inputs, with_images
 from tests.trainer.vision import FAMILIES, IDS, IMAGE, picture, tiny_model, tiny_processor, user
 
 ASKED = [{"role": "user", "content": "?"}]
@@ -67,6 +67,19 @@ def test_where_images_of_a_column_go() -> None:
     prompt = with_images({"prompt": message(*places), "images": images})
     assert [part["type"] for part in prompt[0]["content"]] == ["text", "image", "image"]
     assert colours(prompt) == [(0, 0, 0), (255, 255, 255)]
+
+
+def test_keys_without_a_value_are_left_out() -> None:
+    parts = [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]
+    [found] = with_images({"prompt": message(*parts)})
+    assert found["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parts[0]["image"] is None  # the row is as it was
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "HSV", "F", "RGBA", "L", "1", "P"])
+def test_any_image_is_sent(mode: str) -> None:
+    kind, _, data = data_url(picture(0).convert("RGB").convert(mode)).partition(",")
+    assert kind == "data:image/png;base64" and base64.b64decode(data)
 
 
 def test_an_empty_column_beside_an_image() -> None:
