@@ -82,6 +82,12 @@ class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
             raise ValueError(
                 "ignore_bias_buffers: expected False, no model here needs it, got True"
             )
+        if not self.datasets and (self.streaming or self.test_split_size is not None):
+            name = "streaming" if self.streaming else "test_split_size"
+            raise ValueError(
+                f"{name}: expected it with datasets, got {getattr(self, name)} without; of "
+                "dataset_name there are dataset_streaming and eval_dataset_name"
+            )
         ModelConfig.__post_init__(self)
         DatasetMixtureConfig.__post_init__(self)
         if os.getcwd() not in sys.path:
@@ -202,6 +208,8 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
             )
     if named:
         args.model_init_kwargs = named | own
+    if str(args.resume_from_checkpoint).lower() == "false":  # a field of text, to transformers
+        args.resume_from_checkpoint = None
     return run, args
 
 
@@ -216,7 +224,7 @@ def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prom
     if run.datasets:
         if run.dataset_name is not None:
             logger.warning("dataset_name: %s is not read: datasets are", run.dataset_name)
-        loaded = get_dataset(run)
+        loaded = get_dataset(run, args.seed)
         train, evaluation = loaded["train"], loaded.get("test")
     elif run.dataset_name is not None:
         train = load_prompts(run.dataset_name, run.dataset_train_split, config, streaming=streaming)

@@ -53,6 +53,16 @@ class DatasetConfig:
     fraction: float | None = None
 
 
+# what a file may have in the fields of a dataset
+_TYPES: dict[str, Any] = {
+    "path": str,
+    "name": str | None,
+    "split": str,
+    "columns": list | None,
+    "fraction": int | float | None,
+}
+
+
 @dataclass
 class DatasetMixtureConfig:
     """Datasets that are trained on as one, in place of ``dataset_name``.
@@ -89,18 +99,25 @@ def _described(item: DatasetConfig | dict[str, Any]) -> DatasetConfig:
     if isinstance(item, DatasetConfig):
         return item
     try:
-        return DatasetConfig(**item)
+        described = DatasetConfig(**item)
     except TypeError as error:
         known = ", ".join(DatasetConfig.__dataclass_fields__)
         raise ValueError(
             f"datasets: expected a path, and beside it some of {known}; got {item!r}"
         ) from error
+    for name, kind in _TYPES.items():
+        value = getattr(described, name)
+        if not isinstance(value, kind):
+            shown = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"datasets: expected {shown} as {name}, got {value!r}")
+    return described
 
 
-def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
+def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 0) -> DatasetDict:
     """Load the datasets, one after the other, as ``train``, and with ``test_split_size`` ``test``.
 
-    With fractions each gives its first rows, as many as the largest mixture has in which no row
+    ``seed`` draws the rows of ``test``: the same ones on every process and in a resumed run. With
+    fractions each gives its first rows, as many as the largest mixture has in which no row
     comes twice.
 
     Raises:
@@ -121,7 +138,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
         return DatasetDict({"train": joined})
     if isinstance(joined, IterableDataset):
         raise ValueError(f"test_split_size: expected None with streaming, got {size}")
-    return joined.train_test_split(test_size=size if size < 1 else int(size))
+    return joined.train_test_split(test_size=size if size < 1 else int(size), seed=seed)
 
 
 def _load(item: DatasetConfig, streaming: bool) -> Prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
@@ -113,7 +114,7 @@ class TrlParser(HfArgumentParser):
         for kind in self.dataclass_types:
             hints |= get_type_hints(kind)
             mappings += getattr(kind, "_VALID_DICT_FIELDS", ())
-        mappings += [name for name, hint in hints.items() if "dict[" in str(hint)]
+        mappings += [name for name, hint in hints.items() if re.search(r"\bdict\b", str(hint))]
         file = read_run_file(Path(known.config), actions, hints, mappings)
         os.environ.update(file.environment)
         self.set_defaults(**file.values)

@@ -51,7 +51,7 @@ def read_run_file(
         ValueError: there is no such file, it is not YAML, has an argument more than once, or a
             value of the wrong kind. The message names the file.
     """
-    read = RunFile(path=str(path))
+    read, seen = RunFile(path=str(path)), set[str]()
     for name, node in _entries(path):
         if name == "env" and name not in actions:
             read.environment.update(_environment(path, node))
@@ -59,14 +59,15 @@ def read_run_file(
         if name not in actions:
             read.unknown[name] = _words(node)
             continue
-        if name in read.values or f"--{name}" in read.words:
+        if name in seen:
             raise ValueError(f"--config: {path} has {name} more than once")
+        seen.add(name)
         try:
             value = _value(node)
         except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
             raise ValueError(f"--config: {path}: {name} cannot be read: {error}") from error
         if isinstance(node, yaml.ScalarNode) and value is not None:
-            read.words.extend((f"--{name}", node.value))
+            read.words.append(f"--{name}={node.value}")  # one word: it may begin with a dash
         elif _has_words(node, actions[name]):
             read.words.extend((f"--{name}", *(item.value for item in node.value)))
         elif _is_allowed(value, actions[name], hints[name], name in mappings):

@@ -239,7 +239,7 @@ def test_fsdp1_is_refused():
         placement_of(SimpleNamespace(state=state))
 
 
-def test_shards_that_would_not_be_are_refused(make_args):
+def test_shards_that_would_not_be_are_refused(make_args, monkeypatch):
     """accelerate takes CPU processes for plain data parallelism, whatever it is asked."""
     found = SimpleNamespace(
         state=SimpleNamespace(), parallelism_config=None, distributed_type=DistributedType.MULTI_CPU
@@ -247,6 +247,9 @@ def test_shards_that_would_not_be_are_refused(make_args):
     message = "fsdp: expected processes that accelerate shards a model over"
     with pytest.raises(ValueError, match=message):
         check_placement(make_args(fsdp=True), found)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` says it
+    with pytest.raises(ValueError, match=message):
+        check_placement(make_args(), found)
 
 
 def test_other_parallelism_is_refused(make_args):

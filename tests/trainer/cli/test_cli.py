@@ -89,6 +89,23 @@ def test_a_mixture_of_datasets(model, dataset, capsys):
     assert "--dataset_name is required" in fails(capsys, words)
 
 
+def test_what_is_for_mixtures_alone(model, dataset, capsys):
+    rows = write(dataset, "rows.jsonl")
+    for name, value in (("test_split_size", 3), ("streaming", True)):
+        message = fails(capsys, arguments(model, rows, **{name: value}))
+        assert f"{name}: expected it with datasets" in message
+
+
+def test_values_that_look_like_something_else(model, dataset):
+    rows = write(dataset, "rows.jsonl")
+    Path("run.yaml").write_text(
+        "run_name: -foo\nreward_weights: -1e-3\nresume_from_checkpoint: false\n"
+    )
+    args = cli.parse(["--config", "run.yaml", *arguments(model, rows)])[1]
+    assert (args.run_name, args.reward_weights) == ("-foo", [-1e-3])
+    assert args.resume_from_checkpoint is None
+
+
 def test_a_dataset_that_is_read_while_training(model, dataset, capsys):
     rows = write(dataset, "rows.jsonl")
     trainer = cli.build_trainer(arguments(model, rows, dataset_streaming=True))

@@ -36,7 +36,9 @@ def test_one_after_the_other():
 
 def test_a_split_for_evaluation():
     for size, rows in ((3, 3), (0.25, 3)):
-        loaded = get_dataset(mixture(test_split_size=size))
+        loaded, again, other = (get_dataset(mixture(test_split_size=size), n) for n in (7, 7, 8))
+        drawn = list(loaded["test"]["prompt"])  # the same in a resumed run
+        assert drawn == list(again["test"]["prompt"]) != list(other["test"]["prompt"])
         assert (len(loaded["train"]), len(loaded["test"])) == (12 - rows, rows)
 
 
@@ -92,6 +94,10 @@ def test_what_cannot_be_mixed():
             [{"path": "a.jsonl", "name": "x", "data_files": "b.jsonl"}],
             "dataset 'a.jsonl': expected a file alone, got config 'x', data_files 'b.jsonl'",
         ),
+        ([{"path": None}], "datasets: expected str as path, got None"),
+        ([path | {"split": None}], "datasets: expected str as split, got None"),
+        ([path | {"columns": "prompt"}], "datasets: expected .*list.* as columns, got 'prompt'"),
+        ([path | {"fraction": "0.5"}], "datasets: expected .* as fraction, got '0.5'"),
         ([path, {"path": "other.jsonl"}], "datasets: expected columns of the same types"),
     ):
         Dataset.from_list([{"prompt": 1}]).to_json("other.jsonl")

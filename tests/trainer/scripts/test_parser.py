@@ -18,6 +18,7 @@ class Own:
     several: list[str] = field(default_factory=list)
     maybe: bool | None = None
     table: dict[str, int] | str | None = None
+    plain: dict | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +34,11 @@ def write(text: str) -> list[str]:
 
 def test_the_command_line_over_the_file_over_the_defaults():
     config = write(
-        "needed: 23\nname: beta\nseveral: [a, b]\ntable: {a: 1}\nenv: {A_VARIABLE: 1e-6}"
+        "needed: 23\nname: beta\nseveral: [a, b]\ntable: {a: 1}\nplain: {b: 2}\n"
+        "env: {A_VARIABLE: 1e-6}"
     )
     [own] = TrlParser(Own).parse_args_and_config([*config, "--name", "gamma", "--maybe"])
-    assert own == Own(23, "gamma", ["a", "b"], True, {"a": 1})
+    assert own == Own(23, "gamma", ["a", "b"], True, {"a": 1}, {"b": 2})
     assert os.environ["A_VARIABLE"] == "1e-6"
     [own] = TrlParser([Own]).parse_args_and_config(["--needed", "5"])
     assert own == Own(5)
