@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
 from vllm_helpers import make_config, make_model, worst_mismatch
@@ -61,3 +62,5 @@ def train(file: str, port: str, overlaps: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    dist.barrier()  # a process that leaves early may abort
+    dist.destroy_process_group()
