@@ -22,9 +22,9 @@ from benchmarks.tune.sweep import CHUNK, Entry, settings
 from benchmarks.work import WORKS
 from grpo_kernels.backends.configs.linear import LINEAR_KERNELS, default_config
 from grpo_kernels.backends.configs.rows import (
-    DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
     ROW_KERNELS,
+    default_chunk_rows,
     vocabulary_class,
 )
 
@@ -230,8 +230,8 @@ def test_the_first_candidate_is_the_default() -> None:
     rows = pytest.importorskip("benchmarks.tune.rows")
     assert rows.row_configs()[0] == DEFAULT_ROW_CONFIG
     assert len(set(rows.row_configs())) == len(rows.row_configs()) > 10
-    counts = chunks.chunk_rows(torch.float32, 151936, torch.device("cpu"))
-    assert counts[0] == DEFAULT_CHUNK_ROWS
+    counts = chunks.chunk_rows(torch.float32, 151936)
+    assert counts[0] == default_chunk_rows(torch.float32, 151936)
     assert len(set(counts)) == len(counts) >= 5
     linear = pytest.importorskip("benchmarks.tune.linear")
     for device in ("sm_80", "sm_90", "sm_120", "gfx942", "sm_75"):
@@ -303,5 +303,5 @@ def test_chunks_of_any_size_give_the_same_loss(
 
 def test_a_tile_never_fills_the_device() -> None:
     rows = pytest.importorskip("benchmarks.tune.rows")
-    assert rows.tile_rows(torch.float32, 262144, 140 << 30) == DEFAULT_CHUNK_ROWS
+    assert rows.tile_rows(torch.float32, 262144, 140 << 30) == 4096
     assert rows.tile_rows(torch.float32, 262144, 8 << 30) * 262144 * 4 * 3 <= 4 << 30

@@ -17,15 +17,15 @@ _ROWS = (1024, 2048, 4096, 8192, 16384)
 _TOLERANCE = 1e-2  # of 16-bit gradients whose sums differ in order
 
 
-def chunk_rows(dtype: torch.dtype, columns: int, device: torch.device) -> list[int]:
+def chunk_rows(dtype: torch.dtype, columns: int) -> list[int]:
     """Return the numbers of rows to try, the default first."""
-    return list(dict.fromkeys([default_chunk_rows(dtype, columns, device), *_ROWS]))
+    return list(dict.fromkeys([default_chunk_rows(dtype, columns), *_ROWS]))
 
 
 def candidates(problem: Problem, precision: str) -> list[Candidate]:
     """Return the candidates for one head. ``precision`` decides the dtype of the logits."""
     dtype, columns = logits_dtype(problem.hidden.dtype, precision), len(problem.weight)
-    counts = chunk_rows(dtype, columns, problem.weight.device)
+    counts = chunk_rows(dtype, columns)
     row_bytes = columns * dtype.itemsize
 
     def run(rows: int) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from benchmarks.tune.contest import Candidate, difference
 from grpo_kernels import LossConfig, TokenBatch
 from grpo_kernels.backends import StatsGradients, Tile
 from grpo_kernels.backends.configs.rows import (
-    DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
     RowConfig,
     device_class,
@@ -28,6 +27,7 @@ from grpo_kernels.schedule.loss_stage import RowKernelStage
 _WARPS, _DEPTHS = (2, 4, 8, 16), (1, 2, 4, 8)
 # of the two; beyond it the registers of a multiprocessor no longer hold the tile
 _LARGEST_TILE = 64
+_MOST_ROWS = 4096  # of a tile
 _FP32_TOLERANCE = 1e-5  # sums differ in order
 
 Run = Callable[[RowConfig], dict[str, Tensor]]
@@ -43,7 +43,7 @@ def row_configs() -> list[RowConfig]:
 def tile_rows(dtype: torch.dtype, columns: int, free: int) -> int:
     """Return how many rows a tile may have if its copies take half of ``free`` bytes at most."""
     copies = 4  # the tile, where it is restored from, and two gradients
-    return max(1, min(DEFAULT_CHUNK_ROWS, free // (2 * copies * columns * dtype.itemsize)))
+    return max(1, min(_MOST_ROWS, free // (2 * copies * columns * dtype.itemsize)))
 
 
 def candidates(

@@ -33,6 +33,7 @@ from grpo_kernels.schedule.main_grad import MainGradBuffer
 # fp32 the sum is cheap beside the GEMMs. Below it two passes are faster: on a CPU with as many rows
 # as were measured, 512; that of a GPU follows from the data sheets.
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
+_BLOCK_ROWS = 256  # of tiles for one pass
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
@@ -228,7 +229,8 @@ def make_plan(
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
     if main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
-    chunks, why_two = _chunks(active.batch, config, route)
+    summing = _summing(route, head, needs)
+    chunks, why_two = _chunks(active.batch, config, summing)
     schedule = options.schedule
     if schedule == "one_pass" and why_two is not None:
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
@@ -236,6 +238,8 @@ def make_plan(
         size = (active.batch.num_tokens, len(chunks))
         costly = needs.weight and adding_costs_more(head.weight.device.type, dtype, *size)
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
+    if schedule == "one_pass":
+        route = summing
     whole = options.bounded is None and head.shard is None
     return Plan(
         head=head,
@@ -258,6 +262,33 @@ def _why_exact(batch: TokenBatch, config: LossConfig) -> str | None:
     if config.entropy_coef != 0:
         return OF_ENTROPY
     return OF_MASK if batch.sampling_mask is not None else None
+
+
+def _summing(route: Route, head: Head, needs: Needs) -> Route:
+    """Return the route of one pass, whose tile is larger by default where dweight is summed."""
+    options = route.options
+    if not needs.weight or options.max_workspace_bytes is not None or options.batch_invariant:
+        return route
+    depth, device = head.weight.shape[1], route.device.type
+    rows = summing_rows(device, route.tile_rows, depth, route.dtype, route.logits)
+    return replace(route, tile_rows=rows)
+
+
+def summing_rows(
+    device: str, rows: int, depth: int, dtype: torch.dtype, logits: torch.dtype
+) -> int:
+    """Return the rows of a tile for one pass with dweight, where one without has ``rows``.
+
+    The tile may take what the rounding of the sum takes later, V * D elements of the inputs' dtype:
+    fewer chunks then add to the sum, and the peak of the memory is hardly higher. On a GPU it has
+    as many rows as hide the adding behind its GEMM; a CPU has one chunk, or two passes.
+    """
+    if dtype.itemsize > 2:  # nothing is rounded, and adding is cheap beside the GEMMs
+        return rows
+    more = rows + depth * dtype.itemsize // logits.itemsize
+    if device != "cpu":
+        more = max(more, _FEWEST_CHUNK_ROWS["cuda"])
+    return max(rows, more // _BLOCK_ROWS * _BLOCK_ROWS)
 
 
 def adding_costs_more(device: str, dtype: torch.dtype, tokens: int, num_chunks: int) -> bool:

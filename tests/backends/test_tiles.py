@@ -25,7 +25,6 @@ from grpo_kernels.backends.configs.linear import (
     width_class,
 )
 from grpo_kernels.backends.configs.rows import (
-    DEFAULT_CHUNK_ROWS,
     DEFAULT_ROW_CONFIG,
     RowConfig,
     device_class,
@@ -76,11 +75,10 @@ def test_a_tuned_entry_is_used_for_its_kind_only(hopper: None) -> None:
 
 def test_rows_of_a_chunk(hopper: None) -> None:
     assert chunk_rows(151936, BF16, "fp32", GPU, None) == 2048
-    # others follow the memory: a sixteenth of it, in blocks of a GEMM
-    assert chunk_rows(151936, BF16, "input", GPU, None) == 16384
-    assert chunk_rows(256000, BF16, "fp32", GPU, None) == 5120
-    assert chunk_rows(256000, BF16, "fp32", GPU, None, memory=24 << 30) == 1536
-    assert chunk_rows(256000, BF16, "fp32", GPU, None, memory=2 << 30) == 256
+    # others take 256 MiB, in blocks of a GEMM
+    assert chunk_rows(151936, BF16, "input", GPU, None) == 768
+    assert chunk_rows(32000, BF16, "fp32", GPU, None) == 2048
+    assert chunk_rows(1 << 20, BF16, "fp32", GPU, None) == 256
 
 
 def test_tiles_of_a_gpu_have_few_sizes_and_aligned_rows() -> None:
@@ -105,7 +103,7 @@ def test_tiles_of_a_gpu_have_few_sizes_and_aligned_rows() -> None:
 def test_a_gpu_can_be_asked_about_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_class(GPU) == "cuda"
-    assert chunk_rows(151936, BF16, "fp32", GPU, None) == DEFAULT_CHUNK_ROWS
+    assert chunk_rows(151936, BF16, "fp32", GPU, None) == 256
 
 
 def test_amd_devices_go_by_their_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ from grpo_kernels.engine import (
     rows_forward,
     sweep,
 )
-from grpo_kernels.head import Head, Transform
+from grpo_kernels.head import Head, Transform, logits_dtype
+from grpo_kernels.schedule import summing_rows
 from grpo_kernels.tools.estimate import (
     HeadShape,
     default_schedule,
@@ -108,6 +109,14 @@ class OnAGpu(Backend):
     name, has_tiles, kernels = "a GPU's", True, EmptyRows()
 
 
+def one_tile(name: str, head: HeadShape, precision: str) -> int:
+    """Return the rows of a tile of a schedule on a GPU."""
+    rows = chunk_rows(V, head.dtype, precision, CUDA, None)
+    if name == "two_pass" or head.frozen:
+        return rows
+    return summing_rows("cuda", rows, D, head.dtype, logits_dtype(head.dtype, precision))
+
+
 def allocated(
     monkeypatch, name: str, head: HeadShape, tokens: int, precision: str, kept: int | None
 ) -> int:
@@ -129,7 +138,7 @@ def allocated(
         dtype=head.dtype,
         device=hidden.device,
         columns=V,
-        tile_rows=chunk_rows(V, head.dtype, precision, CUDA, None),
+        tile_rows=one_tile(name, head, precision),
         linear_stats=None,
     )
     needs = Needs(hidden=True, weight=not head.frozen)
@@ -184,7 +193,7 @@ def test_gpu_formula_is_what_the_schedule_allocates(
         weight_dtype=torch.float32 if mixed else None,
         frozen=frozen,
     )
-    tokens = int(chunks * chunk_rows(V, dtype, precision, CUDA, None))
+    tokens = int(chunks * one_tile(name, head, precision))
     counted = allocated(monkeypatch, name, head, tokens, precision, kept)
     # vectors of one value per token are left out
     estimate = estimate_memory(name, head, tokens, precision=precision, activation_bytes=kept)
@@ -329,6 +338,34 @@ def test_workspace_bounds_the_tile():
     assert small.extra == 20096 * 10  # a row ends at a multiple of 128 bytes
     with pytest.raises(ValueError, match="max_workspace_bytes: expected at least 20000"):
         estimate_memory("one_pass", head, 10, max_workspace_bytes=100)
+
+
+# hidden size and vocabulary of Qwen 2.5 0.5B, Qwen 3 1.7B and 8B, Llama 3.2 1B and 8B, Gemma 3 4B
+HEADS = [(896, 151936), (2048, 151936), (4096, 151936), (2048, 128256), (4096, 128256)]
+HEADS += [(2560, 262144)]
+
+
+@pytest.mark.parametrize("hidden,vocabulary", HEADS)
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_the_default_takes_less_memory_than_a_chunked_head(device, hidden, vocabulary):
+    for dtype, frozen in product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
+        head = HeadShape(hidden=hidden, vocabulary=vocabulary, dtype=dtype, frozen=frozen)
+        for tokens in (4096, 5000, 8192, 16384, 1 << 20):
+            ours = growth(
+                default_schedule(head, tokens, device=device), head, tokens, device=device
+            )
+            assert ours < growth("trl", head, tokens, device=device)
+
+
+def test_the_tile_of_one_pass_is_what_a_plan_takes():
+    hidden = torch.zeros(1, 1000, 1024, dtype=torch.bfloat16, requires_grad=True)
+    batch = TokenBatch.from_padded(torch.zeros(1, 1000, dtype=torch.int64), torch.ones(1))
+    for trained, rows, schedule in ((True, 1000, "one_pass"), (False, 512, "one_pass")):
+        weight = torch.zeros(65536, 1024, dtype=torch.bfloat16, requires_grad=trained)
+        plan = explain(hidden, weight, batch, LossConfig(loss_type="dapo"))
+        assert (plan.tile_rows, plan.schedule) == (rows, schedule)
+        plan = explain(hidden, weight, batch, LossConfig(), max_workspace_bytes=640 * 65536 * 4)
+        assert plan.tile_rows <= 640
 
 
 def test_the_default_is_what_a_plan_takes():

@@ -14,10 +14,9 @@ import torch
 from grpo_kernels.backends.configs.tuned import CHUNK_ROWS, ROW_CONFIGS
 
 ROW_KERNELS = ("stats", "dlogits", "loss")
-# Fewer than about 2048 rows leave the matrix units idle; more cost memory, and save additions to a
-# sum of weight gradients in fp32. A guess, as is the share of the memory.
-DEFAULT_CHUNK_ROWS = 4096  # where there is no device to ask for its memory
-_MEMORY_SHARE = 1 / 16
+# Of a logits tile. By the roofline of an H200 a 16-bit GEMM of some 190 rows takes as long as
+# reading the weight for it; more rows gain nothing. `schedule/plan.py` has the larger tiles.
+_TILE_BYTES = 256 << 20
 _FEWEST_ROWS, _MOST_ROWS = 256, 16384
 _UP_TO = {"small": 65_536, "medium": 196_608}  # columns; beyond: "large"
 
@@ -61,27 +60,16 @@ def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.devi
     return (DEFAULT_ROW_CONFIG if tuned is None else RowConfig(*tuned)).on(key[0])
 
 
-def gpu_chunk_rows(
-    dtype: torch.dtype,
-    columns: int,
-    device: torch.device,
-    memory: int | None = None,  # bytes of the device; None: ask it
-) -> int:
+def gpu_chunk_rows(dtype: torch.dtype, columns: int, device: torch.device) -> int:
     """Return the rows of a logits tile of ``dtype`` with ``columns`` columns."""
     key = (device_class(device), bits(dtype), vocabulary_class(columns))
     tuned = CHUNK_ROWS.get(key)
-    return default_chunk_rows(dtype, columns, device, memory) if tuned is None else tuned
+    return default_chunk_rows(dtype, columns) if tuned is None else tuned
 
 
-def default_chunk_rows(
-    dtype: torch.dtype, columns: int, device: torch.device, memory: int | None = None
-) -> int:
-    """Return the same where nothing was tuned: what a share of the memory holds."""
-    if memory is None:
-        if not torch.cuda.is_available():
-            return DEFAULT_CHUNK_ROWS
-        memory = torch.cuda.get_device_properties(device).total_memory
-    rows = int(memory * _MEMORY_SHARE) // (max(1, columns) * dtype.itemsize)
+def default_chunk_rows(dtype: torch.dtype, columns: int) -> int:
+    """Return the same where nothing was tuned."""
+    rows = _TILE_BYTES // (max(1, columns) * dtype.itemsize)
     return max(_FEWEST_ROWS, min(rows, _MOST_ROWS) // _FEWEST_ROWS * _FEWEST_ROWS)
 
 

@@ -19,6 +19,7 @@ from grpo_kernels.engine import (
     tile_height,
 )
 from grpo_kernels.head import logits_dtype, row_pitch
+from grpo_kernels.schedule import summing_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDE = 4  # bytes of an element in fp32
@@ -86,10 +87,10 @@ class Call:
     device: str  # "cpu" | "cuda"
     precision: str = "fp32"  # of ours
     max_workspace_bytes: int | None = None  # of ours
-    memory: int | None = None  # bytes of the GPU; None: the present one's
     activation_bytes: int | None = None  # of ours
     bounded: Bounded | None = None  # of ours
     sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
+    sums_dweight: bool = False  # over chunks; of ours
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -109,8 +110,11 @@ class Call:
     @property
     def fit(self) -> int:
         """Rows that fit into a logits tile of ours."""
-        shape = (self.head.vocabulary, self.head.dtype, self.precision)
-        return chunk_rows(*shape, self.where, self.max_workspace_bytes, self.memory)
+        head, size = self.head, self.max_workspace_bytes
+        rows = chunk_rows(head.vocabulary, head.dtype, self.precision, self.where, size)
+        if size is not None or not self.sums_dweight:
+            return rows
+        return summing_rows(self.device, rows, head.hidden, head.dtype, self.logits)
 
     @property
     def where(self) -> torch.device:

@@ -49,7 +49,6 @@ _REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
 # TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
 _MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
 _SOME_THREAD = (0.05, 0.05)  # a guess
-_SMALL_WORKSPACE = {"cpu": 32 << 20, "cuda": 256 << 20}
 # names in messages -> options
 _OPTIONS = {
     "model": "--model",
@@ -90,7 +89,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     device.add_argument("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
     device.add_argument("--reserved", type=byte_size, default=0, help="for all else in training")
     device.add_argument(
-        "--max-workspace", type=byte_size, help="of the last line [256MiB; cpu: 32MiB]"
+        "--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB"
     )
     device.add_argument("--gpu", help=f"for the time [the present device]: {_NAMES}")
     device.add_argument("--tflops", type=positive, help="for the time: reached by GEMMs")
@@ -148,7 +147,6 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         options = {
             "device": device,
             "max_workspace_bytes": workspace,
-            "memory": memory,
             "activation_bytes": arguments.activation_bytes,
             "bounded": bounded,
             "sums_dhidden": shares,
@@ -182,9 +180,10 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
             "largest_micro_batch_tokens": largest,
         }
 
-    small = arguments.max_workspace or _SMALL_WORKSPACE[device]
+    tile = arguments.max_workspace
     ours = {name: f"ours, {name}" for name in ("one_pass", "two_pass")}
-    ours[default_schedule(head, tokens, device=device, memory=memory)] += " (the default)"
+    default = default_schedule(head, tokens, device=device)
+    ours[default] += " (the default)"
     return {
         "model": _name(arguments.model),
         "head": {
@@ -198,12 +197,17 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "reserved_bytes": arguments.reserved,
         "activation_bytes": arguments.activation_bytes,
         "slots": arguments.bounded,
+        "default": default,
         "tflops": tflops,
         "tflops_source": source,
         "implementations": [
             *([] if shares else [line(title, name) for name, title in _OTHERS.items()]),
             *(line(title, name) for name, title in ours.items()),
-            line(f"ours, one_pass, tile of {in_units(small)}", "one_pass", small),
+            *(
+                [line(f"ours, one_pass, tile of {in_units(tile)}", "one_pass", tile)]
+                if tile
+                else []
+            ),
             *(
                 line(f"ours, {name}, {title}", name, bounded=bounded)
                 for title, bounded in _bounded(arguments.bounded, head).items()

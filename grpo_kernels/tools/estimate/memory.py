@@ -10,7 +10,7 @@ import torch
 from grpo_kernels.engine import Bounded, Keeping
 from grpo_kernels.schedule import adding_costs_more
 from grpo_kernels.tools.estimate.call import WIDE, Call, HeadShape
-from grpo_kernels.tools.estimate.ours import one_pass, two_pass
+from grpo_kernels.tools.estimate.ours import one_pass, one_pass_call, two_pass
 
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
@@ -86,7 +86,6 @@ def estimate_memory(
     device: str = "cuda",
     precision: str = "fp32",
     max_workspace_bytes: int | None = None,
-    memory: int | None = None,
     activation_bytes: int | None = None,
     bounded: Bounded | None = None,
     sums_dhidden: bool = False,
@@ -102,7 +101,6 @@ def estimate_memory(
         device: "cpu" (resident memory) or "cuda" (the caching allocator's).
         precision: as in ``linear_policy_loss``; of ours only.
         max_workspace_bytes: likewise.
-        memory: bytes of the GPU, which the default tile follows; None: of the present one.
         activation_bytes: as in ``linear_policy_loss``; of two passes.
         bounded: the bounded ``backward``; of ours only.
         sums_dhidden: whether the head is a part of a vocabulary, and the gradients of the hidden
@@ -119,7 +117,6 @@ def estimate_memory(
         device=device,
         precision=precision,
         max_workspace_bytes=max_workspace_bytes,
-        memory=memory,
         activation_bytes=activation_bytes,
         bounded=bounded,
         sums_dhidden=sums_dhidden,
@@ -143,10 +140,9 @@ def default_schedule(
     *,
     device: str = "cuda",
     precision: str = "fp32",
-    memory: int | None = None,
 ) -> str:
     """Return what ``schedule="auto"`` takes for a loss of token scope."""
-    call = Call(head=head, tokens=tokens, device=device, precision=precision, memory=memory)
+    call = one_pass_call(Call(head=head, tokens=tokens, device=device, precision=precision))
     num_chunks = -(-tokens // call.height)
     costly = not head.frozen and adding_costs_more(device, head.dtype, tokens, num_chunks)
     return "two_pass" if costly else "one_pass"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from grpo_kernels.backends import BACKENDS
@@ -9,8 +11,14 @@ from grpo_kernels.engine import row_block, tile_shape
 from grpo_kernels.tools.estimate.call import WIDE, Call
 
 
+def one_pass_call(call: Call) -> Call:
+    """Return the call with the tile of one pass."""
+    return replace(call, sums_dweight=not call.head.frozen)
+
+
 def one_pass(call: Call) -> int:
     """Estimate gradients in the forward, chunk by chunk, which the backward scales."""
+    call = one_pass_call(call)
     # the weight's gradient is one GEMM where the logits are one tile, or entries
     single = call.tokens <= call.fit or call.sparse_weight
     gradients = call.dhidden + call.dweight(single)

@@ -51,6 +51,7 @@ def _notes(facts: dict[str, Any]) -> dict[str, str]:
         "peak": "all of it, without the CUDA context and the libraries' workspaces",
         "time": f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}",
     }
+    notes["which"] = _which(facts)
     if facts["slots"] is not None:
         sparse = "beside the GEMM it takes sparse products, and rows that need more entries"
         notes["bounded"] = sparse
@@ -59,3 +60,19 @@ def _notes(facts: dict[str, Any]) -> dict[str, str]:
         sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
         notes["sent"] = "by a rank in a call: " + f"\n{'':<11}and ".join(sent)
     return notes
+
+
+def _which(facts: dict[str, Any]) -> str:
+    """Say when to take the schedule that is not the default."""
+    default, others = facts["default"], ("one_pass", "two_pass")
+    other = others[default == others[0]]
+    lines = {line["implementation"]: line for line in reversed(facts["implementations"])}
+    size = lines[other]["total_bytes"] - lines[default]["total_bytes"]
+    gemms = lines[other]["gemms"] - lines[default]["gemms"]
+    memory = f"{in_units(abs(size))} {'more' if size > 0 else 'less'}"
+    if gemms < 0:  # and yet it is not the default
+        return f"schedule={other!r} takes {memory}, and longer: it adds to an fp32 sum by chunk"
+    work = ("no", "one", "two")[gemms] + " GEMM more"
+    if size >= 0:
+        return f"the default: schedule={other!r} takes {memory} and {work}"
+    return f"the default for speed; schedule={other!r} takes {memory}, for {work}"
