@@ -292,7 +292,8 @@ def test_an_fp32_weight_under_autocast(way: str, exact_weight: bool) -> None:
         found.append(torch.autograd.grad(total, y.weight)[0])
     wide, rounded = found
     assert wide.dtype == torch.float32 and rounded.dtype == torch.bfloat16
-    assert torch.equal(wide.bfloat16(), rounded)
+    one_step = dict(rtol=2**-7, atol=0.0)  # another order of sums may round to the next number
+    torch.testing.assert_close(wide.bfloat16(), rounded, **one_step)
     assert not torch.equal(wide.bfloat16().float(), wide)
 
 
