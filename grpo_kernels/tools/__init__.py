@@ -1,11 +1,10 @@
 """`grpo-kernels plan | check | doctor | info`, and what others share. No kernel knows it."""
 
 from grpo_kernels.tools.machine import cpu_name, device_memory, installed_version
-from grpo_kernels.tools.text import OneLineParser, closest, count
+from grpo_kernels.tools.text import OneLineParser, count
 
 __all__ = [
     "OneLineParser",
-    "closest",
     "count",
     "cpu_name",
     "device_memory",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 _MOST = 2**31 - 1  # of a count: far above what there is, and small enough to compute with
@@ -70,12 +69,6 @@ def in_units(size: int) -> str:
         if size >= 1 << exponent:
             return f"{size / (1 << exponent):.4g} {unit}"
     return f"{size} B"
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return a remark on the known name that is most like ``name``; empty if none is."""
-    found = difflib.get_close_matches(name, known, n=1)
-    return f" (is it {found[0]}?)" if found else ""
 
 
 class BadArgumentError(ValueError):

@@ -92,9 +92,14 @@ def _written(name: str, values: list[str], flags: dict[str, Action]) -> list[str
     return [f"--{name}", *values]
 
 
+def own_configs() -> list[str]:
+    """Return the names of our files for ``accelerate launch``."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
 def _file(name: str = "") -> str:
     own = _FOLDER / f"{name}.yaml"
     if not Path(name).is_file() and not own.is_file():
-        known = ", ".join(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+        known = ", ".join(own_configs())
         raise ValueError(f"{_NAME}: expected a file, or one of {known}; got {name!r}")
     return name if Path(name).is_file() else str(own)

@@ -9,15 +9,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
+from grpo_trainer.cli.errors import fail
 from grpo_trainer.cli.launch import LaunchParser
-from grpo_trainer.common import printable
 from grpo_trainer.config import GRPOConfig, load_function, load_module, options
 from grpo_trainer.data import Prompts, load_prompts, looks_local
 from grpo_trainer.monitor.report import main as report
@@ -39,7 +39,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
 
 @dataclass
 class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
-    """What is trained, on what, by which rewards.
+    """Rewards, tools and modules of a run, beside its model and its dataset.
 
     Construction imports ``import_modules``, so it comes before that of GRPOConfig, which knows only
     the losses that are registered by then.
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if argv and argv[0] == "report":
             report(argv[1:])
             return None
-        _parser().start_if_asked(argv)
+        run_parser().start_if_asked(argv)
         trainer = build_trainer(argv)
     except (ValueError, ImportError, OSError, ServerError) as error:
         fail(str(error))
@@ -196,7 +196,7 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
     Raises:
         ValueError: the file is wrong, an argument is unknown, or a value is out of range.
     """
-    parser = _parser()
+    parser = run_parser()
     run, args = parser.parse_args_and_config(argv)
     parser.check_started()
     named, own = loading_options(run), options("model_init_kwargs", args.model_init_kwargs)
@@ -213,7 +213,8 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
     return run, args
 
 
-def _parser() -> LaunchParser:
+def run_parser() -> LaunchParser:
+    """Return what reads the arguments of a run."""
     return LaunchParser((RunArguments, GRPOConfig), prog="grpo-train")
 
 
@@ -240,12 +241,6 @@ def _check_resumed(args: GRPOConfig) -> None:
     """Raise ValueError if there is no checkpoint to resume from, before anything is loaded."""
     asked = args.resume_from_checkpoint
     find_checkpoint(Path(str(args.output_dir)), str(asked).lower() == "true" or asked)
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line to stderr, and exit with code 2."""
-    print(f"grpo-train: error: {printable(' '.join(message.split()))}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:

@@ -31,10 +31,11 @@ from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 class GRPOConfig(
     LossFields, BackwardFields, RolloutFields, ToolFields, OldNames, TrainingArguments
 ):
-    """Arguments of :class:`~grpo_trainer.GRPOTrainer`.
+    """How to train.
 
-    Beside the fields below it has those of ``transformers.TrainingArguments`` and those of
-    :class:`grpo_kernels.LossConfig`. Batch sizes count completions, not prompts.
+    The arguments of :class:`~grpo_trainer.GRPOTrainer`. Beside the fields below it has those of
+    ``transformers.TrainingArguments`` and those of :class:`grpo_kernels.LossConfig`. Batch sizes
+    count completions, not prompts.
 
     Raises:
         ValueError: values are out of range or do not fit together.

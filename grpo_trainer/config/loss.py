@@ -64,12 +64,16 @@ def _mirrored() -> list[tuple[str, type, Any]]:
     ]
 
 
-_Mirrored = make_dataclass("_Mirrored", _mirrored())
+_Mirrored = make_dataclass(
+    "_Mirrored",
+    _mirrored(),
+    namespace={"__doc__": "The loss, as LossConfig has it.", "__module__": __name__},
+)
 
 
 @dataclass
 class LossFields(_Mirrored):  # type: ignore[valid-type, misc]
-    """The loss, configured in one place; the settings of a loss of one's own are in loss_kwargs."""
+    """A loss of one's own."""
 
     loss_kwargs: dict[str, Any] | str | None = setting(
         None, "Settings of the loss that have no option here, as of a registered one."

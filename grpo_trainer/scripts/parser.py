@@ -13,27 +13,8 @@ from typing import Any, NoReturn, get_type_hints
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from grpo_kernels.tools import closest
-from grpo_trainer.common import printable
+from grpo_trainer.common import hint, no_such_option, printable
 from grpo_trainer.scripts.run_file import RunFile, read_run_file
-
-# what other versions and tools call an argument, where its name is not alike
-_ALSO_CALLED = {
-    "attn_impl": "attn_implementation",
-    "config_name": "dataset_config",
-    "dataset": "dataset_name",
-    "dataset_split": "dataset_train_split",
-    "evaluation_strategy": "eval_strategy",
-    "model": "model_name_or_path",
-    "model_name": "model_name_or_path",
-    "no_cuda": "use_cpu",
-    "revision": "model_revision",
-    "reward_model": "reward_model_name_or_path",
-    "reward_model_path": "reward_model_name_or_path",
-    "split": "dataset_train_split",
-    "torch_dtype": "dtype",
-    "vllm_dtype": "vllm_engine_kwargs",
-}
 
 
 class TrlParser(HfArgumentParser):
@@ -137,22 +118,15 @@ class TrlParser(HfArgumentParser):
         known = [action.dest for action in self._actions]
         for name in file.unknown:
             raise ValueError(
-                f"--config: {file.path} has an unknown argument: {name}{_hint(name, known)}"
+                f"--config: {file.path} has an unknown argument: {name}{hint(name, known)}"
             )
         for word in rest[:1]:
             if not word.startswith("--"):
                 raise ValueError(f"expected --name value, got {word!r}")
-            option = word.partition("=")[0]
-            name = option.removeprefix("--").replace("-", "_")
-            raise ValueError(f"{option}: there is no such argument{_hint(name, known)}")
+            raise ValueError(no_such_option(word, known))
 
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr, and exit with code 2."""
         line = " ".join(f"{self._source}{message}".split())
         print(f"{self.prog}: error: {printable(line)}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    other = _ALSO_CALLED.get(name)
-    return f" (is it {other}?)" if other in known else closest(name, known)

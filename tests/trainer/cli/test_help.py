@@ -1,0 +1,76 @@
+"""The help as a file: it is what the parser takes, and nothing is imported for it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from grpo_trainer.cli import help as helping
+from grpo_trainer.cli import main
+from grpo_trainer.cli.help_file import help_text
+from grpo_trainer.cli.train import run_parser
+from grpo_trainer.config import GRPOConfig
+
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy")
+
+
+def test_the_file_is_what_the_parser_takes():
+    written = helping.HELP.read_text()
+    assert written == help_text(), "python -m grpo_trainer.cli.help_file writes it"
+    shown = re.findall(r"^  --(\w+)", written, re.M)
+    taken = {action.dest for action in run_parser()._actions}
+    assert sorted(shown) == sorted({*taken, "accelerate_config", "version"})
+
+
+def test_commands_and_sections_are_named():
+    text = helping.HELP.read_text()
+    assert "grpo-train serve " in text and "grpo-train report " in text
+    assert len(re.findall(r"^\w.*:$", text, re.M)) > 10
+    assert max(len(line) for line in text.splitlines()) <= 88
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (["--help"], 0, "usage: grpo-train"),
+        (["--config", "run.yaml", "-h"], 0, "usage: grpo-train"),
+        (["--epsilon_hgih", "1"], 2, "--epsilon_hgih: there is no such argument (is it epsilon_h"),
+        (["--loss-tpye=dapo"], 2, "--loss-tpye: there is no such argument (is it loss_type?)"),
+        (["--beta", "0", "--model", "m"], 2, "(is it model_name_or_path?)"),
+    ],
+)
+def test_answers_import_nothing_heavy(words, code, said):
+    script = (
+        f"import sys; sys.modules |= dict.fromkeys({HEAVY!r})\n"
+        f"from grpo_trainer.cli import main; main({words!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert re.fullmatch(r"grpo-train \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_options_of_other_packages_are_none_that_are_misspelled(tmp_path, monkeypatch):
+    """Also those of versions that the file does not know."""
+    monkeypatch.setattr(helping, "HELP", tmp_path / "help.txt")
+    helping.HELP.write_text("")
+    launcher = [flag for flag in launch_command_parser()._option_string_actions if "_" in flag]
+    assert launcher
+    of_transformers = [f"--{name}" for name in GRPOConfig.__mro__[-2].__dataclass_fields__]
+    helping.answer([*launcher, *of_transformers, "--no_dataloader_pin_memory=false"])
+    with pytest.raises(ValueError, match="--learning_rates: there is no such argument"):
+        helping.answer(["--learning_rates", "1"])
+
+
+def test_a_value_is_no_option():
+    helping.answer(["--generation_kwargs", "--not an option", "--run_name", "-1"])
