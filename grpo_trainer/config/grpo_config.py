@@ -23,13 +23,13 @@ from grpo_trainer.config.inherited import check_accelerator, check_inherited, le
 from grpo_trainer.config.loss import LossFields, check_level, loss_config
 from grpo_trainer.config.old_names import OldNames, adopt_old_names
 from grpo_trainer.config.rollout import RolloutFields, check_rollout
-from grpo_trainer.config.setting import setting
+from grpo_trainer.config.setting import NamedFields, setting
 from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 
 
 @dataclass
 class GRPOConfig(
-    LossFields, BackwardFields, RolloutFields, ToolFields, OldNames, TrainingArguments
+    LossFields, BackwardFields, RolloutFields, ToolFields, OldNames, NamedFields, TrainingArguments
 ):
     """How to train.
 

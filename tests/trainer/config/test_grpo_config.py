@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -271,3 +272,20 @@ def test_values_of_trl():
     }
     different = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
     assert different - on_purpose == set()
+
+
+def test_a_name_that_is_misspelled_in_python(tmp_path):
+    said = r"GRPOConfig.__init__\(\) got an unexpected keyword argument 'epsilon_hgih' \(is it epsi"
+    with pytest.raises(TypeError, match=said):
+        GRPOConfig(output_dir=str(tmp_path), epsilon_hgih=0.3)
+    assert "learning_rate" in inspect.signature(GRPOConfig).parameters
+
+
+def test_a_subclass_has_arguments_of_its_own(tmp_path):
+    class Own(GRPOConfig):
+        def __init__(self, folder: str) -> None:
+            super().__init__(output_dir=folder, use_cpu=True)
+
+    assert Own(folder=str(tmp_path)).output_dir == str(tmp_path)
+    with pytest.raises(TypeError, match=r"'foldr' \(is it folder\?\)"):
+        Own(foldr=str(tmp_path))
