@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_trainer.common import hint
+
 
 def load_module(name: str, argument: str) -> ModuleType:
     """Import the module ``name``.
@@ -37,7 +39,8 @@ def load_function(path: str, argument: str) -> Callable[..., Any]:
         raise ValueError(f"{argument}: expected package.module.function, got {path!r}")
     module = load_module(module_name, argument)
     if not hasattr(module, attribute):
-        raise ValueError(f"{argument}: module {module_name!r} has no {attribute!r}")
+        meant = hint(attribute, list(vars(module)))
+        raise ValueError(f"{argument}: module {module_name!r} has no {attribute!r}{meant}")
     function = getattr(module, attribute)
     if not callable(function):
         raise ValueError(

@@ -167,5 +167,8 @@ def _check_prompts(name: str, dataset: Prompts, may_lack_prompts: bool) -> None:
         )
     columns = _columns(dataset)
     if "prompt" not in columns and not may_lack_prompts:
-        raise ValueError(f"{name}: expected a `prompt` column, got columns {', '.join(columns)}")
+        raise ValueError(
+            f"{name}: expected a `prompt` column, got columns {', '.join(columns)}; rename the one "
+            "that has the prompts, in the file or by dataset.rename_column(NAME, 'prompt')"
+        )
     check_parts(name, islice(dataset, 1))

@@ -81,10 +81,17 @@ def _named(reward: RewardFunction, error: Exception, arguments: dict[str, Any]) 
         if arguments.get(name)
     ]
     count = len(arguments.get("completions", ()))
+    said = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
+    if isinstance(error, TypeError) and _is_of_the_call(error):
+        said += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
     return RuntimeError(
-        f"reward function {reward.name!r} raised {type(error).__name__}: {error}; it was called "
-        f"with {count} completions, the first of them: {', '.join(first)}"
+        f"{said}it was called with {count} completions, the first of them: {', '.join(first)}"
     )
+
+
+def _is_of_the_call(error: Exception) -> bool:
+    """Return whether the function's own code has not been entered: its arguments do not fit."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
 def _short(value: Any) -> str:

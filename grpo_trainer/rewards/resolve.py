@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_trainer.common import hint
 from grpo_trainer.config import GRPOConfig, load_function, options
 from grpo_trainer.rewards import accuracy, builtin
 from grpo_trainer.rewards.call import RewardFunction
@@ -156,6 +157,7 @@ def _load(path: str) -> Callable[..., Any]:
         raise ValueError(
             f"reward_funcs: expected a built-in ({known}), an import path "
             f"package.module.function or a reward model (a folder or owner/name), got {path!r}"
+            f"{hint(path, BUILTIN_REWARDS)}"
         )
     return load_function(path, "reward_funcs")
 

@@ -319,7 +319,7 @@ def test_wrong_datasets(make_trainer, dataset):
     unnamed = stream.map(lambda row: row, remove_columns=["prompt"])
     renamed = dataset.rename_column("prompt", "question")
     for wrong, message in (
-        (renamed, "expected a `prompt` column, got columns question, answer"),
+        (renamed, "`prompt` column, got columns question, answer; rename the one that has the pr"),
         (dataset.select([]), "at least 1 prompts"),
         ([{"prompt": "1="}], r"expected a datasets\.Dataset or IterableDataset, got list"),
         (unnamed, "expected a `prompt` column, got columns answer"),

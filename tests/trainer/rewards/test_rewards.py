@@ -112,6 +112,24 @@ def test_exceptions_name_the_function_and_what_it_was_called_with():
         assert len(str(error.value)) < 600
 
 
+def test_a_function_that_does_not_take_what_it_is_called_with():
+    def narrow(completions):
+        return [0.0] * len(completions)
+
+    async def narrow_later(completions):
+        return [0.0] * len(completions)
+
+    def broken(**kwargs):
+        raise TypeError("of its own")
+
+    for function in (narrow, narrow_later):
+        with pytest.raises(RuntimeError, match=r"take \*\*kwargs, or each of prompts, comp"):
+            call(function)
+    with pytest.raises(RuntimeError) as error:
+        call(broken)
+    assert "kwargs" not in str(error.value)
+
+
 def test_a_failure_stops_the_others():
     cancelled = threading.Event()
 
@@ -176,8 +194,10 @@ def test_import_path(tmp_path, monkeypatch):
     (tmp_path / "my_rewards_module.py").write_text("def one(**kwargs):\n    return [1, 1]\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert call("my_rewards_module.one").tolist() == [[1.0], [1.0]]
-    with pytest.raises(ValueError, match="has no 'two'"):
+    with pytest.raises(ValueError, match="has no 'two'$"):
         resolve_rewards("my_rewards_module.two")
+    with pytest.raises(ValueError, match=r"has no 'onee' \(is it one\?\)"):
+        resolve_rewards("my_rewards_module.onee")
     sys.modules.pop("my_rewards_module")
 
 
@@ -188,6 +208,11 @@ def test_import_path(tmp_path, monkeypatch):
 def test_unknown(source):
     with pytest.raises(ValueError, match="reward_funcs"):
         resolve_rewards(source)
+
+
+def test_a_built_in_that_is_misspelled():
+    with pytest.raises(ValueError, match=r"got 'acuracy_reward' \(is it accuracy_reward\?\)"):
+        resolve_rewards("acuracy_reward")
 
 
 def test_factories_with_settings(tmp_path, monkeypatch):
