@@ -1,6 +1,11 @@
 """`grpo-kernels plan | check | doctor | info`, and what others share. No kernel knows it."""
 
-from grpo_kernels.tools.machine import cpu_name, device_memory, installed_version
+from grpo_kernels.tools.machine import (
+    cpu_name,
+    device_memory,
+    install_command,
+    installed_version,
+)
 from grpo_kernels.tools.text import OneLineParser, count
 
 __all__ = [
@@ -8,5 +13,6 @@ __all__ = [
     "count",
     "cpu_name",
     "device_memory",
+    "install_command",
     "installed_version",
 ]

@@ -14,7 +14,7 @@ from grpo_kernels.tools.doctor import Finding, Side, findings
 from grpo_kernels.tools.estimate import command as plan_command
 from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned, duration, in_units
 
-_OPTIONAL = ("psutil", "transformers")  # of the extra `tools`
+_OPTIONAL = "transformers"  # of the extra `tools`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadArgumentError as error:
         subcommand.error(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in _OPTIONAL:
+        if error.name != _OPTIONAL:
             raise
         subcommand.error(
-            f"expected the package {error.name} to be installed; pip install 'grpo-kernels[tools]'"
+            f"expected the package {error.name} to be installed; {machine.install_command('tools')}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
 )
+_MARKER = 'extra == "{}"'  # of a requirement of an extra
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -86,9 +88,7 @@ def devices() -> list[dict[str, Any]]:
 def device_memory(device: str) -> int:
     """Return the total memory, in bytes, of the first device of this type."""
     if device == "cpu":
-        import psutil
-
-        return psutil.virtual_memory().total
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.cuda.get_device_properties(0).total_memory
 
 
@@ -124,6 +124,17 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def install_command(*extras: str) -> str:
+    """Return what installs the packages of our ``extras``: we ourselves may be on no index."""
+    try:
+        rows = importlib.metadata.requires("grpo-kernels") or []
+    except importlib.metadata.PackageNotFoundError:  # runs from the folder of its source
+        return f"pip install '.[{','.join(extras)}]'"
+    parts = [row.partition(";") for row in rows if not row.startswith("grpo-kernels[")]
+    needed = [name for name, _, marker in parts if marker.strip() in map(_MARKER.format, extras)]
+    return f"pip install {shlex.join(needed)}"
 
 
 def cpu_name() -> str:

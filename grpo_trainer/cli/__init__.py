@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("grpo_"):
             raise
-        fail(
-            f"expected the package {error.name.split('.')[0]} to be installed; "
-            "pip install 'grpo-kernels[trainer]'"
-        )
+        from grpo_kernels.tools import install_command
+
+        missing, command = error.name.split(".")[0], install_command("tools", "trainer")
+        fail(f"expected the package {missing} to be installed; {command}")
     run(words)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_kernels.tools import OneLineParser
+from grpo_kernels.tools import OneLineParser, install_command
 from grpo_trainer.cli.guard import Guard
 from grpo_trainer.common import is_loopback
 from grpo_trainer.rollout import MAX_LOGPROBS
@@ -99,7 +99,8 @@ def main(argv: Sequence[str]) -> None:
     """Become the server."""
     command = serve_command(argv)
     if importlib.util.find_spec("vllm") is None:
-        print("grpo-train serve: error: vllm is not installed; install [vllm]", file=sys.stderr)
+        said = f"vllm is not installed; {install_command('vllm')}"
+        print(f"grpo-train serve: error: {said}", file=sys.stderr)
         raise SystemExit(2)
     if command.warning is not None:
         print(f"grpo-train serve: warning: {command.warning}", file=sys.stderr)

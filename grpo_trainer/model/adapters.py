@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
+from grpo_kernels.tools import install_command
 from grpo_trainer.config import GRPOConfig
 
 REFERENCE = "ref"  # the adapter that keeps the policy at the start
@@ -37,7 +38,9 @@ def with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
             virtual tokens, or the model has an adapter already.
     """
     if not is_peft_available():
-        raise ValueError("peft_config: expected the package peft to be installed; install [peft]")
+        raise ValueError(
+            f"peft_config: expected the package peft to be installed; {install_command('peft')}"
+        )
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):

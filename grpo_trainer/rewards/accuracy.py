@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from grpo_kernels.tools import install_command
 from grpo_trainer.rewards.builtin import OptionalReward, text_of
 
 # seconds; math-verify stops by a signal, which only the main thread receives
@@ -21,8 +22,8 @@ def require_math_verify() -> None:
     """Raise ImportError, saying how to install it, unless math-verify is there."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
-            "accuracy_reward and those like it: expected the package math-verify, which is "
-            "not installed; pip install 'grpo-kernels[math]'"
+            "accuracy_reward and those like it: expected the package math-verify, which is not "
+            f"installed; {install_command('math')}"
         )
 
 

@@ -9,6 +9,7 @@ from transformers import BitsAndBytesConfig
 from transformers.hf_argparser import HfArg
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
+from grpo_kernels.tools import install_command
 from grpo_trainer.config import GRPOConfig, options
 
 
@@ -77,7 +78,9 @@ class ModelConfig:
                 f"bnb_4bit_quant_type: expected nf4 or fp4, got {self.bnb_4bit_quant_type!r}"
             )
         if self.use_peft and not is_peft_available():
-            raise ValueError("use_peft: expected the package peft to be installed; install [peft]")
+            raise ValueError(
+                f"use_peft: expected the package peft to be installed; {install_command('peft')}"
+            )
         if (self.load_in_4bit or self.load_in_8bit) and not is_bitsandbytes_available():
             raise ValueError(
                 "load_in_4bit, load_in_8bit: expected the package bitsandbytes to be installed"

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
 from grpo_kernels import Bounded, __version__, available_backends
 from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS
-from grpo_kernels.tools import canaries, cli
+from grpo_kernels.tools import canaries, cli, install_command
 from grpo_kernels.tools import check as selfcheck
 from grpo_kernels.tools.check import Outcome
 from grpo_kernels.tools.estimate import HeadShape, command, estimate_memory
-from grpo_kernels.tools.text import byte_size
+from grpo_kernels.tools.text import byte_size, in_units
 
 SIZES = ["--hidden", "64", "--vocab", "1000"]
 
@@ -49,11 +51,39 @@ def test_help_without_a_subcommand(capsys):
 
 
 def test_a_package_that_is_not_installed_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert error(capsys, "info") == (
-        "grpo-kernels info: error: expected the package psutil to be installed; "
-        "pip install 'grpo-kernels[tools]'\n"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: _REQUIRES)
+    assert error(capsys, "plan", "--model", ".", "--tokens", "8") == (
+        "grpo-kernels plan: error: expected the package transformers to be installed; "
+        "pip install 'transformers>=5'\n"
     )
+
+
+_REQUIRES = [
+    "torch>=2",
+    'transformers>=5; extra == "tools"',
+    'grpo-kernels[tools]; extra == "trainer"',
+    'rich; extra == "trainer"',
+]
+
+
+def test_advice_to_install_names_packages_that_an_index_has(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: _REQUIRES)
+    assert install_command("tools", "trainer") == "pip install 'transformers>=5' rich"
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert install_command("tools", "trainer") == "pip install '.[tools,trainer]'"
+
+
+def test_info_runs_with_torch_alone(capsys, monkeypatch):
+    total = psutil.virtual_memory().total
+    for name in ("psutil", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["info"]) == 0
+    assert f", {in_units(total)}, capability" in capsys.readouterr().out
 
 
 def test_module_is_runnable():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader
 
+from grpo_kernels.tools import install_command
 from grpo_trainer.monitor.report.charts import sections
 from grpo_trainer.monitor.report.figures import Figure, figure_of, histogram_figure
 from grpo_trainer.monitor.report.health import findings
@@ -157,7 +158,7 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(
-            "a report needs plotly: pip install 'grpo-kernels[report]', then `grpo-train report "
-            "RUN` writes it"
+            f"a report needs plotly: {install_command('report')}, then `grpo-train report RUN` "
+            "writes it"
         ) from error
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
