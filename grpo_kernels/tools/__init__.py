@@ -1,5 +1,6 @@
 """`grpo-kernels plan | check | doctor | info`, and what others share. No kernel knows it."""
 
+from grpo_kernels.tools.hub import hub_or_cache
 from grpo_kernels.tools.machine import (
     cpu_name,
     device_memory,
@@ -13,6 +14,7 @@ __all__ = [
     "count",
     "cpu_name",
     "device_memory",
+    "hub_or_cache",
     "install_command",
     "installed_version",
 ]

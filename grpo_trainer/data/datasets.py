@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import ProcessorMixin
 
+from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.images import (
@@ -59,7 +60,8 @@ def load_prompts(
 
 def _load(name: str, *source: str | None, **options: Any) -> Prompts:
     try:
-        return load_dataset(*source, **options)
+        with hub_or_cache(name):
+            return load_dataset(*source, **options)
     except StopIteration as error:  # in a file without a byte it looks for the first row
         raise ValueError(f"dataset {name!r}: expected rows, got an empty file") from error
     except DatasetsError as error:  # says that something went wrong; its cause says what

@@ -26,6 +26,7 @@ from transformers.utils import (
 )
 
 from grpo_kernels.hf import has_router_loss, keep_head_in_fp32, restore_forward
+from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.model.adapters import base_policy, prepare_adapter, with_adapter
@@ -89,7 +90,8 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     try:
-        return _auto_class(name, settings).from_pretrained(name, **settings)
+        with hub_or_cache(name):
+            return _auto_class(name, settings).from_pretrained(name, **settings)
     except (OSError, ValueError, SafetensorError) as error:  # not there, no connection, broken
         raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
     except TypeError as error:  # what from_pretrained does not know goes to the model's __init__

@@ -13,6 +13,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ProcessingClass, tokenizer_of
 from grpo_trainer.model.adapters import base_policy
@@ -33,11 +34,12 @@ def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> Processin
     name = model.config._name_or_path
     kind = AutoProcessor if takes_images(model) else AutoTokenizer
     try:
-        found = kind.from_pretrained(
-            name,
-            trust_remote_code=args.trust_remote_code,
-            revision=settings.get("revision", "main"),
-        )
+        with hub_or_cache(name):
+            found = kind.from_pretrained(
+                name,
+                trust_remote_code=args.trust_remote_code,
+                revision=settings.get("revision", "main"),
+            )
     except (ImportError, OSError, ValueError) as error:  # Qwen's processors import torchvision
         raise ValueError(
             f"processing_class: expected a tokenizer or a processor, since that of model {name!r} "

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.sharding import loading_whole
 
@@ -110,7 +111,7 @@ def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
     settings = {"dtype": "auto", "trust_remote_code": args.trust_remote_code} | own
     wanted = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        with loading_whole():
+        with loading_whole(), hub_or_cache(name):
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 name, **settings, **wanted
             )
@@ -149,9 +150,10 @@ def load_reward_tokenizer(
             f"{_model_name(model)!r}, which was not loaded by name; got None"
         )
     try:
-        return AutoTokenizer.from_pretrained(
-            source, trust_remote_code=args.trust_remote_code, revision=revision or "main"
-        )
+        with hub_or_cache(source):
+            return AutoTokenizer.from_pretrained(
+                source, trust_remote_code=args.trust_remote_code, revision=revision or "main"
+            )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward_processing_classes: the tokenizer of {source!r} cannot be loaded: {error}"

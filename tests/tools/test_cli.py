@@ -7,12 +7,14 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
 from grpo_kernels import Bounded, __version__, available_backends
@@ -374,7 +376,9 @@ def test_plan_marks_the_default(capsys):
         ("NVIDIA A10G", "A10"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GH200 480GB", "H200"),
         ("NVIDIA GeForce GTX 970", None),
+        *((name, None) for name in ("H1000", "XH100", "A1000", "RTX 40900", "MI300X2")),
         *((row[0], row[0]) for row in command.GPUS),
     ],
 )
@@ -439,6 +443,7 @@ def test_units():
         (["--hidden", "-3"], "argument --hidden: expected a whole number > 0; got '-3'"),
         (["--tflops", "nan"], "argument --tflops: expected a number > 0; got 'nan'"),
         (["--gpu", "abacus"], "argument --gpu: expected one of H100 PCIe"),
+        (["--gpu", "H1000"], "argument --gpu: expected one of H100 PCIe"),
         (["--gpu", "H200", "--device", "cpu"], "with --device cuda; got 'H200'"),
         (["--gpu", "H200", "--tflops", "1"], "argument --gpu: not allowed with --tflops"),
         (["--max-workspace", "1KiB"], "argument --max-workspace: expected at least 4000"),
@@ -463,12 +468,29 @@ def test_errors_name_the_argument(capsys, arguments, expected):
     assert expected in error(capsys, "plan", *SIZES, *tokens, *arguments)
 
 
+def test_a_model_of_the_hub_is_read_from_its_cache_where_no_hub_answers(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is tried again"))
+    wanted = ("plan", "--tokens", "5", "--model", "org/model")
+    said = error(capsys, *wanted)
+    assert "argument --model: transformers cannot read 'org/model': We couldn't connect" in said
+    folder = tmp_path / "models--org--model"
+    save(Qwen2Config(hidden_size=64, vocab_size=1000), folder / "snapshots" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    assert "model: hidden size 64, vocabulary 1,000" in plan(capsys, *wanted[3:])
+
+
 def test_models_without_a_head(capsys, tmp_path):
     def message(model: object) -> str:
         return error(capsys, "plan", "--tokens", "5", "--model", str(model))
 
     assert f"argument --model: no config.json in folder '{tmp_path}'" in message(tmp_path)
-    assert "argument --model: no folder or file 'org/model'" in message("org/model")
+    assert "argument --model: no folder or file './org/model'" in message("./org/model")
     (tmp_path / "config.json").write_text("{}")
     assert f"argument --model: transformers cannot read '{tmp_path}'" in message(tmp_path)
     (tmp_path / "config.json").write_text("not json")

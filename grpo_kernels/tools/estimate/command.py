@@ -25,24 +25,25 @@ from grpo_kernels.tools.estimate.memory import (
 )
 from grpo_kernels.tools.estimate.shard import SHARDS, Shard, read_shard
 from grpo_kernels.tools.estimate.table import table
+from grpo_kernels.tools.hub import read_config
 from grpo_kernels.tools.text import BadArgumentError, byte_size, count, in_units, positive
 
 # name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
 # with fp32 sums, by the data sheets. The first pattern that is found decides.
 GPUS = (
-    ("H100 PCIe", r"h100.*pcie", 756, 51),
-    ("H100 NVL", r"h100.*nvl", 835, 60),
-    ("H100 SXM", r"h100", 989, 67),
-    ("H200", r"h200", 989, 67),
-    ("B200", r"b200", 2250, 75),
-    ("A100", r"a100", 312, 19.5),
-    ("L40S", r"l40s", 362, 91.6),
+    ("H100 PCIe", r"\bh100\b.*pcie", 756, 51),
+    ("H100 NVL", r"\bh100\b.*nvl", 835, 60),
+    ("H100 SXM", r"\bh100\b", 989, 67),
+    ("H200", r"\bg?h200\b", 989, 67),
+    ("B200", r"\bg?b200\b", 2250, 75),
+    ("A100", r"\ba100\b", 312, 19.5),
+    ("L40S", r"\bl40s\b", 362, 91.6),
     ("L4", r"\bl4\b", 121, 30.3),
     ("A10", r"\ba10g?\b", 125, 31.2),
-    ("RTX 5090", r"5090", 209.5, 104.8),
-    ("RTX 4090", r"4090", 165.2, 82.6),
-    ("RTX 3090", r"3090", 71, 35.6),
-    ("MI300X", r"mi300x", 1307, 163.4),
+    ("RTX 5090", r"\b5090\b", 209.5, 104.8),
+    ("RTX 4090", r"\b4090\b", 165.2, 82.6),
+    ("RTX 3090", r"\b3090\b", 71, 35.6),
+    ("MI300X", r"\bmi300x\b", 1307, 163.4),
 )
 _NAMES = ", ".join(name for name, *_ in GPUS)
 _REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
@@ -67,7 +68,7 @@ _GEMMS = {"eager": 3, "trl": 4, "one_pass": 3}
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Add those of the subcommand, and what it runs."""
     head = plan.add_argument_group("the head")
-    head.add_argument("--model", help="folder with a config.json, or that file")
+    head.add_argument("--model", help="folder with a config.json, that file, or a hub id")
     head.add_argument("--hidden", type=count, help="hidden size, in place of --model")
     head.add_argument("--vocab", type=count, help="vocabulary size, in place of --model")
     head.add_argument(
@@ -256,7 +257,7 @@ def _head(arguments: argparse.Namespace) -> HeadShape:
         raise ValueError("model: expected it, or both --hidden and --vocab")
     dtype, softcap = torch.bfloat16, False
     if arguments.model is not None:
-        config = _read_config(arguments.model)
+        config = read_config(arguments.model)
         text = config.get_text_config()
         sizes = (text.hidden_size, text.vocab_size)
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or dtype
@@ -278,29 +279,6 @@ def _name(model: str | None) -> str | None:
         return None
     path = Path(model).expanduser().resolve()
     return (path.parent if path.is_file() else path).name
-
-
-def _read_config(model: str) -> Any:
-    """Read the config of the model in a folder, or a config file."""
-    from transformers import AutoConfig
-
-    path = Path(model).expanduser()
-    if not path.exists():
-        raise ValueError(
-            f"model: no folder or file {model!r}; models are read from local files only"
-        )
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"model: no config.json in folder {model!r}")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds, each about what stands in the file
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"model: transformers cannot read {model!r}: {reason}") from error
-    text = config.get_text_config()
-    absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
-    if absent:
-        raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
-    return config
 
 
 def _rate(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[float | None, str]:

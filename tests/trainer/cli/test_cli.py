@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from huggingface_hub import constants
 from transformers import Qwen3ForSequenceClassification
 
 from grpo_kernels.losses import LOSSES
@@ -468,6 +469,18 @@ def test_a_reward_that_needs_a_package(model, dataset, capsys, monkeypatch):
     rows = write(dataset, "rows.jsonl")
     monkeypatch.setattr(accuracy.importlib.util, "find_spec", lambda name: None)
     assert "math-verify" in fails(capsys, arguments(model, rows, "accuracy_reward"))
+
+
+@pytest.mark.parametrize("name", ["model", "dataset", "reward"])
+def test_a_hub_that_does_not_answer_is_asked_once(model, dataset, capsys, monkeypatch, name):
+    rows = write(dataset, "rows.jsonl")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is asked again"))
+    given = {"model": model, "dataset": rows, "reward": REWARD} | {name: "owner/name"}
+    assert "'owner/name' cannot be loaded: " in fails(capsys, arguments(**given))
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_help_and_entry_point():

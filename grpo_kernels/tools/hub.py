@@ -1,0 +1,62 @@
+"""Models and datasets by their names on a hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+@contextmanager
+def hub_or_cache(name: str) -> Iterator[None]:
+    """Load ``name`` from the hub, or at once from its cache where no hub answers.
+
+    The hub's client would try every file six times first, which takes a minute and more. Nothing
+    is asked for what is a file or a folder here.
+    """
+    if Path(name).expanduser().exists():
+        yield
+        return
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # of the HTTP library that the client has, or it is offline by its variable
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def read_config(model: str) -> Any:
+    """Read the config of a model in a folder, on the hub or in its cache, or a config file.
+
+    Raises:
+        ValueError: there is none, or none of a model with a head.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model).expanduser()
+    if not path.exists() and not _HUB_ID.fullmatch(model):
+        raise ValueError(f"model: no folder or file {model!r}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model: no config.json in folder {model!r}")
+    try:
+        with hub_or_cache(model):
+            config = AutoConfig.from_pretrained(
+                path if path.exists() else model, trust_remote_code=False
+            )
+    except Exception as error:  # of many kinds, each about what stands in the file
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"model: transformers cannot read {model!r}: {reason}") from error
+    text = config.get_text_config()
+    absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
+    if absent:
+        raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
+    return config
