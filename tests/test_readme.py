@@ -91,7 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_loss_in_an_own_loop(model: PreTrainedModel) -> None:
+def test_loss_in_an_own_loop(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
     input_ids = torch.randint(0, 50, (4, 9))
     names: dict[str, Any] = {
         "model": model,
@@ -108,6 +108,11 @@ def test_loss_in_an_own_loop(model: PreTrainedModel) -> None:
     assert names["loss"].isfinite()
     assert names["metrics"]["kl"].isfinite()
     assert all(p.grad is not None for p in model.parameters())
+    exec(python_block(README, "explain("), names)
+    assert "one_pass" in capsys.readouterr().out
+    names |= {"logits": torch.randn(4, 5, 50, requires_grad=True), "old_logprobs": None}
+    exec(python_block(KERNELS, " policy_loss("), names)
+    assert names["logits"].grad.any()
 
 
 @pytest.mark.parametrize("text", [README, KERNELS], ids=["README", "kernels"])

@@ -221,6 +221,22 @@ class TokenBatch:
             gradient_accumulation_steps=steps,
         )
 
+    def of_tokens(self, name: str, values: Tensor) -> Tensor:
+        """Return those of the (T,) tokens, of values for them or in the caller's layout.
+
+        Raises:
+            ValueError: ``values``, which the message calls ``name``, have another shape.
+        """
+        if values.shape == self.target.shape:
+            return values
+        layout = tuple(host.known(self.layout))
+        if values.shape != layout:
+            raise ValueError(
+                f"{name}: expected shape {tuple(self.target.shape)} (the batch's tokens) or "
+                f"{layout} (its layout), got {tuple(values.shape)}"
+            )
+        return values.flatten() if self.rows is None else values.flatten()[self.rows]
+
     def narrow(self, start: int, stop: int) -> TokenBatch:
         """Return tokens start..stop; cut sequences keep what lies inside."""
         ends = pad(self.counts[0].cumsum(0), (1, 0)).clamp(start, stop)

@@ -81,15 +81,10 @@ def summed_loss(
         ValueError: the loss needs something that the batch does not have.
     """
     check_loss_inputs(batch, config)
-    logprobs = _of_tokens(logprobs, batch)
+    logprobs = batch.of_tokens("logprobs", logprobs)
     factors = torch.ones_like(logprobs)
     if weights is not None:
-        factors = _of_tokens(weights, batch).to(logprobs.dtype)
+        factors = batch.of_tokens("weights", weights).to(logprobs.dtype)
     loss, gate = weighted_loss(logprobs, batch, config, None, Weights(factors, None))
     metrics = LazyMetrics(loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=None)
     return PolicyLossOutput(loss, metrics)
-
-
-def _of_tokens(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Return those of the valid tokens, (T,)."""
-    return values.flatten() if batch.rows is None else values.flatten()[batch.rows]

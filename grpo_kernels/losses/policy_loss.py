@@ -42,12 +42,18 @@ def policy_loss(
 ) -> PolicyLossOutput:
     """Compute the policy loss from per-token log-probabilities.
 
+    For log-probabilities of a padded completion::
+
+        batch = TokenBatch.from_padded(completion_ids, advantages, completion_mask)
+        loss, metrics = policy_loss(logprobs, batch, LossConfig(loss_type="dapo"))  # all (B, L)
+
     Args:
-        logprobs: (T,) fp32 or fp64 of ``batch.target``, at ``config.temperature``.
-        batch: the T valid tokens.
+        logprobs: fp32 or fp64 of the targets, at ``config.temperature``, in the layout that
+            ``batch`` was made from, (B, L) or packed; or (T,), of its valid tokens alone.
+        batch: the T valid tokens. Values at other tokens are not looked at.
         config: the loss.
-        entropy: (T,) nats; needed for ``entropy_coef`` and ``top_entropy_quantile``, otherwise only
-            logged.
+        entropy: likewise, in nats; needed for ``entropy_coef`` and ``top_entropy_quantile``,
+            otherwise only logged.
 
     Returns:
         The () loss, differentiable in ``logprobs`` and ``entropy``, and its metrics, which are
@@ -57,19 +63,12 @@ def policy_loss(
         ValueError: shapes disagree, or the loss needs something the batch does not have.
     """
     check_loss_inputs(batch, config)
-    if logprobs.shape != batch.target.shape:
-        raise ValueError(
-            f"logprobs: expected shape {tuple(batch.target.shape)} (the batch's tokens), "
-            f"got {tuple(logprobs.shape)}"
-        )
+    logprobs = batch.of_tokens("logprobs", logprobs)
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"logprobs: expected float32 or float64, got {logprobs.dtype}")
     if entropy is None and config.needs_entropy:
         raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
-    if entropy is not None and entropy.shape != logprobs.shape:
-        raise ValueError(
-            f"entropy: expected shape {tuple(logprobs.shape)}, got {tuple(entropy.shape)}"
-        )
+    entropy = None if entropy is None else batch.of_tokens("entropy", entropy)
     loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
     entropy = None if entropy is None else entropy.detach()
     metrics = LazyMetrics(

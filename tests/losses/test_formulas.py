@@ -310,3 +310,25 @@ def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:
     torch.testing.assert_close(whole["ratio/ess"].double(), ess, rtol=1e-6, atol=0)
     perplexity = (-logprobs.mean()).exp()
     torch.testing.assert_close(whole["perplexity"].double(), perplexity, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_logprobs_in_the_layout_of_the_batch(packed: bool) -> None:
+    """They give what those of the valid tokens give, and get no gradient anywhere else."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    target, advantages = torch.zeros_like(mask, dtype=torch.int64), torch.tensor([1.0, -2.0])
+    values = torch.linspace(-2, -0.5, 6, dtype=torch.float64).view(2, 3)
+    values = values.masked_fill(~mask, math.nan)
+    batch = TokenBatch.from_padded(target, advantages, mask)
+    if packed:
+        cu_seqlens = torch.tensor([0, 3, 6])
+        batch = TokenBatch.from_packed(target.view(-1), advantages, cu_seqlens, mask.view(-1))
+        mask, values = mask.view(-1), values.view(-1)
+    given, tokens = values.clone().requires_grad_(), values[mask].requires_grad_()
+    config = LossConfig(entropy_coef=0.1)
+    loss, metrics = policy_loss(given, batch, config, -values)
+    expected = policy_loss(tokens, batch, config, -values[mask])
+    assert loss == expected.loss and metrics["entropy"] == expected.metrics["entropy"]
+    loss.backward()
+    expected.loss.backward()
+    assert torch.equal(given.grad, torch.zeros_like(values).masked_scatter(mask, tokens.grad))
