@@ -104,7 +104,7 @@ def test_wrong_settings(make, message):
 )
 def test_without_math_verify(source, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"math-verify.*pip install 'grpo-kernels\[math\]'"):
+    with pytest.raises(ImportError, match=r"math-verify.*pip install 'math-verify>=0.8'"):
         resolve_rewards(source)
 
 
