@@ -45,24 +45,31 @@ def help_text() -> str:
         own = [actions.pop(name) for name in inspect.get_annotations(kind) if name in actions]
         if own:
             formatter.start_section(_heading(kind))
-            formatter.add_arguments(map(_shown, own))
+            formatter.add_arguments(_shown(action, _is_ours(kind)) for action in own)
             formatter.end_section()
     return _START.replace("CONFIGS", ", ".join(own_configs())) + "\n" + formatter.format_help()
 
 
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "grpo_trainer"
+
+
 def _heading(kind: type) -> str:
-    package = kind.__module__.partition(".")[0]
-    if package != "grpo_trainer":
-        return f"{kind.__name__} of {package}, as in version {version(package)}"
+    if not _is_ours(kind):
+        package = kind.__module__.partition(".")[0]
+        where = f"python -m pydoc {package}.{kind.__name__}"
+        return f"Of {package} {version(package)}; `{where}` has more"
     return (kind.__doc__ or "").partition(".")[0].replace("``", "")
 
 
-def _shown(action: Action) -> Action:
+def _shown(action: Action, described: bool) -> Action:
     """Return the argument as the help shows it: one spelling, what it takes, a default if any."""
     action = copy.copy(action)
     action.option_strings = action.option_strings[:1]
     action.metavar = _KINDS.get(action.type, "TEXT")
-    if action.choices is not None:
+    if not described:
+        action.help = None
+    elif action.choices is not None:
         action.help = f"{action.help} One of %(choices)s."
     if action.default is None:
         action.default = SUPPRESS
