@@ -1,4 +1,4 @@
-"""The suites over cases: ``python -m pytest benchmarks --benchmark-only [--full]``."""
+"""The other suites: ``python -m pytest benchmarks/test_suites.py --benchmark-only [--full]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.conftest import Session
 from benchmarks.figures import is_ours
 from benchmarks.learning import measure_learning
 from benchmarks.replay import replay
-from benchmarks.results import Row, SavingsTable, TrainingTable
+from benchmarks.results import SavingsTable, TrainingTable
 from benchmarks.savings import VARIANTS, measure_savings
 from benchmarks.suites import Entry
 from benchmarks.training.measure import measure_training
@@ -20,19 +20,6 @@ from benchmarks.training.providers import PROVIDERS
 from benchmarks.training.task import choose
 
 _ROUNDS = 5  # of whole steps, and of what is saved in one
-
-
-def test_head(
-    benchmark: Any, session: Session, entry: Entry, table: dict[str, Row], provider_name: str
-) -> None:
-    """Time the head and its loss."""
-    row = table.get(provider_name)
-    if row is None:
-        pytest.skip("starts slowly: not in this case")
-    session.judge(row)
-    benchmark.group = str(entry.case)
-    benchmark.extra_info["errors"] = row.errors
-    replay(benchmark, row.seconds)
 
 
 def test_accuracy(benchmark: Any, accuracy_entry: Entry, session: Session) -> None:
