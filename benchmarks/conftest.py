@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from benchmarks.check import reference_dtype
-from benchmarks.figures import is_ours
+from benchmarks.environment import environment
+from benchmarks.figures import is_ours, is_quoted
 from benchmarks.measure import Settings, device_is_lost, measure
 from benchmarks.providers import PROVIDERS
 from benchmarks.replay import clock
-from benchmarks.results import Collector, Line, Row, Table
+from benchmarks.results import Collector, Environment, Line, Row, Table
 from benchmarks.results import Entry as Stored
 from benchmarks.suites import ACCURACY, BACKWARDS, SAVINGS, SUITES, Entry
+from benchmarks.tables.summary import summary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # what ends at a deadline ends in the last of these
@@ -25,6 +28,12 @@ _ORDER = (
     *("hosts", "training", "rollouts", "learning"),
 )
 _ROUNDS = {"cpu": 5, "cuda": 10}
+_HERE = Path(__file__).parent
+_QUICKLY = (
+    "One case in two dtypes takes some five minutes on two free CPU cores; "
+    "all dots of a dtype\ncome at once. --full measures everything, which takes hours."
+)
+_TABLES = pytest.StashKey[dict[str, Table]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,15 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the harness's own tests when measuring: they put Triton into its interpreter."""
-    tests = (
-        config.getoption("--benchmark-only") and collection_path == Path(__file__).parent / "tests"
-    )
-    return True if tests else None
+    """Leave out, unless they are named, our own tests, which put Triton into its interpreter.
+
+    And without a suite all but the heads.
+    """
+    if not config.getoption("--benchmark-only") or collection_path.parent != _HERE:
+        return None
+    name = collection_path.name
+    wanted = name == "test_heads.py" if suite(config) == "quick" else name != "tests"
+    return None if wanted else True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.path.parent != Path(__file__).parent:  # the harness's own tests
+    if metafunc.definition.path.parent != _HERE:  # the harness's own tests
         return
     if "entry" in metafunc.fixturenames:
         entries = SUITES[suite(metafunc.config)]()
@@ -59,7 +72,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             of_suite = entries[suite(metafunc.config)]
             metafunc.parametrize(name, of_suite, ids=str, scope="session")
     if "provider_name" in metafunc.fixturenames:
-        metafunc.parametrize("provider_name", PROVIDERS)
+        quick = suite(metafunc.config) == "quick"
+        names = [name for name in PROVIDERS if is_quoted(name) or not quick]
+        metafunc.parametrize("provider_name", names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +83,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "benchmark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=clock))
+
+
+def pytest_report_collectionfinish(
+    config: pytest.Config, items: Sequence[pytest.Item]
+) -> str | None:
+    """Say how long the quick suite takes, and where its numbers go."""
+    if suite(config) != "quick" or not any(item.path.name == "test_heads.py" for item in items):
+        return None
+    folder = config.getoption("--results")
+    kept = f"to a file under {folder}" if folder else "to a file with --results DIR"
+    return f"{_QUICKLY}\nThe numbers go to a table at the end, and {kept}."
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list, list]:
+    """Leave to pytest-benchmark's own tables what the quick suite does not show in its one."""
+    groups = yield
+    shown = _summarised(config)
+    return [(group, found) for group, found in groups if group not in shown]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if tables := _summarised(config):
+        terminalreporter.write_line(f"\n{summary(list(tables.values()))}\n")
+
+
+def _summarised(config: pytest.Config) -> dict[str, Table]:
+    """Return the tables of the heads that the quick suite measured, by pytest-benchmark's group."""
+    return config.stash.get(_TABLES, {}) if suite(config) == "quick" else {}
 
 
 def suite(config: pytest.Config) -> str:
@@ -133,14 +179,17 @@ def table(request: pytest.FixtureRequest, entry: Entry, session: Session) -> dic
     settings = Settings(
         device=DEVICE,
         rounds=_ROUNDS[DEVICE],
-        budget=float("inf") if entry.slow else 1.0 if session.quick else 30.0,
+        budget=float("inf") if entry.slow and not session.quick else 30.0,
         memory=entry.memory,
         deadline=session.deadline,
     )
     rows = measure(entry.case, providers, settings)
     exact = str(reference_dtype(entry.case, DEVICE)).removeprefix("torch.")
     facts = {**entry.case.facts(), "sequences": entry.case.sequences}
-    session.keep("tables", Table(**facts, reference=exact, rows=rows))
+    where = Environment(**environment(DEVICE))
+    found = Table(**facts, environment=where, reference=exact, rows=rows)
+    session.keep("tables", found)
+    session.config.stash.setdefault(_TABLES, {})[str(entry.case)] = found
     if device_is_lost(DEVICE):
         pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
     return {row.provider: row for row in rows}

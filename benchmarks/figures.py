@@ -84,6 +84,11 @@ def is_ours(provider: str) -> bool:
     return provider.split("-")[0] == "ours"
 
 
+def is_quoted(provider: str) -> bool:
+    """Return whether tables of one case have it: of ours the defaults only."""
+    return provider in QUOTED or not is_ours(provider)
+
+
 def baselines(rows: dict[str, Figures]) -> list[Figures]:
     return [x for name, x in rows.items() if name != BARE and not is_ours(name)]
 

@@ -47,6 +47,7 @@ MODELS = {
     for model in (
         Model("tiny", 32, 257),
         Model("small", 256, 32000),
+        Model("smollm2-135m", 576, 49152),
         Model("qwen2.5-0.5b", 896, 151936),
         Model("qwen3-0.6b", 1024, 151936),
         Model("qwen3-1.7b", 2048, 151936),

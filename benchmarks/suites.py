@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from benchmarks.shapes import DTYPES, MODELS, SPREADS, Case
 from benchmarks.work import WORKS
 from grpo_kernels.tools import device_memory
@@ -35,6 +37,12 @@ def entry(work: str, model: str, tokens: int, dtype: str, **options: bool) -> En
 
 
 def _quick() -> list[Entry]:
+    """Return one case, thoroughly: on a CPU of a head that is small and real."""
+    model, tokens = ("qwen3-1.7b", 8192) if torch.cuda.is_available() else ("smollm2-135m", 1024)
+    return [entry("dapo", model, tokens, dtype, memory=True, slow=True) for dtype in DTYPES]
+
+
+def _small() -> list[Entry]:
     return [entry(work, "small", 128, dtype) for work in WORKS for dtype in DTYPES]
 
 
@@ -51,7 +59,7 @@ def _cpu() -> list[Entry]:
             for dtype in DTYPES
         ),
         *(entry(work, head, 256, dtype) for work in works for dtype in DTYPES),
-        *_quick(),
+        *_small(),
     ]
 
 

@@ -79,6 +79,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Write columns for a terminal: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
 def _is_of_numbers(cells: Iterable[str]) -> bool:
     """Return whether most of a column's cells start with a number."""
     starts = [cell.lstrip("*")[:1].isdigit() for cell in cells if cell]

@@ -41,13 +41,14 @@ def error_list(errors: dict[str, float]) -> str:
 
 def with_missing(table: str, rows: Sequence[Line]) -> str:
     """Add who is not in a table, by reason."""
-    absent = _by_reason((row.provider, row.absent) for row in rows)
-    unable = _by_reason((row.provider, row.unable) for row in rows if row.absent is None)
+    absent = by_reason((row.provider, row.absent) for row in rows)
+    unable = by_reason((row.provider, row.unable) for row in rows if row.absent is None)
     parts = [f"Not here: {absent}." if absent else "", f"Not able: {unable}." if unable else ""]
     return "\n\n".join(filter(None, [table, " ".join(filter(None, parts))]))
 
 
-def _by_reason(reasons: Iterable[tuple[str, str | None]]) -> str:
+def by_reason(reasons: Iterable[tuple[str, str | None]]) -> str:
+    """Write names, each group with the reason in brackets; not those without one."""
     found: dict[str, list[str]] = {}
     for provider, reason in reasons:
         if reason is not None:

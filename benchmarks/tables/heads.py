@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks import text
-from benchmarks.figures import BARE, QUOTED, Figures, fastest, figures, is_ours, leanest
+from benchmarks.figures import BARE, QUOTED, Figures, fastest, figures, is_quoted, leanest
 from benchmarks.results import Table
 from benchmarks.shapes import DTYPES
 from benchmarks.tables.columns import column, in_order, join, names
@@ -20,7 +20,7 @@ def headline(tables: Sequence[Table], every: bool = False) -> str:
     ``every``: also ours by other schedules and backends.
     """
     by_dtype = {table.dtype: figures(table) for table in in_order(tables)}
-    known = [name for rows in by_dtype.values() for name in rows if every or not is_ours(name)]
+    known = [name for rows in by_dtype.values() for name in rows if every or is_quoted(name)]
     first = [name for name in (BARE, *QUOTED) if any(name in x for x in by_dtype.values())]
     order = list(dict.fromkeys([*first, *known]))
     columns = [names(order)]
@@ -39,11 +39,15 @@ def headline(tables: Sequence[Table], every: bool = False) -> str:
             column("value error", rows, lambda x: x.value_error, text.error),
             column("gradient error", rows, lambda x: x.gradient_error, text.error),
         ]
-    one, environment = tables[0], tables[0].environment
+    return f"{caption(tables[0])}\n\n{join(columns)}"
+
+
+def caption(table: Table) -> str:
+    """Write what was measured, where, when and of which commit."""
+    environment = table.environment
     return (
-        f"{WORKS[one.work].title}; {one.model} (D = {one.hidden}, V = {one.vocabulary}), "
-        f"T = {one.tokens}; {environment.where}; {environment.day}, {environment.source}."
-        f"\n\n{join(columns)}"
+        f"{WORKS[table.work].title}; {table.model} (D = {table.hidden}, V = {table.vocabulary}), "
+        f"T = {table.tokens}; {environment.where}; {environment.day}, {environment.source}."
     )
 
 
