@@ -64,8 +64,10 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             {"start_anchor": "<|start|>assistant"},
             _CALL
             | {
-                "open_pattern": r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[^\s<]+)"
-                r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+                # nothing is tried twice: in a text of marks that would take its length squared
+                "open_pattern": r"(?:<\|channel\|>commentary\s*+)?"
+                r"to=functions\.(?P<name>[^\s<=]++)"
+                r"(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>)?(?:json)?<\|message\|>",
                 "close_pattern": r"<\|call\|>\s*",
                 "content": "json",
             },

@@ -24,8 +24,8 @@ from grpo_trainer.rollout import Rollouts, Sampled
 from grpo_trainer.tools.conversation import Conversation
 from grpo_trainer.tools.environment import Environments
 from grpo_trainer.tools.families import with_response_template
-from grpo_trainer.tools.parse import TurnParser
-from grpo_trainer.tools.run import ToolRunner
+from grpo_trainer.tools.parse import Message, TurnParser
+from grpo_trainer.tools.run import Call, Outcome, ToolRunner
 from grpo_trainer.tools.schema import Toolbox, schemas
 from grpo_trainer.tools.template import ToolTemplate, result_message
 
@@ -69,6 +69,7 @@ class Agents:
         self._context = context
         self._options = options("chat_template_kwargs", args.chat_template_kwargs)
         self._parser = TurnParser(tokenizer, eos_token_ids)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
         self._template = ToolTemplate(tokenizer, eos_token_ids, self._options)
         for toolbox in environments.toolboxes if environments else [tools]:
             if toolbox:
@@ -173,9 +174,20 @@ class Agents:
             counts[1] += sum(outcome.failed for _, outcome in answered)
             if self._environments is not None and any(each.timed_out for _, each in answered):
                 self._environments.drop(talk.environment)
-            messages = [result_message(call.name, outcome.text) for call, outcome in answered]
+            messages = self._messages(talk, answered)
             end, tools = talk.ids[-1], schemas(talk.toolbox)
             talk.add_results(messages, self._template.results(messages, tools, end))
+
+    def _messages(self, talk: Conversation, answered: list[tuple[Call, Outcome]]) -> list[Message]:
+        """Return the answers, cut where they are more than there is room for, however they are
+        split: nobody has to wait for the tokens of a book."""
+        left = talk.room * self._longest_token
+        messages = []
+        for call, outcome in answered:
+            text = outcome.text[:left]
+            left -= len(text)
+            messages.append(result_message(call.name, text))
+        return messages
 
     def _metrics(self, completions: int, calls: int, failures: int) -> Metrics:
         """Return calls per completion, and failures per call."""

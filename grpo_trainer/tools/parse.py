@@ -11,11 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_trainer.common import encodable
 from grpo_trainer.data import Prompt, decode_completions
+from grpo_trainer.tools.marks import in_one_pass
 
 Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALLED = "</tool_call>"
+_DEPTH = 100  # of lists and dictionaries in a call: what reads a message may call itself for each
 _THINKS = "<think>"
 _OPENING = 16  # tokens that a generation prompt may open a thought with
 _THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
@@ -33,7 +37,8 @@ class TurnParser:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._eos = set(eos_token_ids)
-        self._by_template = getattr(tokenizer, "response_template", None) is not None
+        template = getattr(tokenizer, "response_template", None)
+        self._template = None if template is None else in_one_pass(template)
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
         """Return the message ``{"role", "content"}``, with ``reasoning_content`` and
@@ -48,7 +53,7 @@ class TurnParser:
         decode = self._tokenizer.decode
         ended = ids[-1] in self._eos
         text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        before = decode(prefix if self._by_template else prefix[-_OPENING:])
+        before = decode(prefix if self._template else prefix[-_OPENING:])
         message = self.read(text, end, before, tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
 
@@ -57,7 +62,7 @@ class TurnParser:
     ) -> list[Any]:
         """Return the text of each completion, or the message if the prompt has messages."""
         found = decode_completions(ids, prompts, self._tokenizer)
-        if not self._by_template:
+        if self._template is None:
             return found
         return [
             text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
@@ -67,11 +72,11 @@ class TurnParser:
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
         """Read text. ``end`` closes the turn. None: it is no more than text."""
         try:
-            if not self._by_template:
-                return _tagged(text.removesuffix(end), prefix)
-            parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=tools)
-            return _message(parsed, end)
-        except ValueError:  # JSON's errors are such
+            if self._template is None:
+                return _clean(_tagged(text.removesuffix(end), prefix))
+            read = self._tokenizer.parse_response
+            return _clean(_message(read(text, self._template, prefix=prefix, tools=tools), end))
+        except Exception:  # a policy can write what no reader was made for: that is text too
             return None
 
 
@@ -98,9 +103,12 @@ def _tagged(text: str, prefix: str) -> Message | None:
         message["content"] = text = text[thought.end() :]
         if thought[1].strip():
             message["reasoning_content"] = thought[1].strip()
-    calls = [_from_json(found) for found in _CALL.findall(text)]
+    # behind the last end nothing matches, which would be found out from each begin anew
+    end = text.rfind(_CALLED) + len(_CALLED)
+    called, rest = text[:end], text[end:]
+    calls = [_from_json(found) for found in _CALL.findall(called)]
     if calls:
-        message |= {"content": _CALL.sub("", text).strip(), "tool_calls": calls}
+        message |= {"content": (_CALL.sub("", called) + rest).strip(), "tool_calls": calls}
     return message if calls or thought is not None else None
 
 
@@ -120,18 +128,15 @@ class _JsonNames(ast.NodeTransformer):
 
 def _from_python(text: str) -> list[dict[str, Any]]:
     """Read ``name(key=value), ...``, whose values are Python's literals or JSON's."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a backslash that escapes nothing
-            tree = _JsonNames().visit(ast.parse(f"[{text}]", mode="eval"))
-        return [_from_node(call) for call in tree.body.elts]
-    except (SyntaxError, AttributeError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"tool call: expected Python's calls, got {text!r}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backslash that escapes nothing
+        tree = _JsonNames().visit(ast.parse(f"[{text}]", mode="eval"))
+    return [_from_node(call) for call in tree.body.elts]
 
 
 def _from_node(call: Any) -> dict[str, Any]:
     if call.args or not all(each.arg for each in call.keywords):
-        raise ValueError(f"tool call: expected named arguments, got {ast.unparse(call)!r}")
+        raise ValueError("tool call: expected named arguments")
     values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
     return tool_call(call.func.id, json.loads(json.dumps(values)))  # what JSON has not: TypeError
 
@@ -144,3 +149,16 @@ def _checked(call: Any) -> dict[str, Any]:
         if isinstance(name, str) and isinstance(arguments, dict):
             return tool_call(name, arguments)
     raise ValueError(f"tool call: expected a name and arguments, got {call!r}")
+
+
+def _clean(value: Any, depth: int = _DEPTH) -> Any:
+    """Return a copy with texts that a tokenizer takes. ValueError: it is nested too deep."""
+    if isinstance(value, str):
+        return encodable(value)
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        raise ValueError(f"tool call: expected at most {_DEPTH} levels")
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item, depth - 1) for key, item in value.items()}
+    return [_clean(item, depth - 1) for item in value]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from grpo_trainer.common import start
+from grpo_trainer.common import encodable, start
 from grpo_trainer.tools.schema import Tool
 
 
@@ -70,20 +70,21 @@ class ToolRunner:
         if self._timeout is None:
             return _answer(function, arguments)
         self._worker = self._worker or _Worker()
-        try:
-            return self._worker.submit(function, arguments).result(self._timeout)
-        except TimeoutError:  # a tool's own is an outcome
-            self._worker.leave()
-            self._worker = None
-            return self._too_late()
+        answer = self._worker.submit(function, arguments)
+        if wait([answer], self._timeout).done:
+            return answer.result()
+        self._worker.leave()
+        self._worker = None
+        return self._too_late()
 
     async def _await(self, call: Call) -> Outcome:
         assert call.tool is not None
-        answer = _answer_async(call.tool.function, call.arguments)
-        try:
-            return await asyncio.wait_for(answer, self._timeout)
-        except TimeoutError:
-            return self._too_late()
+        task = asyncio.ensure_future(_answer_async(call.tool.function, call.arguments))
+        done, _ = await asyncio.wait([task], timeout=self._timeout)
+        if done:
+            return task.result()
+        task.cancel()
+        return self._too_late()
 
     def _too_late(self) -> Outcome:
         return _failed(f"No answer within {self._timeout:g} seconds.")._replace(timed_out=True)
@@ -108,22 +109,31 @@ class _Worker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, arguments, answer = job
-            answer.set_result(_answer(function, arguments))
+            try:
+                answer.set_result(_answer(function, arguments))
+            except KeyboardInterrupt as error:  # the tool's own: Ctrl-C is the main thread's
+                answer.set_result(_failed(error))
 
 
 def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
-        return Outcome(str(function(**arguments)))
-    except (Exception, SystemExit) as error:  # a tool may run code that the model wrote
+        return Outcome(encodable(str(function(**arguments))))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a tool may run code that the model wrote
         return _failed(error)
 
 
 async def _answer_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
-        return Outcome(str(await function(**arguments)))
-    except (Exception, SystemExit) as error:
+        return Outcome(encodable(str(await function(**arguments))))
+    except BaseException as error:  # what leaves a task would end the loop of all of them
         return _failed(error)
 
 
 def _failed(error: Any) -> Outcome:
-    return Outcome(str({"error": str(error)}), failed=True)
+    try:
+        text = str(error)
+    except BaseException:  # its own method may do anything
+        text = type(error).__name__
+    return Outcome(str({"error": text}), failed=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -147,6 +149,53 @@ def test_tags_that_are_not_closed_are_text(family: str, gone: str) -> None:
 @pytest.mark.parametrize("gone", ["</arg_key>", "</arg_value>", "<arg_value>", "</tool_call>"])
 def test_arguments_that_are_not_closed_are_text(gone: str) -> None:
     assert read("GLM 4 MoE", call("GLM 4 MoE").replace(gone, "", 1)) is None
+
+
+# family -> what a mark that is never closed, or never opened, can be made of
+PARTS = {
+    "gpt-oss": (
+        "<|channel|>commentary",
+        " to=functions.look",
+        "<|message|>",
+        "<|call|>",
+        "<|end|>",
+    ),
+    "Gemma 4": ("<|tool_call>call:", "look{city:", '<|"|>', "<tool_call|>", "<eos>", "<channel|>"),
+    "Qwen 3.5": ("<tool_call>\n", "<function=look>", "<parameter=city>", "</parameter>", "<think>"),
+    "GLM 4 MoE": ("<tool_call>look", "<arg_key>city", "</arg_key>", "<arg_value>", "</think>"),
+    "LFM2.5": ("<|tool_call_start|>[", "look(city=", "]<|tool_call_end|>", "<think>"),
+    "Llama 3.1": ('{"name": "look", "parameters": ', '{"name": "', "<|eot_id|>", "}"),
+    "plain": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+}
+LONG = 100_000
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_long_texts_are_read_in_their_length(family: str) -> None:
+    """A search that begins anew behind each mark takes up to minutes for some of these."""
+    if family == "plain":
+        parser, start, end = TurnParser(make_tokenizer("", ["<|im_end|>"]), {0}), "", "<|im_end|>"
+    else:
+        marks, start, end, *_ = FAMILIES[family]
+        parser = TurnParser(with_response_template(make_tokenizer(marks, [end])), {0})
+    texts = [fill * (LONG // len(fill)) for fill in (*PARTS[family], *' \n{["\\,')]
+    for one, other in itertools.permutations(PARTS[family], 2):
+        texts.append(one * (LONG // len(one) // 2) + other * (LONG // len(other) // 2))
+        texts.append((one + other) * (LONG // len(one + other)))
+    for text in texts:
+        began = time.process_time()
+        parser.read(text + end, end, start, SCHEMAS)
+        assert time.process_time() - began < 4, text[:60]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("deep", [2, 101, 1_000, 100_000])
+def test_calls_that_are_nested_deep_are_text(family: str, deep: int) -> None:
+    name = "a" if family == "Gemma 4" else '"a"'
+    where = f"{{{name}: {'[' * deep}1{']' * deep}}}"
+    message = read(family, FAMILIES[family][4] + call(family, where=where))
+    called = message is not None and bool(message.get("tool_calls"))
+    assert called == (deep == 2)
 
 
 def test_what_python_strings_hold() -> None:

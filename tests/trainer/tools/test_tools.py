@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sys
 import threading
 
 import pytest
 from tool_helpers import Play, add, answers, call, make_tool_tokenizer, question, results, then
+
+from grpo_trainer.tools import make_toolbox
+from grpo_trainer.tools.run import Call, Outcome, ToolRunner
 
 
 def counts(sampled):
@@ -133,6 +137,75 @@ def test_errors_are_answers():
         ]  # fmt: skip
         assert "missing 1 required positional argument: 'b'" in found[4]
         assert found[5] == "2" and counts(sampled) == (6, 5)
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise SystemExit
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(GeneratorExit("x"), "x"), (asyncio.CancelledError("x"), "x"), (MuteError(), "MuteError"),
+     (BaseException("x"), "x"), (ValueError("\ud800"), "\ud800"), (KeyboardInterrupt("x"), "x")],
+)  # fmt: skip
+def test_whatever_a_tool_raises_is_an_answer(error, told, is_async, timeout):
+    def fails() -> str:
+        """Fail."""
+        raise error
+
+    async def later() -> str:
+        """Fail later."""
+        raise error
+
+    runner = ToolRunner(timeout)
+    box = make_toolbox([later if is_async else fails, add])
+    calls = [Call(name, {"a": 1, "b": 1} if name == "add" else {}, box[name]) for name in box]
+    if isinstance(error, KeyboardInterrupt) and not is_async and timeout is None:
+        with pytest.raises(KeyboardInterrupt):  # Ctrl-C
+            runner.run(calls)
+        return
+    assert runner.run(calls) == [Outcome(str({"error": told}), failed=True), Outcome("2")]
+
+
+def test_half_a_surrogate_pair():
+    def echo(text: str) -> str:
+        """Say it.
+
+        Args:
+            text: what.
+        """
+        assert text.encode()
+        return "\ud801"
+
+    turn = call("echo", text="\ud800") + call("\udfff", a="\ud800")
+    [rollout] = Play(lambda text: "ok" if results(text) else turn, tools=(echo,))().rollouts
+    assert answers(rollout) == ["\\ud801", "{'error': 'Tool \\\\udfff not found.'}"]
+    json.dumps(rollout.completion, ensure_ascii=False).encode()
+
+
+def test_a_call_that_is_nested_deep_is_text():
+    turn = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 1000 + "</tool_call>"
+    [rollout] = Play(lambda text: turn, max_completion_length=2000)().rollouts
+    assert rollout.completion == [{"role": "assistant", "content": turn}]
+
+
+def test_an_answer_without_room_is_not_tokenised_whole():
+    def book() -> str:
+        """Write a book."""
+        return "x" * 10**6
+
+    play = Play(then(call("book") * 2, "ok"), tools=(book,))
+    rendered = []
+    apply = play.tokenizer.apply_chat_template
+    play.tokenizer.apply_chat_template = lambda messages, **options: (
+        rendered.append(sum(len(message["content"]) for message in messages))
+        or apply(messages, **options)
+    )
+    [rollout] = play().rollouts
+    assert rollout.truncated and len(rollout.completion) == 1 and max(rendered) < 10_000
 
 
 def test_time_limit():
