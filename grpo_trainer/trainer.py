@@ -29,6 +29,7 @@ from grpo_trainer.data import (
     check_datasets,
     check_images,
     training_prompts,
+    unopened,
 )
 from grpo_trainer.experience import (
     AdaptiveEntropy,
@@ -132,6 +133,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         check_arguments(args, processing_class)
         if train_dataset is None and environment_factory is not None:
             train_dataset = prompts_by_reset(environment_factory, args)
+        train_dataset, eval_dataset = (
+            unopened(each, args) for each in (train_dataset, eval_dataset)
+        )
         check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
         self._interaction = Interaction(args, tools, environment_factory, rollout_func)
         rewards = self._interaction.rewards(reward_funcs, reward_processing_classes)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from grpo_trainer.checkpoint.trainer import ResumableTrainer
 from grpo_trainer.data import (
     PROMPT_COLUMNS,
+    Numbered,
     Prompts,
     RepeatedStream,
     RepeatSampler,
     as_they_are,
     completions_per_epoch,
+    unopened,
 )
 
 
@@ -42,14 +44,19 @@ class GroupTrainer(ResumableTrainer):
         return self.accelerator.prepare(loader)
 
     def _get_dataloader(self, dataset: Prompts, *args: Any, **kwargs: Any) -> DataLoader:
+        dataset = unopened(dataset, self.args)
         if isinstance(dataset, IterableDataset):  # for evaluation, which has no sampler then
             self.args.check_eval_batch()
             # each process reads for itself: one that reads for all could only send tensors
             self.accelerator.dataloader_config.dispatch_batches = False
             dataset = RepeatedStream(dataset, self.args.eval_group_size)
-        return super()._get_dataloader(dataset, *args, **kwargs)
+        else:
+            dataset = Numbered(dataset)
+        loader = super()._get_dataloader(dataset, *args, **kwargs)
+        loader.device = None  # accelerate makes rows anew to move them, without their number
+        return loader
 
-    def _get_eval_sampler(self, eval_dataset: Dataset) -> RepeatSampler:
+    def _get_eval_sampler(self, eval_dataset: Numbered) -> RepeatSampler:
         self.args.check_eval_batch()
         return RepeatSampler(len(eval_dataset), self.args.eval_group_size)
 

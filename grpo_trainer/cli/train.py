@@ -19,7 +19,7 @@ from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
 from grpo_trainer.cli.errors import fail
 from grpo_trainer.cli.launch import LaunchParser
 from grpo_trainer.config import GRPOConfig, load_function, load_module, options
-from grpo_trainer.data import Prompts, load_prompts, looks_local
+from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
 from grpo_trainer.monitor.report import main as report
 from grpo_trainer.rollout import ServerError
 from grpo_trainer.scripts import (
@@ -173,6 +173,9 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     model = _existing_model(run.model_name_or_path)
     _check_resumed(args)
     train, evaluation = _datasets(run, args)
+    names = [run.dataset_name, run.eval_dataset_name, *(item.path for item in run.datasets)]
+    if any(name is not None and not Path(name).exists() for name in names):
+        distrust_rows(args)
     trainer = GRPOTrainer(
         model,
         run.rewards or None,

@@ -21,6 +21,7 @@ from grpo_trainer.config.checks import (
 )
 from grpo_trainer.config.inherited import check_accelerator, check_inherited, leave_the_head_to_us
 from grpo_trainer.config.loss import LossFields, check_level, loss_config
+from grpo_trainer.config.media import MediaFields, check_media
 from grpo_trainer.config.old_names import OldNames, adopt_old_names
 from grpo_trainer.config.rollout import RolloutFields, check_rollout
 from grpo_trainer.config.setting import NamedFields, setting
@@ -29,7 +30,14 @@ from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 
 @dataclass
 class GRPOConfig(
-    LossFields, BackwardFields, RolloutFields, ToolFields, OldNames, NamedFields, TrainingArguments
+    LossFields,
+    BackwardFields,
+    RolloutFields,
+    ToolFields,
+    MediaFields,
+    OldNames,
+    NamedFields,
+    TrainingArguments,
 ):
     """How to train.
 
@@ -197,6 +205,7 @@ class GRPOConfig(
         backward_options(self)  # which checks them
         check_rollout(self, loss)
         check_tools(self)
+        check_media(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, and without secrets, those in dictionaries too."""

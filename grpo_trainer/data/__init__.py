@@ -22,8 +22,10 @@ from grpo_trainer.data.images import (
     has_images,
     images_of,
     model_inputs,
+    open_images,
     with_images,
 )
+from grpo_trainer.data.media import ImageError, Media, distrust_rows
 from grpo_trainer.data.microbatch import MicroBatch, RolloutBuffer, collate, pad_rows
 from grpo_trainer.data.prompts import (
     Encoded,
@@ -36,6 +38,7 @@ from grpo_trainer.data.prompts import (
     shortened,
     tokenizer_of,
 )
+from grpo_trainer.data.rows import Numbered, NumberedRow, unopened
 from grpo_trainer.data.sampling import (
     PromptStream,
     RepeatedStream,

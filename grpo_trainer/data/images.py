@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional
-from transformers.image_utils import load_image
 
 from grpo_trainer.common import shortened
+from grpo_trainer.data.media import ImageError, Media
 
 _COLUMNS = ("images", "image")  # of several images, and of one
 PROMPT_COLUMNS = ("prompt", *_COLUMNS)  # what the model sees of a row
@@ -72,26 +73,48 @@ def model_inputs(
     return joined
 
 
-def with_images(row: Mapping[str, Any]) -> Any:
+def open_images(row: dict[str, Any], media: Media) -> dict[str, Any]:
+    """Return a copy of ``row`` with the images of its columns and of its prompt open.
+
+    Raises:
+        ImageError: one cannot be read.
+        ValueError: as in :func:`with_images`.
+    """
+    opened = copy.copy(row)
+    for name in _COLUMNS:
+        images = row.get(name)
+        if isinstance(images, list | tuple):
+            opened[name] = [_open(image, media, row, name) for image in images]
+        elif images is not None:
+            opened[name] = _open(images, media, row, name)
+    if "prompt" in row:
+        opened["prompt"] = with_images(opened, media)
+    return opened
+
+
+def with_images(row: Mapping[str, Any], media: Media | None = None) -> Any:
     """Return the prompt of ``row`` with its images, read, in its messages.
 
     They are parts ``{"type": "image", "image": ...}`` of messages already, or in the columns
     ``image`` or ``images``; these go where parts without an image stand, or else in front of the
     first message of the user. A prompt without images is returned as it is, but for keys that are
     None in its parts: a dataset's rows have all keys in each, and templates may ask for them.
+    ``media`` says where they may come from; None: from anywhere.
 
     Raises:
-        ValueError: an image cannot be read, the prompt of a row with images is no list of
+        ImageError: an image cannot be read.
+        ValueError: it comes from where it may not, the prompt of a row with images is no list of
             messages, both columns have images, or the places for images are not as many as there
             are images.
     """
-    prompt, given = row.get("prompt"), _of_columns(row)
+    prompt, media = row.get("prompt"), media or Media()
+    column, given = _of_columns(row)
     if not given and not any(True for _ in image_parts(prompt)):
         return prompt if _is_clean(prompt) else _in_blocks(prompt)
     if not isinstance(prompt, list):
         raise ValueError(
             "prompt: expected messages in a row with images, got "
-            f"{'none' if prompt is None else 'text'} in the row {shortened(row)}"
+            f"{'none' if prompt is None else 'text'} in {_named(row)}"
         )
     messages = _in_blocks(prompt)
     places = [part for part in image_parts(messages) if _source(part) is None]
@@ -102,12 +125,13 @@ def with_images(row: Mapping[str, Any]) -> Any:
     if len(places) != len(given):
         raise ValueError(
             f"images: expected {len(places)}, one for each place in the messages, got "
-            f"{len(given)} in the row {shortened(row)}"
+            f"{len(given)} in {_named(row)}"
         )
-    for place, image in zip(places, given, strict=True):
-        place["image"] = image
     for part in image_parts(messages):
-        part["image"] = _read(_source(part), row)
+        if _source(part) is not None:
+            part["image"] = _open(_source(part), media, row, "prompt")
+    for place, image in zip(places, given, strict=True):
+        place["image"] = _open(image, media, row, column)
     return messages
 
 
@@ -153,17 +177,17 @@ def has_image_columns(row: Mapping[str, Any]) -> bool:
     return any(name in row for name in _COLUMNS)
 
 
-def _of_columns(row: Mapping[str, Any]) -> list[Any]:
+def _of_columns(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     columns = [(name, row[name]) for name in _COLUMNS if row.get(name) is not None]
     found = {
         name: list(value) if isinstance(value, list | tuple) else [value] for name, value in columns
     }
     if all(found.get(name) for name in _COLUMNS):
         raise ValueError(
-            f"images: expected them in one column, got {' and '.join(_COLUMNS)} in the row "
-            f"{shortened(row)}; remove one of them from the dataset"
+            f"images: expected them in one column, got {' and '.join(_COLUMNS)} in "
+            f"{_named(row)}; remove one of them from the dataset"
         )
-    return next(filter(None, found.values()), [])
+    return next((item for item in found.items() if item[1]), ("", []))
 
 
 def content_blocks(content: Any) -> Any:
@@ -188,19 +212,21 @@ def _source(part: Mapping[str, Any]) -> Any:
     return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
 
 
-def _read(source: Any, row: Mapping[str, Any]) -> Image.Image:
-    if isinstance(source, Mapping):  # a dataset's image that was not decoded
-        data = source.get("bytes")
-        source = source.get("path") if data is None else io.BytesIO(data)
+def _open(source: Any, media: Media, row: Mapping[str, Any], column: str) -> Image.Image:
     try:
-        if isinstance(source, io.BytesIO):
-            source = Image.open(source)
-        return load_image(source)
-    except (OSError, TypeError, ValueError, UnidentifiedImageError) as error:
-        raise ValueError(
-            "images: expected images, paths or URLs of images, got one that cannot be read in the "
-            f"row {shortened(row)}: {shortened(error)}"
+        return media.open(source)
+    except ImageError as error:
+        raise ImageError(
+            "images: expected images, paths or URLs of images, got one that cannot be read in "
+            f"{column!r} of {_named(row)}: {error}"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{error} in {column!r} of {_named(row)}") from error
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    number = getattr(row, "number", None)  # of a dataset's
+    return f"{'the row' if number is None else f'row {number},'} {shortened(dict(row))}"
 
 
 def _placed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.datasets import Prompts
+from grpo_trainer.data.rows import Numbered, NumberedRow
 
 Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
 
@@ -72,9 +73,10 @@ class PromptStream:
         dataset = self._dataset
         if isinstance(dataset, IterableDataset):
             dataset.set_epoch(self._epoch)
-            return islice(iter(dataset), self._offset, None)
-        whole = len(dataset) - len(dataset) % self._per_batch
-        return (dataset[index] for index in self._order()[self._offset : whole])
+            rows = islice(iter(dataset), self._offset, None)
+            return map(NumberedRow, rows, count(self._offset))
+        whole, numbered = len(dataset) - len(dataset) % self._per_batch, Numbered(dataset)
+        return (numbered[index] for index in self._order()[self._offset : whole])
 
     def _order(self) -> list[int]:
         size = len(self._dataset)
@@ -128,7 +130,7 @@ class RepeatedStream(TorchIterableDataset):
         self.group_size = group_size
 
     def __iter__(self) -> Iterator[Row]:
-        return repeated(self.rows, self.group_size)
+        return repeated(map(NumberedRow, self.rows, count()), self.group_size)
 
 
 def own_copy(value: Any) -> Any:

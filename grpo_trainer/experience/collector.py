@@ -20,7 +20,6 @@ from grpo_trainer.data import (
     Rollout,
     Row,
     check_context,
-    check_parts,
     check_prompts,
     collate,
     encode_prompts,
@@ -28,11 +27,11 @@ from grpo_trainer.data import (
     own_copy,
     repeated,
     tokenizer_of,
-    with_images,
 )
 from grpo_trainer.experience.advantages import Advantages, compute_advantages
 from grpo_trainer.experience.dynamic_sampling import DynamicSampling
 from grpo_trainer.experience.overlap import Ahead
+from grpo_trainer.experience.reader import RowReader
 from grpo_trainer.experience.scored import Scored, rollout_metrics, share
 from grpo_trainer.experience.scorer import RewardCalculation, Scorer
 from grpo_trainer.monitor import REWARD_PREFIX, CompletionLog, MetricLog, phase
@@ -82,6 +81,7 @@ class Collector:
         self._accelerator = accelerator
         self._processing_class = processing_class
         self._rollouts = rollouts
+        self._reader = RowReader(args, accelerator)
         self.scorer = Scorer(accelerator, rewards, calculate_rewards)
         self._context = context
         self._source = source
@@ -141,7 +141,7 @@ class Collector:
         draw = partial(self._draw, prompts, count)
 
         def encode(rows: list[Row]) -> list[Encoded]:
-            return self._encode(_read(rows))
+            return self._encode(self._reader.read(rows))
 
         return Ahead(self._args, prompts, draw, encode, self._rollouts)
 
@@ -156,8 +156,7 @@ class Collector:
 
     def _draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
         """Return this process's rows of the next ``count`` prompts, a group for each."""
-        taken = prompts.take(count)
-        check_prompts(taken)
+        taken = self._reader.draw(prompts, count)
         rows = list(repeated(taken, self._args.num_generations))
         return rows[share(len(rows), self._accelerator)]
 
@@ -170,7 +169,7 @@ class Collector:
     ) -> Scored:
         """Return one scored completion per row; ``completions`` may be there already."""
         # functions may keep and edit what they are given
-        own = [own_copy(row) for row in _read(rows)]
+        own = [own_copy(row) for row in self._reader.read(rows)]
         sampled = self._generate(own, completions)
         rewards, log = self.scorer.score(own, sampled, sinks.state)  # (N, F)
         for index, rollout in enumerate(sampled.rollouts):
@@ -278,18 +277,3 @@ class Collector:
             )
             for part, index, count in zip(dealt, parts, tokens, strict=True)
         ]
-
-
-def _read(rows: list[Row]) -> list[Row]:
-    """Return ``rows`` with the images of each in its prompt.
-
-    Raises:
-        ValueError: a prompt has other parts than text and images, or an image cannot be read.
-    """
-    check_parts("prompt", rows)
-    once = {id(row): row for row in rows}  # a group has one row
-    read = {
-        key: {**row, "prompt": with_images(row)} if "prompt" in row else row
-        for key, row in once.items()
-    }
-    return [read[id(row)] for row in rows]

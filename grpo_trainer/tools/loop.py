@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
+    Media,
     ProcessingClass,
     Rollout,
     Row,
@@ -104,9 +105,10 @@ class Agents:
             pairs: list[tuple[Any, Toolbox]] = [(None, self._tools)] * len(rows)
             prompts = [row["prompt"] for row in rows]
         else:
+            media = Media.of(args)
             pairs = self._environments.take(rows)
             prompts = [
-                with_images({"prompt": self._environments.reset(environment, row)})
+                with_images({"prompt": self._environments.reset(environment, row)}, media)
                 for (environment, _), row in zip(pairs, rows, strict=True)
             ]
         for prompt in prompts:

@@ -481,7 +481,7 @@ WRONG = {
     lambda path: tokenizer_for_images(path, None): "train_dataset: expected no images without a p",
     dropping_template: "expected a chat template that writes <image> for each image, 1 in all, go",
     unreadable: "images: expected images, paths or URLs of images, got one that cannot be read in",
-    in_text: "prompt: expected messages in a row with images, got text in the row",
+    in_text: "prompt: expected messages in a row with images, got text in row 2",
     audio: "train_dataset: expected prompts of text and images, got .* of type 'audio'",
     untyped: "train_dataset: expected prompts of text and images, got .* of type None",
     of_strings: "train_dataset: expected parts of messages as {'type': ...}, got '\\?'",

@@ -125,6 +125,20 @@ def test_a_split_for_evaluation(model, dataset):
     assert cli.build_trainer(arguments(model, "data")).eval_dataset is None
 
 
+def test_what_rows_of_others_may_open(model, dataset, monkeypatch):
+    def allowed(name, **changes):
+        args = cli.build_trainer(arguments(model, name, **changes)).args
+        return args.allow_remote_images, args.allowed_media_path
+
+    rows = write(dataset, "rows.jsonl")
+    assert allowed(rows) == (None, None)
+    monkeypatch.setattr("grpo_trainer.cli.train.load_prompts", lambda *given, **options: dataset)
+    assert allowed("owner/name") == (False, constants.HF_HUB_CACHE)
+    own = {"allow_remote_images": True, "allowed_media_path": "."}
+    assert allowed("owner/name", **own) == (True, ".")
+    assert allowed(rows, eval_dataset_name="owner/name") == (False, constants.HF_HUB_CACHE)
+
+
 def test_how_a_model_is_loaded(model, dataset, capsys):
     rows = write(dataset, "rows.jsonl")
     named = {"dtype": "bfloat16", "attn_implementation": "eager", "model_revision": "v2"}

@@ -63,7 +63,7 @@ TEXT, IMAGE = {"type": "text", "text": "1="}, {"type": "image", "text": ""}
         ([{"prompt": messages(TEXT, IMAGE)}] * 2, NO_PROCESSOR),
         (
             [{"prompt": messages(TEXT)}, {"prompt": messages(IMAGE)}],
-            "images: expected 1, one for each place in the messages, got 0 in the row",
+            "images: expected 1, one for each place in the messages, got 0 in row 1",
         ),
     ],
 )

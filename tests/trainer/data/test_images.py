@@ -95,9 +95,12 @@ def test_without_images_the_prompt_is_as_it_was(row: dict[str, Any], prompt: Any
 
 WRONG = {
     "text": ({"prompt": "?", "image": picture(0)}, "prompt: expected messages in a row with im"),
-    "no image": ({"prompt": ASKED, "image": {"bytes": b"no image"}}, "cannot be read in the row"),
+    "no image": (
+        {"prompt": ASKED, "image": {"bytes": b"no image"}},
+        "cannot be read in 'image' of the row",
+    ),
     "no file": ({"prompt": ASKED, "image": "/no/file.png", "row": 7}, "'row': 7.*Incorrect image"),
-    "a number": ({"prompt": ASKED, "image": 3}, "cannot be read in the row"),
+    "a number": ({"prompt": ASKED, "image": 3}, "cannot be read in 'image' of the row"),
     "two columns": (
         {"prompt": ASKED, "image": picture(0), "images": [picture(1)]},
         "images: expected them in one column, got images and image in the row",

@@ -1,0 +1,120 @@
+"""Rows whose images cannot be read: other rows take their place, the same on every process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from grpo_trainer import GRPOConfig
+from grpo_trainer.data import PromptStream, images_of
+from grpo_trainer.experience.reader import RowReader
+from tests.trainer.data.test_images import ASKED, png
+from tests.trainer.test_vision import dataset, make
+from tests.trainer.vision import picture
+
+
+class Processes:
+    """Two processes, as threads that add what they have."""
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2, timeout=60)
+        self._given: dict[int, torch.Tensor] = {}
+
+    def accelerator(self, index: int) -> Any:
+        def reduce(value: torch.Tensor) -> torch.Tensor:
+            self._given[index] = value
+            self._both.wait()
+            total = self._given[0] + self._given[1]
+            self._both.wait()
+            return total
+
+        return SimpleNamespace(
+            process_index=index, num_processes=2, device=torch.device("cpu"), reduce=reduce
+        )
+
+
+def rows_with(bad: set[int], count: int = 16) -> Dataset:
+    images = [b"bad" if i in bad else png(picture(i)) for i in range(count)]
+    column = [{"bytes": image, "path": None} for image in images]
+    return Dataset.from_dict({"prompt": [ASKED] * count, "image": column})
+
+
+def config(**changes: Any) -> GRPOConfig:
+    settings = dict(per_device_train_batch_size=8, num_generations=2, use_cpu=True, bf16=False)
+    return GRPOConfig(**(settings | {"report_to": "none", "on_bad_image": "skip"} | changes))
+
+
+def test_processes_take_the_same_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """Row 1 is read by the first of them, rows 3 and 4 by the second."""
+    processes, drawn, states = Processes(), {}, {}
+    dataset = rows_with({1, 3, 4})
+
+    def run(index: int) -> None:
+        prompts = PromptStream(dataset)
+        rows = RowReader(config(), processes.accelerator(index)).draw(prompts, 4)
+        drawn[index], states[index] = [row.number for row in rows], prompts.state()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    with caplog.at_level(logging.WARNING):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    # 4 and 5 take the places of 1 and 3; where 4 went it is read, or not
+    assert drawn[0] == drawn[1] and states[0] == states[1]
+    assert set(drawn[0]) == {0, 2, 5, 6} and states[0]["offset"] == 7
+    assert all(f"of row {number}," in caplog.text for number in (1, 3, 4))
+
+
+@pytest.mark.parametrize("on_bad_image", ["skip", "error"])
+def test_a_run(tmp_path: Path, on_bad_image: str) -> None:
+    seen = []
+
+    def reward(prompts: Any, completions: Any, image: Any, **columns: Any) -> list[float]:
+        seen.extend(image)
+        assert [images_of(prompt)[0].tobytes() for prompt in prompts] == [
+            each.tobytes() for each in image
+        ]
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    table = dataset().to_dict()
+    table["image"][3] = {"bytes": b"bad", "path": None}
+    rows = Dataset.from_dict(table, features=dataset().features)
+    settings = {"on_bad_image": on_bad_image, "max_steps": 4}
+    trainer = make("llava", tmp_path, reward, train_dataset=rows, settings=settings)
+    if on_bad_image == "skip":
+        trainer.train()
+        assert len(seen) == 16
+    else:
+        with pytest.raises(ValueError, match="cannot be read in 'image' of row 3, "):
+            trainer.train()
+
+
+def test_an_evaluation_names_the_row(tmp_path: Path) -> None:
+    rows = Dataset.from_dict(
+        dataset().to_dict() | {"image": [{"bytes": b"bad", "path": None}] * 8},
+        features=dataset().features,
+    )
+    trainer = make("llava", tmp_path, eval_dataset=rows, settings={"on_bad_image": "skip"})
+    with pytest.raises(ValueError, match="cannot be read in 'image' of row 0, "):
+        trainer.evaluate()
+
+
+def test_nothing_can_be_read() -> None:
+    one = SimpleNamespace(
+        process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda value: value
+    )
+    with pytest.raises(ValueError, match="some that can be read among 10 rows, got none"):
+        RowReader(config(), one).draw(PromptStream(rows_with(set(range(16)))), 2)
+
+
+def test_not_with_overlap() -> None:
+    with pytest.raises(ValueError, match="on_bad_image: expected error with overlap_generation"):
+        config(overlap_generation=True, use_vllm=True, vllm_mode="server")
