@@ -39,6 +39,9 @@ VALUES: dict[str, Any] = {
     "logging_steps": 3,
     "bf16": False,
     "model_init_kwargs": {"dtype": "bfloat16", "attn": {"a": 1e-6}},
+    "allow_remote_images": True,
+    "allowed_media_path": "images",
+    "on_bad_image": "skip",
     "num_generations": 4,
     "num_generations_eval": 3,
     "max_prompt_length": 100,
@@ -150,6 +153,7 @@ def canonical(args: GRPOConfig) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path(VALUES["allowed_media_path"]).mkdir()
 
 
 def three_ways(values: dict[str, Any]) -> list[dict[str, Any]]:
