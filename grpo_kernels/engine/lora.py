@@ -42,14 +42,11 @@ class LoRAGradients:
         if self._dinner is not None and self._factor is not None:
             clear_row_ends(dlogits)
             place = self._dinner[rows]  # a copy for an index
-            factor = self._factor.rows(columns)
-            scale = factor.scale if of_rows is None else of_rows[:, None]  # never both
-            _add(place, dlogits, factor.values, scale)
+            _add(place, dlogits, self._factor.rows(columns), of_rows)
             self._dinner[rows] = place
         if self._db is not None:
             inner = gradient.weighted(self._lora.inner(self._hidden[rows]))
-            narrow = _Narrow.of(inner, dlogits.dtype)
-            _add(self._db[columns], dlogits.t(), narrow.values, narrow.scale)
+            _add(self._db[columns], dlogits.t(), _Narrow.of(inner, dlogits.dtype))
 
     def add_entries(self, kernels: EntryKernels, entries: Entries, dlogp: Tensor) -> None:
         """Add the share of all rows that have entries."""
@@ -85,14 +82,17 @@ class LoRAGradients:
         return da, self._db
 
 
-def _add(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None) -> None:
-    """Compute ``out += scale * (a @ b)``; None: 1."""
-    if scale is None:
-        accumulate(out, a, b, first=False)
+def _add(out: Tensor, a: Tensor, b: _Narrow, of_rows: Tensor | None = None) -> None:
+    """Compute ``out += a @ b``, where each row has a factor; None: 1."""
+    factor = b.scale
+    if of_rows is not None:
+        factor = of_rows[:, None] if factor is None else of_rows[:, None] * factor
+    if factor is None:
+        accumulate(out, a, b.values, first=False)
         return
     product = torch.empty_like(out)
-    accumulate(product, a, b, first=True)
-    out.addcmul_(product, scale)
+    accumulate(product, a, b.values, first=True)
+    out.addcmul_(product, factor)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,9 +30,13 @@ FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1e-3}
 
 
 def run(
-    posed: LoRAProblem, head: str = "plain", merged: bool = False, **kwargs: object
+    posed: LoRAProblem,
+    head: str = "plain",
+    merged: bool = False,
+    through: Sequence[str] = ("logprobs", "entropy"),
+    **kwargs: object,
 ) -> dict[str, Tensor]:
-    """Return all outputs, and the gradients of a random combination of logprobs and entropy."""
+    """Return all outputs, and the gradients of a random combination of some."""
     problem = posed.problem
     target = torch.where(problem.mask, problem.target, -100)
     out = linear_logprobs(
@@ -41,8 +46,8 @@ def run(
     )  # type: ignore[arg-type]  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     outer = torch.randn((2, *problem.target.shape), generator=generator).to(target.device)
-    assert out.logprobs is not None and out.entropy is not None
-    loss = (outer[0] * out.logprobs + outer[1] * out.entropy).sum()
+    pairs = zip(outer, through, strict=False)
+    loss = torch.stack([factor * getattr(out, name) for factor, name in pairs]).sum()
     wanted = {name: x for name, x in zip(NAMES, posed.leaves, strict=True) if x.requires_grad}
     gradients = torch.autograd.grad(loss, list(wanted.values()))
     return {
@@ -57,14 +62,15 @@ def assert_accurate(
     device: torch.device | str = "cpu",
     head: str = "plain",
     factors: torch.dtype = torch.float32,
+    through: Sequence[str] = ("logprobs", "entropy"),
     **kwargs: object,
 ) -> None:
-    exact = run(posed, head, merged=True, backend="reference")
+    exact = run(posed, head, merged=True, through=through, backend="reference")
     precision = kwargs.get("precision", "fp32")
     half = posed.to(device, dtype, factors)
-    eager = run(half, head, backend="reference", precision=precision)
+    eager = run(half, head, through=through, backend="reference", precision=precision)
     with poisoned_allocations():
-        got = run(half, head, **kwargs)
+        got = run(half, head, through=through, **kwargs)
     value_floor = FLOOR[dtype] if precision == "input" else 2e-6
     assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], value_floor)
 
@@ -173,6 +179,17 @@ def test_fp16_gradients_of_factors_that_fp16_does_not_hold(backend: str, size: f
     if size > 1:  # keeps the logits small
         posed = replace(posed, lora=replace(posed.lora, scaling=1e-4))
     assert_accurate(posed, torch.float16, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", (1e-8, 0.3))
+def test_kept_logits(backend: str, dtype: torch.dtype, size: float) -> None:
+    """Each row has a factor of its own, beside the scale that fp16 needs."""
+    assert_accurate(
+        lora_problem(size=size), dtype, "cpu", "softcapped", through=["logprobs"],
+        backend=backend, activation_bytes=1 << 20,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

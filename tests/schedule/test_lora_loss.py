@@ -87,6 +87,13 @@ def test_matches_fp64(
     assert_matches_fp64(lora_problem(), LOSSES[loss], dtype, device, **options)
 
 
+@pytest.mark.parametrize("backend,device", targets("triton"))
+@pytest.mark.parametrize("dtype", FLOOR)
+def test_kept_logits(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    options = dict(backend=backend, schedule="two_pass", activation_bytes=1 << 20)
+    assert_matches_fp64(lora_problem(), LOSSES["gspo"], dtype, device, **options)
+
+
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
 @pytest.mark.parametrize("loss", ("dapo", "gspo"))
 @pytest.mark.parametrize("dtype", FLOOR)
