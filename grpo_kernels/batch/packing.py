@@ -257,14 +257,17 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | None:
-    """Return a () tensor: a number stays on the host, a tensor is on the device of the target."""
+    """Return a () fp64 tensor: a number stays on the host, a tensor is on the target's device."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = host.hold(value, torch.float64)
     if value is not None and (not isinstance(value, Tensor) or value.dim()):
         got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name}: expected a scalar, got {got}")
-    if value is None or not host.reading_is_free(value):
-        return value if value is None else value.to(target.device)
+    if value is None:
+        return None
+    value = value.double()
+    if not host.reading_is_free(value):
+        return value.to(target.device)
     number = host.known(value)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name}: expected a finite number >= 0, got {number!r}")

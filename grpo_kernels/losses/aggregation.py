@@ -28,7 +28,7 @@ def _sequences(batch: TokenBatch) -> float:
 
 
 def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
-    lengths = batch.segments.lengths.clamp(min=1).to(batch.advantages.dtype)
+    lengths = batch.segments.lengths.clamp(min=1).double()
     return batch.segments.expand(1.0 / (lengths * _sequences(batch)))
 
 

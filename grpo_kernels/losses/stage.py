@@ -25,7 +25,10 @@ from grpo_kernels.losses.ratios import Terms, log_ratio
 
 
 class Weights(NamedTuple):
-    """Per-token factors (T,) of the policy loss and of the entropy bonus (before its coef)."""
+    """Per-token factors (T,), fp64, of the policy loss and of the entropy bonus (before its coef).
+
+    A loss takes them in the dtype of its log-probabilities, which may be wider than the advantages.
+    """
 
     policy: Tensor
     entropy: Tensor | None  # None: the loss has no entropy bonus
@@ -85,11 +88,12 @@ def static_weights(batch: TokenBatch, config: LossConfig) -> Weights:
 
 
 def _per_token(weight: Tensor | float, batch: TokenBatch) -> Tensor:
-    """Return the weight per token, (T,), in the dtype of the advantages."""
+    """Return the weight per token, (T,)."""
     like = batch.advantages
     if isinstance(weight, Tensor) and not (weight.dim() == 0 and host.reading_is_free(weight)):
-        return weight.to(like.dtype).expand(like.shape)
-    return torch.full_like(like, host.known(weight) if isinstance(weight, Tensor) else weight)
+        return weight.double().expand(like.shape)
+    number = host.known(weight) if isinstance(weight, Tensor) else weight
+    return torch.full_like(like, number, dtype=torch.float64)
 
 
 def token_inputs(

@@ -123,6 +123,17 @@ def test_a_micro_batch_that_is_part_of_a_larger_one(as_tensor: bool) -> None:
     torch.testing.assert_close(dapo, 7 / 10)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_weights_are_as_wide_as_the_logprobs(loss_type: str) -> None:
+    """Whatever the dtype of the rest: 1 / 3 and 0.3 are no numbers of fp32."""
+    config = LossConfig(loss_type=loss_type, entropy_coef=1.0)
+    logprobs, target = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1, 3).long()
+    scale = torch.tensor(0.3)
+    batch = TokenBatch.from_padded(target, torch.ones(1), entropy_scale=scale)
+    loss = policy_loss(logprobs[0], batch, config, torch.tensor([1, 0, 0]).double()).loss
+    torch.testing.assert_close(loss.item(), -1 - scale.item() / 3, rtol=1e-14, atol=0)
+
+
 def test_entropy_of_the_tokens_in_the_top_quantile() -> None:
     logprobs, batch = uneven()
     entropy = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64)
