@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.losses.ratios import LOG_RATIO_LIMIT
+
+# up to here so many terms of exp's series are exact in fp64
+_NEAR, _TERMS = 0.5, 15
 
 
 def _k1(x: Tensor) -> Tensor:
@@ -23,7 +27,15 @@ def _k2(x: Tensor) -> Tensor:
 def _k3(x: Tensor) -> Tensor:
     # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
     exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
-    return exp - x - 1
+    return torch.where(x.abs() < _NEAR, _near_k3(x.clamp(-_NEAR, _NEAR)), exp - x - 1)
+
+
+def _near_k3(x: Tensor) -> Tensor:
+    """Return exp(x) - x - 1, which cancels near 0, by its series: x^2 / 2 (1 + x / 3 (1 + ...))."""
+    series = torch.ones_like(x)
+    for k in range(_TERMS, 2, -1):
+        series = 1 + series * x * (1 / k)
+    return 0.5 * x * x * series
 
 
 def _abs(x: Tensor) -> Tensor:

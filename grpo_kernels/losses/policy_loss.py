@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.losses.config import LossConfig
+from grpo_kernels.losses.kl import KL_ESTIMATORS
 from grpo_kernels.losses.metrics import (
     LazyMetrics,
     Metrics,
@@ -186,7 +187,7 @@ def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str
     known = ~rollout_logprobs.isnan()
     difference = torch.where(known, evaluation.old_logprobs - rollout_logprobs, 0.0).double()
     count = known.double().sum()
-    k3 = torch.where(known, difference.exp() - difference - 1, 0.0)
+    k3 = KL_ESTIMATORS["k3"](difference)
     sampled = torch.where(known, rollout_logprobs, 0.0).double().sum()
     return {
         "sampling/sampling_logp_difference/mean": Stat("mean", difference.abs().sum(), count),

@@ -56,6 +56,12 @@ def _smaller(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a <= b, a, b)
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid; where it is near 1, the digits of its derivative s (1 - s) are kept."""
+    least = torch.sigmoid(torch.where(x > 0, -x, x))  # the smaller of s and 1 - s
+    return torch.where(x > 0, 1 - least, least)
+
+
 def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
     """Return metrics of which tokens are clipped from below and from above, each (T,) bool."""
     return {
@@ -170,7 +176,7 @@ class Sapo(Surrogate):
         tau = _by_sign(
             terms.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, terms.ratio
         )
-        return -(4 / tau) * torch.sigmoid(tau * (terms.ratio - 1)) * terms.advantages
+        return -(4 / tau) * _sigmoid(tau * (terms.ratio - 1)) * terms.advantages
 
 
 @dataclass(frozen=True, kw_only=True)

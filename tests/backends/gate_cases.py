@@ -35,6 +35,7 @@ from grpo_kernels.backends.triton.segment_sum import (
     _OPTIONS,
     _segment_sum_kernel,
 )
+from grpo_kernels.losses.kl import KL_ESTIMATORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -157,8 +158,8 @@ def _loss(has_dentropy: bool) -> Any:
         logp = logp.detach().requires_grad_()
         ratio = (logp - old).clamp(-20, 20).exp()
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        kl = (reference - logp).clamp(-20, 20)
-        loss = (loss + 0.1 * (kl.exp() - kl - 1)) * (old - rollout).exp() * correction * weight
+        kl = KL_ESTIMATORS["k3"](reference - logp)
+        loss = (loss + 0.1 * kl) * (old - rollout).exp() * correction * weight
         (dlogp,) = torch.autograd.grad(loss.sum(), logp)
         return (loss, dlogp, *([other * entropy] if has_dentropy else []))
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from grpo_kernels.backends.triton.codegen import PointwiseKernel, UntraceableError
 from grpo_kernels.batch import Segments
 from grpo_kernels.losses import LOSSES, LossConfig, TokenInputs, run_stage
+from grpo_kernels.losses.kl import KL_ESTIMATORS
 from grpo_kernels.losses.surrogates import Clip
 
 ULP = torch.finfo(torch.float32).eps / 2
@@ -95,6 +96,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda x: x.clamp(-0.3, 0.7),
     "clamp_min": lambda x: x.clamp(min=0.1),
     "exp": torch.exp,
+    "k3": KL_ESTIMATORS["k3"],
+    "k3, derivative": lambda x: with_gradient(KL_ESTIMATORS["k3"])(x)[1],
     "log": torch.log,
     "log1p": torch.log1p,
     "nan_to_num": lambda x: x.nan_to_num(nan=0.5, posinf=2.0, neginf=-3.0),

@@ -79,6 +79,30 @@ def test_kl(estimator: str, correction: bool, expected: float) -> None:
     torch.testing.assert_close(out.metrics["kl"].item(), expected)
 
 
+@pytest.mark.parametrize("dtype,rtol", [(torch.float32, 2e-6), (torch.float64, 1e-9)])
+def test_k3_keeps_its_digits(dtype: torch.dtype, rtol: float) -> None:
+    x = torch.logspace(-6, 1, 200, dtype=dtype)
+    x = torch.cat([-x, x]).requires_grad_()
+    kl = KL_ESTIMATORS["k3"](x)
+    (gradient,) = torch.autograd.grad(kl.sum(), x)
+    exact = x.detach().double()
+    torch.testing.assert_close(kl.double(), exact.expm1() - exact, rtol=rtol, atol=0)
+    torch.testing.assert_close(gradient.double(), exact.expm1(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("tau,drift", [(1.0, 4.0), (20.0, -4.0)])
+def test_sapo_keeps_the_digits_of_its_slope(tau: float, drift: float) -> None:
+    logprobs = torch.linspace(0, drift, 50).requires_grad_()
+    old, target = torch.zeros(1, 50), torch.zeros(1, 50).long()
+    batch = TokenBatch.from_padded(target, torch.ones(1), old_logprobs=old)
+    config = LossConfig(loss_type="sapo", sapo_temperature_pos=tau)
+    (gradient,) = torch.autograd.grad(policy_loss(logprobs, batch, config).loss, logprobs)
+    ratio = logprobs.detach().double().exp()
+    x = tau * (ratio - 1)
+    exact = -4 * x.sigmoid() * (-x).sigmoid() * ratio / 50
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=0)
+
+
 def uneven() -> tuple[Tensor, TokenBatch]:
     logprobs = torch.zeros(4, dtype=torch.float64)
     batch = TokenBatch.from_packed(
