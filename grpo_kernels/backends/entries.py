@@ -49,18 +49,6 @@ class Entries(NamedTuple):
         """Join the entries of consecutive rows."""
         return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def packed(self) -> Tensor:
-        """Return all as one (C, 2 K + 4) tensor: ids and counts are exact in every float."""
-        single = torch.stack([self.used.to(self.values.dtype), *self[3:]], 1)
-        return torch.cat([self.values, self.ids.to(self.values.dtype), single], 1)
-
-    @staticmethod
-    def unpacked(packed: Tensor) -> Entries:
-        """Return what was :meth:`packed`."""
-        slots = packed.shape[1] // 2 - 2
-        values, ids, single = packed.split((slots, slots, 4), 1)
-        return Entries(ids.int(), values.contiguous(), single[:, 0].int(), *single[:, 1:].unbind(1))
-
 
 class EntryKernels(Protocol):
     """One backend's passes over entries."""

@@ -70,19 +70,38 @@ class KeptEntries:
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         entries, allowed = chosen_entries(chunk, None, self._bounded, route)
-        self._found.append(torch.cat([entries.packed(), allowed[:, None]], 1))
+        self._found.append(to_keep(entries, allowed))
 
     def finish(self) -> Gradients:
         return Gradients()
 
     def kept(self) -> Tensor:
-        """Return what :func:`of_kept` reads, of all rows."""
+        """Return what :func:`to_keep` does, of all rows."""
         return torch.cat(self._found)
 
 
+def kept_dtype(wide: torch.dtype) -> torch.dtype:
+    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
+    return torch.int64 if wide == torch.float64 else torch.int32
+
+
+def to_keep(entries: Entries, allowed: Tensor) -> Tensor:
+    """Return entries, and the errors they were allowed, as one (C, 2 K + 5) tensor of integers."""
+    single = torch.stack([*entries[3:], allowed], 1)
+    floats = torch.cat([entries.values, single], 1)
+    integers = torch.cat([entries.ids, entries.used[:, None]], 1)
+    dtype = kept_dtype(floats.dtype)
+    return torch.cat([floats.view(dtype), integers.to(dtype)], 1)
+
+
 def of_kept(kept: Tensor) -> tuple[Entries, Tensor]:
-    """Return entries, and the errors that they were allowed, (T,)."""
-    return Entries.unpacked(kept[:, :-1]), kept[:, -1]
+    """Return what :func:`to_keep` was given."""
+    slots = kept.shape[1] // 2 - 2
+    floats, integers = kept.split((slots + 4, slots + 1), 1)
+    floats = floats.view(torch.float64 if kept.dtype == torch.int64 else torch.float32)
+    *single, allowed = floats[:, slots:].unbind(1)
+    values, ids = floats[:, :slots].contiguous(), integers[:, :slots].int()
+    return Entries(ids, values, integers[:, slots].int(), *single), allowed
 
 
 def within(entries: Entries, allowed: Tensor, dlogp: Tensor, bounded: Bounded) -> Entries:

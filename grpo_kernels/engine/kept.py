@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGradients, TileGradient, Wanted
-from grpo_kernels.engine.bounded import KeptEntries, bounded_gradients, of_kept, within
+from grpo_kernels.engine.bounded import (
+    KeptEntries,
+    bounded_gradients,
+    kept_dtype,
+    of_kept,
+    within,
+)
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
@@ -98,7 +104,8 @@ class Keeping:
 def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> Keeping:
     anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
     shape = tokens, 2 * min(bounded.slots, route.columns) + 5
-    return Keeping(what=ENTRIES, shape=shape, dtype=stats_dtype(route.dtype), gemms=1 + anew)
+    dtype = kept_dtype(stats_dtype(route.dtype))
+    return Keeping(what=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
 
 
 def _why_nothing(route: Route) -> str | None:

@@ -22,7 +22,9 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
+from grpo_kernels.backends import Entries
 from grpo_kernels.engine import Rows, RunOptions
+from grpo_kernels.engine.bounded import of_kept, to_keep
 from grpo_kernels.head import Head
 from grpo_kernels.testing import relative_error
 from tests.engine.op_checks import check_backward, check_forward
@@ -71,6 +73,17 @@ def gradients(x: Inputs, dlogp: Tensor | None = None, **options: object) -> dict
     leaves = {n: y for n, y in (("dhidden", x.hidden), ("dweight", x.weight)) if y.requires_grad}
     found = torch.autograd.grad(out.logprobs, list(leaves.values()), dlogp)
     return dict(zip(leaves, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_what_is_kept_is_as_it_was(dtype: torch.dtype) -> None:
+    """Ids beyond 2**24 too, which fp32 does not count."""
+    ids = torch.tensor([[2**24 + 1, 5, 2**31 - 1], [0, 0, 0]], dtype=torch.int32)
+    used, floats = torch.tensor([3, -1], dtype=torch.int32), torch.rand(2, 7, dtype=dtype)
+    entries, allowed = Entries(ids, floats[:, :3], used, *floats[:, 3:6].unbind(1)), floats[:, 6]
+    kept = of_kept(to_keep(entries, allowed))
+    for got, want in zip((*kept[0], kept[1]), (*entries, allowed), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 def frobenius(value: Tensor, exact: Tensor) -> float:
