@@ -19,7 +19,7 @@ _ROUNDING = 1e-6  # of a scale that was multiplied together in fp32
 class MainGradBuffer:
     """The buffer, and what the loss will be multiplied with where that is known beforehand."""
 
-    buffer: Tensor  # (V, D)
+    buffer: Tensor  # (V, D), of the ids in use
     gradient_scale: float | None
 
     def sums(self) -> MainGrad:
@@ -59,6 +59,7 @@ def main_grad_of(
     gradient_scale: float | None,
     weight: Tensor,
     dtype: torch.dtype,  # of the hidden states
+    columns: int,  # the ids in use; the rest of the weight's rows are padding
 ) -> MainGradBuffer | None:
     """Check the caller's arguments.
 
@@ -75,7 +76,7 @@ def main_grad_of(
         if not number or not math.isfinite(gradient_scale):
             raise ValueError(f"gradient_scale: expected a finite float, got {gradient_scale!r}")
         gradient_scale = float(gradient_scale)
-    return MainGradBuffer(buffer=buffer, gradient_scale=gradient_scale)
+    return MainGradBuffer(buffer=buffer[:columns], gradient_scale=gradient_scale)
 
 
 def _check_buffer(buffer: Tensor, weight: Tensor, wide: torch.dtype) -> None:
@@ -85,10 +86,10 @@ def _check_buffer(buffer: Tensor, weight: Tensor, wide: torch.dtype) -> None:
     if not weight.requires_grad:
         raise ValueError("main_grad: expected None for a weight that needs no gradient")
     if buffer.shape != weight.shape or not buffer.is_contiguous():
-        kind = "" if buffer.is_contiguous() else "non-contiguous "
+        kind = "one" if buffer.is_contiguous() else "a non-contiguous one"
         raise ValueError(
             f"main_grad: expected a contiguous tensor of shape {tuple(weight.shape)} (of "
-            f"weight), got a {kind}one of {tuple(buffer.shape)}"
+            f"weight), got {kind} of {tuple(buffer.shape)}"
         )
     if buffer.dtype != wide:
         raise ValueError(f"main_grad: expected dtype {wide}, got {buffer.dtype}")

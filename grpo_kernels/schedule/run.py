@@ -39,9 +39,10 @@ def planned(
         ValueError: an argument is wrong, or what is asked for cannot run.
     """
     check_loss_inputs(batch, config)
+    weight = head.weight
     hidden, head = checked_head(hidden, head, options.precision)
     _check_layout(hidden, head, batch)
-    into = main_grad_of(main_grad, gradient_scale, head.weight, hidden.dtype)
+    into = main_grad_of(main_grad, gradient_scale, weight, hidden.dtype, head.weight.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         rows = rows.index_select(0, batch.rows)

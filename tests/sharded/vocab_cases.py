@@ -254,9 +254,12 @@ def check_padded() -> None:
     problem = replace(problem, bias=None)
     leaves = dict(hidden=problem.hidden, weight=problem.weight)
     exact = run(problem, config, leaves=leaves, backend="reference")
-    found = run(
-        replace(problem, weight=own), config, leaves=leaves | {"weight": own}, vocab_shard=shard
-    )
+    mine, leaves = replace(problem, weight=own), leaves | {"weight": own}
+    found = run(mine, config, leaves=leaves, vocab_shard=shard)
+    for schedule in ("one_pass", "two_pass"):
+        buffer = torch.zeros_like(own)  # of all rows, as Megatron's
+        run(mine, config, leaves=leaves, vocab_shard=shard, schedule=schedule, main_grad=buffer)
+        torch.testing.assert_close(buffer, found["dweight"])
     torch.testing.assert_close(found["loss"], exact["loss"])
     torch.testing.assert_close(found["dhidden"], exact["dhidden"])
     dweight = gathered(found["dweight"])
