@@ -13,11 +13,12 @@ from grpo_kernels.head import Head, Transform, gathered_head, head_of_layer
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
+from grpo_kernels.overlay import Overlay, lay_over
 
 HeadFn = Callable[[Tensor, Head], Any]
 
 
-class FusedHead(nn.Module):
+class FusedHead(Overlay, nn.Module):
     """An LM head whose forward, given targets, forms no logits.
 
     ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which from then on is a FusedHead
@@ -60,7 +61,7 @@ class FusedHead(nn.Module):
         if isinstance(layer, FusedHead):
             return layer
         hooked = _is_hooked(layer)
-        layer.__class__ = _fused_class(type(layer))
+        lay_over(FusedHead, layer)
         if hooked:
             vars(layer)["_old_forward"] = MethodType(type(layer).forward, layer)
         return layer  # type: ignore[return-value]
@@ -129,33 +130,6 @@ class FusedHead(nn.Module):
         if self._vocab_size is not None and self._vocab_size < head.weight.shape[0]:
             head = head.columns(slice(self._vocab_size))
         return fn(hidden, head, **options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        layer_class = _layer_class(type(self))
-        if type(self) is not _fused_class(layer_class):  # somebody's subclass, such as FSDP2's
-            return super().__reduce_ex__(protocol)
-        return _bare, (layer_class,), self.__getstate__()
-
-
-_FUSED: dict[type[nn.Module], Any] = {}  # by the class of the layer
-
-
-def _fused_class(layer_class: type[nn.Module]) -> Any:
-    if layer_class not in _FUSED:
-        _FUSED[layer_class] = type(f"Fused{layer_class.__name__}", (FusedHead, layer_class), {})
-    return _FUSED[layer_class]
-
-
-def _layer_class(fused_class: type) -> type[nn.Module]:
-    """Return the class that stands behind FusedHead in the order of methods."""
-    order = fused_class.__mro__
-    return order[order.index(FusedHead) + 1]
-
-
-def _bare(layer_class: type[nn.Module]) -> nn.Module:
-    """Make an object that has no state yet, for copies and pickles."""
-    fused_class = _fused_class(layer_class)
-    return object.__new__(fused_class)
 
 
 def _is_hooked(layer: nn.Module) -> bool:

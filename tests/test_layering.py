@@ -14,6 +14,7 @@ from tests.import_graph import PACKAGES, Import, circles, imports, module_graph,
 KERNELS = {
     "version": "",
     "ranks": "",
+    "overlay": "",
     "batch": "ranks",
     "head": "ranks",
     "losses": "batch",
@@ -22,10 +23,11 @@ KERNELS = {
     "schedule": "batch head backends losses engine",
     "linear_logprobs": "batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",
-    "fused_head": "batch head losses linear_logprobs linear_policy_loss",
+    "fused_head": "batch head losses linear_logprobs linear_policy_loss overlay",
     "warm_up": "batch engine head losses schedule",
-    "hf": "head fused_head",
-    "integrations": "ranks batch head losses linear_logprobs linear_policy_loss fused_head hf",
+    "hf": "head fused_head overlay",
+    "integrations": "ranks batch head losses linear_logprobs linear_policy_loss fused_head hf "
+    "overlay",
     "testing": "batch losses linear_policy_loss",
 }
 TRAINER = {

@@ -13,9 +13,13 @@ from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.head import Head
 from grpo_kernels.hf.lm_head import fuse_head, fused_head, runs_in_fp32
 from grpo_kernels.hf.router import router_loss
+from grpo_kernels.overlay import ForwardOverlay, lay_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
@@ -24,12 +28,13 @@ def add_fused_head(model: PreTrainedModel) -> None:
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
     ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
     the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
-    The output embeddings become a :class:`grpo_kernels.FusedHead`.
+    The output embeddings become a :class:`grpo_kernels.FusedHead`. Copies of the model have a head
+    of their own.
 
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
     """
-    if hasattr(model, "_grpo_own_forward"):
+    if isinstance(model, _TakesHeadFn):
         return
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -37,30 +42,31 @@ def add_fused_head(model: PreTrainedModel) -> None:
         )
     backbone(model)
     fuse_head(model)
-    own_forward = model.forward
-
-    # the original signature stays visible: `generate` and `Trainer` inspect it
-    @functools.wraps(own_forward)
-    def forward(*args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
-        if head_fn is None:
-            return own_forward(*args, **kwargs)
-        return _head_forward(model, head_fn, args, kwargs)
-
-    model.forward = forward
-    model._grpo_own_forward = own_forward
+    if "forward" in vars(model):  # it would hide that of a class
+        vars(model)[_PATCHED] = vars(model).pop("forward")
+    lay_over(_TakesHeadFn, model)
 
 
-def restore_forward(model: PreTrainedModel) -> None:
-    """Give ``model`` the forward that it had before :func:`add_fused_head`, if it was called.
+def is_patched(model: PreTrainedModel) -> bool:
+    """Return whether a forward was set on this model, other than by :func:`add_fused_head`."""
+    return "forward" in vars(model) or _PATCHED in vars(model)
 
-    What was wrapped around it since is dropped, too.
-    """
-    own_forward = vars(model).pop("_grpo_own_forward", None)
-    if own_forward is None:
-        return
-    del model.forward
-    if model.forward != own_forward:  # somebody had patched it before
-        model.forward = own_forward
+
+def drop_wrappers(model: PreTrainedModel) -> None:
+    """Drop what was set around the forward of ``model`` since :func:`add_fused_head`, if that was
+    called."""
+    if isinstance(model, _TakesHeadFn):
+        vars(model).pop("forward", None)
+
+
+class _TakesHeadFn(ForwardOverlay):
+    """What :func:`add_fused_head` makes of a model."""
+
+    def forward(self, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
+        if head_fn is not None:
+            return _head_forward(self, head_fn, args, kwargs)
+        own_forward = super().forward
+        return vars(self).get(_PATCHED, own_forward)(*args, **kwargs)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

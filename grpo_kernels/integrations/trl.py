@@ -13,7 +13,6 @@ may have a LoRA adapter, which TRL refuses::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
 from grpo_kernels.integrations.switch import Host, Replacement, Switch, alive, claim, module_of
 from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.overlay import ForwardOverlay, lay_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,16 +99,22 @@ def add_fused_lm_head(
         _keep_in_fp32(model)
     claim(model, "trl")
     add_fused_head(model)
-    own_forward, wanted = model.forward, ("log_probs", *(set(outputs) - {"log_probs"}))
+    lay_over(_ScoresLabels, model)
+    model._grpo_scores = temperature, ("log_probs", *(set(outputs) - {"log_probs"}))
 
-    @functools.wraps(own_forward)
-    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+
+class _ScoresLabels(ForwardOverlay):
+    """What :func:`add_fused_lm_head` makes of a model."""
+
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        own_forward = super().forward
         if not fused_lm_head:
             return own_forward(*args, **kwargs)
         labels, shifted, count = (
             kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch")
         )
         target = labels[:, 1:] if shifted is None else shifted
+        temperature, wanted = self._grpo_scores
 
         def per_token(hidden: Tensor, head: Head) -> dict[str, Tensor]:
             rows = hidden[:, :-1] if shifted is None else hidden
@@ -118,11 +124,9 @@ def add_fused_lm_head(
             )
             return {name: getattr(found, _OUTPUTS[name]) for name in wanted}
 
-        if getattr(model.config.get_text_config(), "output_router_logits", False):
+        if getattr(self.config.get_text_config(), "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        return _output(model, own_forward(*args, head_fn=per_token, **kwargs), target, count)
-
-    model.forward = forward
+        return _output(self, own_forward(*args, head_fn=per_token, **kwargs), target, count)
 
 
 def _output(model: PreTrainedModel, found: Any, target: Tensor, count: Any) -> Any:

@@ -29,6 +29,7 @@ from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gra
 from grpo_kernels.integrations.switch import Host, Replacement, Switch, claim, module_of
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.losses import LossConfig, policy_loss
+from grpo_kernels.overlay import ForwardOverlay, lay_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,18 +85,20 @@ def patch_forward_with_backends(
         )
     claim(model, "verl")
     add_fused_head(model)
-    own_forward = model.forward
+    lay_over(_TakesTemperature, model)
 
-    @functools.wraps(own_forward)
-    def forward(*args: Any, temperature: float | Tensor | None = None, **kwargs: Any) -> Any:
+
+class _TakesTemperature(ForwardOverlay):
+    """What :func:`patch_forward_with_backends` makes of a model."""
+
+    def forward(self, *args: Any, temperature: float | Tensor | None = None, **kwargs: Any) -> Any:
+        own_forward = super().forward
         if temperature is None:
             return own_forward(*args, **kwargs)
         target = _targets(kwargs)
         found = own_forward(*args, head_fn=functools.partial(_score, target, temperature), **kwargs)
         output = module_of("verl.models.transformers.dense_common").CausalLMOutputForPPO
         return output(**found.head)
-
-    model.forward = forward
 
 
 def linear_cross_entropy(

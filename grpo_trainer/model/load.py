@@ -25,7 +25,7 @@ from transformers.utils import (
     find_adapter_config_file,
 )
 
-from grpo_kernels.hf import has_router_loss, keep_head_in_fp32, restore_forward
+from grpo_kernels.hf import drop_wrappers, has_router_loss, keep_head_in_fp32
 from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
@@ -68,9 +68,9 @@ def load_policy(
 
 
 def _forget_trainer(model: PreTrainedModel) -> None:
-    """Take off what a trainer before has put around the forward: ``head_fn``, and its precision."""
+    """Take off what a trainer before has put around the forward: its precision."""
     base = base_policy(model)
-    restore_forward(base)
+    drop_wrappers(base)
     # accelerate's marks: it would not put mixed precision around the forward again
     vars(model).pop("_is_accelerate_prepared", None)
     if base is not model and vars(model).pop("_original_forward", None) is not None:

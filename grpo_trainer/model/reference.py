@@ -11,7 +11,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from grpo_kernels.hf import add_fused_head
+from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.model.adapters import (
     REFERENCE,
@@ -61,7 +61,7 @@ class FrozenModel(Reference):
     def __init__(
         self, policy: PreTrainedModel, follows: bool, placement: Placement = WHOLE
     ) -> None:
-        if "forward" in vars(policy):
+        if is_patched(policy):
             raise ValueError(
                 "model: expected one whose forward is unchanged, so that the reference of beta != "
                 "0 can be copied from it; got a patched forward"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+from types import MethodType
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_kernels import FusedHead, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.head import Head
-from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head, restore_forward
+from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head, drop_wrappers
 from grpo_kernels.hf.lm_head import logit_scale, softcap
 
 SMALL = dict(
@@ -189,22 +189,23 @@ def test_without_head_fn_nothing_changes() -> None:
     assert out.shape[0] == 2
 
 
-def test_the_forward_from_before() -> None:
-    model = tiny_model("qwen2")
+def test_forwards_set_before_and_since() -> None:
+    model, called = tiny_model("qwen2"), []
     ids, mask = tokens()
-    before = model(input_ids=ids, attention_mask=mask).logits
-    restore_forward(model)  # as it is
-    add_fused_head(model)
-    restore_forward(model)
-    assert "forward" not in vars(model)
-    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
-    model.forward = patched = functools.partial(model.forward)
+
+    def patched(self: PreTrainedModel, **kwargs: object) -> None:
+        called.append(self)
+
+    model.forward = MethodType(patched, model)
+    drop_wrappers(model)  # as it is: not ours
     add_fused_head(model)
     copied = copy.deepcopy(model)
     for each in (model, copied):
-        restore_forward(each)
-        assert isinstance(each.forward, functools.partial)
-    assert model.forward is patched
+        each(input_ids=ids, attention_mask=mask)
+        each.forward = MethodType(patched, each)
+        drop_wrappers(each)
+        assert "forward" not in vars(each)
+    assert called[0] is model and called[1] is copied
 
 
 def test_loss_inside_the_forward_trains_every_parameter_and_fires_hooks() -> None:
