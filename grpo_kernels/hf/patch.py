@@ -96,10 +96,8 @@ def _head_forward(
     routers = None
     if kwargs.get("output_router_logits"):
         routers = router_loss(model, outputs, kwargs.get("attention_mask"))
-    output = _output_class()(aux_loss=routers)
-    # as an argument a dict would be taken for the fields themselves
-    output["head"] = _call_head(model, outputs.last_hidden_state, head_fn)
-    return output
+    head = _call_head(model, outputs.last_hidden_state, head_fn)
+    return _output_class()(aux_loss=routers, head=head)
 
 
 def _call_head(model: PreTrainedModel, hidden: torch.Tensor, head_fn: HeadFn) -> Any:
@@ -123,7 +121,8 @@ def _output_class() -> type:
     class FusedHeadOutput(ModelOutput):
         """The result of ``head_fn``, and the routers' loss if their logits were asked for."""
 
-        head: Any = None
+        # the first field must not be `head`: a dict there is taken for the fields themselves
         aux_loss: torch.Tensor | None = None
+        head: Any = None
 
     return FusedHeadOutput

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,8 +63,11 @@ class Stat:
         return torch.where(self.count > 0, value, torch.nan).float()
 
 
-class Metrics(Mapping[str, Tensor]):
-    """Read-only mapping from a metric's name to its () value, detached and still on the device.
+class Metrics:
+    """By a metric's name its () value, detached and still on the device; read-only.
+
+    It has a mapping's methods and is no ``Mapping``: what walks the output of a model's forward, as
+    accelerate does in mixed precision, would read every value of one and rebuild it from these.
 
     Those of one call also have ``logprobs`` and ``entropy`` of its tokens, (T,) in the order of the
     batch, detached: None where they were not given, or where calls were merged. (With
@@ -90,6 +93,22 @@ class Metrics(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.stats)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stats
+
+    def keys(self) -> KeysView[str]:
+        return self.stats.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return ItemsView(self)
+
+    def get(self, name: str, default: Tensor | None = None) -> Tensor | None:
+        stat = self.stats.get(name)
+        return default if stat is None else stat.value()
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self.stats)})"
