@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_kernels.tools import install_command
-from grpo_trainer.rewards.builtin import OptionalReward, text_of
+from grpo_trainer.rewards.builtin import OptionalReward, text_of, with_settings
 
 # seconds; math-verify stops by a signal, which only the main thread receives
 _PARSE_SECONDS = 10
@@ -86,8 +86,26 @@ def get_cosine_scaled_reward(
     """
     if max_len < 1:
         raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
-    # the values at length 0 and at max_len
-    correct, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+    return with_settings(
+        cosine_scaled_reward,
+        max_len=max_len,
+        # the values at length 0 and at max_len
+        correct=(max_value_correct, min_value_correct),
+        wrong=(min_value_wrong, max_value_wrong),
+    )
+
+
+def cosine_scaled_reward(
+    completions: list[Any],
+    solution: list[str],
+    completion_ids: list[list[int]],
+    *,
+    max_len: int,
+    correct: tuple[float, float],
+    wrong: tuple[float, float],
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return what :func:`get_cosine_scaled_reward` says, for its settings."""
 
     def scaled(accuracy: float | None, length: int) -> float | None:
         if accuracy is None:
@@ -95,16 +113,8 @@ def get_cosine_scaled_reward(
         short, long = correct if accuracy else wrong
         return long + 0.5 * (short - long) * (1 + math.cos(math.pi * min(length / max_len, 1.0)))
 
-    def cosine_scaled_reward(
-        completions: list[Any],
-        solution: list[str],
-        completion_ids: list[list[int]],
-        **kwargs: Any,
-    ) -> list[float | None]:
-        accuracies = accuracy_reward(completions, solution)
-        return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
-
-    return cosine_scaled_reward
+    accuracies = accuracy_reward(completions, solution)
+    return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
 
 
 def _answer_of(completion: Any, ends: list[str]) -> str | None:
