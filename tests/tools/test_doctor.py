@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_kernels.integrations import liger
+from grpo_kernels.losses import PolicyLossOutput
 from grpo_kernels.tools import cli, doctor
+from tests.parity.accelerate_state import accelerate_state
 
 
 @pytest.mark.slow
@@ -41,6 +44,24 @@ def test_who_disagrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "DIFFERENT" in out
     assert "not as their own: liger" in out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trl_goes_through_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mixed precision, which walks the output of a forward."""
+    pytest.importorskip("trl")
+
+    def convert(output: Any) -> Any:
+        if isinstance(output.get("head"), PolicyLossOutput):
+            raise TypeError("no such output")
+        return output
+
+    monkeypatch.setattr("accelerate.utils.operations.convert_to_fp32", convert)
+    monkeypatch.setattr(doctor, "HOSTS", {"trl": doctor.HOSTS["trl"]})
+    with accelerate_state({}):
+        (finding,) = doctor.findings()
+    assert finding.failure == "TypeError: no such output"
 
 
 def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
