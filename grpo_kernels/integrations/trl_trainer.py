@@ -28,6 +28,7 @@ _OF_IMAGES = (
 )
 # metrics of TRL's loss
 _LOGGED = ("kl", "entropy", "policy_loss", "cispo_clip_ratio", "vespo/phi_seq_mean")
+_EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")  # NaN over no tokens; others are 0
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -144,8 +145,11 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     def _log_metrics(self, metrics: Metrics) -> None:
         log = self._metrics[self._mode]
-        for name, value in metrics.gathered(self.accelerator.gather).items():
+        for name, stat in metrics.gathered(self.accelerator.gather).stats.items():
             if name in _LOGGED or name.startswith("clip_ratio/"):
+                value = stat.value()
+                if name not in _EXTREMES:
+                    value = value.where(stat.count > 0, 0.0)
                 log[name].append(value.item())
         if (
             self._entropy_bonus_enabled
