@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
 from trl.experimental.async_grpo import async_grpo_trainer
 
@@ -16,11 +17,18 @@ from tests.parity.canned import VOCABULARY, tiny_model
 STEPS, LENGTHS, PROMPT = 10, (7, 4, 6), 2
 
 
-def train() -> tuple[list[dict[str, float]], Any]:
-    """Take steps by its own ``compute_loss``; return the metrics of each, and the weights."""
+def train(bf16: bool = False) -> tuple[list[dict[str, float]], Any]:
+    """Take steps by its own ``compute_loss``; return the metrics of each, and the weights.
+
+    Args:
+        bf16: as accelerate prepares a model, which is TRL's default.
+    """
     model = tiny_model()
     # by its own name, which is what is replaced
     async_grpo_trainer.add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
+    if bf16:
+        rounded = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        model.forward = convert_outputs_to_fp32(rounded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     log = []
     for step in range(STEPS):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,11 +15,14 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
 
 from grpo_kernels.integrations import lazy_logits
 from grpo_kernels.integrations import trl as ours
 from tests.integrations import trl_async_cases
-from tests.parity.canned import tiny_model, tiny_tokenizer
+from tests.integrations.precision import assert_run_as_exact_as
+from tests.parity.canned import VOCABULARY, tiny_model, tiny_tokenizer
 
 STEPS = 10
 _COMMON: dict[str, Any] = {
@@ -35,6 +40,8 @@ _COMMON: dict[str, Any] = {
     "disable_tqdm": True,
 }
 
+DEFAULT: dict[str, Any] = {"bf16": None, "gradient_checkpointing": True}  # TRL's
+
 
 def _texts(first: int, count: int) -> list[str]:
     return [" ".join(f"w{2 + (7 * i + 3 * j) % 190}" for j in range(2 + i % 5)) for i in
@@ -46,9 +53,8 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def _grpo(model: Any, trainer: Any = trl.GRPOTrainer, peft: Any = None, **more: Any) -> Any:
-    args = trl.GRPOConfig(
-        **_COMMON, **{"num_generations": 4, "max_completion_length": 6, "beta": 0.1} | more
-    )
+    own = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
+    args = trl.GRPOConfig(**{**_COMMON, **own, **more})
     return trainer(
         model, _reward, args, Dataset.from_dict({"prompt": _texts(0, 16)}),
         processing_class=tiny_tokenizer(), peft_config=peft,
@@ -56,7 +62,7 @@ def _grpo(model: Any, trainer: Any = trl.GRPOTrainer, peft: Any = None, **more: 
 
 
 def _rloo(model: Any, **more: Any) -> Any:
-    args = trl.RLOOConfig(**_COMMON, num_generations=4, max_completion_length=6, **more)
+    args = trl.RLOOConfig(**{**_COMMON, "num_generations": 4, "max_completion_length": 6, **more})
     return trl.RLOOTrainer(
         model, _reward, args, Dataset.from_dict({"prompt": _texts(0, 16)}),
         processing_class=tiny_tokenizer(),
@@ -64,13 +70,13 @@ def _rloo(model: Any, **more: Any) -> Any:
 
 
 def _sft(model: Any, **more: Any) -> Any:
-    args = trl.SFTConfig(**_COMMON, **more)
+    args = trl.SFTConfig(**{**_COMMON, **more})
     data = Dataset.from_dict({"prompt": _texts(0, 16), "completion": _texts(40, 16)})
     return trl.SFTTrainer(model, args=args, train_dataset=data, processing_class=tiny_tokenizer())
 
 
 def _dpo(model: Any, **more: Any) -> Any:
-    args = trl.DPOConfig(**_COMMON, **more)
+    args = trl.DPOConfig(**{**_COMMON, **more})
     data = {"prompt": _texts(0, 16), "chosen": _texts(40, 16), "rejected": _texts(90, 16)}
     return trl.DPOTrainer(
         model, args=args, train_dataset=Dataset.from_dict(data), processing_class=tiny_tokenizer()
@@ -78,7 +84,7 @@ def _dpo(model: Any, **more: Any) -> Any:
 
 
 def _kto(model: Any, **more: Any) -> Any:
-    args = trl.KTOConfig(**_COMMON, **more)
+    args = trl.KTOConfig(**{**_COMMON, **more})
     data = {"prompt": _texts(0, 16), "completion": _texts(40, 16), "label": [True, False] * 8}
     return trl.KTOTrainer(
         model, args=args, train_dataset=Dataset.from_dict(data), processing_class=tiny_tokenizer()
@@ -90,9 +96,11 @@ GRPO: dict[str, dict[str, Any]] = {
     "entropy bonus": {"entropy_coef": 0.1, "temperature": 0.7, "loss_type": "grpo"},
     "off-policy": {"num_iterations": 2, "loss_type": "dr_grpo", "epsilon_high": 0.3},
     "sequences": {"importance_sampling_level": "sequence", "loss_type": "bnpo", "beta": 0.0},
-    "few tokens": {"top_entropy_quantile": 0.5, "loss_type": "cispo", "epsilon_high": 2.0},
+    # of a half, rounding to bf16 chooses another token
+    "few tokens": {"top_entropy_quantile": 0.3, "loss_type": "cispo", "epsilon_high": 2.0},
     "fp32 head": {"cast_lm_head_to_fp32": True, "loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
+    "no tokens": {"mask_truncated_completions": True, "epsilon_high": 0.3},  # in most steps
     "adaptive entropy": {  # both sides of the target, within the steps
         "use_adaptive_entropy": True,
         "entropy_target": 4.683,
@@ -110,11 +118,14 @@ def cases() -> dict[str, Callable[[], None]]:
 def _cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, make in TRAINERS.items():
         yield name, partial(check_parity, make)
+        yield f"{name}, TRL's default", partial(check_default, make)
     for name, more in GRPO.items():
         yield f"grpo, {name}", partial(check_parity, _grpo, **more)
         yield f"fused grpo, {name}", partial(check_fused_parity, **more)
+        yield f"fused grpo, TRL's default, {name}", partial(check_fused_default, **more)
     yield "dpo, weighted", partial(check_parity, _dpo, use_weighting=True)
     yield "async grpo", check_async
+    yield "async grpo, TRL's default", check_async_default
     yield "an adapter on the head", check_adapter_on_head
     yield "refused", check_refused
 
@@ -133,13 +144,45 @@ def check_fused_parity(**more: Any) -> None:
     _compare(_train(_grpo, trainer=ours.FusedGRPOTrainer, **more), _train(_grpo, **more))
 
 
+def check_default(make: Callable[..., Any], **more: Any) -> None:
+    """Compare with what TRL's own bf16 makes of its fp32 run."""
+    with canned_completions():
+        exact, theirs = _train(make, **more), _train(make, **more, **DEFAULT)
+        with ours.enabled():
+            found = _train(make, **more, **DEFAULT)
+    assert_run_as_exact_as(found, theirs, exact)
+
+
+def check_fused_default(**more: Any) -> None:
+    with canned_completions():
+        exact, theirs = _train(_grpo, **more), _train(_grpo, **more, **DEFAULT)
+        found = _train(_grpo, trainer=ours.FusedGRPOTrainer, **more, **DEFAULT)
+    assert_run_as_exact_as(found, theirs, exact)
+
+
+@contextmanager
+def canned_completions() -> Iterator[None]:
+    """Have the same tokens drawn, in which runs of other precision would differ."""
+
+    def generate(self: Any, input_ids: Tensor, **_: Any) -> Tensor:
+        seed = int(input_ids.sum())  # a step has prompts of its own
+        g = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(2, VOCABULARY, (len(input_ids), 6), generator=g)
+        return torch.cat([input_ids, drawn], dim=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen2ForCausalLM, "generate", generate)
+        yield
+
+
 def _compare(
     found: Any, theirs: Any, names: Collection[str] = frozenset({"loss", "grad_norm"})
 ) -> None:
     assert len(found[0]) == len(theirs[0])
     assert set(names) <= found[0][0].keys()
     for row, expected in zip(found[0], theirs[0], strict=True):
-        assert row == {n: pytest.approx(x, rel=1e-4, abs=2e-6) for n, x in expected.items()}
+        close = partial(pytest.approx, rel=1e-4, abs=2e-6)
+        assert row == {n: x if x is None else close(x) for n, x in expected.items()}
     torch.testing.assert_close(found[1], theirs[1], rtol=0, atol=2e-6)
 
 
@@ -150,6 +193,12 @@ def check_async() -> None:
         _compare(trl_async_cases.train(), theirs, names={"loss", "kl", "entropy"})
 
 
+def check_async_default() -> None:
+    exact, theirs = trl_async_cases.train(), trl_async_cases.train(bf16=True)
+    with ours.enabled():
+        assert_run_as_exact_as(trl_async_cases.train(bf16=True), theirs, exact)
+
+
 def check_adapter_on_head() -> None:
     """TRL refuses it; with ours the loss and its gradients are those of the model's own logits."""
     from peft import LoraConfig
@@ -157,9 +206,9 @@ def check_adapter_on_head() -> None:
     lora = LoraConfig(target_modules=["lm_head", "q_proj"], r=3, init_lora_weights=False)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         _train(_grpo, peft=lora)
-    for trainer in (trl.GRPOTrainer, ours.FusedGRPOTrainer):
+    for trainer, more in itertools.product((trl.GRPOTrainer, ours.FusedGRPOTrainer), ({}, DEFAULT)):
         with ours.enabled():
-            log, _ = _train(_grpo, trainer=trainer, peft=lora)
+            log, _ = _train(_grpo, trainer=trainer, peft=lora, **more)
         assert len([row for row in log if "loss" in row]) == STEPS
     with ours.enabled():
         model = _build(_grpo, peft=lora).model
