@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,16 @@ class Replacement(NamedTuple):
 
 
 _OURS: list[Any] = []  # what is in place, of all switches
+_LOCK = threading.RLock()  # of all switches
+
+
+def _locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with _LOCK:
+            return method(*args, **kwargs)
+
+    return run
 
 
 class Switch:
@@ -55,11 +70,13 @@ class Switch:
         self.host = host
         self._replacements = replacements  # called once the host is known to be here
         self._theirs: list[tuple[Replacement, Any]] = []
+        self._blocks = 0  # those of `enabled` that keep it on, in all threads
 
     @property
     def on(self) -> bool:
         return bool(self._theirs)
 
+    @_locked
     def enable(self, *, any_version: bool = False) -> None:
         """Put ours in place. Doing it twice is harmless.
 
@@ -84,6 +101,7 @@ class Switch:
             self._theirs.append((each, theirs))
             _put(each, theirs, each.ours)
 
+    @_locked
     def disable(self) -> None:
         """Put theirs back. Without effect while it is off.
 
@@ -103,14 +121,21 @@ class Switch:
 
     @contextmanager
     def enabled(self, *, any_version: bool = False) -> Iterator[None]:
-        """Have ours in place within a ``with``; one that is on already stays on."""
-        before = self.on
-        self.enable(any_version=any_version)
+        """Have ours in place within a ``with``; one that is on already stays on.
+
+        Where these overlap, in threads, it is on until the last one ends.
+        """
+        with _LOCK:
+            keeps_on = not self.on or self._blocks > 0
+            self.enable(any_version=any_version)
+            self._blocks += keeps_on
         try:
             yield
         finally:
-            if not before:
-                self.disable()
+            with _LOCK:
+                self._blocks -= keeps_on
+                if keeps_on and not self._blocks:
+                    self.disable()
 
 
 def claim(model: Any, adapter: str) -> None:

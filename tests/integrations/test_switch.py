@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -61,6 +63,46 @@ def test_one_that_is_on_stays_on(host: SimpleNamespace) -> None:
     with switch.enabled():
         pass
     assert host.first.score is ours
+
+
+def test_blocks_that_overlap(host: SimpleNamespace) -> None:
+    switch = switch_of(host)
+    first, second = switch.enabled(), switch.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert host.first.score() == "ours"
+    second.__exit__(None, None, None)
+    assert host.first.score() == "theirs"
+
+
+def test_threads_that_come_at_once() -> None:
+    put: list[object] = []
+
+    class Counted(SimpleNamespace):
+        def __setattr__(self, name: str, value: object) -> None:
+            put.append(value)
+            super().__setattr__(name, value)
+
+    owner, both = Counted(score=theirs), threading.Barrier(2)
+
+    def replacements() -> Iterator[Replacement]:
+        yield Replacement(owner, "score", ours)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # for the other, if that is let in
+
+    switch, inside = Switch(Host("torch", ("2",)), replacements), threading.Barrier(2)
+
+    def run() -> None:
+        with switch.enabled():
+            inside.wait(10)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert put == [ours, theirs]
 
 
 def test_what_others_have_replaced_is_not_lost(host: SimpleNamespace) -> None:
