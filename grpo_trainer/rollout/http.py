@@ -29,6 +29,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice
 _FAULTS = 4  # answers 5xx, and silence, that are retried; they seldom go away
 _CONNECT_TIMEOUT = 10.0
 _SHOWN = 500  # characters of an answer in a message
+# without that path; TRL's server had a slash behind it before it was vLLM's own
+_ANOTHER_SERVER = (httpx.codes.NOT_FOUND, httpx.codes.TEMPORARY_REDIRECT)
 
 
 class ServerError(RuntimeError):
@@ -147,7 +149,7 @@ class JsonServer:
             raise _fault(asked, timeout, error) from error
         if response.status_code != httpx.codes.OK:
             kind = _kind(response.status_code)
-            advice = self._advice if response.status_code == httpx.codes.NOT_FOUND else ""
+            advice = self._advice if response.status_code in _ANOTHER_SERVER else ""
             shown = response.text[:_SHOWN]
             raise kind(f"{asked}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
         if not response.content:

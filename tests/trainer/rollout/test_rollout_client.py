@@ -406,6 +406,12 @@ def test_a_server_without_weight_updates(make_client, stub):
         make_client().update_weights(weights(1.0))
 
 
+def test_a_server_of_older_versions_of_trl(make_client, stub):
+    stub.script["/health"] = [(307, b"")]
+    with pytest.raises(ServerError, match=r"/health: got 307: ''. `grpo-train serve --model"):
+        make_client()
+
+
 def test_a_folder_that_the_server_does_not_see(make_client, stub):
     stub.script["/collective_rpc"] = [(500, {"error": "Repo id must be"})] * 9
     with pytest.raises(ServerError, match=r"Repo id .*does the server see the folder .*weights"):
