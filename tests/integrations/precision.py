@@ -1,4 +1,8 @@
-"""A host's own precision: ours differs from exact results by no more than its rounding explains."""
+"""A host's own precision: ours differs from exact results by no more than its rounding explains.
+
+Each comparison takes what our head gives in that precision, what the host's own gives there, and
+what that gives in fp32.
+"""
 
 from __future__ import annotations
 
@@ -6,51 +10,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-_FACTOR, _FLOOR = 2.0, 2e-6
-_FACTOR_OF_STEPS = 4.0  # of a number per step: so few rounding errors differ by chance
+from grpo_kernels.testing import assert_as_exact_as
+
+BF16 = 8e-3  # the last digit
+_ROUNDING = 1e-5
+# of a number per step, for the errors of so few differ by chance
+_FACTOR, _FLOOR = 4.0, 2e-6
 # shares of tokens or samples, of which one may lie on a threshold
-_SHARES = ("clip_ratio", "clipfrac", "accuracies")
-_ONE = 0.15
+_SHARES, _ONE = ("clip_ratio", "clipfrac", "accuracies"), 0.15
 
 Run = tuple[list[dict[str, float]], dict[str, Tensor]]  # a row per step, and the weights at the end
 
 
+def assert_results_as_exact_as(found: Any, theirs: Any, exact: Any) -> None:
+    """Compare every tensor of nested results."""
+    leaves = zip(*map(tree_leaves, (found, theirs, exact)), strict=True)
+    for number, (own, other, true) in enumerate(leaves):
+        own_error, error = (_norm(x.double() - true) / _norm(true) for x in (own, other))
+        assert own_error <= max(2 * error, BF16), f"result {number}: {own_error}, theirs {error}"
+
+
 def assert_run_as_exact_as(found: Run, theirs: Run, exact: Run) -> None:
-    """Compare every number that is logged over all steps, and all weights at the end.
-
-    Args:
-        found, theirs: in the host's precision, with our head and with the host's own.
-        exact: the host's own in fp32.
-    """
-    assert len(found[0]) == len(theirs[0]) == len(exact[0])
-    columns = [_columns(run) for run in (found, theirs, exact)]
-    for name, true in columns[2].items():
+    """Compare every number that is logged over all steps, and all weights at the end."""
+    own, others, true = map(_columns, (found, theirs, exact))
+    assert own.keys() == others.keys() == true.keys()
+    for name in true:
+        assert torch.equal(own[name].isnan(), others[name].isnan()), name
+        own_error, error = (_norm(x[name] - true[name]) for x in (own, others))
         floor = _ONE if any(word in name for word in _SHARES) else 0.0
-        of_name = (columns[0][name], columns[1][name], true)
-        assert_as_exact_as(*of_name, name, factor=_FACTOR_OF_STEPS, floor=floor)
+        bound = _FACTOR * error + _FLOOR * max(1.0, _norm(true[name])) + floor
+        assert own_error <= bound, f"{name}: error {own_error:.1e}, theirs {error:.1e}"
     weights = [torch.cat([x.flatten() for x in run[1].values()]) for run in (found, theirs, exact)]
-    assert_as_exact_as(*weights, "weights")
+    assert_as_exact_as(*weights, _ROUNDING, "weights")
 
 
-def assert_as_exact_as(
-    found: Tensor,
-    theirs: Tensor,
-    exact: Tensor,
-    name: str = "",
-    *,
-    factor: float = _FACTOR,
-    floor: float = 0.0,
-) -> None:
-    """Compare norms of errors."""
-    assert torch.equal(found.isnan(), theirs.isnan()), name
-    exact = exact.double().nan_to_num()
-    ours, others = ((x.double().nan_to_num() - exact).norm().item() for x in (found, theirs))
-    bound = factor * others + _FLOOR * max(1.0, exact.norm().item()) + floor
-    assert ours <= bound, f"{name}: {ours:.1e} with our head, {others:.1e} with theirs"
+def _norm(x: Tensor) -> float:
+    return float(x.nan_to_num().norm())
 
 
-def _columns(run: Any) -> dict[str, Tensor]:
+def _columns(run: Run) -> dict[str, Tensor]:
     """Return the values of each name, NaN where a row has none."""
     rows = [row for row in run[0] if "train_loss" not in row]  # which sums up
     names = dict.fromkeys(name for row in rows for name in row)

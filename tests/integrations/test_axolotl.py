@@ -22,6 +22,7 @@ from datasets import Dataset
 from grpo_kernels.integrations import liger
 from tests.hf.test_families import tiny_model
 from tests.integrations import trl_cases as cases
+from tests.integrations.precision import assert_run_as_exact_as
 from tests.parity.canned import tiny_tokenizer
 
 NAME = "grpo_kernels.integrations.axolotl.GRPOKernelsPlugin"
@@ -80,6 +81,18 @@ def test_parity(name: str, manager: Any) -> None:
     cases._compare(cases.run(trainer), expected)
     # without a trace in the next trainer
     assert type(cases._build(make, **more).liger_loss) is not liger.LigerFusedLinearGRPOLoss
+
+
+def test_its_default_precision(manager: Any) -> None:
+    more: dict[str, Any] = {"beta": 0.1}
+    with cases.canned_completions():
+        exact, theirs = cases._train(make, **more), cases._train(make, **more, **cases.DEFAULT)
+        cfg = config()
+        prepare_plugins(cfg)
+        manager.pre_model_load(cfg)
+        trainer = cases._build(make, **more, **cases.DEFAULT)
+        manager.post_trainer_create(cfg, trainer)
+        assert_run_as_exact_as(cases.run(trainer), theirs, exact)
 
 
 def test_refused(manager: Any, tmp_path: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.integrations import liger
 from tests.hf.test_families import tiny_model
+from tests.integrations.precision import assert_results_as_exact_as
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
 B, T, D, V = 3, 7, 8, 61
@@ -82,6 +83,19 @@ def test_parity(loss_type: str, ratio: tuple[int, ...] | None) -> None:
         more["vllm_is_ratio"] = more["vllm_is_ratio"].masked_fill(inputs["attention_mask"] == 0, 1)
     found = run(liger.LigerFusedLinearGRPOLoss(**settings), inputs, **more)
     assert_alike(found, run(theirs(**settings), inputs, **more))
+
+
+@pytest.mark.parametrize("loss_type", CASES)
+@pytest.mark.filterwarnings("ignore:cispo uses")
+def test_in_bf16(loss_type: str) -> None:
+    settings = {"loss_type": loss_type, "compiled": False, **CASES[loss_type]}
+    rounded = make_inputs()
+    names = ("_input", "lin_weight", "bias")
+    rounded |= {name: rounded[name].bfloat16() for name in names}
+    exact = rounded | {name: rounded[name].float() for name in names}
+    found = run(liger.LigerFusedLinearGRPOLoss(**settings), rounded)[:2]
+    own, wide = (run(theirs(**settings), x)[:2] for x in (rounded, exact))
+    assert_results_as_exact_as(found, own, wide)
 
 
 def test_reference_from_its_hidden_states() -> None:

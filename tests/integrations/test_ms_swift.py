@@ -6,6 +6,7 @@ of its class that has the attributes they read.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections import defaultdict
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from tests.integrations.hosts import need
+from tests.integrations.precision import assert_results_as_exact_as
 
 need("ms_swift")
 
@@ -85,7 +87,8 @@ def make_batch(model: Any, temperature: float) -> tuple[dict[str, Any], Any]:
     attention = torch.ones(B, L, dtype=torch.int64)
     attention[:, -T:] = mask
     with torch.no_grad():
-        logits = model(ids, attention_mask=attention).logits[:, -T - 1 : -1] / temperature
+        exact = copy.deepcopy(model).float()
+        logits = exact(ids, attention_mask=attention).logits[:, -T - 1 : -1] / temperature
     own = logits.log_softmax(-1).gather(-1, ids[:, -T:, None]).squeeze(-1)
     logps = own + 0.2 * torch.randn(3, B, T, generator=g)
     advantages = torch.randn(B, 1, generator=g).expand(B, T)
@@ -98,8 +101,8 @@ def make_batch(model: Any, temperature: float) -> tuple[dict[str, Any], Any]:
     return {"input_ids": ids, "attention_mask": attention}, batch
 
 
-def run(**settings: Any) -> tuple[Any, ...]:
-    model = tiny_model("qwen2")
+def run(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, ...]:
+    model = tiny_model("qwen2").to(torch.bfloat16).to(dtype)  # the same weights in both
     trainer = make_trainer(model, **settings)
     loss = trainer.compute_liger_loss(model, *make_batch(model, trainer.temperature))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -116,6 +119,16 @@ def test_the_loss_of_liger(name: str) -> None:
     ms_swift.enable()
     assert ours and not theirs
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.filterwarnings("ignore:cispo uses")
+def test_its_default_precision(name: str) -> None:
+    found = run(torch.bfloat16, **LOSSES[name])[1:]
+    ms_swift.disable()
+    theirs, exact = (run(dtype, **LOSSES[name])[1:] for dtype in (torch.bfloat16, torch.float32))
+    ms_swift.enable()
+    assert_results_as_exact_as(found[:2], theirs[:2], exact[:2])
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ itself, and called as its ``HFModelWrapper`` calls it.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from importlib.metadata import distribution
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.integrations.hosts import need
+from tests.integrations.precision import assert_results_as_exact_as
 
 need("skyrl_fsdp")
 
@@ -66,6 +68,16 @@ def test_parity(requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
     again = score(model, 0.7, requires_grad)
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_its_default_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    __import__(MODULE)
+    theirs = score(model, 0.7, True)
+    exact = score(copy.deepcopy(model).float(), 0.7, True)
+    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+    with lazy_hosts.enabled(model, "skyrl"):
+        assert_results_as_exact_as(score(model, 0.7, True), theirs, exact)
 
 
 def test_a_scorer_that_was_bound_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import copy
 import importlib.machinery
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from grpo_kernels.integrations import torchtitan as ours
 from tests.integrations.hosts import need
+from tests.integrations.precision import assert_run_as_exact_as
 from tests.sharded.ranks import run_on_ranks
 
 need("torchtitan")
@@ -83,11 +85,14 @@ def inputs(seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     }  # fmt: skip
 
 
-def train(name: str, own: bool, sharded: bool = False) -> tuple[list[Any], dict[str, Tensor]]:
+def train(
+    name: str, own: bool, sharded: bool = False, dtype: torch.dtype | None = None
+) -> tuple[list[Any], dict[str, Tensor]]:
     model, loss_fn = Model(), loss_of(name, own)
     if sharded:
-        fully_shard([model.norm, model.lm_head])
-        fully_shard(model)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard([model.norm, model.lm_head], mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
     loss_fn.set_lm_head(model.lm_head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     log = []
@@ -131,11 +136,18 @@ def test_sharded(tmp_path: Path) -> None:
 
 
 def _sharded_cases() -> dict[str, Any]:
-    return {name: lambda name=name: check_sharded(name) for name in CONFIGS}
+    cases = {name: partial(check_sharded, name) for name in CONFIGS}
+    return cases | {f"{name}, bf16": partial(check_its_default_precision, name) for name in CONFIGS}
 
 
 def check_sharded(name: str) -> None:
     assert_alike(train(name, True, sharded=True), train(name, False, sharded=True))
+
+
+def check_its_default_precision(name: str) -> None:
+    exact = train(name, False, sharded=True)
+    found, theirs = (train(name, own, sharded=True, dtype=torch.bfloat16) for own in (True, False))
+    assert_run_as_exact_as(found, theirs, exact)
 
 
 def test_refused() -> None:

@@ -14,6 +14,7 @@ need("trl_1_9")
 
 from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger
 from tests.integrations import trl_cases as cases
+from tests.integrations.precision import assert_run_as_exact_as
 
 # Liger's layers are Triton kernels without an interpreter
 _NO_LAYERS = dict.fromkeys(
@@ -53,6 +54,31 @@ def test_the_loss_of_liger(name: str) -> None:
     assert type(trainer.liger_loss) is liger.LigerFusedLinearGRPOLoss
     cases._compare(cases.run(trainer), expected)
     assert cases._train(cases._grpo, **more)[0] == expected[0]  # off again without a trace
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_of_liger_in_its_default_precision() -> None:
+    more = {"use_liger_kernel": True, "liger_kernel_config": _NO_LAYERS}
+    with cases.canned_completions():
+        exact = cases._train(cases._grpo, **more)
+        theirs = cases._train(cases._grpo, **more, **cases.DEFAULT)
+        with liger.enabled():
+            found = cases._train(cases._grpo, **more, **cases.DEFAULT)
+    assert_run_as_exact_as(found, theirs, exact)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_logits_that_are_not_formed_in_its_default_precision() -> None:
+    with cases.canned_completions():
+        exact, theirs = cases._train(cases._grpo), cases._train(cases._grpo, **cases.DEFAULT)
+        trainer = cases._build(cases._grpo, **cases.DEFAULT)
+        models = [trainer.model, trainer.ref_model]
+        for model in models:
+            lazy_hosts.enable(model, "trl")
+        found = cases.run(trainer)
+        for model in models:
+            lazy_hosts.disable(model)
+    assert_run_as_exact_as(found, theirs, exact)
 
 
 @pytest.mark.parametrize("name", LAZY)

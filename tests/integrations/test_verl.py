@@ -19,6 +19,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig
 from grpo_kernels.integrations import verl as ours
 from tests.integrations.hosts import need
+from tests.integrations.precision import assert_run_as_exact_as
 from tests.parity.canned import tiny_model
 from tests.sharded.ranks import run_on_ranks
 
@@ -109,7 +110,12 @@ def actor(**more: Any) -> FSDPActorConfig:
 
 
 def train(
-    *, temperature: Any = 0.8, packed: bool = True, backend: str | None = "torch", **more: Any
+    *,
+    temperature: Any = 0.8,
+    packed: bool = True,
+    backend: str | None = "torch",
+    bf16: bool = False,
+    **more: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Take steps with what verl's FSDP engine does on one process; return the log and weights."""
     Qwen2ForCausalLM.forward = FORWARD
@@ -122,9 +128,10 @@ def train(
     for step in range(STEPS):
         data = micro_batch(step, temperature, packed, backend is not None)
         inputs, kept = host.prepare_model_inputs(data)
-        output = model(**inputs, use_cache=False)
-        found = host.prepare_model_outputs(output, kept, data, None)
-        loss, metrics = ppo_loss(config, found, data)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            output = model(**inputs, use_cache=False)
+            found = host.prepare_model_outputs(output, kept, data, None)
+            loss, metrics = ppo_loss(config, found, data)
         loss.backward()
         log.append({"loss": loss.item(), **{n: _number(x) for n, x in metrics.items()}})
         log[-1]["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
@@ -151,6 +158,13 @@ def test_training(packed: bool, backend: str) -> None:
         found = train(packed=packed, backend=backend)
     assert_alike(found, expected)
     assert train(packed=packed, backend="torch")[0] == expected[0]  # off again without a trace
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_its_default_precision(packed: bool) -> None:
+    exact, theirs = train(packed=packed), train(packed=packed, bf16=True)
+    with ours.enabled():
+        assert_run_as_exact_as(train(packed=packed, bf16=True), theirs, exact)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
