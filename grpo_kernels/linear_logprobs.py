@@ -304,7 +304,8 @@ def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor |
         )
     entries = of_kept(kept.detach())[0]
     exact = entries.used < 0
-    error = torch.where(exact, 0.0, entries.error / entries.norm)
+    # a row without a target has no gradient, and no error of one
+    error = torch.where(exact | (entries.error == 0), 0.0, entries.error / entries.norm)
     found = (entries.used, error, torch.where(exact, 0.0, entries.error_l1))
     return dict(zip(BOUNDED, found, strict=True))
 

@@ -128,14 +128,15 @@ class Gradients(NamedTuple):
 
 
 def fp16_scale(outer: StatsGradients) -> Tensor | None:
-    """Return the power of two, (), that brings the largest of them near 1; None for no values.
+    """Return the power of two, (), that brings the largest to 1/2 to 1; None for no values.
 
-    Without it fp16 gradients of small losses underflow, and those of huge ratios overflow.
+    Without it fp16 gradients of small losses underflow, and those of huge ratios overflow; above 1
+    large hidden states would that are multiplied with them.
     """
     largest = [x.abs().amax().float() for x in outer if x is not None and x.numel()]
     if not largest:
         return None
-    exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).round()
+    exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).ceil()
     return torch.exp2(exponent.clamp(-100, 100))
 
 

@@ -277,9 +277,9 @@ def test_no_row_with_a_target(tokens: int, exact_weight: bool) -> None:
     hidden = torch.randn(tokens, DEPTH, requires_grad=True)
     weight = torch.randn(COLUMNS, DEPTH, requires_grad=True)
     target = torch.full((tokens,), -100)
-    names, backward = ("logprobs", "entries"), sparse(exact_weight=exact_weight)
+    names, backward = ("logprobs", "entries", "gradient_error"), sparse(exact_weight=exact_weight)
     out = linear_logprobs(hidden, weight, target, outputs=names, backward=backward)
-    assert out.entries.shape == (tokens,)
+    assert out.entries.shape == (tokens,) and not out.gradient_error.any()
     dhidden, dweight = torch.autograd.grad(out.logprobs.sum(), (hidden, weight))
     assert dhidden.shape == hidden.shape and not dhidden.any() and not dweight.any()
 

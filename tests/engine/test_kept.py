@@ -79,6 +79,19 @@ def test_kept_gradients_match_fp64(
     assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], min(FLOOR[dtype], 2e-6))
 
 
+@pytest.mark.parametrize("backend,device", targets())
+def test_large_fp16_hidden_states(backend: str, device: torch.device) -> None:
+    """They are multiplied by the rows' factors."""
+    hidden = torch.tensor([[6e4, 1.0], [1.0, 1.0]], dtype=torch.float16, device=device)
+    weight = torch.zeros(8, 2, dtype=torch.float16, device=device, requires_grad=True)
+    target = torch.tensor([3, 5], device=device)
+    out = linear_logprobs(hidden, weight, target, backend=backend, activation_bytes=ENOUGH)
+    (dweight,) = torch.autograd.grad(out.logprobs, weight, torch.full_like(out.logprobs, 0.7))
+    exact = torch.full((8,), -0.7 / 8 * 6e4)
+    exact[3] *= -7
+    torch.testing.assert_close(dweight[:, 0].float().cpu(), exact, rtol=2e-3, atol=1)
+
+
 @pytest.mark.parametrize("of_head", (False, True))
 def test_fp64(of_head: bool) -> None:
     problem = make_problem()
