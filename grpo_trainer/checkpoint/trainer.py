@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 from grpo_trainer.checkpoint.files import model_aside, rotate, write_settings, written_aside
 from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
 from grpo_trainer.checkpoint.run_lock import only_run, raise_together
+from grpo_trainer.config import pickled_without_secrets
 from grpo_trainer.data import optimizer_steps
 from grpo_trainer.sharding import Placement
 
@@ -178,6 +179,7 @@ class ResumableTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    @pickled_without_secrets()
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
             super()._save(output_dir, state_dict)
@@ -188,6 +190,7 @@ class ResumableTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
 
+    @pickled_without_secrets()
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._aside is None:  # an upload reads the folder later, from where it stays
             super()._push_from_checkpoint(checkpoint_folder)

@@ -11,19 +11,20 @@ _MENTIONED = re.compile(_NAMES, re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")  # and password, in a URL
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: Any, name: str = "", named: bool = True) -> Any:
     """Return ``value`` with ``<NAME>`` in place of what is called a token, a password or the like.
 
-    Dictionaries and lists are copied, and URLs lose user and password.
+    Dictionaries and lists are copied, and URLs lose user and password. Without ``named`` None takes
+    the place, as if it had not been given: for settings that somebody may load.
     """
     if isinstance(value, dict):
-        return {key: masked(item, str(key)) for key, item in value.items()}
+        return {key: masked(item, str(key), named) for key, item in value.items()}
     if isinstance(value, list):
-        return [masked(item, name) for item in value]
+        return [masked(item, name, named) for item in value]
     if value is None or isinstance(value, bool):  # token=True: the one that is stored
         return value
     if _SECRET.search(name):
-        return f"<{name.upper()}>"
+        return f"<{name.upper()}>" if named else None
     return masked_urls(value) if isinstance(value, str) else value
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +29,21 @@ from grpo_trainer.config.old_names import OldNames, adopt_old_names
 from grpo_trainer.config.rollout import RolloutFields, check_rollout
 from grpo_trainer.config.setting import NamedFields, setting
 from grpo_trainer.config.tools import ToolFields, check_tools, import_path
+
+_on_disk = ContextVar("_on_disk", default=False)
+
+
+@contextmanager
+def pickled_without_secrets() -> Iterator[None]:
+    """Leave tokens and passwords out of what is pickled inside: transformers pickles its arguments.
+
+    Elsewhere a pickle has them, since it may be on its way to another process of the run.
+    """
+    before = _on_disk.set(True)
+    try:
+        yield
+    finally:
+        _on_disk.reset(before)
 
 
 @dataclass
@@ -220,7 +238,8 @@ class GRPOConfig(
 
     def __getstate__(self) -> dict[str, Any]:
         # a checkpoint holds a pickle of the arguments, which a function may not have
-        return self.__dict__ | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
+        state = self.__dict__ | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
+        return masked(state, named=False) if _on_disk.get() else state
 
     @property
     def eval_group_size(self) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import HfApi, RepoUrl
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from grpo_trainer import GRPOTrainer
@@ -58,19 +62,61 @@ def test_settings_as_text(make_args):
     assert args.model_init_kwargs == kwargs and args.vllm_server_base_url == URL
 
 
-def test_what_a_run_leaves(make_args, dataset, tmp_path):
+SECRET_SETTINGS = {
+    "hub_token": PRIVATE,
+    "model_init_kwargs": {"token": PRIVATE},
+    "chat_template_kwargs": {"more": [{"api_key": PRIVATE}]},
+    "vllm_engine_kwargs": {"hf_token": PRIVATE},
+    "vllm_server_base_url": URL,
+}
+
+
+def telling(folder: str | Path) -> list[Path]:
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return [path for path in files if PRIVATE.encode() in path.read_bytes()]
+
+
+def test_what_a_run_leaves(make_args, dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", PRIVATE)
+    made, done, tokens = RepoUrl("https://huggingface.co/me/mine"), Future(), []
+    done.set_result(None)
+    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **kwargs: made)
+
+    def upload(api: HfApi, folder_path: str, token: str | None = None, **given) -> Future:
+        assert not telling(folder_path)
+        tokens.append(token)
+        return done
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
     write_policy(tmp_path / "model", seed=0)
-    args = make_args(
-        max_steps=1, write_report=True, save_strategy="steps", model_init_kwargs={"token": PRIVATE}
-    )
-    trainer = GRPOTrainer(str(tmp_path / "model"), digits_reversal_reward, args, dataset)
-    trainer.train()
+    settings = SECRET_SETTINGS | {"push_to_hub": True, "log_completions": True}
+    settings |= {"write_report": True, "save_strategy": "steps", "save_steps": 1}
+
+    def run(resume: bool) -> GRPOTrainer:
+        args = make_args(max_steps=1 + resume, lr_scheduler_type="constant", **settings)
+        trainer = GRPOTrainer(str(tmp_path / "model"), digits_reversal_reward, args, dataset)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    run(resume=False)
+    trainer = run(resume=True)
     trainer.save_model()
-    files = [path for path in Path(args.output_dir).rglob("*") if path.is_file()]
-    assert {"run.json", "README.md"} <= {path.name for path in files}
-    telling = {path.name for path in files if PRIVATE.encode() in path.read_bytes()}
-    assert telling <= {TRAINING_ARGS_NAME}  # transformers' own pickle of the settings
+    assert len(tokens) >= 3 and set(tokens) == {PRIVATE}
+    output = Path(trainer.args.output_dir)
+    pickles = list(output.rglob(TRAINING_ARGS_NAME))
+    assert len(pickles) == 3 and (output / "run.json").exists() and not telling(output)
+    for path in pickles:
+        loaded = torch.load(path, weights_only=False)
+        assert loaded.hub_token is None and loaded.model_init_kwargs == {"token": None}
+        assert loaded.learning_rate == 1e-2 and loaded.vllm_server_base_url != URL
     assert PRIVATE not in str(trainer.model.config.to_dict())  # which trackers are given as well
+    assert trainer.args.hub_token == PRIVATE
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
+def test_a_copy_can_be_used(make_args, copied):
+    args = copied(make_args(**SECRET_SETTINGS))
+    assert {name: getattr(args, name) for name in SECRET_SETTINGS} == SECRET_SETTINGS
 
 
 @pytest.mark.parametrize(
