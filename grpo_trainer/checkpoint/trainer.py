@@ -13,7 +13,14 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
-from grpo_trainer.checkpoint.files import model_aside, rotate, write_settings, written_aside
+from grpo_trainer.checkpoint.files import (
+    checkpoints,
+    model_aside,
+    rotate,
+    write_settings,
+    written_aside,
+)
+from grpo_trainer.checkpoint.interrupt import Interrupt
 from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
 from grpo_trainer.checkpoint.run_lock import only_run, raise_together
 from grpo_trainer.config import pickled_without_secrets
@@ -40,6 +47,8 @@ class ResumableTrainer(Trainer):
     """
 
     _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
+    _interrupt: Interrupt
+    _last_saved = _last_ended = 0  # steps
 
     # by name, those that differ from process to process
     _parts: dict[str, Stateful]
@@ -76,7 +85,11 @@ class ResumableTrainer(Trainer):
         From the last checkpoint of a run that has taken all of its steps only the model and the
         trainer's state are loaded; nothing is logged or written, and the result has no metrics.
 
+        After Ctrl-C the step ends and a checkpoint is written, from which a run goes on exactly;
+        after another one training ends at once.
+
         Raises:
+            KeyboardInterrupt: Ctrl-C ended training; the message names step and checkpoint.
             StartError: another run trains in ``output_dir``; or the checkpoint is damaged or lacks
                 a file, or belongs to a run that this one cannot continue exactly; the message
                 names the file or the setting. A ValueError.
@@ -85,8 +98,16 @@ class ResumableTrainer(Trainer):
         with only_run(Path(self.args.output_dir), self.accelerator):
             self.start()
             checkpoint = self._checkpoint(resume_from_checkpoint)
+            self._last_saved = self._last_ended = 0
+            self._interrupt = Interrupt(self.accelerator)
             try:
-                return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+                with self._interrupt.noted():
+                    asked = str(checkpoint) if checkpoint else None
+                    output = super().train(asked, *args, **kwargs)
+                    self._stop_if_asked()  # in the last step
+                return output
+            except KeyboardInterrupt as error:
+                raise KeyboardInterrupt(self._where_it_stopped()) from error
             finally:
                 self.stop()
 
@@ -118,6 +139,33 @@ class ResumableTrainer(Trainer):
             *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
         )
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """End a step, and an epoch, whose last step has ended before."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        step, state = self.state.global_step, self.state
+        epoch_ends = float(state.epoch or 0).is_integer() and step != self._last_ended
+        self._last_ended = step
+        if not epoch_ends and step < state.max_steps:  # else there is more to log and to save
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if not self._interrupt.asked():
+            return
+        if self.state.global_step > self._last_saved:
+            self._save_checkpoint(self.model, trial=None)
+            self.callback_handler.on_save(self.args, self.state, self.control)
+        raise KeyboardInterrupt
+
+    def _where_it_stopped(self) -> str:
+        where = f"stopped after step {self.state.global_step}"
+        found = checkpoints(Path(self.args.output_dir))
+        if not found or self.args.save_only_model:
+            return f"{where}; there is no checkpoint to go on from"
+        return (
+            f"{where}; newest checkpoint: {found[-1]}; --resume_from_checkpoint true, in Python "
+            "train(resume_from_checkpoint=True), goes on from it"
+        )
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._placement.at_rest(self.model)  # the optimizer gets the parameters that are trained
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -138,6 +186,7 @@ class ResumableTrainer(Trainer):
         state.is_local_process_zero = self.is_local_process_zero()
         state.is_world_process_zero = self.is_world_process_zero()
         self.state = state
+        self._last_saved = state.global_step
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best_model()
         self.is_in_train = False
@@ -157,6 +206,7 @@ class ResumableTrainer(Trainer):
                     self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
         finally:
             self._aside = None
+        self._last_saved = self.state.global_step
         if self.args.should_save:
             rotate(run_dir, self.args.save_total_limit, keep={name, best})
         if self.args.push_to_hub:

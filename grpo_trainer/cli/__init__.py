@@ -5,19 +5,31 @@ Nothing heavy is imported before a command runs: a vLLM server imports the guard
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from grpo_trainer.cli.errors import fail
 from grpo_trainer.cli.help import answer
 
+_ENDED_BY_SIGINT = 130  # as a shell says
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``grpo-train`` with ``argv``, by default that of the process.
 
-    The package installs without what the trainer imports; one line says so where it is missing.
+    The package installs without what the trainer imports; one line says so where it is missing. One
+    line says where Ctrl-C has ended a run, too, and the exit code is 130.
     """
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt as error:
+        if os.environ.get("RANK", "0") == "0":  # the first process speaks for all
+            print(f"grpo-train: {str(error) or 'stopped'}", file=sys.stderr)
+        raise SystemExit(_ENDED_BY_SIGINT) from None
+
+
+def _run(words: Sequence[str]) -> None:
     if words and words[0].startswith("-"):  # else it is a command
         try:
             answer(words)

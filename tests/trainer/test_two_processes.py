@@ -63,8 +63,8 @@ def test_the_runs_are_what_they_say(results):
     assert "eval_reward" in alone["evaluation"]["metrics"]
     assert "eval_reward" in alone["stream"]["metrics"]
     for result in results:
-        resumed, straight = result["resumed"]["parameters"], result["dynamic"]["parameters"]
-        assert torch.equal(resumed, straight)
+        for name in ("resumed", "interrupted"):
+            assert torch.equal(result[name]["parameters"], result["dynamic"]["parameters"]), name
     assert alone["overlap"]["metrics"]["sampling/staleness"] == 0.5  # 0 and 1 steps
     same = torch.equal(alone["dapo"]["parameters"], alone["bnpo"]["parameters"])
     assert same  # one micro-batch per step: their means are over the same tokens

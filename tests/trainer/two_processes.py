@@ -6,6 +6,7 @@ Every run is one generation batch and one or two micro-batches per step, of uneq
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tool_helpers import (
     results,
 )
 from trainer_helpers import BackgroundEngine, canned, parameters
+from transformers import TrainerCallback
 from vision import make_vision_trainer
 
 from grpo_kernels.losses import LOSSES
@@ -57,6 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic_sampling": True, "max_resampling_rounds": 2},
     "groups over processes": {"num_generations": 16},
     "resumed": {"dynamic_sampling": True, "max_resampling_rounds": 2, "save_steps": 1},
+    "interrupted": {"dynamic_sampling": True, "max_resampling_rounds": 2},
     "stream": {"eval_strategy": "steps", "eval_steps": 2},
     "overlap": {"overlap_generation": True, "eval_strategy": "steps", "eval_steps": 1},
     # the folder of the completions cannot be made
@@ -96,12 +99,13 @@ def run(name: str, folder: str, processes: int) -> dict[str, Any]:
     settings |= {"max_completion_length": 4} | RUNS[name]
     if name == "curriculum":
         settings["dynamic_prompts_fn"] = longer_prompts
+    out = Path(folder, name)
     if name == "evaluation":
-        Path(folder, "out").mkdir(exist_ok=True)
-        Path(folder, "out", "completions").touch()
+        out.mkdir(exist_ok=True)
+        (out / "completions").touch()
     micro_batches = settings["gradient_accumulation_steps"]
     args = GRPOConfig(
-        output_dir=f"{folder}/out",
+        output_dir=str(out),
         per_device_train_batch_size=ROWS // micro_batches // processes,
         per_device_eval_batch_size=ROWS // 2 // processes,
         max_steps=2,
@@ -119,14 +123,30 @@ def run(name: str, folder: str, processes: int) -> dict[str, Any]:
         **settings,
     )
     trainer = make_trainer(name, args)
-    trainer.train()
+    if name == "interrupted":
+        if int(os.environ.get("RANK", 0)) == processes - 1:
+            trainer.add_callback(PressesCtrlC())
+        with pytest.raises(KeyboardInterrupt, match="after step 1; newest checkpoint: "):
+            trainer.train()
+        trainer = make_trainer(name, args)
+        trainer.train(resume_from_checkpoint=True)
+    else:
+        trainer.train()
     if name == "resumed":
         trainer = make_trainer(name, args)
-        check_refusals(trainer, Path(folder, "out"))
-        trainer.train(resume_from_checkpoint=f"{folder}/out/checkpoint-1")
+        check_refusals(trainer, out)
+        trainer.train(resume_from_checkpoint=out / "checkpoint-1")
     log = {key: value for row in trainer.state.log_history for key, value in row.items()}
     metrics = {key: log[key] for key in METRICS if key in log}
     return {"parameters": parameters(trainer.model), "metrics": metrics}
+
+
+class PressesCtrlC(TrainerCallback):
+    """Does so in the first step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            signal.raise_signal(signal.SIGINT)
 
 
 def check_refusals(trainer: GRPOTrainer, out: Path) -> None:
