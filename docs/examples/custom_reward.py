@@ -44,6 +44,7 @@ def main() -> None:
         reward_funcs=[right_digits, judged],
         args=GRPOConfig(
             output_dir="out/custom_reward",
+            overwrite_output_dir=True,
             reward_weights=[1.0, 0.2],
             per_device_train_batch_size=64,
             num_generations=8,

@@ -18,6 +18,7 @@ def main() -> None:
         reward_funcs=digits_reversal_reward,
         args=GRPOConfig(
             output_dir="out/lora",
+            overwrite_output_dir=True,
             beta=0.02,
             per_device_train_batch_size=32,
             num_generations=8,

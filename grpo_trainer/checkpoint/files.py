@@ -161,3 +161,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
         if step.isdigit() and folder.is_dir():
             found[int(step)] = folder
     return [found[step] for step in sorted(found)]
+
+
+def models(folder: Path) -> list[Path]:
+    """Return the files by which ``folder`` is taken for a model."""
+    return [folder / name for name in _ENTRIES if (folder / name).exists()]

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_trainer.checkpoint.files import INCOMPLETE, SETTINGS_FILE, checkpoints
+from grpo_trainer.checkpoint.files import INCOMPLETE, SETTINGS_FILE, checkpoints, models
 from grpo_trainer.checkpoint.manifest import Manifest
 from grpo_trainer.checkpoint.run_settings import differences, may_end_elsewhere
 from grpo_trainer.config import GRPOConfig
@@ -23,14 +23,28 @@ logger = logging.getLogger(__name__)
 _NAME = "resume_from_checkpoint"
 
 
-def find_checkpoint(run_dir: Path, asked: str | Path | bool | None) -> Path | None:
+def find_checkpoint(run_dir: Path, asked: str | Path | bool | None, overwrite: bool) -> Path | None:
     """Return the folder that ``asked`` means; for True the newest in ``run_dir``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none; or, unless it is to ``overwrite`` them, ``run_dir`` holds a model
+            or checkpoints of a run that does not go on.
     """
     for folder in sorted(run_dir.glob(f"{INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
         logger.warning("%s is an unfinished checkpoint and is ignored; it can be deleted", folder)
+    found = _asked_for(run_dir, asked)
+    goes_on = found is not None and found.resolve().parent == run_dir.resolve()
+    kept = [path.name for path in (*models(run_dir), *checkpoints(run_dir))]
+    if kept and not goes_on and not overwrite:
+        raise ValueError(
+            "output_dir: expected a folder without a model or checkpoints of another run, got "
+            f"{str(run_dir)!r} with {kept[-1]}; choose another, go on from a checkpoint with "
+            "resume_from_checkpoint, or write over what is there with overwrite_output_dir"
+        )
+    return found
+
+
+def _asked_for(run_dir: Path, asked: str | Path | bool | None) -> Path | None:
     if asked is None or asked is False:
         return None
     if asked is not True:

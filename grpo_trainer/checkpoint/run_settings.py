@@ -30,6 +30,7 @@ _FREE = {
     "include_num_input_tokens_seen",
     "num_completions_to_print",
     "output_dir",
+    "overwrite_output_dir",
     "project",
     "push_to_hub",
     "report_to",

@@ -49,6 +49,7 @@ class ResumableTrainer(Trainer):
     _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
     _interrupt: Interrupt
     _last_saved = _last_ended = 0  # steps
+    _has_saved = False  # whether what is in the run's folder may be this trainer's own
 
     # by name, those that differ from process to process
     _parts: dict[str, Stateful]
@@ -90,7 +91,8 @@ class ResumableTrainer(Trainer):
 
         Raises:
             KeyboardInterrupt: Ctrl-C ended training; the message names step and checkpoint.
-            StartError: another run trains in ``output_dir``; or the checkpoint is damaged or lacks
+            StartError: another run trains in ``output_dir``, or has left its model or checkpoints
+                there, and it is not ``overwrite_output_dir``; or the checkpoint is damaged or lacks
                 a file, or belongs to a run that this one cannot continue exactly; the message
                 names the file or the setting. A ValueError.
             CheckpointError: a checkpoint could not be written.
@@ -114,8 +116,9 @@ class ResumableTrainer(Trainer):
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
         """Return what training resumes from. Every process calls it; all raise what one finds."""
         found, problem = None, None
+        overwrite = self.args.overwrite_output_dir or self._has_saved
         try:
-            found = find_checkpoint(Path(self.args.output_dir), asked)
+            found = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
             if found is not None and self.accelerator.is_local_main_process:  # one of each disk
                 steps = optimizer_steps(self.train_dataset, self.args)
                 check_checkpoint(found, self.args, self.settings(), steps)
@@ -206,7 +209,7 @@ class ResumableTrainer(Trainer):
                     self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
         finally:
             self._aside = None
-        self._last_saved = self.state.global_step
+        self._last_saved, self._has_saved = self.state.global_step, True
         if self.args.should_save:
             rotate(run_dir, self.args.save_total_limit, keep={name, best})
         if self.args.push_to_hub:
@@ -231,6 +234,7 @@ class ResumableTrainer(Trainer):
 
     @pickled_without_secrets()
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self._has_saved = True
         if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
             super()._save(output_dir, state_dict)
             return

@@ -241,9 +241,10 @@ def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prom
 
 
 def _check_resumed(args: GRPOConfig) -> None:
-    """Raise ValueError if there is no checkpoint to resume from, before anything is loaded."""
+    """Raise ValueError if a run cannot begin or go on there, before anything is loaded."""
     asked = args.resume_from_checkpoint
-    find_checkpoint(Path(str(args.output_dir)), str(asked).lower() == "true" or asked)
+    newest = str(asked).lower() == "true"
+    find_checkpoint(Path(str(args.output_dir)), newest or asked, args.overwrite_output_dir)
 
 
 def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:

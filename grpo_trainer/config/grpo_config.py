@@ -194,6 +194,10 @@ class GRPOConfig(
         "Hub dataset, made if there is none, that the files of completions are uploaded to during "
         "the run. It is public unless hub_private_repo is set.",
     )
+    overwrite_output_dir: bool = setting(
+        False,
+        "Train in a folder with the model or checkpoints of another run, and write over them.",
+    )
     write_report: bool = setting(
         True, "Write output_dir/report.html with every checkpoint and at the end."
     )

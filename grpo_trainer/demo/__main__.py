@@ -87,6 +87,7 @@ def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) 
         "eval_dataset_name": evaluation,
         "reward_funcs": "grpo_trainer.demo.task.digits_reversal_reward",
         "output_dir": out / "trained",
+        "overwrite_output_dir": True,
         "max_steps": steps,
         "per_device_train_batch_size": GROUP * PROMPTS_PER_STEP,
         "num_generations": GROUP,

@@ -95,6 +95,7 @@ def make_args(folder: str, kind: str, **changes: Any) -> GRPOConfig:
         deepspeed.init_distributed("gloo", timeout=timedelta(seconds=TIMEOUT))
     settings: dict[str, Any] = {
         "output_dir": f"{folder}/out",
+        "overwrite_output_dir": True,  # the placements take turns in it
         "per_device_train_batch_size": ROWS // 2 // processes,
         "per_device_eval_batch_size": ROWS // 2 // processes,
         "gradient_accumulation_steps": 2,

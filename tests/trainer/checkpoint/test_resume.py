@@ -13,7 +13,7 @@ from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.checkpoint import CheckpointError, run_settings, settings_of
+from grpo_trainer.checkpoint import CheckpointError, StartError, run_settings, settings_of
 from grpo_trainer.checkpoint.resuming import check_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -148,6 +148,7 @@ def test_a_run_becomes_longer_unless_its_learning_rates_depend_on_it(
             longer.train(resume_from_checkpoint=True)
         return
     longer.train(resume_from_checkpoint=True)
+    settings["overwrite_output_dir"] = True
     straight = make_trainer(model=copy.deepcopy(policy), max_steps=3, **settings)
     straight.train()
     assert torch.equal(parameters(longer.model), parameters(straight.model))
@@ -287,6 +288,7 @@ def test_save_total_limit_counts_complete_checkpoints(make_trainer, policy, tmp_
     broken = out / "checkpoint-90"
     broken.mkdir(parents=True)
     settings = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1} | SAVING
+    settings["overwrite_output_dir"] = True
     make_trainer(model=copy.deepcopy(policy), **settings).train()
     assert sorted(path.name for path in out.iterdir()) == ["checkpoint-3", "checkpoint-90"]
 
@@ -315,13 +317,38 @@ def test_best_checkpoint_stays(make_trainer, tmp_path):
 
 def test_same_checkpoint_written_again(make_trainer, policy, checkpoint):
     before = torch.load(checkpoint / "optimizer.pt")
-    make_trainer(model=copy.deepcopy(policy), max_steps=2, save_steps=1, seed=7, **SAVING).train()
+    again = {"max_steps": 2, "save_steps": 1, "seed": 7, "overwrite_output_dir": True} | SAVING
+    make_trainer(model=copy.deepcopy(policy), **again).train()
     assert get_last_checkpoint(checkpoint.parent) == str(checkpoint)
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == [
         "checkpoint-1", "checkpoint-2",
     ]  # fmt: skip
     after = torch.load(checkpoint / "optimizer.pt")
     assert not torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("left", ["checkpoint-2", "config.json"])
+def test_what_another_run_has_left_stays(make_trainer, policy, checkpoint, tmp_path, left):
+    out, resumed = tmp_path / "out", {}
+    if left == "config.json":
+        out.rename(tmp_path / "elsewhere")
+        policy.save_pretrained(out)
+        resumed["resume_from_checkpoint"] = tmp_path / "elsewhere" / "checkpoint-2"
+    before = sorted(out.rglob("*"))
+    trainer = make_trainer(max_steps=3, **SAVING)
+    with pytest.raises(StartError, match=f"^output_dir: .* with {left}; .* overwrite_output_dir"):
+        trainer.train(**resumed)
+    assert sorted(out.rglob("*")) == before
+    trainer.args.overwrite_output_dir = True
+    trainer.train(**resumed)
+    assert (out / "checkpoint-3").exists()
+
+
+def test_what_a_trainer_has_saved_itself_is_its_own(make_trainer):
+    trainer = make_trainer(max_steps=1, **SAVING)
+    trainer.save_model()
+    trainer.train()
+    trainer.train()
 
 
 def test_train_twice_starts_again(make_trainer):

@@ -409,6 +409,7 @@ def test_a_checkpoint_that_is_not_there(capsys, model, dataset, monkeypatch):
         ("checkpoint-3", {}, "--model_name_or_path: no folder 'checkpoint-3'"),
         (model, {"resume_from_checkpoint": "out/checkpoint-3"}, "expected a folder, got 'out/che"),
         (model, {"resume_from_checkpoint": "true"}, "a checkpoint in output_dir 'out', got none"),
+        (model, {"output_dir": model}, "of another run, got 'model' with config.json; choose ano"),
     ):
         with pytest.raises(SystemExit, match="2"):
             cli.main(arguments(name, rows, **settings))
