@@ -70,9 +70,11 @@ def model_aside(folder: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     with _freed(aside, folder):
         aside.mkdir(parents=True)
-        if (folder / CARD_NAME).exists():  # an edited one stays, and peft adds its lines to it
+        if (folder / CARD_NAME).is_file():  # an edited one stays, and peft adds its lines to it
             shutil.copy(folder / CARD_NAME, aside)
         yield aside
+        if (folder / CARD_NAME).is_dir():
+            (aside / CARD_NAME).unlink(missing_ok=True)
         _flush(aside)
     _replace(aside, folder)
 

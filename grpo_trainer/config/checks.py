@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any, get_type_hints
 
@@ -64,6 +65,7 @@ def check_config(args: TrainingArguments) -> None:
     """Raise ValueError unless every field is in range and all of them fit together."""
     _check_integers(args)
     check_number("learning_rate", args.learning_rate, 0)
+    check_number("num_train_epochs", args.num_train_epochs, 0)
     check_choice("scale_rewards", args.scale_rewards, SCALES)
     check_choice("multi_objective_aggregation", args.multi_objective_aggregation, AGGREGATIONS)
     _check_reference(args)
@@ -98,7 +100,7 @@ def parse_json_fields(args: TrainingArguments) -> None:
         if isinstance(value, str) and value.startswith("{"):
             try:
                 setattr(args, name, json.loads(value))
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 shown = masked_text(repr(value))
                 raise ValueError(f"{name}: expected JSON, got {shown}: {error}") from error
 
@@ -164,7 +166,8 @@ def check_number(
     With ``above`` the range is (low, high].
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and math.isfinite(value) and low <= value <= high and not (above and value == low):
+    finite = number and abs(value) <= sys.float_info.max  # an int may be larger
+    if finite and low <= value <= high and not (above and value == low):
         return
     expected = f"a number {'>' if above else '>='} {low:g}"
     expected += f" and <= {high:g}" if math.isfinite(high) else ""
@@ -172,6 +175,11 @@ def check_number(
 
 
 def _check_integers(args: TrainingArguments) -> None:
+    if args.max_steps != -1 and args.max_steps < 1:
+        raise ValueError(
+            "max_steps: expected at least 1, or -1 to go by num_train_epochs, got "
+            f"{args.max_steps!r}"
+        )
     for name, least in _AT_LEAST.items():
         value, default = getattr(args, name), type(args).__dataclass_fields__[name].default
         if value is None and default is None:

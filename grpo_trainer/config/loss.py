@@ -123,7 +123,13 @@ def _settings(args: TrainingArguments) -> dict[str, Any]:
     more = args.loss_kwargs or {}
     if not isinstance(more, dict):
         raise ValueError(f"loss_kwargs: expected settings by name, got {more!r}")
+    options = {item.name for item in dataclasses.fields(LossConfig)}
     for name in more:
+        if name in options:
+            raise ValueError(
+                f"loss_kwargs: expected the loss's own settings, got {name!r}, which all losses "
+                "have and which is set beside it"
+            )
         if name in given and name in changed:
             raise ValueError(f"loss_kwargs: expected no {name!r} beside the option, got both")
     return given | more

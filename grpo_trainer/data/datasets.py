@@ -68,6 +68,8 @@ def _load(name: str, *source: str | None, **options: Any) -> Prompts:
         raise ValueError(
             f"dataset {name!r} cannot be loaded: {error.__cause__ or error}"
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"dataset {name!r} cannot be loaded: it is nested too deep") from error
     except (OSError, ValueError) as error:  # not found, no connection, no such split, no rows
         raise ValueError(f"dataset {name!r} cannot be loaded: {error}") from error
 

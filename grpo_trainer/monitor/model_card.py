@@ -77,14 +77,16 @@ class WritesCard(Trainer):
             card = model_card(self, *said)
             (folder / CARD_NAME).write_text(_signed(card), encoding="utf-8")
         else:
-            logger.warning("%s was edited: it stays as it is", folder / CARD_NAME)
+            path = folder / CARD_NAME
+            what = "was edited" if path.is_file() else "is no file"
+            logger.warning("%s %s: it stays as it is", path, what)
 
 
 def may_write(folder: Path) -> bool:
     """Return whether there is no card, or one that is as it was written here."""
     path = folder / CARD_NAME
-    if not path.exists():
-        return True
+    if not path.is_file():
+        return not path.exists()  # a folder, say
     text = _body(path.read_text(encoding="utf-8", errors="replace"))
     mark = _MARK.search(text)
     return mark is not None and mark[1] == _digest(text[: mark.start()])

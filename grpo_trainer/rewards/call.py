@@ -17,6 +17,7 @@ from grpo_trainer.common import start
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 300
+_LARGEST = torch.finfo(torch.float32).max  # rewards are float32
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,10 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(
             f"reward function {name!r}: expected numbers or None, got {type(value).__name__}"
         )
-    if math.isinf(value):
-        raise ValueError(f"reward function {name!r}: expected finite numbers, got {value}")
+    size: Any = abs(value)
+    if size > _LARGEST:
+        shown = value if isinstance(value, float) else f"a larger {type(value).__name__}"
+        raise ValueError(
+            f"reward function {name!r}: expected finite numbers up to {_LARGEST:.2g}, got {shown}"
+        )
     return float(value)

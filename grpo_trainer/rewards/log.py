@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class RewardLog:
             )
         if not isinstance(value, numbers.Real) and hasattr(value, "item"):
             value = value.item()
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"log_metric: expected a finite number for {name!r}, got {value!r}")
         self._metrics.setdefault(name, []).append(float(value))
 

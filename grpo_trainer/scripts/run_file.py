@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 import yaml
 
+_MOST_VALUES = 100_000  # aliases of aliases grow exponentially in all that is made of them
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-6 as text; numbers are what Python says they are."""
@@ -95,12 +97,29 @@ def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
         raise ValueError(f"--config: no such file {str(path)!r}")
     try:
         root = yaml.compose(path.read_text(), Loader=_Loader)
+        _check_size(root)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"--config: {path} is nested too deep") from error
     entries = root.value if isinstance(root, yaml.MappingNode) else []
     if not entries or not all(isinstance(key, yaml.ScalarNode) for key, _ in entries):
         raise ValueError(f"--config: expected `name: value` lines in {path}")
     return [(key.value, node) for key, node in entries]
+
+
+def _check_size(root: yaml.Node | None) -> None:
+    """Raise YAMLError if there is more in a file, with what aliases repeat, than anybody writes."""
+    left, seen = [root], 0
+    while left:
+        node = left.pop()
+        seen += 1
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            left += [item for pair in node.value for item in pair]
+        if seen + len(left) > _MOST_VALUES:
+            raise yaml.YAMLError(f"expected at most {_MOST_VALUES:,} values, aliases included")
 
 
 def _value(node: yaml.Node) -> Any:

@@ -369,6 +369,7 @@ def test_modules_that_fail(capsys, model, dataset, name):
     [
         ("empty.jsonl", b"", "expected rows, got an empty file"),
         ("broken.jsonl", b'{"prompt": "1="}\n{"prompt"', "JSON parse error"),
+        ("deep.jsonl", b'{"prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", "it is nested too deep"),
         ("broken.csv", b'prompt\n"1=', "Error tokenizing data"),
         ("broken.parquet", b"PAR", "Parquet"),
     ],

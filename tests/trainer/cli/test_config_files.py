@@ -234,6 +234,13 @@ def test_command_line_overrides_the_file():
         assert run.reward_funcs == ["e.f"]
 
 
+# 9 levels of 9 aliases each
+ALIASES = "loss_kwargs:\n  a: &a [x, x]\n" + "".join(
+    f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -252,6 +259,10 @@ def test_command_line_overrides_the_file():
         ("", "expected `name: value` lines in run.yaml"),
         ("a: [", "run.yaml is not YAML"),
         ("[1]: 2", "expected `name: value` lines in run.yaml"),
+        (f"reward_funcs: {'[' * 3000}{']' * 3000}", "run.yaml is nested too deep"),
+        (ALIASES, "run.yaml is not YAML: expected at most 100,000 values, aliases included"),
+        (ALIASES.replace("loss_kwargs", "unknown"), "expected at most 100,000 values"),
+        ("loss_kwargs: &a [*a]", "expected at most 100,000 values"),
         ("seed: !!python/name:os.getpid", "run.yaml: seed cannot be read: could not determine"),
         ("generation_kwargs: {[1]: 2}", "run.yaml: generation_kwargs cannot be read: while"),
         ("generation_kwargs: {a: 2024-13-01}", "run.yaml: generation_kwargs cannot be read: month"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, ModelCard, RepoUrl
+from trainer_helpers import adapted
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.monitor import CARD_NAME
@@ -82,6 +83,17 @@ def test_an_edited_card_stays(make_trainer, caplog):
         caplog.clear()
         assert saved(trainer) == mine
         assert "was edited: it stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_folder_in_its_place_stays(make_trainer, policy, caplog, peft):
+    trainer = make_trainer(model=adapted(policy) if peft else policy, max_steps=1)
+    folder = Path(trainer.args.output_dir) / CARD_NAME
+    (folder / "mine").mkdir(parents=True)
+    trainer.train()
+    trainer.save_model()
+    assert (folder / "mine").exists() and (folder.parent / "training_args.bin").exists()
+    assert "README.md is no file: it stays as it is" in caplog.text
 
 
 def test_metadata_may_change(make_trainer):

@@ -78,7 +78,9 @@ def test_async_functions_run_together():
         (3.0, "'bad': expected a list of 2 numbers, got float"),
         (None, "'bad': expected a list of 2 numbers, got NoneType"),
         (["1", "2"], "'bad': expected numbers or None, got str"),
-        ([1.0, -math.inf], "'bad': expected finite numbers, got -inf"),
+        ([1.0, -math.inf], "'bad': expected finite numbers .* got -inf"),
+        ([1.0, 1e39], r"'bad': expected finite numbers up to 3.4e\+38, got 1e\+39"),
+        ([1.0, -(10**5000)], "'bad': expected finite numbers up to .*, got a larger int"),
         (torch.ones(2, 1), "'bad': expected numbers or None, got list"),
     ],
 )
@@ -266,3 +268,5 @@ def test_what_rewards_log():
         log.log_extra("reward", [1, 2])
     with pytest.raises(ValueError, match="finite number for 'y', got nan"):
         log.log_metric("y", math.nan)
+    with pytest.raises(ValueError, match="finite number for 'y', got 1000"):
+        log.log_metric("y", 10**400)
