@@ -27,7 +27,7 @@ from grpo_trainer.config.loss import LossFields, check_level, loss_config
 from grpo_trainer.config.media import MediaFields, check_media
 from grpo_trainer.config.old_names import OldNames, adopt_old_names
 from grpo_trainer.config.rollout import RolloutFields, check_rollout
-from grpo_trainer.config.setting import NamedFields, setting
+from grpo_trainer.config.setting import FLAG, NamedFields, setting
 from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 
 _on_disk = ContextVar("_on_disk", default=False)
@@ -83,6 +83,7 @@ class GRPOConfig(
     bf16: bool | None = setting(
         None,
         "bf16 mixed precision. Default: on where the GPU has it, unless fp16 is set.",
+        **FLAG,
     )
     logging_nan_inf_filter: bool = setting(
         False, "Leave NaN and infinite losses out of the log; costs a wait in every step."

@@ -9,20 +9,20 @@ from typing import Any
 from transformers import TrainingArguments
 
 from grpo_trainer.config.checks import dtype_name
-from grpo_trainer.config.setting import setting
+from grpo_trainer.config.setting import FLAG, setting
 
 
-def _old(text: str) -> Any:
-    return setting(None, f"Deprecated: {text}")
+def _old(text: str, **metadata: Any) -> Any:
+    return setting(None, f"Deprecated: {text}", **metadata)
 
 
 @dataclass
 class OldNames:
     """Deprecated fields; None means not set, and each is None after construction."""
 
-    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.")
-    use_liger_loss: bool | None = _old("the loss is always fused, drop it.")
-    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.")
+    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.", **FLAG)
+    use_liger_loss: bool | None = _old("the loss is always fused, drop it.", **FLAG)
+    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.", **FLAG)
     vllm_guided_decoding_regex: str | None = _old("use vllm_structured_outputs_regex.")
     vllm_importance_sampling_cap: float | None = _old("use vllm_importance_sampling_clip_max.")
 

@@ -10,6 +10,9 @@ from typing_extensions import Self
 
 from grpo_trainer.common import hint
 
+# for a field that is true or false and None by default: a flag without a value is true
+FLAG = {"nargs": "?", "const": True}
+
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
     """Return a dataclass field; ``metadata`` is for its argument on the command line."""

@@ -49,6 +49,8 @@ _OWN_PREFIXES = (
     "vespo/",
 )
 
+_ZERO_OF_NONE = "_terminated_length"
+
 _FOLD_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
 
 
@@ -83,7 +85,10 @@ class MetricLog:
         ]
 
     def drain(self) -> dict[str, float]:
-        """Return values over all micro-batches and processes, without names that have no sample."""
+        """Return values over all micro-batches and processes, without names that have no sample.
+
+        The lengths of completions that ended are 0 where none did, as in TRL.
+        """
         pending = Metrics.merge([*self._pending, self.phases.drain()])
         merged = pending
         if self._accelerator.num_processes > 1:
@@ -92,7 +97,12 @@ class MetricLog:
         if not merged:
             return {}
         values = torch.stack([merged[name].double() for name in merged]).tolist()
-        return {name: value for name, value in zip(merged, values, strict=True) if value == value}
+        read = dict(zip(merged, values, strict=True))
+        return {
+            name: value if value == value else 0.0
+            for name, value in read.items()
+            if value == value or name.endswith(_ZERO_OF_NONE)
+        }
 
 
 def value_metric(name: str, value: float | Tensor, device: torch.device) -> Metrics:

@@ -5,9 +5,11 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
+from transformers import HfArgumentParser, TrainingArguments
 
 from grpo_kernels import Bounded, LossConfig
 from grpo_kernels.losses import LOSSES
@@ -233,6 +235,15 @@ def test_the_bare_name_of_an_old_flag():
     with pytest.warns(FutureWarning, match="wandb_log_unique_prompts: Deprecated"):
         _, args = parse([*run, "--wandb_log_unique_prompts", "--use_cpu"])
     assert args.log_unique_prompts
+
+
+def test_flags_of_transformers_own_parser():
+    """Every flag of ours; transformers itself takes no bare flag for some of its own."""
+    hints = get_type_hints(GRPOConfig)
+    theirs = set(get_type_hints(TrainingArguments)) - {"bf16"}
+    flags = [name for name in hints if hints[name] in (bool, bool | None) and name not in theirs]
+    found = HfArgumentParser(GRPOConfig).parse_args([f"--{name}" for name in flags])
+    assert "use_liger_loss" in flags and all(getattr(found, name) is True for name in flags)
 
 
 def test_no_warning_without_old_names(make_args, recwarn):

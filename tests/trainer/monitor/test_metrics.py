@@ -77,6 +77,20 @@ def test_names(make_trainer, changes, more):
     assert low < mean < high
 
 
+def test_lengths_where_no_completion_ends(make_trainer):
+    class Endless(Reporting):
+        def generate(self, prompt_ids, *args, **kwargs):
+            return Completions([[3, 4, 5]] * len(prompt_ids))
+
+    trainer = make_trainer(max_steps=1, max_completion_length=3)
+    trainer._collector._rollouts.engine = Endless(trainer.processing_class)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert [row[f"completions/{kind}_length"] for kind in ("mean", "min", "max")] == [3.0] * 3
+    lengths = [row[f"completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")]
+    assert lengths == [0.0] * 3
+
+
 @pytest.mark.parametrize("steps", [7, 3])
 def test_the_last_row_has_what_came_after_the_one_before(make_trainer, steps):
     def reward(completions, trainer_state, **kwargs):
