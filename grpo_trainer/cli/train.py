@@ -34,6 +34,7 @@ from grpo_trainer.scripts import (
 
 logger = logging.get_logger(__name__)
 
+_MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its adapter alone
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
 
 
@@ -265,8 +266,10 @@ def _existing_model(name: str | None) -> str:
     assert name is not None  # checked by RunArguments
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"--model_name_or_path: no config.json in folder {name!r}")
+        if not any((path / entry).is_file() for entry in _MODEL_ENTRIES):
+            raise ValueError(
+                f"--model_name_or_path: no {' or '.join(_MODEL_ENTRIES)} in folder {name!r}"
+            )
         return str(path)
     if looks_local(name) or _CHECKPOINT.fullmatch(path.name):
         raise ValueError(f"--model_name_or_path: no folder {name!r}")

@@ -57,6 +57,24 @@ def with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
     return get_peft_model(model, peft_config)
 
 
+def with_saved_adapter(model: PreTrainedModel, name: str, where: dict[str, Any]) -> PreTrainedModel:
+    """Return ``model`` under the adapter saved as ``name``, which is then trained on.
+
+    ``where`` has arguments of ``from_pretrained`` that say where it is.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
+    if not is_peft_available():
+        raise ValueError(
+            f"model: expected the package peft to be installed for the adapter {name!r}; "
+            f"{install_command('peft')}"
+        )
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, name, is_trainable=True, **where)
+
+
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
     """Make an adapted or quantised model ready for training; others pass untouched.
 

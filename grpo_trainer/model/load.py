@@ -29,7 +29,16 @@ from grpo_kernels.hf import drop_wrappers, has_router_loss, keep_head_in_fp32
 from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.model.adapters import base_policy, prepare_adapter, with_adapter
+from grpo_trainer.model.adapters import (
+    base_policy,
+    prepare_adapter,
+    with_adapter,
+    with_saved_adapter,
+)
+
+# arguments of from_pretrained that say where a model is, and those that are an adapter's own
+_WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+_OF_ADAPTER = ("revision", "subfolder")
 
 
 def load_policy(
@@ -39,6 +48,8 @@ def load_policy(
     quantization_config: Any | None = None,
 ) -> PreTrainedModel:
     """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
+
+    A name may be that of a saved adapter, which is trained on.
 
     Raises:
         ValueError: there is no such model, or the adapter cannot be trained.
@@ -89,9 +100,19 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         settings["quantization_config"] = quantization_config
         if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
+    where = {key: settings[key] for key in _WHERE if key in settings}
     try:
         with hub_or_cache(name):
-            return _auto_class(name, settings).from_pretrained(name, **settings)
+            adapter = find_adapter_config_file(name, **where)
+            if adapter is None:
+                return _auto_class(name, settings).from_pretrained(name, **settings)
+            config = json.loads(Path(adapter).read_text())
+            base, revision = config["base_model_name_or_path"], config.get("revision")
+            settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
+            settings |= {} if revision is None else {"revision": revision}
+            with hub_or_cache(base):
+                model = _auto_class(base, settings).from_pretrained(base, **settings)
+            return with_saved_adapter(model, name, where)
     except (OSError, ValueError, SafetensorError) as error:  # not there, no connection, broken
         raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
     except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
@@ -106,11 +127,7 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
 
 def _auto_class(name: str, settings: dict[str, Any]) -> Any:
     """Return what loads a model of the class that its config names."""
-    where = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
-    known = {key: settings[key] for key in where if key in settings}
-    adapter = find_adapter_config_file(name, **known)
-    if adapter is not None:  # its base is loaded, and it on top
-        name, known = json.loads(Path(adapter).read_text())["base_model_name_or_path"], {}
+    known = {key: settings[key] for key in _WHERE if key in settings}
     trusted = settings["trust_remote_code"]
     config = settings.get("config") or AutoConfig.from_pretrained(
         name, trust_remote_code=trusted, **known

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from transformers import Qwen3ForSequenceClassification
 
 from grpo_kernels.losses import LOSSES
@@ -159,6 +160,20 @@ def test_how_a_model_is_loaded(model, dataset, capsys):
     assert "argument --dtype" in fails(capsys, arguments(model, rows, dtype="int8"))
     message = fails(capsys, arguments(model, rows, ignore_bias_buffers=True))
     assert "ignore_bias_buffers: expected False" in message
+
+
+def test_an_adapter_is_trained_on(model, dataset, capsys):
+    pytest.importorskip("peft")
+    rows = write(dataset, "rows.jsonl")
+    new = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 2}
+    cli.main(arguments(model, rows, **new))
+    cli.main(arguments("out", rows, output_dir="more", learning_rate=0.1))
+    first, second = (load_file(Path(name, "adapter_model.safetensors")) for name in ("out", "more"))
+    assert first.keys() == second.keys() and not Path("more", "model.safetensors").exists()
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert "expected None with a PeftModel" in fails(
+        capsys, arguments("out", rows, output_dir="again", **new)
+    )
 
 
 def test_a_reward_model_by_its_own_argument(model, dataset):
