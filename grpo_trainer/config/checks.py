@@ -263,5 +263,10 @@ def _check_generation(args: TrainingArguments) -> None:
                 f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
                 "instead, which the loss reads too"
             )
+        if not own_names and name in ("stop", "stop_strings"):
+            raise ValueError(
+                f"generation_kwargs[{name!r}]: expected no text where transformers generates; "
+                "token ids that end a completion are its 'stop_token_ids'"
+            )
         if not own_names and name != "stop_token_ids" and not hasattr(known, name):
             raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")

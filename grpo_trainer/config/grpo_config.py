@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -270,11 +271,14 @@ class GRPOConfig(
 
     def check_eval_batch(self) -> None:
         """Raise ValueError unless an evaluation batch holds whole groups."""
-        batch = self.per_device_eval_batch_size * self.world_size
-        if batch % self.eval_group_size:
+        size, group = self.per_device_eval_batch_size, self.eval_group_size
+        if size * self.world_size % group:
+            step = group // math.gcd(group, self.world_size)
+            around = ", ".join(map(str, range(step, size + 2 * step, step)[-3:]))
             raise ValueError(
-                "per_device_eval_batch_size: expected the evaluation batch of all processes to be "
-                f"a multiple of the {self.eval_group_size} completions per prompt, got {batch}"
+                f"per_device_eval_batch_size: expected a size such as {around} that "
+                f"over all processes ({self.world_size}) makes whole groups of {group} "
+                f"completions per prompt, got {size}"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from grpo_kernels.tools import OneLineParser
 from grpo_trainer.common import unfailing
-from grpo_trainer.monitor.report.page import render
+from grpo_trainer.monitor.report.page import render, require_plotly
 from grpo_trainer.monitor.report.record import REPORT_NAME, RunRecord, load_run
 
 _COMPARISON_NAME = "comparison.html"
@@ -21,24 +22,35 @@ _COMPARISON_NAME = "comparison.html"
 class ReportWriter(TrainerCallback):
     """Writes ``run.json`` and ``report.html`` with every checkpoint and at the end.
 
-    Without plotly it writes the former alone and says once how to get the latter. Nothing that goes
-    wrong ends the run.
+    Without plotly it writes the former alone, and says at the start how to get the latter. Nothing
+    that goes wrong ends the run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            with _unfailing(args):
+                require_plotly()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero or not state.log_history:
             return
-        with unfailing(f"report of {args.output_dir}"):
+        with _unfailing(args):
             record = RunRecord.of(self._trainer)
             record.save()
             write_report([record.folder], record.folder / REPORT_NAME)
 
     on_train_end = on_save
+
+
+def _unfailing(args: TrainingArguments) -> AbstractContextManager[None]:
+    return unfailing(f"report of {args.output_dir}")
 
 
 def main(argv: Sequence[str]) -> None:

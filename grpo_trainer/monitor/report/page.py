@@ -151,6 +151,11 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def require_plotly() -> None:
+    """Raise ImportError, which says what to install, if no report can be drawn."""
+    _plotly()
+
+
 @functools.cache
 def _plotly() -> str:
     """Return plotly.js, packed: a browser unpacks it on its own."""

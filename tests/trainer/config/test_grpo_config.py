@@ -99,7 +99,11 @@ def test_scale_rewards(make_args, given, kept):
         ({"multi_objective_aggregation": "mean"}, "sum_then_normalize"),
         ({"beta": -1.0}, "beta"),
         ({"temperature": 0.0}, "temperature"),
-        ({"eval_strategy": "steps", "num_generations_eval": 3}, "per_device_eval_batch_size"),
+        (
+            {"eval_strategy": "steps", "num_generations_eval": 3},
+            "per_device_eval_batch_size: expected a size such as 3, 6, 9 that .* of 3 .*, got 4",
+        ),
+        ({"generation_kwargs": {"stop_strings": ["."]}}, "its 'stop_token_ids'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
