@@ -35,7 +35,7 @@ def environment(device: str) -> dict[str, Any]:
     """Return the facts needed to repeat a run on ``device``, "cpu" or "cuda"."""
     gpu = device == "cuda"
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "modified": bool(_git("status", "--porcelain", "--", *_SOURCES, _NO_RESULTS)),
         "device": torch.cuda.get_device_name() if gpu else cpu_name(),

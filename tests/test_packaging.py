@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,6 @@ HOSTS = ("axolotl", "torchtitan", "trl")  # of integrations: who uses one has it
 
 def declared() -> dict[str, set[str]]:
     """Read what ``pyproject.toml`` installs: without an extra under "", and by extra."""
-    tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = {"": project["dependencies"], **project["optional-dependencies"]}
 

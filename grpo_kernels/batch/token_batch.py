@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Unpack
 
 from grpo_kernels.batch import host
 from grpo_kernels.batch.packing import (
