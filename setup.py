@@ -1,17 +1,22 @@
 """Builds the native CPU kernels. All else about the package is in pyproject.toml.
 
 The extension is a plain shared library, loaded with ctypes: it uses neither Python's nor torch's
-headers. It is optional: where it cannot be compiled the package installs without it.
+headers, so one wheel serves every Python. It is optional: where it cannot be compiled the package
+installs without it.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
+ROOT = Path(__file__).parent
 CSRC = Path("csrc")
 NATIVE = Extension(
     "grpo_kernels._native",
@@ -36,6 +41,10 @@ NATIVE = Extension(
 class BuildNative(build_ext):
     """``build_ext`` that says what it means when an optional extension does not compile."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Name the file without the Python that built it."""
+        return f"{fullname.replace('.', '/')}.so"
+
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
@@ -46,4 +55,29 @@ class BuildNative(build_ext):
             )
 
 
-setup(ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative})
+class Wheel(bdist_wheel):
+    """One wheel for every Python of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def readme() -> str:
+    """Return README.md with absolute links: an index shows it without the files beside it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    repository = project["urls"]["Repository"]
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link["image"] else "blob"
+        return f"{link[0]}{repository}/{kind}/HEAD/"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(?P<image>!?)\[[^]]*\]\((?!https?:|#)", absolute, text)
+
+
+setup(
+    ext_modules=[NATIVE],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from grpo_kernels.backends.cpu.rows import _LIBRARY
+
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")
 TRACKERS = ("trackio", "wandb")  # imported where a run is logged to one
@@ -134,3 +136,39 @@ def test_the_oldest_version_is_the_one_that_is_tested(file: str) -> None:
     pinned = re.search(r"^(torch|triton)==(\S+)$", (ROOT / "tests" / file).read_text(), re.M)
     assert pinned is not None
     assert f'"{pinned[1]}>={pinned[2]}' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.fixture(scope="module")
+def egg_info(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the folder with what an index shows, and the list of what the sdist holds."""
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder / "grpo_kernels.egg-info"
+
+
+def test_the_sdist_holds_what_it_is_built_from_and_no_tests(egg_info: Path) -> None:
+    files = set((egg_info / "SOURCES.txt").read_text().splitlines())
+    source = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").iterdir()}
+    assert source | {"README.md", "LICENSE", "CHANGELOG.md", "setup.py"} <= files
+    assert not [name for name in files if name.startswith("tests/")]
+
+
+def test_the_index_shows_no_link_into_the_repository(egg_info: Path) -> None:
+    shown = (egg_info / "PKG-INFO").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert re.search(r"^Project-URL: ", shown, re.M) and re.search(r"^Author: ", shown, re.M)
+
+
+def test_one_wheel_serves_every_python() -> None:
+    pytest.importorskip("setuptools")  # it brings distutils
+    from distutils.core import run_setup
+
+    distribution = run_setup(str(ROOT / "setup.py"), stop_after="init")
+    wheel = distribution.get_command_obj("bdist_wheel")
+    wheel.ensure_finalized()
+    assert wheel.get_tag()[:2] == ("py3", "none")
+    native = distribution.get_command_obj("build_ext").get_ext_filename("grpo_kernels._native")
+    assert ROOT / native == _LIBRARY

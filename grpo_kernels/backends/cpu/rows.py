@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import warnings
 from ctypes import POINTER, c_char_p, c_int32
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from grpo_kernels.backends.cpu.abi import (
 )
 from grpo_kernels.head import Transform
 
+_LIBRARY = Path(__file__).parents[2] / "_native.so"  # by BuildNative of setup.py
 _DONE = 0  # kDone of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) is on the PATH."
@@ -37,13 +38,12 @@ HOW_TO_BUILD = "Reinstall grpo-kernels where a C++17 compiler (g++ or clang++) i
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """Load the library, or return one sentence that says why there is none."""
-    spec = importlib.util.find_spec("grpo_kernels._native")
-    if spec is None or spec.origin is None:
+    if not _LIBRARY.exists():
         return "the native CPU extension was not built when grpo-kernels was installed"
-    library = ctypes.CDLL(spec.origin)
+    library = ctypes.CDLL(str(_LIBRARY))
     library.grpo_abi_version.restype = c_int32
     if library.grpo_abi_version() != ABI_VERSION:
-        return f"the native CPU extension {spec.origin} belongs to another version of grpo-kernels"
+        return f"the native CPU extension {_LIBRARY} belongs to another version of grpo-kernels"
     library.grpo_isa.argtypes = [c_int32]
     library.grpo_isa.restype = c_char_p
     for function, of, results in (
