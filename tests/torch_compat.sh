@@ -1,8 +1,8 @@
 #!/bin/sh
 # Runs the tests of the kernels under the oldest supported torch; Triton has a script of its own.
 #   tests/torch_compat.sh VENV [PYTHON]
-# VENV is created if missing: torch's CPU build where an index has it, else the one with CUDA, of
-# 7 GB. Other packages come from the environment of PYTHON (default: python3), listed after its own.
+# VENV is created if missing, with torch's CPU build where that can be had, else one of 7 GB.
+# Other packages come from the environment of PYTHON (default: python3), listed after its own.
 # Where torch cannot be installed the tests are skipped, and the last lines say so.
 set -eu
 
@@ -15,9 +15,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$
 
 install() {
     "$python" -m venv --clear "$venv"
-    { pip "torch==$version+cpu" ||
-        pip --index-url https://download.pytorch.org/whl/cpu "torch==$version" ||
-        pip "torch==$version"; } && pip -r "$wanted" || return 1
+    "$root/.ci/install_torch.sh" "$venv/bin/python" "$version" && pip -r "$wanted" || return 1
     own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/main.pth"
     cp "$wanted" "$venv/installed.txt"

@@ -145,7 +145,6 @@ def test_tf32_is_refused_elsewhere(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("cpu", "reference")])
 def test_tf32_on_a_gpu(backend: str) -> None:
     if tf32_unavailable(CUDA, torch.float32) is not None:

