@@ -167,7 +167,7 @@ def _citations(recipe: Recipe) -> list[str]:
         cited.append(f"The loss `{recipe.loss_type}`: {recipe.loss_source}.")
     elif paper[0] != _GRPO_PAPER:
         entry = (
-            f"@misc{{{recipe.loss_type}, title = {{{{The loss {recipe.loss_type}}}}},\n"
+            f"@misc{{{recipe.loss_type},\n"
             f"  eprint = {{{paper[0]}}}, archivePrefix = {{arXiv}},\n"
             f"  url = {{https://arxiv.org/abs/{paper[0]}}}\n}}"
         )

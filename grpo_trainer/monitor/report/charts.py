@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from grpo_trainer.monitor.phases import PHASES
-from grpo_trainer.monitor.report.series import Curves
+from grpo_trainer.monitor.report.series import Curves, evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +188,21 @@ def metrics_of(chart: Chart) -> list[str]:
     """Return every metric that it draws."""
     extra = [chart.spread] if chart.spread else []
     return [*chart.lines, *(chart.band or ()), *extra]
+
+
+def constants(chart: Chart, runs: Collection[Curves]) -> dict[str, float] | None:
+    """Return the value of each line where no run ever moves any of them, else None."""
+    found: dict[str, float] = {}
+    for name in metrics_of(chart):
+        drawn = [curves[name].values for curves in runs if name in curves]
+        if any(f"{prefix}_{name}" in curves for curves in runs for prefix in evaluations(curves)):
+            return None
+        values = {value for each in drawn for value in each}
+        if len(values) > 1 or None in values or any(len(each) == 1 for each in drawn):
+            return None
+        if name in chart.lines and values:
+            found[chart.lines[name]] = values.pop()  # type: ignore[assignment]
+    return found
 
 
 def _by_function(curves: Curves, apart: bool) -> list[Chart]:

@@ -10,6 +10,9 @@ from grpo_trainer.monitor.report.record import History
 from grpo_trainer.monitor.report.series import Curve, Curves, curves_of
 
 _FEWEST_POINTS = 5  # a trend needs so many
+_LEARNED = (
+    0.95  # share of the way from the first reward to the best one, after which all is learned
+)
 
 
 class Finding(NamedTuple):
@@ -31,6 +34,7 @@ class Sign:
         above: the largest value that is fine.
         growth: how many times the mean of the first fifth is fine.
         fall: what share of the mean of the first fifth is too little.
+        ends_well: it is no sign of anything where all is learned.
     """
 
     title: str
@@ -39,6 +43,7 @@ class Sign:
     above: float = math.inf
     growth: float = 0.0
     fall: float = 0.0
+    ends_well: bool = False
 
     def find(self, curves: Curves) -> Finding | None:
         """Return what is wrong in ``curves``, if it is."""
@@ -46,8 +51,7 @@ class Sign:
             values = curves[metric].finite if metric in curves else []
             if len(values) < _FEWEST_POINTS:
                 continue
-            part = len(values) // 5
-            first, last = sum(values[:part]) / part, sum(values[-part:]) / part
+            first, last = _ends(values)
             if last > max(self.above, self.growth * first) or last < self.fall * first:
                 return Finding(self.title, self.text.format(metric=metric, first=first, last=last))
         return None
@@ -59,6 +63,7 @@ _SIGNS = (
         title="Entropy has collapsed",
         metrics=("entropy",),
         fall=0.2,
+        ends_well=True,
         text="It fell from {first:.3g} to {last:.3g} nats per token: the policy hardly tries "
         "anything else any more. Fine if the reward is as high as it can get. If not, raise "
         "entropy_coef or epsilon_high, lower the learning rate, or use_adaptive_entropy.",
@@ -75,6 +80,7 @@ _SIGNS = (
         title="Most advantages are zero",
         metrics=("frac_reward_zero_std",),
         above=0.8,
+        ends_well=True,
         text="In {last:.0%} of the groups all completions have the same reward, so nothing is "
         "learned from them. Fine if they are all right. If not, the prompts are too hard or too "
         "easy, or the reward is too coarse: dynamic_sampling replaces such groups, a larger "
@@ -101,11 +107,31 @@ _SIGNS = (
 )
 
 
-def findings(history: History) -> list[Finding]:
-    """Find the signs in the log of what is wrong."""
+def findings(history: History, best: float | None = None) -> list[Finding]:
+    """Find the signs in the log of what is wrong.
+
+    Args:
+        history: what the trainer logged.
+        best: the highest reward of any completion; None: not known.
+    """
     curves = curves_of(history)
-    found = [_not_finite(curves), *(sign.find(curves) for sign in _SIGNS)]
+    signs = [sign for sign in _SIGNS if not (sign.ends_well and _all_learned(curves, best))]
+    found = [_not_finite(curves), *(sign.find(curves) for sign in signs)]
     return [finding for finding in found if finding is not None]
+
+
+def _all_learned(curves: Curves, best: float | None) -> bool:
+    rewards = curves["reward"].finite if "reward" in curves else []
+    if best is None or len(rewards) < _FEWEST_POINTS:
+        return False
+    first, last = _ends(rewards)
+    return last - first >= _LEARNED * (best - first)
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    """Return the means of the first and the last fifth."""
+    part = len(values) // 5
+    return sum(values[:part]) / part, sum(values[-part:]) / part
 
 
 def _not_finite(curves: Curves) -> Finding | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader
 
 from grpo_kernels.tools import install_command
-from grpo_trainer.monitor.report.charts import sections
+from grpo_trainer.monitor.report.charts import constants, sections
 from grpo_trainer.monitor.report.figures import Figure, figure_of, histogram_figure
 from grpo_trainer.monitor.report.health import findings
 from grpo_trainer.monitor.report.record import RunRecord
@@ -30,6 +30,9 @@ _TILES = {
     "tokens_per_second": "tokens/s",
     "step_time": "seconds per step",
 }
+
+
+Rewards = dict[int, list[float]]  # of the completions, by optimizer step
 
 
 class Card(NamedTuple):
@@ -63,6 +66,7 @@ def render(runs: Sequence[RunRecord]) -> str:
             raise ValueError(f"report: expected a run that has logged something, got {run.name!r}")
     plotly = _plotly()
     curves = {run.name: curves_of(run.history) for run in runs}
+    rewards = {run.name: rewards_by_step(run.folder) for run in runs}
     templates = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
@@ -72,8 +76,16 @@ def render(runs: Sequence[RunRecord]) -> str:
     templates.filters["number"] = number
     return templates.get_template("page.html").render(
         names=names,
-        heads=[(run.name, _tiles(run, curves[run.name]), findings(run.history)) for run in runs],
-        sections=_cards(runs, curves),
+        about=_about(runs[0]) if len(runs) == 1 else "",
+        heads=[
+            (
+                run.name,
+                _tiles(run, curves[run.name]),
+                findings(run.history, _best(rewards[run.name])),
+            )
+            for run in runs
+        ],
+        sections=_cards(runs, curves, rewards),
         samples=prompt_samples(runs[0].folder) if len(runs) == 1 else {},
         tables=_comparison(runs) if len(runs) > 1 else _facts(runs[0]),
         plotly=plotly,
@@ -96,25 +108,40 @@ def _tiles(run: RunRecord, curves: Curves) -> dict[str, list[float]]:
     return tiles
 
 
-def _cards(runs: Sequence[RunRecord], curves: Mapping[str, Curves]) -> dict[str, list[Card]]:
-    """Return the charts of each section."""
+def _about(run: RunRecord) -> str:
+    """Return what is trained on what: the run's name may be that of its folder alone."""
+    parts = [run.recipe.get(name) for name in ("model", "dataset", "loss_type")]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _best(rewards: Rewards) -> float | None:
+    return max((max(each) for each in rewards.values()), default=None)
+
+
+def _cards(
+    runs: Sequence[RunRecord], curves: Mapping[str, Curves], rewards: Mapping[str, Rewards]
+) -> dict[str, tuple[list[Card], dict[str, dict[str, float]]]]:
+    """Return the charts of each section, and by their titles the values of those that are flat."""
     union = curves_of([row for run in runs for row in run.history])
     several = len(runs) > 1
     cards = {}
     for section, charts in sections(union, apart=several).items():
-        cards[section] = [
+        flat = {chart.title: constants(chart, curves.values()) for chart in charts}
+        moving = [
             # notes are of bands and evaluations, which one run has
             Card(chart.title, "" if several else chart.note, figure_of(chart, curves))
             for chart in charts
+            if flat[chart.title] is None
         ]
         if section == "Completions" and not several:
-            cards[section].append(_histogram(runs[0]))
+            moving.append(_histogram(rewards[runs[0].name]))
+        cards[section] = (moving, {title: values for title, values in flat.items() if values})
     return cards
 
 
-def _histogram(run: RunRecord) -> Card:
+def _histogram(rewards: Rewards) -> Card:
     title = "Rewards of the completions"
-    if not (rewards := rewards_by_step(run.folder)):
+    if not rewards:
         return Card(title, "", None)
     note = "How they are distributed at each step; darker where more of them are."
     return Card(title, note, histogram_figure(rewards))

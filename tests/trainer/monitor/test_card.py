@@ -33,6 +33,7 @@ def test_card_has_the_recipe(make_trainer):
         "shao2024deepseekmath", "eprint = {2503.20783}", "1 process |",
     ):  # fmt: skip
         assert words in text, words
+    assert "The loss dr_grpo" not in text  # no paper has that title
 
 
 def test_card_of_grpo_cites_one_paper(make_trainer):

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from grpo_trainer import cli
 from grpo_trainer.monitor.report import RunRecord, load_run, render
-from grpo_trainer.monitor.report.charts import Chart, metrics_of, sections
+from grpo_trainer.monitor.report.charts import Chart, constants, metrics_of, sections
 from grpo_trainer.monitor.report.health import findings
 from grpo_trainer.monitor.report.record import jsonable
 from grpo_trainer.monitor.report.series import Curves, curves_of
@@ -117,12 +117,13 @@ def test_page_of_one_run(sick_run, tmp_path, dark, size):
     assert page.console == []
     assert 'data-drawn="yes"' in page.dom
     curves = curves_of(sick_run.history)
-    expected = sum(name in curves for chart in charts(curves) for name in chart.lines)
+    moving = [chart for chart in charts(curves) if constants(chart, [curves]) is None]
+    expected = sum(name in curves for chart in moving for name in chart.lines)
     assert lines(page) >= expected
     text = visible(page)
     for words in ("Worth a look", "Entropy has collapsed", "Reward by function", "my/metric",
                   "Seconds per step", "answer 6 at 5", "answer 6 at 100", "1 + 1 =", "beta",
-                  "path/to/model", "a CPU"):  # fmt: skip
+                  "path/to/model", "a CPU", "Clipped tokens: all 0.01"):  # fmt: skip
         assert words in text, words
     assert "example.com" in text and "<img src=http" not in page.dom
     brightness, spread = page.pixels.mean(), page.pixels.std()
@@ -155,7 +156,7 @@ def test_page_of_two_runs(sick_run, tmp_path, capsys):
     text = visible(page)
     assert text.count("Worth a look") == 1
     assert re.search(r"Settings that differ\s+run\s+other run\s+beta\s+0.1\s+0.5", text)
-    assert lines(page) >= 2 * 10
+    assert lines(page) >= 2 * 5
     assert "999999" not in text  # on an axis: equal values would not be equal when smoothed
 
 
@@ -189,6 +190,37 @@ def test_signs_of_ill_health(changes, title):
         found = findings(rows)
         assert [title in item.title for item in found] == ([True] if title else [])
     assert findings(history(**changes)[:3]) == []  # too short for a trend
+
+
+@pytest.mark.parametrize(("best", "title"), [(1.0, None), (1.5, True), (None, True)])
+def test_a_policy_that_has_learned_all_is_well(best, title):
+    changes = {
+        "reward": lambda step: min(step / 50, 0.99),
+        "entropy": lambda step: 2.0 / step,
+        "frac_reward_zero_std": lambda step: min(step / 80, 1.0),
+    }
+    assert len(findings(history(**changes), best)) == (2 if title else 0)
+
+
+def test_a_flat_chart_is_one_that_no_run_moves():
+    page = render([RunRecord(name="r", history=history(), recipe={"model": "some/model"})])
+    assert "<li>Clipped tokens: all 0.01</li>" in page and "<h3>Clipped tokens" not in page
+    assert '<p class="about">some/model</p>' in page
+    flat, moving = (
+        Chart(title="", lines={"clip": "all"}),
+        Chart(title="", lines={"clip": "all"}, band=("low", "high")),
+    )
+    one = curves_of([{"step": step, "clip": 0.5, "low": step, "high": 9} for step in (1, 2)])
+    other = curves_of([{"step": step, "clip": 0.25} for step in (1, 2)])
+    assert constants(flat, [one]) == {"all": 0.5} and constants(moving, [one]) is None
+    assert constants(flat, [one, other]) is None
+    assert constants(flat, [curves_of([{"step": 1, "clip": 0.5}])]) is None
+    assert (
+        constants(flat, [curves_of([{"step": step, "clip": float("nan")} for step in (1, 2)])])
+        is None
+    )
+    evaluated = [{"step": step, "eval_reward": step, "eval_clip": step} for step in (1, 2)]
+    assert constants(flat, [one | curves_of(evaluated)]) is None
 
 
 def test_every_logged_metric_is_drawn_once():
