@@ -13,9 +13,10 @@ from grpo_kernels import LossConfig
 from grpo_kernels.tools import OneLineParser, count
 from grpo_trainer import cli
 from grpo_trainer.data import load_prompts
-from grpo_trainer.demo import head, report
+from grpo_trainer.demo import compare, head, report
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.demo.task import DIGITS, write_dataset
+from grpo_trainer.monitor.report import REPORT_NAME, Sample, prompt_samples
 
 STEPS = 200
 GROUP = 16
@@ -75,8 +76,13 @@ def main(argv: list[str] | None = None) -> None:
     (out / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
     report.write_csv(out, history)
     report.plot_curves(out, history)
-    shape = f"{head.TOKENS} tokens x {head.VOCABULARY} entries"
-    print(f"\n{report.table(summary, shape)}\n\nsummary.json, metrics.csv, curves.png: {out}")
+    device = "a GPU" if torch.cuda.is_available() else "one thread"
+    shape = f"{compare.TOKENS} tokens x {compare.VOCABULARY} entries, fp32, {device}"
+    print(f"\n{report.table(summary)}\n\n{report.head_table(summary.heads, shape)}\n")
+    if missing := set(compare.HEADS) - {row["name"] for row in summary.heads}:
+        print(f"not installed, so not compared: {', '.join(sorted(missing))}\n")
+    print(f"{summary.seconds:.0f} seconds; summary.json, metrics.csv, curves.png: {out}")
+    print(f"open the report of the run in a browser: {out / 'trained' / REPORT_NAME}")
 
 
 def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -88,6 +94,7 @@ def _arguments(out: Path, train: Path, evaluation: Path, steps: int, seed: int) 
         "reward_funcs": "grpo_trainer.demo.task.digits_reversal_reward",
         "output_dir": out / "trained",
         "overwrite_output_dir": True,
+        "run_name": f"reversing {DIGITS} digits",
         "max_steps": steps,
         "per_device_train_batch_size": GROUP * PROMPTS_PER_STEP,
         "num_generations": GROUP,
@@ -114,22 +121,27 @@ def _summary(out: Path, eval_file: Path, history: report.History, start: float) 
     config = LossConfig(entropy_coef=ENTROPY_COEF, max_completion_length=DIGITS + 1)
     # the first policy's rollout: the last one's rewards are all alike, so its advantages are 0
     prompts = load_prompts(str(eval_file)).select(range(32))
-    differences = [
-        head.rollout_difference(out / "model", prompts, config),
-        head.large_head_difference(config),
-    ]
+    difference = head.rollout_difference(out / "model", prompts, config)
     training, evaluations = report.training_rows(history), report.evaluation_rows(history)
+    asked, samples = next(iter(prompt_samples(out / "trained").items()))
     return report.Summary(
         reward_first=training[0]["reward"],
         reward_last=training[-1]["reward"],
         eval_reward_first=evaluations[0]["eval_reward"],
         eval_reward_last=evaluations[-1]["eval_reward"],
-        loss_max_abs_diff=max(difference.loss for difference in differences),
-        grad_max_rel_diff=max(difference.gradient for difference in differences),
-        head_peak_bytes_fused=head.peak_bytes(head.FUSED),
-        head_peak_bytes_eager=head.peak_bytes(head.EAGER),
+        prompt=asked.text,
+        completion_first=_middle(samples[min(samples)]),
+        completion_last=_middle(samples[max(samples)]),
+        loss_max_abs_diff=difference.loss,
+        grad_max_rel_diff=difference.gradient,
+        heads=[row._asdict() for row in compare.compare()],
         seconds=time.perf_counter() - start,
     )
+
+
+def _middle(samples: list[Sample]) -> str:
+    """Return the completion of the middle one, which come best first."""
+    return samples[len(samples) // 2].text
 
 
 if __name__ == "__main__":

@@ -1,17 +1,10 @@
-"""The fused head against eager full logits: same numbers, less memory.
-
-``python -m grpo_trainer.demo.head BACKEND`` prints the peak bytes of one loss and its gradients.
-"""
+"""The fused head against eager full logits in fp64, on a rollout of the policy."""
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -21,13 +14,10 @@ from grpo_kernels import Head, LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import MicroBatch, Rollout, collate, decode_completions, encode_prompts
+from grpo_trainer.demo.compare import EXACT, Loss, loss_and_gradients, relative
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.experience import compute_advantages
 from grpo_trainer.rollout import Sampling, TransformersEngine
-
-# a head of real size: T tokens, width D, V vocabulary entries
-TOKENS, WIDTH, VOCABULARY = 1024, 64, 32768
-EAGER, FUSED = "reference", "auto"  # backends
 
 
 class Difference(NamedTuple):
@@ -47,17 +37,6 @@ def rollout_difference(model_folder: Path, dataset: Dataset, config: LossConfig)
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, head_fn=_keep
         ).head
     return _difference(hidden, weight, batch.token_batch(1), config)
-
-
-def large_head_difference(config: LossConfig) -> Difference:
-    """Compare on random hidden states and a vocabulary of real size."""
-    return _difference(*_large_head(), config)
-
-
-def peak_bytes(backend: str) -> int:
-    """Return peak memory of loss and gradients of the large head, in a process of its own."""
-    command = [sys.executable, "-m", "grpo_trainer.demo.head", backend]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def _keep(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -91,57 +70,10 @@ def _rollout(
 def _difference(
     hidden: Tensor, weight: Tensor, batch: TokenBatch, config: LossConfig
 ) -> Difference:
-    fused = _loss_and_gradients(hidden, weight, batch, config, FUSED)
-    eager = _loss_and_gradients(hidden.double(), weight.double(), batch, config, EAGER)
-    gradient = max(
-        float((ours.double() - exact).abs().amax() / exact.abs().amax())
-        for ours, exact in zip(fused[1:], eager[1:], strict=True)
-    )
-    return Difference(float((fused[0].double() - eager[0]).abs()), gradient)
+    def loss_by(backend: str) -> Loss:
+        return lambda x, w, batch: linear_policy_loss(x, w, batch, config, backend=backend).loss
 
-
-def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, batch: TokenBatch, config: LossConfig, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    loss = linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
-    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
-    return loss.detach(), dhidden, dweight
-
-
-def _large_head(tokens: int = TOKENS) -> tuple[Tensor, Tensor, TokenBatch]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(4, tokens // 4, WIDTH, generator=generator)
-    weight = torch.randn(VOCABULARY, WIDTH, generator=generator) / WIDTH**0.5
-    target = torch.randint(VOCABULARY, (4, tokens // 4), generator=generator)
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
-    batch = TokenBatch.from_padded(target.to(device), advantages.to(device))
-    return hidden.to(device), weight.to(device), batch
-
-
-def _measure(backend: str) -> int:
-    """Return bytes above what was held before: the allocator's on a GPU, resident ones on a CPU."""
-    config = LossConfig()
-    _loss_and_gradients(*_large_head(tokens=8), config, backend)  # loads libraries and threads
-    inputs = _large_head()
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        _loss_and_gradients(*inputs, config, backend)
-        return torch.cuda.max_memory_allocated() - before
-    before = psutil.Process().memory_info().rss
-    _loss_and_gradients(*inputs, config, backend)
-    return _peak_resident_bytes() - before
-
-
-def _peak_resident_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage would report the parent's peak if that is higher
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-
-
-if __name__ == "__main__":
-    print(_measure(sys.argv[1]))
+    ours = loss_and_gradients(loss_by("auto"), hidden, weight, batch)
+    exact = loss_and_gradients(loss_by(EXACT), hidden.double(), weight.double(), batch)
+    gradient = max(map(relative, ours[1:], exact[1:]))
+    return Difference(float((ours[0].double() - exact[0]).abs()), gradient)

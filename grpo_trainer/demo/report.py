@@ -1,4 +1,4 @@
-"""What the demo leaves behind: summary.json, metrics.csv, curves.png and a table."""
+"""What the demo leaves behind: summary.json, metrics.csv, curves.png and tables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Summary:
     reward_last: float
     eval_reward_first: float  # of sampled completions on held-out prompts
     eval_reward_last: float
+    prompt: str  # held out
+    completion_first: str
+    completion_last: str
     loss_max_abs_diff: float  # fused fp32 against eager fp64
     grad_max_rel_diff: float
-    head_peak_bytes_fused: int
-    head_peak_bytes_eager: int
+    heads: list[dict[str, Any]]  # the fields of Measured, ours first
     seconds: float
 
 
@@ -71,26 +73,38 @@ def plot_curves(folder: Path, history: History) -> None:
     pyplot.close(figure)
 
 
-def table(summary: Summary, head: str) -> str:
-    """Return the table of results. ``head`` names the head whose memory was measured."""
-    megabytes = 2**20
+def table(summary: Summary) -> str:
+    """Return the table of what the policy has learned."""
     rows = [
         ("", "before", "after"),
+        ("mean reward, held-out prompts", *_three_digits(summary, "eval_reward")),
+        ("mean reward, training", *_three_digits(summary, "reward")),
         (
-            "mean reward, held-out prompts (sampled)",
-            f"{summary.eval_reward_first:.3f}",
-            f"{summary.eval_reward_last:.3f}",
-        ),
-        ("mean reward, training", f"{summary.reward_first:.3f}", f"{summary.reward_last:.3f}"),
-        ("", "", ""),
-        ("", "fused", "eager"),
-        ("loss, largest difference from eager fp64", f"{summary.loss_max_abs_diff:.1e}", "-"),
-        ("gradient, largest relative difference from it", f"{summary.grad_max_rel_diff:.1e}", "-"),
-        (
-            f"peak memory of the head, {head}",
-            f"{summary.head_peak_bytes_fused / megabytes:.0f} MiB",
-            f"{summary.head_peak_bytes_eager / megabytes:.0f} MiB",
+            f"a completion of {summary.prompt}",
+            repr(summary.completion_first),
+            repr(summary.completion_last),
         ),
     ]
-    lines = [f"{name:<58}{left:>12}{right:>12}".rstrip() for name, left, right in rows]
-    return "\n".join([*lines, "", f"{summary.seconds:.0f} seconds"])
+    lines = [f"{name:<32}{left:>10}{right:>10}".rstrip() for name, left, right in rows]
+    exact = (
+        f"On a rollout the fused loss is within {summary.loss_max_abs_diff:.1e} of full logits in "
+        f"fp64, its gradients within {summary.grad_max_rel_diff:.1e} of theirs."
+    )
+    return "\n".join([*lines, "", exact])
+
+
+def head_table(heads: list[dict[str, Any]], shape: str) -> str:
+    """Return the table of the heads. ``shape`` is that of the head."""
+    lines = [
+        f"One loss and its gradients, {shape}:",
+        f"{'':<24}{'time':>10}{'peak memory':>14}{'gradient error':>16}",
+    ]
+    for head in heads:
+        milliseconds, mebibytes = f"{1000 * head['seconds']:.0f} ms", head["peak_bytes"] >> 20
+        row = f"{milliseconds:>10}{f'{mebibytes} MiB':>14}{head['error']:>16.0e}"
+        lines.append(f"{head['name']:<24}{row}")
+    return "\n".join(lines)
+
+
+def _three_digits(summary: Summary, name: str) -> list[str]:
+    return [f"{getattr(summary, f'{name}_{when}'):.3f}" for when in ("first", "last")]

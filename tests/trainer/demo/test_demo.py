@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import fields
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_trainer.demo import compare
 from grpo_trainer.demo.__main__ import main
 from grpo_trainer.demo.policy import CHARACTERS, write_policy
 from grpo_trainer.demo.report import Summary
@@ -53,8 +55,9 @@ def test_nothing_the_policy_writes_is_hidden_from_the_reward(tmp_path):
 
 
 def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("grpo_trainer.demo.head.TOKENS", 64)
-    monkeypatch.setattr("grpo_trainer.demo.head.peak_bytes", lambda backend: 1)
+    monkeypatch.setattr(compare, "TOKENS", 16)
+    monkeypatch.setattr(compare, "VOCABULARY", 500)
+    monkeypatch.setattr(compare, "peak_bytes", lambda names: dict.fromkeys(names, 2 << 20))
     monkeypatch.setattr("grpo_trainer.demo.__main__.PROMPTS_PER_STEP", 4)
     main(["--out", str(tmp_path), "--steps", "2"])
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -65,4 +68,24 @@ def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
     assert [row["step"] for row in rows] == ["2"]
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    assert "mean reward, held-out prompts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "mean reward, held-out prompts" in said and f"a completion of {summary['prompt']}" in said
+    )
+    assert re.search(r"^grpo-kernels +\d+ ms +2 MiB +\S+$", said, re.M)
+    assert [row["name"] for row in summary["heads"]] == compare.installed_heads()
+    assert said.rstrip().endswith(str(tmp_path / "trained" / "report.html"))
+
+
+def test_a_wrong_head_is_not_compared(monkeypatch):
+    monkeypatch.setattr(compare, "TOKENS", 16)
+    monkeypatch.setattr(compare, "VOCABULARY", 500)
+    wrong = {"full logits": lambda *given: 1.01 * compare.HEADS["grpo-kernels"](*given)}
+    monkeypatch.setattr(compare, "HEADS", compare.HEADS | wrong)
+    with pytest.raises(RuntimeError, match="full logits: loss or gradients differ from fp64"):
+        compare.compare()
+
+
+def test_memory_is_measured_in_processes_of_their_own():
+    peaks = compare.peak_bytes(["grpo-kernels", "full logits"])
+    assert 0 < peaks["grpo-kernels"] < peaks["full logits"]

@@ -1,0 +1,194 @@
+"""One loss and its gradients at a head of real size: ours beside full logits, TRL's and Liger's.
+
+``python -m grpo_trainer.demo.compare NAME`` prints the peak bytes of one of them.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
+from grpo_kernels.losses import policy_loss
+from grpo_kernels.tools import installed_version
+
+# T tokens, width D, V vocabulary entries
+TOKENS, WIDTH, VOCABULARY = 512, 64, 32768
+SEQUENCES = 4
+ROUNDS = 3
+CONFIG = LossConfig()  # dapo without a reference
+EXACT = "reference"  # the backend that forms all logits, here in fp64
+_TOLERANCE = 1e-3  # of loss and gradients, relative
+
+# ((B, L, D) hidden states, (V, D) weight, the batch) -> () loss
+Loss = Callable[[Tensor, Tensor, TokenBatch], Tensor]
+
+
+class Measured(NamedTuple):
+    """What one loss and its gradients take."""
+
+    name: str
+    seconds: float  # median
+    peak_bytes: int  # above the inputs
+    error: float  # of the gradients, against fp64, over the largest entry
+
+
+def _ours(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
+    return linear_policy_loss(hidden, weight, batch, CONFIG).loss
+
+
+def _exact(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
+    return linear_policy_loss(hidden, weight, batch, CONFIG, backend=EXACT).loss
+
+
+def _eager(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
+    logits = hidden.flatten(0, 1) @ weight.T
+    logprobs = logits.log_softmax(-1).gather(-1, batch.target[:, None]).squeeze(-1)
+    return policy_loss(logprobs, batch, CONFIG).loss
+
+
+def _trl(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
+
+    # bias, target, temperature, columns of a chunk, softcap, scale, further outputs
+    logprobs, *_ = ChunkedLogProbFunction.apply(
+        hidden.flatten(0, 1), weight, None, batch.target, 1.0, COLUMNS, None, 1.0, ()
+    )
+    return policy_loss(logprobs, batch, CONFIG).loss
+
+
+def _liger(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    target = batch.target.view(hidden.shape[:2])
+    # compiled, it takes longer to be compiled than to run here
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type="dapo", use_ref_model=False, compiled=False
+    )
+    advantages = batch.advantages.view_as(target)[:, 0]
+    return loss_of(hidden, weight, target, torch.ones_like(target), advantages)[0]
+
+
+_OTHERS = ("trl", "liger-kernel")  # by their distributions
+HEADS: dict[str, Loss] = {
+    "grpo-kernels": _ours,
+    "full logits": _eager,
+    "trl": _trl,
+    "liger-kernel": _liger,
+}
+
+
+def installed_heads() -> list[str]:
+    """Return the names of those that can run here."""
+    return [name for name in HEADS if name not in _OTHERS or installed_version(name)]
+
+
+def compare() -> list[Measured]:
+    """Measure each in turn, in interleaved rounds.
+
+    Raises:
+        RuntimeError: a loss or its gradients are wrong.
+    """
+    names = installed_heads()
+    hidden, weight, batch = large_head()
+    exact = loss_and_gradients(_exact, hidden.double(), weight.double(), batch)
+    errors = {}
+    for name in names:  # which also warms up
+        found = loss_and_gradients(HEADS[name], hidden, weight, batch)
+        differences = [relative(ours, wanted) for ours, wanted in zip(found, exact, strict=True)]
+        if max(differences) > _TOLERANCE:
+            raise RuntimeError(f"{name}: loss or gradients differ from fp64 by {differences}")
+        errors[name] = max(differences[1:])
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(ROUNDS):
+        for name in names:
+            start = time.perf_counter()
+            loss_and_gradients(HEADS[name], hidden, weight, batch)[1].sum().item()  # waits
+            seconds[name].append(time.perf_counter() - start)
+    peaks = peak_bytes(names)
+    return [
+        Measured(name, statistics.median(seconds[name]), peaks[name], errors[name])
+        for name in names
+    ]
+
+
+def peak_bytes(names: list[str]) -> dict[str, int]:
+    """Return the peak memory of loss and gradients, of each in a process of its own."""
+    command = [sys.executable, "-m", "grpo_trainer.demo.compare"]
+    started = {
+        name: subprocess.Popen(
+            [*command, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for name in names
+    }
+    said = {name: process.communicate() for name, process in started.items()}
+    for name, process in started.items():
+        if process.returncode:
+            raise RuntimeError(f"{name}: its memory could not be measured: {said[name][1]}")
+    return {name: int(out.split()[-1]) for name, (out, _) in said.items()}
+
+
+def relative(value: Tensor, exact: Tensor) -> float:
+    """Return the largest difference over the largest entry."""
+    return float((value.double() - exact).abs().amax() / exact.abs().amax())
+
+
+def loss_and_gradients(
+    loss_of: Loss, hidden: Tensor, weight: Tensor, batch: TokenBatch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the () loss, and the gradients of the hidden states and the weight."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = loss_of(hidden, weight, batch)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), dhidden, dweight
+
+
+def large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
+    """Return random (B, L, D) hidden states, a (V, D) weight and the batch of B sequences."""
+    shape = (SEQUENCES, (tokens or TOKENS) // SEQUENCES)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*shape, WIDTH, generator=generator)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator) / WIDTH**0.5
+    target = torch.randint(VOCABULARY, shape, generator=generator)
+    advantages = torch.linspace(1.0, -0.5, SEQUENCES)
+    batch = TokenBatch.from_padded(target.to(device), advantages.to(device))
+    return hidden.to(device), weight.to(device), batch
+
+
+def _measure(name: str) -> int:
+    """Return bytes above what was held before: the allocator's on a GPU, resident ones on a CPU."""
+    torch.set_num_threads(1)
+    loss_and_gradients(HEADS[name], *large_head(tokens=8))  # loads libraries
+    inputs = large_head()
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss_and_gradients(HEADS[name], *inputs)
+        return torch.cuda.max_memory_allocated() - before
+    before = psutil.Process().memory_info().rss
+    loss_and_gradients(HEADS[name], *inputs)
+    return _peak_resident_bytes() - before
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would report the parent's peak if that is higher
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+if __name__ == "__main__":
+    print(_measure(sys.argv[1]))
