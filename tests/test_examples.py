@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_kernels.losses import LOSSES
 
@@ -17,6 +18,7 @@ FOLDER = Path(__file__).parent.parent / "docs" / "examples"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
 TWO_PROCESSES = "two_processes"
 NEEDS = {"lora": "peft"}
+LEARNED = {"images": 0.9, "tools": 0.8}  # a reward that only the task itself gives
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +34,16 @@ def _losses_as_before():
         del LOSSES[name]
 
 
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+SLOW = ("custom_reward", "images", "tools")
 EXAMPLES = [
-    pytest.param(name, marks=[pytest.mark.slow] if name == "tools" else [])
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name in SCRIPTS
     if name != TWO_PROCESSES
 ]
@@ -44,7 +54,10 @@ def test_example(name, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
-    assert re.search(r"^final ", capsys.readouterr().out, re.MULTILINE)
+    said = capsys.readouterr().out
+    [(last, first)] = re.findall(r"^final reward (\S+), at first (\S+)$", said, re.MULTILINE)
+    assert float(last) > float(first) + 0.1
+    assert name not in LEARNED or float(last) > LEARNED[name]
 
 
 @pytest.mark.slow
@@ -57,6 +70,12 @@ def test_two_processes():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     assert re.search(r"^final reward .* on 2 processes$", done.stdout, re.MULTILINE)
+
+
+def test_two_processes_say_how_they_are_started(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="start it with: torchrun --nproc-per-node 2"):
+        runpy.run_path(str(SCRIPTS[TWO_PROCESSES]), run_name="__main__")
 
 
 def test_the_documents_name_every_example():

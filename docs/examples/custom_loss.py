@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from datasets import Dataset
 
 from grpo_kernels.losses import NamedLoss, Surrogate, register_loss
@@ -35,6 +36,7 @@ def zeros(completions, **kwargs):
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
     register_loss(
         "penalised",
         NamedLoss(surrogate=PenalisedRatio, aggregation="window_token_mean", source="this example"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+import torch
 from datasets import Dataset
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -36,6 +37,7 @@ async def judged(completions, log_extra, **kwargs):
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
     tokenizer = make_tokenizer()
     numbers = [f"{n:03d}" for n in range(100, 164)]
     rows = [{"prompt": f"{number}=", "answer": number[::-1]} for number in numbers]
@@ -46,12 +48,12 @@ def main() -> None:
             output_dir="out/custom_reward",
             overwrite_output_dir=True,
             reward_weights=[1.0, 0.2],
-            per_device_train_batch_size=64,
-            num_generations=8,
+            per_device_train_batch_size=256,
+            num_generations=16,
             max_completion_length=4,
-            learning_rate=2e-3,
-            max_steps=10,
-            logging_steps=2,
+            learning_rate=3e-3,
+            max_steps=40,
+            logging_steps=8,
             log_completions=True,
             num_completions_to_print=3,
             gradient_checkpointing=False,
@@ -63,8 +65,9 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()  # with a model card
-    last = [row for row in trainer.state.log_history if "reward" in row][-1]
-    print(f"final reward {last['reward']:.3f}, best digits {last['right_digits/best']:.3f}")
+    first, *_, last = [row for row in trainer.state.log_history if "reward" in row]
+    print(f"best digits {last['right_digits/best']:.3f}")
+    print(f"final reward {last['reward']:.3f}, at first {first['reward']:.3f}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ GROUP, STEPS, LENGTH = 16, 20, 6
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
     tokenizer = make_tokenizer()
     policy = make_policy(tokenizer, seed=0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
@@ -23,14 +24,21 @@ def main() -> None:
     prompts = tokenizer(["12=", "34=", "56=", "78="], return_tensors="pt").input_ids
     prompts = prompts.repeat_interleave(GROUP, dim=0)
     start = prompts.shape[1]
+    history = []
 
     for step in range(STEPS):
         with torch.no_grad():
             sampled = policy.generate(
-                prompts, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=True, top_k=0
+                prompts,
+                attention_mask=torch.ones_like(prompts),  # nothing is padded
+                max_new_tokens=LENGTH,
+                min_new_tokens=LENGTH,
+                do_sample=True,
+                top_k=0,
             )
         completions = sampled[:, start:]
         rewards = (completions == zero).float().mean(1)
+        history.append(rewards.mean().item())
         grouped = rewards.view(-1, GROUP)
         centred = grouped - grouped.mean(1, keepdim=True)
         advantages = centred / (grouped.std(1, keepdim=True) + 1e-4)
@@ -46,7 +54,7 @@ def main() -> None:
         if step % 5 == 0 or step == STEPS - 1:
             entropy = metrics["entropy"].item()
             print(f"step {step}: reward {rewards.mean():.3f}, entropy {entropy:.3f}")
-    print(f"final reward {rewards.mean():.3f}")
+    print(f"final reward {history[-1]:.3f}, at first {history[0]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Two processes: the same steps as one process with the same generation batch.
 
-Run it with ``torchrun --nproc-per-node 2 two_processes.py``, or ``accelerate launch``.
+Start it with ``torchrun --nproc-per-node 2 two_processes.py``, or ``accelerate launch``.
 """
 
 from __future__ import annotations
+
+import os
+import sys
 
 from datasets import Dataset
 
@@ -13,6 +16,8 @@ from grpo_trainer.demo.task import digits_reversal_reward
 
 
 def main() -> None:
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit(f"start it with: torchrun --nproc-per-node 2 {sys.argv[0]}")
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"{n}=", "answer": str(n)[::-1]} for n in range(100, 132)]
     trainer = GRPOTrainer(
