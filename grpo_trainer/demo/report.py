@@ -18,8 +18,8 @@ class Summary:
     reward_last: float
     eval_reward_first: float  # of sampled completions on held-out prompts
     eval_reward_last: float
-    prompt: str  # held out
-    completion_first: str
+    prompt: str  # of those that came back most often
+    completion_first: str  # that of the middle reward, when it was first asked
     completion_last: str
     loss_max_abs_diff: float  # fused fp32 against eager fp64
     grad_max_rel_diff: float

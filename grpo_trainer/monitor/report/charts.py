@@ -191,17 +191,21 @@ def metrics_of(chart: Chart) -> list[str]:
 
 
 def constants(chart: Chart, runs: Collection[Curves]) -> dict[str, float] | None:
-    """Return the value of each line where no run ever moves any of them, else None."""
+    """Return the value of each line where no run ever moves any of them, else None.
+
+    A chart with evaluations is never flat, nor is a single point.
+    """
+    if chart.held_out and any(evaluations(curves) for curves in runs):
+        return None
     found: dict[str, float] = {}
     for name in metrics_of(chart):
-        drawn = [curves[name].values for curves in runs if name in curves]
-        if any(f"{prefix}_{name}" in curves for curves in runs for prefix in evaluations(curves)):
-            return None
-        values = {value for each in drawn for value in each}
-        if len(values) > 1 or None in values or any(len(each) == 1 for each in drawn):
+        drawn = [curves[name] for curves in runs if name in curves]
+        values = {value for curve in drawn for value in curve.finite}
+        gaps = any(None in curve.values or len(curve.values) == 1 for curve in drawn)
+        if len(values) > 1 or gaps:
             return None
         if name in chart.lines and values:
-            found[chart.lines[name]] = values.pop()  # type: ignore[assignment]
+            found[chart.lines[name]] = values.pop()
     return found
 
 

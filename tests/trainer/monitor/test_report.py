@@ -219,8 +219,9 @@ def test_a_flat_chart_is_one_that_no_run_moves():
         constants(flat, [curves_of([{"step": step, "clip": float("nan")} for step in (1, 2)])])
         is None
     )
-    evaluated = [{"step": step, "eval_reward": step, "eval_clip": step} for step in (1, 2)]
-    assert constants(flat, [one | curves_of(evaluated)]) is None
+    evaluated = one | curves_of([{"step": step, "eval_reward": step} for step in (1, 2)])
+    assert constants(flat, [evaluated]) == {"all": 0.5}
+    assert constants(replace(flat, held_out=True), [evaluated]) is None
 
 
 def test_every_logged_metric_is_drawn_once():
