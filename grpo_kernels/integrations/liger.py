@@ -10,20 +10,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grpo_kernels.batch import TokenBatch
-from grpo_kernels.head import Transform, head_of_layer
+from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
+from grpo_kernels.head import Transform, autocast_dtype, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
 from grpo_kernels.integrations.switch import Host, Replacement, Switch, alive, module_of
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
-from grpo_kernels.losses import LossConfig
+from grpo_kernels.losses import LossConfig, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,14 +44,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
     tokens. Beyond Liger's: advantages of one per token, (B, T), and batches without padding. Other
-    than Liger's, luspo with a KL penalty or weights per token does not count padding (as TRL 1.16).
+    than Liger's, masked tokens count nowhere: docs/integrations.md says where that is seen.
 
     Args:
         beta, loss_type, importance_sampling_level, temperature, max_completion_length, delta,
             use_bias_correction_kl: as in :class:`grpo_kernels.LossConfig`.
         epsilon_low, epsilon_high: its ``epsilon`` and ``epsilon_high``.
         sapo_temperature_pos, ..., vespo_lambda_neg: settings of the losses of these names.
-        use_ref_model: whether reference log-probabilities, or what gives them, will come.
+        use_ref_model: whether there is a reference; False: the policy itself is, a KL of 0, and
+            one that is given is not looked at.
         compiled, chunk_size: without effect: there is one kernel, in chunks of its own.
 
     Raises:
@@ -85,7 +87,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
         self.config = LossConfig(
             loss_type=loss_type,
-            beta=beta,
+            beta=beta if use_ref_model else 0.0,
             importance_sampling_level=importance_sampling_level,
             temperature=temperature,
             max_completion_length=max_completion_length,
@@ -93,7 +95,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             rollout_correction_mode=None,
             **{name: given[name] for name in takes},
         )
-        self.use_ref_model = use_ref_model
+        self.beta, self.use_ref_model = beta, use_ref_model
 
     def forward(
         self,
@@ -116,12 +118,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
         Args:
             _input: (B, T, D) hidden states, or (B * T, D).
-            lin_weight: (V, D); bias: (V,).
+            lin_weight: (V, D), taken in the dtype of ``_input``; bias: (V,).
             selected_token_ids, attention_mask: (B, T); without padding (N,), with ``cu_seqlens``.
+                The mask is of 0 and 1.
             advantages: (B,), or one per token.
             ref_per_token_logps, old_per_token_logps: as ``selected_token_ids``.
             ref_input, ref_weight, ref_bias: what gives the reference's, where they are None.
-            vllm_is_ratio: (B,), (B, 1) or (B, T) factors on the tokens' loss.
+            vllm_is_ratio: (B,), (B, 1) or (B, T) factors on the tokens' loss; in vespo's weight of
+                a sequence one per sequence counts once.
             num_items_in_batch: what dapo, cispo and vespo divide by, of all processes; None: the
                 valid tokens of this call on all processes.
             cu_seqlens: (B + 1,) where the sequences of a batch without padding begin and end.
@@ -129,35 +133,37 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         Raises:
             ValueError: a shape, dtype or value is wrong; the message names our own argument.
         """
-        ids = selected_token_ids
+        ids, config = selected_token_ids.long(), self.config
         hidden = _input.reshape(*ids.shape, _input.shape[-1])
-        reference = ref_per_token_logps
-        if (
-            reference is None
-            and self.use_ref_model
-            and ref_input is not None
-            and ref_weight is not None
-        ):
+        if autocast_dtype(hidden.device) is None:
+            lin_weight = lin_weight.to(hidden.dtype)
+        reference = ref_per_token_logps if config.beta != 0 else None
+        if config.beta != 0 and reference is None and not (ref_input is None or ref_weight is None):
             with torch.no_grad():
                 reference = linear_logprobs(
                     ref_input.reshape(*ids.shape, -1), ref_weight, ids, bias=ref_bias,
-                    temperature=self.config.temperature,
+                    temperature=config.temperature,
                 ).logprobs  # fmt: skip
-        counted = ids != -100 if attention_mask is None else attention_mask
+        counted = ids != IGNORE_INDEX if attention_mask is None else attention_mask
+        ratio = vllm_is_ratio
+        weights = None if ratio is None else _per_token("vllm_is_ratio", ratio, ids, cu_seqlens)
         optional: Any = {
             "old_logprobs": old_per_token_logps,
-            "ref_logprobs": reference if self.config.beta != 0 else None,
-            "rollout_weights": _per_token(vllm_is_ratio, ids, cu_seqlens),
+            "ref_logprobs": reference,
+            "rollout_weights": weights,
             "num_items_in_batch": _tokens_per_process(counted, num_items_in_batch),
         }
+        # one per token: what is clipped is then counted in tokens, at every ratio level
+        advantages = _per_token("advantages", advantages, ids, cu_seqlens)
         if cu_seqlens is None:
             batch = TokenBatch.from_padded(ids, advantages, counted, **optional)
         else:
             batch = TokenBatch.from_packed(ids, advantages, cu_seqlens, counted, **optional)
-        loss, metrics = linear_policy_loss(hidden, lin_weight, batch, self.config, bias=bias)
-        found = [metrics["kl"]] if self.config.beta != 0 else []
-        clipped = [metrics[name] for name in _CLIPPED if name in metrics]
-        return loss, (*found, *(clipped or [torch.zeros_like(loss.detach())]))
+        if ratio is not None and ratio.shape != ids.shape and config.surrogate.uses_rollout_weight:
+            batch = _weighted_once(batch)
+        loss, metrics = linear_policy_loss(hidden, lin_weight, batch, config, bias=bias)
+        kl = [_mean(metrics, ["kl"], loss)] if self.beta != 0 else []
+        return loss, (*kl, _mean(metrics, _CLIPPED, loss))
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -224,13 +230,35 @@ def _check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _per_token(ratio: Tensor | None, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Return weights in the shape of the ids."""
-    if ratio is None or ratio.shape == ids.shape:
-        return ratio
-    if cu_seqlens is not None:
-        return torch.repeat_interleave(ratio.reshape(-1), cu_seqlens.diff().long())
-    return ratio.reshape(ids.shape[0], -1).expand(ids.shape)
+def _per_token(name: str, values: Tensor, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return numbers, which may come one per sequence or as integers, in the shape of the ids."""
+    values = values * 1.0
+    if values.shape == ids.shape:
+        return values
+    sequences = ids.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if values.shape not in ((sequences,), (sequences, 1)):
+        raise ValueError(
+            f"{name}: expected shape ({sequences},) (per sequence) or {tuple(ids.shape)} "
+            f"(per token), got {tuple(values.shape)}"
+        )
+    if cu_seqlens is None:
+        return values.reshape(-1, 1).expand(ids.shape)
+    return torch.repeat_interleave(values.reshape(-1), cu_seqlens.diff().long())
+
+
+def _weighted_once(batch: TokenBatch) -> TokenBatch:
+    """Leave weights of sequences to their first tokens, for a loss that multiplies a sequence's."""
+    places = torch.arange(batch.num_tokens, device=batch.target.device)
+    first, weights = torch.isin(places, batch.cu_seqlens[:-1]), batch.rollout_weights
+    assert weights is not None
+    return replace(batch, rollout_weights=weights.where(first, 1.0))
+
+
+def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
+    """Return the mean of the one that is there: 0 if none is, or where no token is valid."""
+    for stat in (metrics.stats[name] for name in names if name in metrics):
+        return (stat.total / stat.count.clamp(min=1)).float()
+    return torch.zeros_like(like.detach())
 
 
 def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:

@@ -17,6 +17,7 @@ B, T, D, V = 3, 7, 8, 61
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "grpo": {"beta": 0.0, "epsilon_high": 0.3, "temperature": 0.7},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.02},
     "bnpo": {"delta": 1.3, "use_bias_correction_kl": True},
     "dr_grpo": {"max_completion_length": 9},
     "luspo": {"importance_sampling_level": "sequence", "beta": 0.0},
@@ -63,32 +64,34 @@ def assert_alike(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("loss_type", CASES)
+def assert_parity(settings: dict[str, Any], inputs: Any, tolerance: float = 2e-5) -> None:
+    settings = {"compiled": False, **settings}
+    found, expected = (
+        run(module(**settings), inputs) for module in (liger.LigerFusedLinearGRPOLoss, theirs)
+    )
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ratio", [None, (B,), (B, 1), (B, T)], ids=str)
 @pytest.mark.filterwarnings("ignore:cispo uses")
-def test_parity(loss_type: str, ratio: tuple[int, ...] | None) -> None:
-    settings = {"loss_type": loss_type, "compiled": False, **CASES[loss_type]}
-    if loss_type == "luspo" and ratio == (B, T):
+def test_parity(name: str, ratio: tuple[int, ...] | None) -> None:
+    if name == "luspo" and ratio == (B, T):
         pytest.skip("Liger's then counts padding")
-    inputs = make_inputs()
-    more: dict[str, Any] = {}
+    inputs: dict[str, Any] = make_inputs()
     if ratio is not None:
-        more["vllm_is_ratio"] = torch.rand(*ratio) + 0.5
-        more["num_items_in_batch"] = torch.tensor(31.0)
+        inputs["vllm_is_ratio"] = torch.rand(*ratio) + 0.5
+        inputs["num_items_in_batch"] = torch.tensor(31.0)
     if ratio == (B, T):
-        more["vllm_is_ratio"][1, 2] = 0  # masked by the host
-    if loss_type == "vespo" and ratio in ((B,), (B, 1)):
-        more["vllm_is_ratio"] = more["vllm_is_ratio"].reshape(B, 1).expand(B, T)  # one per token
-    if loss_type == "vespo" and ratio is not None:  # they sum masked tokens' as well
-        more["vllm_is_ratio"] = more["vllm_is_ratio"].masked_fill(inputs["attention_mask"] == 0, 1)
-    found = run(liger.LigerFusedLinearGRPOLoss(**settings), inputs, **more)
-    assert_alike(found, run(theirs(**settings), inputs, **more))
+        inputs["vllm_is_ratio"][1, 2] = 0  # masked by the host
+        inputs["vllm_is_ratio"][inputs["attention_mask"] == 0] = 1  # their vespo sums these as well
+    assert_parity({"loss_type": name, **CASES[name]}, inputs)
 
 
-@pytest.mark.parametrize("loss_type", CASES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:cispo uses")
-def test_in_bf16(loss_type: str) -> None:
-    settings = {"loss_type": loss_type, "compiled": False, **CASES[loss_type]}
+def test_in_bf16(name: str) -> None:
+    settings = {"compiled": False, "loss_type": name, **CASES[name]}
     rounded = make_inputs()
     names = ("_input", "lin_weight", "bias")
     rounded |= {name: rounded[name].bfloat16() for name in names}
@@ -98,15 +101,46 @@ def test_in_bf16(loss_type: str) -> None:
     assert_results_as_exact_as(found, own, wide)
 
 
-def test_reference_from_its_hidden_states() -> None:
-    inputs = make_inputs()
-    del inputs["ref_per_token_logps"]
-    other = make_inputs(1)
-    more = {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
-    more |= {"ref_bias": other["bias"]}
-    settings = {"compiled": False, "temperature": 0.9}
-    found = run(liger.LigerFusedLinearGRPOLoss(**settings), inputs, **more)
-    assert_alike(found, run(theirs(**settings), inputs, **more))
+# all ratios are 1: others may be clipped in theirs alone, which round logits
+_BF16 = {"_input": torch.bfloat16, "advantages": torch.bfloat16, "old_per_token_logps": None}
+# what becomes of the inputs: a dtype that they are cast to, or other values
+CHANGES: dict[str, dict[str, Any]] = {
+    "integers": {"advantages": torch.tensor([2, -1, 0]), "vllm_is_ratio": torch.full((B, 1), 2)},
+    "int32 ids": {"selected_token_ids": torch.int32, "attention_mask": torch.int32},
+    "bool mask": {"attention_mask": torch.bool},
+    "mask in floats": {"attention_mask": torch.float32},
+    "a sequence without tokens": {"attention_mask": torch.tensor([[1], [0], [1]]).expand(B, T)},
+    "no tokens": {"attention_mask": torch.zeros(B, T), "vllm_is_ratio": torch.full((B,), 0.7)},
+    "bf16": _BF16 | {"lin_weight": torch.bfloat16, "bias": torch.bfloat16},
+    "fp32 head": _BF16,
+    "bf16 head": {"lin_weight": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:cispo uses")
+def test_what_inputs_may_be(name: str, change: str) -> None:
+    inputs: dict[str, Any] = make_inputs()
+    for key, value in CHANGES[change].items():
+        inputs[key] = inputs[key].to(value) if isinstance(value, torch.dtype) else value
+    tolerance = 5e-2 if torch.bfloat16 in CHANGES[change].values() else 2e-5
+    assert_parity({"loss_type": name, **CASES[name]}, inputs, tolerance)
+
+
+@pytest.mark.parametrize("given", ["ref_per_token_logps", "ref_input", None])
+@pytest.mark.parametrize("use_ref_model", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"use_bias_correction_kl": True}, {"loss_type": "sapo"}])
+def test_references(settings: dict[str, Any], use_ref_model: bool, given: str | None) -> None:
+    if use_ref_model and given is None:
+        pytest.skip("an error, theirs and ours")
+    inputs, other = make_inputs(), make_inputs(1)
+    if given != "ref_per_token_logps":
+        del inputs["ref_per_token_logps"]
+    if given == "ref_input":
+        inputs |= {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
+        inputs |= {"ref_bias": other["bias"]}
+    assert_parity({"use_ref_model": use_ref_model, "temperature": 0.9, **settings}, inputs)
 
 
 def test_flat_hidden_states_and_none_for_what_is_optional() -> None:
@@ -123,9 +157,10 @@ def test_flat_hidden_states_and_none_for_what_is_optional() -> None:
     assert_alike((loss, gradients, metrics), expected)
 
 
-def test_without_padding_and_advantages_per_token() -> None:
+@pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
+def test_without_padding_and_advantages_per_token(loss_type: str) -> None:
     inputs = make_inputs()
-    module = liger.LigerFusedLinearGRPOLoss(loss_type="grpo")
+    module = liger.LigerFusedLinearGRPOLoss(loss_type=loss_type)
     ratio = {"vllm_is_ratio": torch.rand(B) + 0.5}
     loss, _, metrics = run(module, inputs, **ratio)
     kept = inputs["attention_mask"] == 1
@@ -144,10 +179,15 @@ def test_what_is_wrong_is_named() -> None:
         liger.LigerFusedLinearGRPOLoss(loss_type="ppo")
     with pytest.raises(ValueError, match="delta: expected None for loss_type 'sapo', got 2.0"):
         liger.LigerFusedLinearGRPOLoss(loss_type="sapo", delta=2.0)
-    inputs = make_inputs()
-    del inputs["ref_per_token_logps"]
-    with pytest.raises(ValueError, match="ref_logprobs: expected the reference's"):
-        liger.LigerFusedLinearGRPOLoss()(**inputs)
+    inputs, module = make_inputs(), liger.LigerFusedLinearGRPOLoss()
+    for change, message in (
+        ({"ref_per_token_logps": None}, "ref_logprobs: expected the reference's"),
+        ({"attention_mask": inputs["attention_mask"] / 2}, "mask: expected bool or 0 and 1"),
+        ({"advantages": torch.ones(B + 1)}, r"advantages: expected shape \(3,\) .* got \(4,\)"),
+        ({"vllm_is_ratio": torch.ones(T)}, r"vllm_is_ratio: expected shape \(3,\) .* got \(7,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(**(inputs | change))
 
 
 @pytest.mark.parametrize("loss_type", CASES)
