@@ -13,7 +13,7 @@ from grpo_kernels.head import Head, Transform, gathered_head, head_of_layer
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
-from grpo_kernels.overlay import Overlay, lay_over
+from grpo_kernels.overlay import Overlay, lay_over, take_off
 
 HeadFn = Callable[[Tensor, Head], Any]
 
@@ -130,6 +130,18 @@ class FusedHead(Overlay, nn.Module):
         if self._vocab_size is not None and self._vocab_size < head.weight.shape[0]:
             head = head.columns(slice(self._vocab_size))
         return fn(hidden, head, **options)
+
+
+def unfuse(head: FusedHead) -> None:
+    """Make of ``FusedHead(layer)`` what the layer was.
+
+    It stays a FusedHead where somebody has made a class of its own of that, as FSDP2 does.
+    """
+    hooked = _is_hooked(head)
+    if take_off(FusedHead, head):
+        del head._transform, head._vocab_size
+        if hooked:
+            vars(head)["_old_forward"] = MethodType(type(head).forward, head)
 
 
 def _is_hooked(layer: nn.Module) -> bool:

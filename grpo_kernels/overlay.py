@@ -53,6 +53,14 @@ def lay_over(overlay: type[Overlay], it: Any) -> None:
         it.__class__ = _made(overlay, type(it))
 
 
+def take_off(overlay: type[Overlay], it: Any) -> bool:
+    """Undo :func:`lay_over`; return whether it could: another class may lie over that."""
+    top, below = vars(type(it)).get("_laid_over", (None, None))
+    if top is overlay:
+        it.__class__ = below
+    return top is overlay
+
+
 _MADE: dict[tuple[type[Overlay], type], Any] = {}
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import field
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from grpo_trainer.common import hint
 

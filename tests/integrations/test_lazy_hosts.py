@@ -53,7 +53,7 @@ def test_both_kinds_of_logits(host: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     with lazy_hosts.enabled(model, "made_up"):
         assert torch.equal(host.score(real, ids), expected[0])
         with monkeypatch.context() as patch:
-            patch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+            patch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
             torch.testing.assert_close(host.score(model(ids).logits, ids), expected[0])
             one = host.score(model(ids).logits, ids[..., None])
         torch.testing.assert_close(one.squeeze(-1), expected[0])

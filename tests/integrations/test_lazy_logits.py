@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from grpo_kernels.fused_head import FusedHead
 from grpo_kernels.integrations import lazy_logits
 from grpo_kernels.integrations.lazy_logits import LazyLogits
 from tests.hf.test_families import tiny_model
@@ -85,7 +86,7 @@ def test_scores_are_those_of_real_logits(
         return found.detach(), torch.autograd.grad((found * upstream).sum(), parameters)
 
     expected = run()
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
     with lazy_logits.enabled(model):
         found = run()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -95,7 +96,7 @@ def test_the_loss_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen2")
     ids = ids_of(model)
     expected = model(input_ids=ids, labels=ids).loss
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)
     with lazy_logits.enabled(model):
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 
@@ -169,7 +170,7 @@ def test_generation_is_as_before() -> None:
 def test_on_and_off() -> None:
     model = tiny_model("qwen2")
     ids = ids_of(model)
-    before = model(input_ids=ids).logits
+    before, attributes = model(input_ids=ids).logits, vars(model.lm_head).keys() | set()
     lazy_logits.enable(model)
     lazy_logits.enable(model)
     with lazy_logits.enabled(model):
@@ -181,6 +182,11 @@ def test_on_and_off() -> None:
     assert torch.equal(model(input_ids=ids).logits, before)
     logits = copied(input_ids=ids).logits
     assert isinstance(logits, LazyLogits) and logits.recipe.layer is copied.lm_head
+    assert type(model.lm_head) is torch.nn.Linear and vars(model.lm_head).keys() == attributes
+    fused = FusedHead(model.lm_head, softcap=2.0)
+    with lazy_logits.enabled(model):
+        pass
+    assert type(model.lm_head) is type(fused) and fused._transform.softcap == 2.0
     with pytest.raises(ValueError, match="model: expected one with output embeddings, got"):
         lazy_logits.enable(model.model)
 
@@ -191,7 +197,7 @@ def test_lora_on_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model = peft.get_peft_model(tiny_model("qwen2"), config)
     ids = ids_of(model)
     expected = by_gather(model(input_ids=ids).logits, ids)
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)
     with lazy_logits.enabled(model.get_base_model()):
         found = by_gather(model(input_ids=ids).logits, ids)
     torch.testing.assert_close(found, expected)
@@ -199,7 +205,7 @@ def test_lora_on_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the loop and the trainer of docs/integrations.md, which form no logits."""
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
     loop, trainer = (

@@ -164,7 +164,7 @@ def test_logits_that_are_not_formed(padding_free: bool, monkeypatch: pytest.Monk
         return logps.detach(), entropies.detach(), torch.autograd.grad(loss, [*model.parameters()])
 
     expected = score()
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
     with lazy_hosts.enabled(model, "trl"):
         found = score()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)

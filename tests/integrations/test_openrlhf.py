@@ -82,7 +82,7 @@ def test_the_actor(
     actor = make(actor_class, tiny_model("qwen2").to(dtype), temperature)
     exact = run(make(actor_class, copy.deepcopy(actor.model).float(), temperature))
     theirs = run(actor)
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
     with lazy_hosts.enabled(actor.model, "openrlhf"):
         found = run(actor)
     assert not lazy_hosts.SWITCHES["openrlhf"].on

@@ -63,7 +63,7 @@ def test_parity(requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     __import__(MODULE)
     expected = score(model, 0.7, requires_grad)
     with monkeypatch.context() as patch, lazy_hosts.enabled(model, "skyrl"):
-        patch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+        patch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
         found = score(model, 0.7, requires_grad)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
     again = score(model, 0.7, requires_grad)
@@ -87,13 +87,13 @@ def test_a_scorer_that_was_bound_before(monkeypatch: pytest.MonkeyPatch) -> None
     theirs = sys.modules[MODULE].chunked_entropy_from_logits
     ids = torch.arange(3, 3 + B * L).view(B, L)
     expected = theirs(model(ids).logits, chunk_size=4)
-    form, formed = lazy_logits._Recipe.logits, []
+    form, formed = lazy_logits.Recipe.logits, []
 
     def recorded(self: Any) -> torch.Tensor:
         formed.append(self.hidden.shape[1])
         return form(self)
 
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", recorded)
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", recorded)
     with lazy_hosts.enabled(model, "skyrl"):
         found = theirs(model(ids).logits, chunk_size=4)
     torch.testing.assert_close(found, expected)
