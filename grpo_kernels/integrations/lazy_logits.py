@@ -240,9 +240,10 @@ _METHODS = (
     "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point",
     "is_complex", "__len__", "get_device",
 )  # fmt: skip
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "is_cuda", "layout")
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "grad_fn", "is_cuda", "layout")
 _OF_NO_VALUE = {getattr(Tensor, name) for name in _METHODS}
 _OF_NO_VALUE |= {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_OF_NO_VALUE.add(torch.is_floating_point)
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 

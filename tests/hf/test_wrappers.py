@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.head import Head
 from grpo_kernels.hf import add_fused_head
+from grpo_kernels.integrations import lazy_logits
 from tests.hf.test_families import tiny_model, tokens
 from tests.parity.accelerate_state import accelerate_state
 
@@ -109,3 +110,28 @@ def test_what_head_fn_returns(kind: str, wrapper: str) -> None:
         assert torch.equal(found.metrics.logprobs, expected.metrics.logprobs)
         found, expected = [(x.loss, dict(x.metrics)) for x in (found, expected)]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def score(model: Any, call: Any) -> tuple[Tensor, float]:
+    logits = call(input_ids=IDS, attention_mask=MASK).logits
+    logp = logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])
+    logp.sum().backward()
+    norms = [x.grad.float().norm() for x in model.parameters() if x.grad is not None]
+    return logp.detach(), float(torch.stack(norms).norm())
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP")
+@pytest.mark.filterwarnings("error:LazyLogits")  # that they are formed
+@pytest.mark.parametrize("wrapper", ["walks", "ddp", "ddp, static", "fsdp2", "ddp, unused"])
+def test_logits_that_are_not_formed(wrapper: str) -> None:
+    model, plain = tiny_model("qwen2"), tiny_model("qwen2")
+    expected, expected_norm = score(plain, plain)
+    lazy_logits.enable(model)
+    wrapped = WRAPPERS[wrapper](model)
+    if wrapper == "ddp, unused":  # it cannot see what is used by a score outside of the forward
+        with pytest.raises(RuntimeError, match="mark a variable ready only once"):
+            score(model, wrapped)
+        return
+    found, norm = score(model, wrapped)
+    assert norm == pytest.approx(expected_norm, rel=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
