@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import torch
@@ -14,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest  # noqa: E402
+
+# a shell has what it starts in the background ignore Ctrl-C, the processes of tests included
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the same bodies run on a GPU, where they carry the marker
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -91,7 +91,7 @@ import pytest
 @pytest.mark.parametrize("i", range(2))
 def test_skipped(i): pytest.skip("too long")
 def test_good(): pass
-@pytest.mark.gpu
+@getattr(pytest.mark, "gpu")
 def test_on_a_gpu(): pass
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from grpo_trainer.config.checks import check_choice
-from grpo_trainer.config.setting import setting
+from grpo_trainer.config.setting import FLAG, setting
 
 BAD_IMAGES = ("error", "skip")
 
@@ -21,6 +21,7 @@ class MediaFields:
         None,
         "Whether rows may name images by URLs. Default: yes, but not where grpo-train loads a "
         "dataset of the hub.",
+        **FLAG,
     )
     allowed_media_path: str | None = setting(
         None,
