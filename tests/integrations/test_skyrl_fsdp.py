@@ -75,7 +75,7 @@ def test_its_default_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     __import__(MODULE)
     theirs = score(model, 0.7, True)
     exact = score(copy.deepcopy(model).float(), 0.7, True)
-    monkeypatch.setattr(lazy_logits._Recipe, "logits", None)  # nobody forms them
+    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
     with lazy_hosts.enabled(model, "skyrl"):
         assert_results_as_exact_as(score(model, 0.7, True), theirs, exact)
 

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("sharded_runs.py")
 ON_CPUS = Path(__file__).with_name("train_on_cpus.py")
 FILES = Path(__file__).parents[2] / "grpo_trainer" / "accelerate_configs"
+# of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
+ATOL = 1e-5
 CHECKED = [name for name in sharded_runs.CHECKS if name != "death"]
 # what each placement runs: ZeRO-1 and 2 differ from plain data parallelism by the engine alone
 WANTED = {
@@ -134,7 +136,7 @@ def test_a_run_equals_that_of_one_process(results, kind, name):
     assert_alike(found["log"], alone["log"])
     assert {"loss", "reward", "grad_norm", "entropy"} <= set(found["log"][0])
     assert len([row for row in found["log"] if "loss" in row]) == STEPS
-    torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=5e-6)
+    torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=ATOL)
     assert found["held"] == pytest.approx(0.5 if kind in ("fsdp2", "zero3") else 1.0, abs=0.02)
 
 
@@ -187,7 +189,7 @@ def test_a_policy_by_name(results, kind, name):
     """It is loaded in shards where the placement can, its reference is copied from shards."""
     found, alone = results.sharded(kind, name), results.alone(name)
     assert_alike(found["log"], alone["log"])
-    torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=5e-6)
+    torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=ATOL)
     assert found["held"] == (0.5 if kind == "zero3" else 1.0)
     if found["evaluated"] is not None:
         assert found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
