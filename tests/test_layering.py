@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from tests.import_graph import PACKAGES, Import, circles, imports, module_graph, modules, room
+from tests.support.import_graph import (
+    PACKAGES,
+    Import,
+    circles,
+    imports,
+    module_graph,
+    modules,
+    room,
+)
 
 # room: the rooms of its package that it may know; a room that is not named here may know all
 KERNELS = {

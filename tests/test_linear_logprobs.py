@@ -22,9 +22,9 @@ from grpo_kernels.testing import (
     poisoned_allocations,
     relative_error,
 )
-from tests.engine.heads import HEADS, head_options
-from tests.engine.op_checks import check_backward, check_forward
-from tests.targets import targets
+from tests.support.heads import HEADS, head_options
+from tests.support.op_checks import check_backward, check_forward
+from tests.support.targets import targets
 
 # for the others see tests/engine/test_sampling_mask.py and tests/backends/test_topk.py
 OUTPUTS = ALL_OUTPUTS[: ALL_OUTPUTS.index("masked_logprobs")]

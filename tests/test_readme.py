@@ -31,7 +31,7 @@ from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.monitor.report.command import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from tests.hf.test_families import FAMILIES
-from tests.trainer.vllm_stub import StubServer
+from tests.support.vllm_stub import StubServer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -20,8 +20,8 @@ from grpo_kernels.backends.cpu.linear import NativeLinear
 from grpo_kernels.backends.cpu.rows import NativeRows
 from grpo_kernels.backends.entries import TORCH_ENTRIES, EntryKernels
 from grpo_kernels.head import Head
-from tests.backends.linear_problems import ISAS
 from tests.conftest import HAS_GPU
+from tests.support.linear_problems import ISAS
 
 CPU, TRITON_DEVICE = torch.device("cpu"), torch.device("cuda" if HAS_GPU else "cpu")
 TRITON = [pytest.param("triton", marks=[pytest.mark.gpu] if HAS_GPU else [])]

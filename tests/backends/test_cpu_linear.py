@@ -16,7 +16,8 @@ from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.engine import GradientSums, Needs, Route, Rows, RunOptions, sweep
 from grpo_kernels.head import Transform
 from tests.backends.conftest import CPU, LinearTarget
-from tests.backends.linear_problems import (
+from tests.backends.test_linear import check
+from tests.support.linear_problems import (
     BF16,
     DTYPES,
     FP32,
@@ -26,7 +27,6 @@ from tests.backends.linear_problems import (
     same,
     statistics,
 )
-from tests.backends.test_linear import check
 
 
 @pytest.fixture(params=ISAS)

@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo_kernels.backends.cpu.entries import NativeEntries
 from grpo_kernels.backends.entries import Entries
 from tests.backends.conftest import CPU, EntriesTarget
-from tests.backends.linear_problems import BF16, DTYPES, FP16, FP32, ISAS
 from tests.backends.test_entries import dense
+from tests.support.linear_problems import BF16, DTYPES, FP16, FP32, ISAS
 
 ROWS, SLOTS = 37, 23
 PAIRS = [(FP32, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16)]

@@ -14,7 +14,7 @@ from grpo_kernels.backends.base import EXTRAS, RowStats
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import poisoned_allocations
 from tests.backends.conftest import LinearTarget
-from tests.backends.linear_problems import (
+from tests.support.linear_problems import (
     BF16,
     DTYPES,
     FP16,

@@ -12,7 +12,7 @@ from grpo_kernels.backends import RowStats, StatsGradients, Tile
 from grpo_kernels.backends.base import EXTRAS
 from grpo_kernels.head import Transform
 from tests.backends.conftest import RowTarget
-from tests.backends.linear_problems import BF16, DTYPES, FP16, FP32, statistics
+from tests.support.linear_problems import BF16, DTYPES, FP16, FP32, statistics
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -13,8 +13,8 @@ from grpo_kernels.backends import Wanted, topk
 from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.head import Head, Transform, stats_dtype
 from grpo_kernels.testing import make_problem, poisoned_allocations
-from tests.engine.op_checks import check_forward
-from tests.targets import targets
+from tests.support.op_checks import check_forward
+from tests.support.targets import targets
 
 OUTPUTS = ("rank", "topk_logprobs", "topk_indices", "is_top1", "logprobs")
 ALL = available_backends()

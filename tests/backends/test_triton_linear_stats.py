@@ -17,8 +17,8 @@ from grpo_kernels.backends.triton import linear_launch
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.head import Head, Transform
 from tests.backends.conftest import SMALL, LinearTarget
-from tests.backends.linear_problems import BF16, problem, same
 from tests.backends.test_linear import check
+from tests.support.linear_problems import BF16, problem, same
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from grpo_kernels import (
 from grpo_kernels.backends import BACKENDS, chunked
 from grpo_kernels.engine import invariance
 from grpo_kernels.testing import Problem, make_problem
-from tests.targets import targets
+from tests.support.targets import targets
 
 OUTPUTS = ("logprobs", "entropy", "lse", "sum_sq_probs", "max_logit", "min_logit")
 SHAPES = ((5, 1), (33, 257), (64, 1000), (1, 31))  # hidden size, vocabulary

@@ -27,7 +27,7 @@ from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.engine.bounded import of_kept, to_keep
 from grpo_kernels.head import Head
 from grpo_kernels.testing import relative_error
-from tests.engine.op_checks import check_backward, check_forward
+from tests.support.op_checks import check_backward, check_forward
 
 TOKENS, DEPTH, COLUMNS = 192, 64, 4000
 # standard deviations of the logits: as of a policy in RL, and of a model of plain text

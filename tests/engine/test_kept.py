@@ -28,9 +28,9 @@ from grpo_kernels.testing import (
     make_problem,
     poisoned_allocations,
 )
-from tests.engine.heads import HEADS, head_options
-from tests.engine.op_checks import check_backward, check_forward
-from tests.targets import targets
+from tests.support.heads import HEADS, head_options
+from tests.support.op_checks import check_backward, check_forward
+from tests.support.targets import targets
 
 ENOUGH = 1 << 20
 # in 16 bits one and a half units of the last place: two roundings, and the interpreter cuts off

@@ -17,9 +17,9 @@ from grpo_kernels import (
 )
 from grpo_kernels.head import mkl
 from grpo_kernels.testing import assert_all_as_exact_as, poisoned_allocations, relative_error
-from tests.engine.heads import HEADS, head_options
-from tests.engine.lora_problems import NAMES, LoRAProblem, lora_problem
-from tests.targets import targets
+from tests.support.heads import HEADS, head_options
+from tests.support.lora_problems import NAMES, LoRAProblem, lora_problem
+from tests.support.targets import targets
 
 # the interpreter runs Triton's kernels slowly: a few small cases stand for all, see test_triton
 BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]

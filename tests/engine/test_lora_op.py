@@ -13,9 +13,9 @@ from grpo_kernels.backends.cpu.linear import NativeLinear
 from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import relative_error
-from tests.backends.linear_problems import DTYPES, ISAS, problem, same, statistics
-from tests.engine.lora_problems import largest_allocation, lora_problem
-from tests.engine.op_checks import check_backward, check_forward
+from tests.support.linear_problems import DTYPES, ISAS, problem, same, statistics
+from tests.support.lora_problems import largest_allocation, lora_problem
+from tests.support.op_checks import check_backward, check_forward
 
 BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_kernels import linear_logprobs
 from grpo_kernels.engine import recompute
 from grpo_kernels.engine.recompute import cut
-from tests.targets import targets
+from tests.support.targets import targets
 
 T, D, V = 13, 16, 133
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

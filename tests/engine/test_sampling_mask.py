@@ -16,9 +16,9 @@ from grpo_kernels.testing import (
     make_problem,
     poisoned_allocations,
 )
-from tests.engine.heads import HEADS, head_options
-from tests.engine.op_checks import check_backward, check_forward
-from tests.targets import targets
+from tests.support.heads import HEADS, head_options
+from tests.support.op_checks import check_backward, check_forward
+from tests.support.targets import targets
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}

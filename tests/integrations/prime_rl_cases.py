@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from grpo_kernels.integrations import prime_rl
-from tests.integrations.head_problems import D, Modules, S, V, problem, with_host
 from tests.integrations.host_stand_ins import PRIME_RL
+from tests.support.head_problems import D, Modules, S, V, problem, with_host
 
 
 def cases(kind: str) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from grpo_kernels.integrations import skyrl
 from grpo_kernels.testing import assert_all_as_exact_as
-from tests.integrations.head_problems import (
+from tests.integrations.host_stand_ins import SKYRL
+from tests.sharded.checks import expect
+from tests.support.head_problems import (
     FLOOR,
     Case,
     Modules,
@@ -27,8 +29,6 @@ from tests.integrations.head_problems import (
     with_host,
     without,
 )
-from tests.integrations.host_stand_ins import SKYRL
-from tests.sharded.checks import expect
 
 
 def cases(kind: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from datasets import Dataset
 from trackio.sqlite_storage import SQLiteStorage
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from tests.trainer.vision import picture, tiny_model, tiny_processor
+from tests.support.vision import picture, tiny_model, tiny_processor
 
 SETTINGS: dict[str, Any] = dict(
     max_steps=2, logging_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=4,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from trl_driver import MAX_COMPLETION_LENGTH, TEMPERATURE, Inputs, Trl
 
 from grpo_kernels import (
     LossConfig,
@@ -18,6 +17,7 @@ from grpo_kernels import (
     linear_policy_loss,
     policy_loss,
 )
+from tests.parity.trl_driver import MAX_COMPLETION_LENGTH, TEMPERATURE, Inputs, Trl
 
 # what TRL's trainer logs from `_compute_loss` that no batch knows
 TRAINER_METRICS = {"entropy_coef"}

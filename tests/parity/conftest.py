@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from trl_driver import STEPS_PER_GENERATION, Trl
+
+from tests.parity.trl_driver import STEPS_PER_GENERATION, Trl
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import trl
-from accelerate_state import accelerate_state
-from canned import EOS, tiny_tokenizer
 from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.rollout import Completions, Sampling, WeightSource
+from tests.parity.accelerate_state import accelerate_state
+from tests.parity.canned import EOS, tiny_tokenizer
 
 STEPS = 10
 GROUP, LONGEST = 4, 6

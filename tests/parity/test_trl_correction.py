@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from canned import make_rollouts
-from compare import (
+
+from grpo_kernels import LossConfig, Metrics, linear_policy_loss
+from tests.parity.canned import make_rollouts
+from tests.parity.compare import (
     assert_all_parity,
     assert_metrics,
     assert_parity,
@@ -12,10 +14,8 @@ from compare import (
     hidden_states,
     token_batch,
 )
-from test_trl_losses import MODES
-from trl_driver import Trl
-
-from grpo_kernels import LossConfig, Metrics, linear_policy_loss
+from tests.parity.test_trl_losses import MODES
+from tests.parity.trl_driver import Trl
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from compare import assert_all_parity, assert_parity, config, hidden_states, loss_mask
-from trl_driver import TEMPERATURE, Trl
 
 from grpo_kernels import linear_logprobs
+from tests.parity.compare import assert_all_parity, assert_parity, config, hidden_states, loss_mask
+from tests.parity.trl_driver import TEMPERATURE, Trl
 
 pytestmark = pytest.mark.slow
 

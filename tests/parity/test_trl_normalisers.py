@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from compare import assert_parity, config, hidden_states, our_losses, token_batch
-from test_trl_losses import LOSS_TYPES
-from trl_driver import Trl
+
+from tests.parity.compare import assert_parity, config, hidden_states, our_losses, token_batch
+from tests.parity.test_trl_losses import LOSS_TYPES
+from tests.parity.trl_driver import Trl
 
 pytestmark = pytest.mark.slow
 

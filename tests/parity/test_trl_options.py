@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_all_parity, assert_parity, config
-from test_trl_losses import DTYPES, LEVELS, LOSS_TYPES, supported
-from trl_driver import Trl
 
 from grpo_kernels.losses import LOSSES
+from tests.parity.compare import assert_all_parity, assert_parity, config
+from tests.parity.test_trl_losses import DTYPES, LEVELS, LOSS_TYPES, supported
+from tests.parity.trl_driver import Trl
 
 pytestmark = pytest.mark.slow
 

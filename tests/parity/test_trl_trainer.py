@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canned import tiny_model
-from scripted import STEPS, our_logs, trl_logs
 from transformers import PreTrainedModel, Qwen2ForCausalLM
+
+from tests.parity.canned import tiny_model
+from tests.parity.scripted import STEPS, our_logs, trl_logs
 
 pytestmark = pytest.mark.slow
 

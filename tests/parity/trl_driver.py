@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 import trl
-from accelerate_state import accelerate_state
-from canned import SEQUENCES, make_rollouts, tiny_model, tiny_tokenizer
 from datasets import Dataset
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
@@ -25,6 +23,8 @@ from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.surrogates import Clip
+from tests.parity.accelerate_state import accelerate_state
+from tests.parity.canned import SEQUENCES, make_rollouts, tiny_model, tiny_tokenizer
 
 assert trl.__version__.startswith("1.16"), f"written for TRL 1.16, found {trl.__version__}"
 

@@ -19,7 +19,7 @@ from grpo_kernels import LossConfig, SamplingMask, TokenBatch, linear_policy_los
 from grpo_kernels.batch.packing import SCALAR_FIELDS
 from grpo_kernels.batch.token_batch import HOST_FIELDS
 from grpo_kernels.testing import Problem, make_problem
-from tests.host_reads import OURS, counted_reads
+from tests.support.host_reads import OURS, counted_reads
 
 SCHEDULES = ("one_pass", "two_pass")
 LOSSES = ("dapo", "gspo", "vespo", "cispo")

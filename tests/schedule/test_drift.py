@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels import LossConfig, TokenBatch, explain, linear_policy_loss, policy_loss
-from tests.targets import targets
+from tests.support.targets import targets
 
 pytestmark = pytest.mark.slow
 

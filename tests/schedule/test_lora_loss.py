@@ -26,8 +26,8 @@ from grpo_kernels.testing import (
     assert_as_exact_as,
     poisoned_allocations,
 )
-from tests.engine.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
-from tests.targets import targets
+from tests.support.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
+from tests.support.targets import targets
 
 pytestmark = pytest.mark.usefixtures("narrow_slices")
 

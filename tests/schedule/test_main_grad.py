@@ -17,8 +17,8 @@ from grpo_kernels.testing import (
     relative_error,
     run,
 )
-from tests.engine.lora_problems import largest_allocation
-from tests.targets import targets
+from tests.support.lora_problems import largest_allocation
+from tests.support.targets import targets
 
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
 SCHEDULES = ("one_pass", "two_pass")

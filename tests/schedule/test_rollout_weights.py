@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_kernels import TokenBatch, explain, linear_policy_loss
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import make_config, make_problem
-from tests.targets import targets
+from tests.support.targets import targets
 
 
 @pytest.mark.parametrize("backend,device", [*targets(), ("reference", torch.device("cpu"))])

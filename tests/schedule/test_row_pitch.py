@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_kernels.testing import assert_all_as_exact_as, make_config, make_problem, run
-from tests.targets import targets
+from tests.support.targets import targets
 
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 

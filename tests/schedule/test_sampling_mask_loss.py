@@ -22,7 +22,7 @@ from grpo_kernels.testing import (
     relative_error,
     run,
 )
-from tests.targets import targets
+from tests.support.targets import targets
 
 TILE = 53 * 4 * 8
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 8e-3}

@@ -29,8 +29,8 @@ from grpo_kernels.testing import (
     relative_error,
     run,
 )
-from tests.host_reads import counted_reads
-from tests.targets import targets
+from tests.support.host_reads import counted_reads
+from tests.support.targets import targets
 
 TILE = 53 * 4 * 8  # eight fp32 rows of the test vocabulary
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}

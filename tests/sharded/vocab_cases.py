@@ -29,8 +29,8 @@ from grpo_kernels.testing import (
     poisoned_allocations,
     run,
 )
-from tests.engine.heads import HEADS, head_options
 from tests.sharded.checks import expect
+from tests.support.heads import HEADS, head_options
 
 VOCAB, TOP_K = 53, 20  # more than a rank of four has
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float64: 1e-12}

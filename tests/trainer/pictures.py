@@ -1,4 +1,4 @@
-"""Writes the pictures of docs/images from two runs: ``python tests/trainer/pictures.py RUN OTHER``.
+"""Writes the pictures of docs/images from two runs: ``python -m tests.trainer.pictures RUN OTHER``.
 
 The report of the first, the comparison of both, and the live view as it was at the end of the
 first, as a captured terminal.
@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from browser import open_page
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
@@ -20,6 +19,7 @@ from grpo_trainer import GRPOConfig
 from grpo_trainer.monitor.live import LiveView
 from grpo_trainer.monitor.report.command import write_report
 from grpo_trainer.monitor.report.record import load_run
+from tests.support.browser import open_page
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SIZES = {"report.png": (1400, 1400), "comparison.png": (1400, 1150)}

@@ -20,15 +20,15 @@ from datasets import Dataset
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_helpers import adapted, canned, lengths_reward
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForSequenceClassification
-from vision import make_vision_trainer
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.rollout import policy_weights
 from grpo_trainer.rollout.together import Together
 from grpo_trainer.sharding import loading_whole
+from tests.support.trainer import adapted, canned, lengths_reward
+from tests.support.vision import make_vision_trainer
 
 ROWS = 16  # completions of a generation batch
 STEPS = 3

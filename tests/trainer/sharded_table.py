@@ -1,6 +1,6 @@
 """Print what a run logs on one process and sharded over two, side by side, as a markdown table.
 
-``PYTHONPATH=. python tests/trainer/sharded_table.py``; ZeRO-3 needs DeepSpeed.
+``python -m tests.trainer.sharded_table``; ZeRO-3 needs DeepSpeed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
-import test_sharded
 import torch
+
+from tests.trainer import test_sharded
 
 CASE = "reference"
 SHOWN = ("loss", "grad_norm", "kl", "entropy", "reward")

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sharded_runs
 import torch
 from accelerate import DistributedType
 from filelock import FileLock
 from safetensors.torch import load_file
-from sharded_runs import CASES, PLACEMENTS, STEPS
 
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.model import check_placement
 from grpo_trainer.sharding import placement_of
+from tests.trainer import sharded_runs
+from tests.trainer.sharded_runs import CASES, PLACEMENTS, STEPS
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 from datasets import Dataset
-from trainer_helpers import canned, parameters
 from transformers import Qwen3ForCausalLM
 
 from grpo_kernels import policy_loss
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from tests.support.trainer import canned, parameters
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
 METRICS = {

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import two_processes
+
+from tests.trainer import two_processes
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from grpo_trainer.data import MicroBatch, Rollout, collate, encode_prompts, with
 from grpo_trainer.experience import Collector
 from grpo_trainer.model import target_logprobs
 from grpo_trainer.rollout import Completions, RolloutEngine
-from tests.trainer.vision import (
+from tests.support.vision import (
     END,
     FAMILIES,
     IDS,

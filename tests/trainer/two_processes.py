@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from filelock import FileLock
-from tool_helpers import (
+from transformers import TrainerCallback
+
+from grpo_kernels.losses import LOSSES
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from tests.support.tools import (
     ScriptedEngine,
     add,
     call,
@@ -25,13 +30,8 @@ from tool_helpers import (
     question,
     results,
 )
-from trainer_helpers import BackgroundEngine, canned, parameters
-from transformers import TrainerCallback
-from vision import make_vision_trainer
-
-from grpo_kernels.losses import LOSSES
-from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from tests.support.trainer import BackgroundEngine, canned, parameters
+from tests.support.vision import make_vision_trainer
 
 ROWS = 16  # completions of a generation batch
 METRICS = (

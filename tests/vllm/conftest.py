@@ -22,9 +22,9 @@ if INSTALLED:  # else this is collected among other tests, to which the settings
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: E402
-from vllm_helpers import make_config, make_model  # noqa: E402
 
 from grpo_trainer.demo.policy import make_tokenizer  # noqa: E402
+from tests.vllm.vllm_helpers import make_config, make_model  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

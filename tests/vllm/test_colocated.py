@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import EngineContext, Rollouts, Sampling, policy_weights
-from tests.trainer.trainer_helpers import adapted
+from tests.support.trainer import adapted
+from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 
 @pytest.fixture

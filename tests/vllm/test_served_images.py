@@ -14,10 +14,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from vllm_helpers import CLOSE, START, Server, change, free_port
 
 from grpo_trainer import VLLMClient
 from grpo_trainer.rollout import ServerError
+from tests.vllm.vllm_helpers import CLOSE, START, Server, change, free_port
 
 PLACEHOLDER = "<image>"
 SPECIAL = [PLACEHOLDER, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]

@@ -8,7 +8,12 @@ import threading
 import httpx
 import pytest
 from safetensors.torch import load_file
-from vllm_helpers import (
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.rollout import Completions, ServerError, VLLMClient, policy_weights
+from tests.support.trainer import lengths_reward
+from tests.vllm.vllm_helpers import (
     CLOSE,
     PROMPTS,
     START,
@@ -19,11 +24,6 @@ from vllm_helpers import (
     make_model,
     worst_mismatch,
 )
-
-from grpo_trainer import GRPOTrainer
-from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import Completions, ServerError, VLLMClient, policy_weights
-from tests.trainer.trainer_helpers import lengths_reward
 
 
 @pytest.fixture(scope="module")

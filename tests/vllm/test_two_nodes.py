@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_helpers import CLOSE, ROOT, Server, free_port, make_model
+
+from tests.vllm.vllm_helpers import CLOSE, ROOT, Server, free_port, make_model
 
 pytestmark = pytest.mark.slow
 

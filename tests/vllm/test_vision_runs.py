@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from vllm_helpers import CLOSE, ENGINE, Server, free_port, make_config
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.data import encode_prompts, model_inputs, with_images
-from tests.trainer.vision import picture, tiny_model, tiny_processor
+from tests.support.vision import picture, tiny_model, tiny_processor
+from tests.vllm.vllm_helpers import CLOSE, ENGINE, Server, free_port, make_config
 
 SETTINGS = {"max_completion_length": 4, "learning_rate": 1e-2, "temperature": 0.8}
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
-from vllm_helpers import make_config, make_model, worst_mismatch
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_tokenizer
-from tests.trainer.trainer_helpers import lengths_reward
+from tests.support.trainer import lengths_reward
+from tests.vllm.vllm_helpers import make_config, make_model, worst_mismatch
 
 
 def main(file: str, port: str) -> None:

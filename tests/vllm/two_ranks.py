@@ -12,12 +12,12 @@ from typing import Any
 
 from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
-from vllm_helpers import make_config, make_model, worst_mismatch
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_tokenizer
 from grpo_trainer.rollout import policy_weights
-from tests.trainer.trainer_helpers import lengths_reward
+from tests.support.trainer import lengths_reward
+from tests.vllm.vllm_helpers import make_config, make_model, worst_mismatch
 
 
 def main(mode: str, file: str, port: str | None = None) -> None:

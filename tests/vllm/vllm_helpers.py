@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM,
 
 from grpo_trainer import GRPOConfig
 from grpo_trainer.rollout import Completions
-from tests.trainer.trainer_helpers import mask_ids
+from tests.support.trainer import mask_ids
 
 ROOT = Path(__file__).parents[2]
 

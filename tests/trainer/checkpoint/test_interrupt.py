@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import killed_runs
 import pytest
 import torch
-from trainer_helpers import logged, parameters
 from transformers import TrainerCallback
 
 from grpo_trainer.cli import main
+from tests.support.trainer import logged, parameters
+from tests.trainer import killed_runs
 
 MOMENTS = ("on_train_begin", "on_step_begin", "on_substep_end", "on_log", "on_save", "on_epoch_end")
 

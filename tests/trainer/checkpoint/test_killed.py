@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import killed_runs
 import pytest
 import torch
-from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
+
+from tests.support.trainer import logged, parameters
+from tests.trainer import killed_runs
 
 pytestmark = pytest.mark.slow
 

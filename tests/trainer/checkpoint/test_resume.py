@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_helpers import logged, parameters
 from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.checkpoint import CheckpointError, StartError, run_settings, settings_of
 from grpo_trainer.checkpoint.resuming import check_checkpoint
+from tests.support.trainer import logged, parameters
 
 pytestmark = pytest.mark.slow
 

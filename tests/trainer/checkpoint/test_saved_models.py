@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_helpers import parameters
 from transformers import AutoModelForCausalLM
 
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.checkpoint.files import model_aside
+from tests.support.trainer import parameters
 
 
 def files(folder: Path) -> dict[str, str]:

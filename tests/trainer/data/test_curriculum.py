@@ -10,10 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from trainer_helpers import canned, logged, parameters
 
 from grpo_trainer import GRPOConfig
 from grpo_trainer.data import Curriculum, PromptStream, Rollout
+from tests.support.trainer import canned, logged, parameters
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 GROUPS = {"dynamic_prompts_form": "groups"}

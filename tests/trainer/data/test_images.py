@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from grpo_trainer.data import data_url, encode_prompts, images_of, model_inputs, with_images
-from tests.trainer.vision import FAMILIES, IDS, IMAGE, picture, tiny_model, tiny_processor, user
+from tests.support.vision import FAMILIES, IDS, IMAGE, picture, tiny_model, tiny_processor, user
 
 ASKED = [{"role": "user", "content": "?"}]
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_helpers import canned
 
 from grpo_trainer.experience import compute_advantages
+from tests.support.trainer import canned
 
 
 def test_groups_with_signal():

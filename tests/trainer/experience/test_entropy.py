@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from trainer_helpers import canned, parameters
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.experience import AdaptiveEntropy
+from tests.support.trainer import canned, parameters
 
 
 def noted(entropy: float, tokens: float) -> Metrics:

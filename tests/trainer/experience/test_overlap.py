@@ -10,15 +10,15 @@ import traceback
 
 import pytest
 import torch
-from trainer_helpers import BackgroundEngine, logged, parameters
 from transformers import Qwen3ForCausalLM
-from vllm_stub import StubServer, choices
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.common import in_thread
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import ServerError, WeightsLostError
 from grpo_trainer.rollout.http import JsonServer
+from tests.support.trainer import BackgroundEngine, logged, parameters
+from tests.support.vllm_stub import StubServer, choices
 
 STALENESS = "sampling/staleness"
 DIFFERENCE = "sampling/sampling_logp_difference/max"

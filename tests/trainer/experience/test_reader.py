@@ -15,9 +15,9 @@ from datasets import Dataset
 from grpo_trainer import GRPOConfig
 from grpo_trainer.data import PromptStream, images_of
 from grpo_trainer.experience.reader import RowReader
+from tests.support.vision import picture
 from tests.trainer.data.test_images import ASKED, png
 from tests.trainer.test_vision import dataset, make
-from tests.trainer.vision import picture
 
 
 class Processes:

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_helpers import parameters
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.experience.rollout_func import FunctionSource
+from tests.support.trainer import parameters
 
 
 def rollout(prompts, trainer):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_trainer import GRPOTrainer
-from tests.trainer.tool_helpers import call, make_small_policy, make_tool_tokenizer
+from tests.support.tools import call, make_small_policy, make_tool_tokenizer
 
 HERE = Path(__file__).parent
 SCRIPTS = ("plain", "arguments", "maths", "game")

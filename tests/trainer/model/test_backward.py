@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from trainer_helpers import canned, lengths_reward, parameters
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.monitor.metrics import MetricLog
+from tests.support.trainer import canned, lengths_reward, parameters
 
 NAMES = {f"backward_{name}" for name in ("entries", "whole_rows", "error", "error_bound")}
 TOLERANCE = 1e-2

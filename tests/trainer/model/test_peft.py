@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine, adapted, lengths_reward, parameters
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
@@ -14,6 +13,7 @@ from grpo_trainer import GRPOTrainer
 from grpo_trainer.model import load_policy
 from grpo_trainer.model.adapters import prepare_adapter, running_adapter
 from grpo_trainer.scripts import ModelConfig, get_peft_config, get_quantization_config
+from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, on tied weights and switched adapters

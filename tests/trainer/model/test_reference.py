@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine, lengths_reward, parameters
 from transformers import TrainerCallback
 
 from grpo_trainer import GRPOTrainer
+from tests.support.trainer import CannedEngine, lengths_reward, parameters
 
 
 @pytest.fixture

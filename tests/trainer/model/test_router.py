@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_helpers import CannedEngine
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
+
+from tests.support.trainer import CannedEngine
 
 TINY = {
     "vocab_size": 14,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, ModelCard, RepoUrl
-from trainer_helpers import adapted
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.monitor import CARD_NAME
 from grpo_trainer.monitor.model_card import may_write
+from tests.support.trainer import adapted
 
 
 def saved(trainer: GRPOTrainer) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from pyarrow import parquet
-from trainer_helpers import CannedEngine
 
 from grpo_trainer.config.inherited import get_available_reporting_integrations
 from grpo_trainer.monitor import is_own_metric
 from grpo_trainer.rollout import Completions
+from tests.support.trainer import CannedEngine
 
 ALWAYS = {
     "num_tokens", "step_time", "reward", "reward_std", "frac_reward_zero_std", "entropy", "loss",

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from browser import Page, open_page
 from pyarrow import parquet
 from transformers import TrainerCallback
 
@@ -21,6 +20,7 @@ from grpo_trainer.monitor.report.health import findings
 from grpo_trainer.monitor.report.record import jsonable
 from grpo_trainer.monitor.report.series import Curves, curves_of
 from grpo_trainer.monitor.report.texts import rewards_by_step
+from tests.support.browser import Page, open_page
 
 pytest.importorskip("plotly")
 

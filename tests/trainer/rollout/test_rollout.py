@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer_helpers import BackgroundEngine
 from transformers import Qwen3ForCausalLM
 
 from grpo_trainer import GRPOTrainer
@@ -12,6 +11,7 @@ from grpo_trainer.rollout import Completions, Rollouts, Sampling, register_rollo
 from grpo_trainer.rollout.base import runs
 from grpo_trainer.rollout.registry import ENGINES
 from grpo_trainer.rollout.sampling import vllm_params
+from tests.support.trainer import BackgroundEngine
 
 
 @pytest.fixture

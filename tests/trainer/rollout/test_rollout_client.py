@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from vllm_stub import StubServer, choices, slowly
 
 import grpo_trainer
 from grpo_trainer.generation import vllm_client as trl_named
 from grpo_trainer.rollout import ServerError, VLLMClient, http
+from tests.support.vllm_stub import StubServer, choices, slowly
 
 COMPLETE = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_helpers import adapted
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_trainer.rollout import policy_weights, weight_files
 from grpo_trainer.rollout.weight_files import FileTransfer
 from grpo_trainer.rollout.weights import parameter_versions
+from tests.support.trainer import adapted
 
 SIZES = dict(
     vocab_size=32,

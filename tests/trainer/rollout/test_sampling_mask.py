@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from test_rollout_client import COMPLETE, make_client, stub  # noqa: F401
-from trainer_helpers import BackgroundEngine, mask_ids
-from vllm_stub import choices
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.rollout import Completions, Sampling, ServerError, TransformersEngine
 from grpo_trainer.rollout.sampling import vllm_params
+from tests.support.trainer import BackgroundEngine, mask_ids
+from tests.support.vllm_stub import choices
+from tests.trainer.rollout.test_rollout_client import COMPLETE, make_client, stub  # noqa: F401
 
 FILTERS = [
     {"top_k": 3},

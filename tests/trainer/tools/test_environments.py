@@ -6,11 +6,11 @@ import threading
 
 import pytest
 from datasets import Dataset
-from tool_helpers import Play, add, answers, call, make_trainer, question, results
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.tools import Environments, make_toolbox
-from tests.trainer.vision import picture, tiny_model, tiny_processor
+from tests.support.tools import Play, add, answers, call, make_trainer, question, results
+from tests.support.vision import picture, tiny_model, tiny_processor
 
 
 class Counter:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tool_helpers import call, make_trainer, question, results
 
 from grpo_trainer import GRPOConfig
+from tests.support.tools import call, make_trainer, question, results
 
 TEXT = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
 TINY = 'output_dir="out", max_steps=1, use_cpu=True, report_to="none", logging_steps=1, '

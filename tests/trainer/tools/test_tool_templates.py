@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tool_helpers import TEMPLATE, Play, add, call, make_tool_tokenizer, results, then
 
 from grpo_trainer.tools import make_toolbox
+from tests.support.tools import TEMPLATE, Play, add, call, make_tool_tokenizer, results, then
 
 
 def test_a_response_template_reads_calls():

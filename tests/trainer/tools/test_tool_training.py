@@ -7,7 +7,10 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from tool_helpers import (
+
+from grpo_kernels import policy_loss
+from grpo_trainer import GRPOTrainer
+from tests.support.tools import (
     ScriptedEngine,
     add,
     call,
@@ -16,10 +19,7 @@ from tool_helpers import (
     question,
     results,
 )
-from trainer_helpers import logged, parameters
-
-from grpo_kernels import policy_loss
-from grpo_trainer import GRPOTrainer
+from tests.support.trainer import logged, parameters
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
 

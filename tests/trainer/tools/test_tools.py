@@ -9,10 +9,19 @@ import sys
 import threading
 
 import pytest
-from tool_helpers import Play, add, answers, call, make_tool_tokenizer, question, results, then
 
 from grpo_trainer.tools import make_toolbox
 from grpo_trainer.tools.run import Call, Outcome, ToolRunner
+from tests.support.tools import (
+    Play,
+    add,
+    answers,
+    call,
+    make_tool_tokenizer,
+    question,
+    results,
+    then,
+)
 
 
 def counts(sampled):

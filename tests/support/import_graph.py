@@ -1,6 +1,6 @@
 """The import graph of the project, by module and by room.
 
-``python -m tests.import_graph`` draws it.
+``python -m tests.support.import_graph`` draws it.
 
 A room is a folder directly below a package, with all that lies in it, or a file beside the folders.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("grpo_kernels", "grpo_trainer", "benchmarks", "tests")
 
 Graph = Mapping[str, set[str]]
