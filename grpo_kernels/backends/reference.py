@@ -73,12 +73,13 @@ def _ranked(
 
 def _matmul(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
     """Return the (T, V) logits before the bias, rounded once if ``dtype`` rounds."""
+    weight = head.weight.to(hidden.dtype)  # under autocast it is wider
     if head.lora is None:
-        return hidden.to(dtype) @ head.weight.to(dtype).t()
+        return hidden.to(dtype) @ weight.to(dtype).t()
     wide = stats_dtype(hidden.dtype)
     x, a, b = (factor.to(wide) for factor in (hidden, head.lora.a, head.lora.b))
     update = head.lora.scaling * (x @ a.t()) @ b.t()
-    return (x @ head.weight.to(hidden.dtype).to(wide).t() + update).to(dtype)
+    return (x @ weight.to(wide).t() + update).to(dtype)
 
 
 def _masked_logp(scores: Tensor, target: Tensor, sampling_mask: SamplingMask) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,15 +150,21 @@ class LazyMetrics(Metrics):
         logprobs: Tensor,
         entropy: Tensor | None,
     ) -> None:
-        self._make, self._parts = make, (logprobs, entropy, *parts)
+        self._make: Callable[..., Mapping[str, Stat]] | None = make
+        self._parts = (logprobs, entropy, *parts)
         self.logprobs, self.entropy = logprobs, entropy
 
-    @functools.cached_property
+    @property
     def stats(self) -> Mapping[str, Stat]:
-        with torch.no_grad():
-            made = self._make(*self._parts)
-        self._parts = ()
-        return {name: Stat(s.kind, s.total.detach(), s.count.detach()) for name, s in made.items()}
+        # no cached_property: it locks all threads out (Python 3.11) while one waits for its ranks
+        if self._make is not None:
+            with torch.no_grad():
+                made = self._make(*self._parts)
+            self._make, self._parts = None, ()
+            self._stats = {
+                n: Stat(s.kind, s.total.detach(), s.count.detach()) for n, s in made.items()
+            }
+        return self._stats
 
     def ready_for(self, batch: TokenBatch) -> LazyMetrics:
         """Return these, made now if they are a collective: one rank alone may read them later."""

@@ -1,0 +1,271 @@
+"""Generated cases: everything that a call may differ in, as plain values that a repro can print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.net import oracle
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LOGITS = ("plain", "flat", "peaked", "certain", "offset", "minus_inf", "large_hidden")
+DRIFTS = ("small", "none", "zero", "huge")
+ADVANTAGES = ("sequence", "token", "some_zero", "all_zero")
+ROLLOUTS = ("absent", "given", "unknown", "weights")
+MEMORIES = ("contiguous", "gaps", "transposed", "sliced")
+TRAINED = ("all", "hidden", "head", "weight", "bias", "lora")
+ENTRIES = ("function", "module", "fused_head", "composed")
+# what a second run changes, which must change nothing
+TWISTS = (
+    "none",
+    "again",
+    "second_backward",
+    "garbage_in_masked_rows",
+    "split",
+    "checkpoint",
+    "no_grad",
+)
+LOSSES = (*oracle.CLIPPED, "cispo", "sapo", "vespo", "gmpo", "pg", "topr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call. Printed, it names what differs from the defaults."""
+
+    seed: int = 0
+    outputs: tuple[str, ...] = ()  # of linear_logprobs; (): a loss
+    loss_type: str = "dapo"
+    settings: dict[str, Any] = field(default_factory=dict)
+    entry: str = "function"
+    # tokens
+    lengths: tuple[int, ...] = (3, 2)
+    masked: bool = False  # some tokens, by the mask
+    packed: bool = False
+    advantages: str = "sequence"
+    drift: str = "small"
+    rollout: str = "absent"
+    counts: bool = False  # the window's tokens are given
+    # head
+    depth: int = 4
+    vocab: int = 7
+    dtype: str = "float32"
+    logits: str = "plain"
+    memory: str = "contiguous"
+    bias: bool = False
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    row_temperature: bool = False
+    lora: int = 0  # rank
+    tied: bool = False  # the hidden states are rows of the weight
+    sampling_mask: bool = False
+    trained: str = "all"
+    autocast: bool = False
+    # options
+    backend: str = "auto"
+    schedule: str = "auto"
+    tile_rows: int | None = None
+    precision: str = "fp32"
+    batch_invariant: bool = False
+    metric_rows: str = "all"
+    activation_bytes: int | None = None
+    bounded: bool = False
+    main_grad: bool = False
+    threads: int = 1
+    ranks: int = 1  # as threads
+    shared: str = "vocab"  # by the ranks: the vocabulary, or the tokens of each sequence
+    twist: str = "none"
+
+    def __repr__(self) -> str:
+        changed = (f for f in fields(self) if getattr(self, f.name) != getattr(DEFAULT, f.name))
+        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    @property
+    def of_loss(self) -> bool:
+        return not self.outputs
+
+    @property
+    def needs_entropy(self) -> bool:
+        settings = self.settings
+        return bool(settings.get("entropy_coef")) or settings.get("top_entropy_quantile", 1) < 1
+
+
+DEFAULT = Case()
+
+
+def _mostly(usual: Any, *others: Any) -> st.SearchStrategy:
+    """Return a strategy that draws the usual value half of the time, and shrinks to it."""
+    return st.sampled_from((usual, *others)) | st.just(usual)
+
+
+_NUMBERS = {
+    "epsilon": (0.2, 0.1, 0.0, 0.5),
+    "epsilon_high": (None, 0.0, 0.28, 2.0, 5.0),
+    "delta": (None, 1.1, 2.0),
+    "dual_clip": (None, 1.5, 3.0),
+    "sapo_temperature_pos": (1.0, 0.3, 20.0),
+    "sapo_temperature_neg": (1.05, 0.3, 20.0),
+    "vespo_k_pos": (2.0, 0.0, 5.0),
+    "vespo_lambda_pos": (3.0, 0.0),
+    "vespo_k_neg": (3.0, 0.0),
+    "vespo_lambda_neg": (2.0, 0.0),
+    "gmpo_clip": (0.4, 0.05, 3.0),
+}
+_OWN = {
+    **dict.fromkeys(oracle.CLIPPED, ("epsilon", "epsilon_high", "delta", "dual_clip")),
+    "cispo": ("epsilon", "epsilon_high"),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "gmpo": ("gmpo_clip",),
+}
+_MODIFIERS: dict[str, st.SearchStrategy] = {
+    "beta": _mostly(0.0, 0.04, 1.0),
+    "kl_estimator": st.sampled_from(("k3", "k1", "k2", "abs")),
+    "use_bias_correction_kl": _mostly(True, False),
+    "entropy_coef": _mostly(0.0, 0.01, -0.1),
+    "top_entropy_quantile": _mostly(1.0, 1.0, 0.2, 0.7),
+    "off_policy_mask_threshold": _mostly(None, -0.1, 0.05, 0.5),
+    "temperature": _mostly(1.0, 0.6, 1.7, 50.0),
+    "importance_sampling_level": _mostly(None, "token", "sequence", "sequence_token"),
+    "rollout_correction_mode": st.sampled_from(
+        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None)
+    ),
+    "rollout_correction_max": st.sampled_from((3.0, 1.1, None)),
+    "rollout_correction_min": _mostly(None, 0.5, 0.95),
+}
+
+
+def _settings(draw: Callable[[st.SearchStrategy], Any], loss_type: str, rollout: str) -> dict:
+    """Draw the settings of a loss, without those that it refuses."""
+    own = {name: st.sampled_from(_NUMBERS[name]) for name in _OWN.get(loss_type, ())}
+    drawn = {name: draw(values) for name, values in (own | _MODIFIERS).items()}
+    if loss_type == "dr_grpo":
+        drawn["max_completion_length"] = 9
+    if loss_type in ("vespo", "gmpo"):
+        del drawn["importance_sampling_level"]
+    if rollout == "weights" or rollout == "absent":
+        drawn["rollout_correction_mode"] = None
+    elif loss_type == "vespo" and (drawn["rollout_correction_mode"] or "")[:1] == "s":
+        drawn["rollout_correction_mode"] = "token_truncate"
+    if drawn["rollout_correction_mode"] is None:
+        del drawn["rollout_correction_min"], drawn["rollout_correction_max"]
+    # what is as it is by default does not have to be said, or read in a repro
+    usual = oracle.DEFAULTS | dict(importance_sampling_level=None)
+    return {n: v for n, v in drawn.items() if v != usual[n]}
+
+
+OUTPUTS = (
+    "entropy",
+    "lse",
+    "is_top1",
+    "sum_sq_probs",
+    "max_logit",
+    "min_logit",
+    "mean_logit",
+    "rank",
+    "topk_logprobs",
+    "topk_indices",
+)
+
+
+@st.composite
+def cases(
+    draw: Callable[[st.SearchStrategy], Any], backends: tuple[str, ...], ranks: int = 1
+) -> Case:
+    """Draw a case, hardly ever one that a documented rule refuses."""
+    loss = draw(_mostly(True, False))
+    dtype = draw(_mostly(*DTYPES))
+    backend = draw(st.sampled_from(backends))
+    if dtype == "float64" and backend not in ("reference", "chunked"):
+        backend = "auto"
+    has_tiles = backend != "reference"
+    lengths = st.lists(st.sampled_from((3, 1, 0, 2, 5, 9, 17)), min_size=1, max_size=5)
+    values: dict[str, Any] = dict(
+        seed=draw(st.integers(0, 999)),
+        dtype=dtype,
+        backend=backend,
+        lengths=tuple(draw(lengths)),
+        depth=draw(st.sampled_from((4, 1, 3, 8, 16, 33))),
+        vocab=draw(st.sampled_from((7, 2, 3, 16, 31, 53, 64, 129, 300))),
+        logits=draw(_mostly(*LOGITS)),
+        memory=draw(_mostly(*MEMORIES)),
+        bias=draw(st.booleans()),
+        softcap=draw(_mostly(None, 2.0, 30.0)),
+        logit_scale=draw(_mostly(1.0, 0.25, 1.5)),
+        lora=draw(_mostly(0, 1, 3)),
+        sampling_mask=draw(_mostly(False, True)),
+        precision=draw(_mostly("fp32", "input")),
+        batch_invariant=draw(_mostly(False, True)),
+        activation_bytes=draw(st.sampled_from((None, 0, 1 << 20))),
+        threads=draw(_mostly(1, 2, 3)),
+        tile_rows=draw(st.sampled_from((None, 1, 3, 16, 17))),
+        autocast=draw(_mostly(False, False, False, True)) and dtype != "float64",
+        twist=draw(_mostly(*TWISTS)),
+    )
+    trained = [name for name in TRAINED if values.get(name, True)]
+    values["trained"] = draw(_mostly(*trained))
+    values["tied"] = values["trained"] == "all" and draw(_mostly(False, False, True))
+    if values["logits"] == "minus_inf":
+        values["bias"] = True
+    if loss:
+        values |= _of_loss(draw, values, has_tiles)
+    else:
+        values |= _of_logprobs(draw, values, has_tiles)
+    if ranks > 1:
+        values |= dict(ranks=2, shared="vocab" if not loss else draw(_mostly("vocab", "sequences")))
+        values |= dict(tied=False, bounded=False, entry="function", twist="none")
+        values["threads"] = 1
+        if values["shared"] == "sequences":
+            values["packed"] = False
+            values["main_grad"] = False
+    if values["batch_invariant"] and values["tile_rows"] is not None:
+        values["tile_rows"] = max(16, values["tile_rows"])
+    return Case(**values)
+
+
+def _of_loss(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dict[str, Any]:
+    loss_type = draw(st.sampled_from(LOSSES))
+    rollout = draw(_mostly(*ROLLOUTS))
+    settings = _settings(draw, loss_type, rollout)
+    exact = settings.get("entropy_coef") or values["sampling_mask"]
+    whole = settings.get("top_entropy_quantile", 1) < 1
+    entry = draw(_mostly(*ENTRIES))
+    found: dict[str, Any] = dict(
+        loss_type=loss_type,
+        settings=settings,
+        rollout=rollout,
+        entry=entry,
+        masked=draw(st.booleans()),
+        packed=draw(st.booleans()),
+        advantages=draw(_mostly(*ADVANTAGES)),
+        drift=draw(_mostly(*DRIFTS)),
+        counts=draw(st.booleans()),
+    )
+    if entry == "composed":
+        return found
+    found |= dict(
+        schedule=draw(st.sampled_from(("auto", "two_pass", "one_pass"))),
+        metric_rows="all" if whole else draw(_mostly("all", "active")),
+        bounded=not exact and has_tiles and draw(_mostly(False, False, True)),
+        main_grad=has_tiles
+        and not values["tied"]
+        and values["trained"] in ("all", "head", "weight")
+        and draw(_mostly(False, True)),
+    )
+    return found
+
+
+def _of_logprobs(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dict[str, Any]:
+    chosen = draw(st.sets(st.sampled_from(OUTPUTS)))
+    masked = ["masked_logprobs"] if values["sampling_mask"] else []
+    return dict(
+        outputs=("logprobs", *masked, *(name for name in OUTPUTS if name in chosen)),
+        lengths=(sum(values["lengths"]),),
+        packed=True,
+        masked=draw(st.booleans()),
+        row_temperature=draw(_mostly(False, True)),
+        entry=draw(_mostly("function", "fused_head")),
+        bounded=not masked and has_tiles and draw(_mostly(False, False, True)),
+    )

@@ -1,0 +1,410 @@
+"""The oracle: a linear head and every policy loss in plain torch, written from their papers.
+
+It imports nothing of what it judges. In fp64 it is the exact answer; in the dtype of a case it is
+the eager implementation whose error is the yardstick. Sequences are looped over one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# of a log-ratio, in nats: where every ratio is held
+LIMIT = 20.0
+
+# what a loss does where a caller says nothing
+DEFAULTS: dict[str, Any] = dict(
+    beta=0.0,
+    importance_sampling_level="token",
+    temperature=1.0,
+    kl_estimator="k3",
+    use_bias_correction_kl=True,
+    max_completion_length=None,
+    entropy_coef=0.0,
+    top_entropy_quantile=1.0,
+    off_policy_mask_threshold=None,
+    rollout_correction_mode="sequence_mask",
+    rollout_correction_max=3.0,
+    rollout_correction_min=None,
+    epsilon=0.2,
+    epsilon_high=None,
+    delta=None,
+    dual_clip=None,
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
+    gmpo_clip=0.4,
+)
+SEQUENCE_RATIO = ("gspo", "luspo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearHead:
+    """What makes scores: ``softcap * tanh(scale * (x W^T + s x A^T B^T + b) / softcap) / T``."""
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None = None  # (V,)
+    lora: tuple[Tensor, Tensor, float] | None = None  # (r, D), (V, r), scaling
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0  # or (T,)
+
+    def scores(
+        self,
+        hidden: Tensor,  # (T, D)
+        dtype: torch.dtype = torch.float64,  # that everything is computed in
+        rounded: torch.dtype | None = None,  # that logits are stored in; None: ``dtype``
+        narrow: tuple[torch.dtype, float] | None = None,  # that their gradients are multiplied in
+        more: Tensor | float = 0.0,  # (T, V) added to the logits
+    ) -> Tensor:
+        """Return the (T, V) scores."""
+        logits = hidden.to(dtype) @ self.weight.to(dtype).t()
+        if self.lora is not None:
+            a, b, scaling = self.lora
+            logits = logits + scaling * (hidden.to(dtype) @ a.to(dtype).t()) @ b.to(dtype).t()
+        if rounded is not None:
+            logits = logits.to(rounded)
+        if self.bias is not None:
+            logits = logits + (self.bias.to(dtype) if rounded is None else self.bias)
+        logits = logits.to(dtype) + more
+        if narrow is not None and logits.requires_grad:
+            logits.register_hook(lambda gradient: _narrowed(gradient, *narrow))
+        scores = logits * self.logit_scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if isinstance(self.temperature, Tensor):
+            return scores / self.temperature.to(dtype)[:, None]
+        return scores / self.temperature
+
+
+def _narrowed(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    """Round with one scale a row, so that the range of the dtype does not matter."""
+    scale = gradient.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().ceil().exp2() * factor
+    return (gradient / scale).to(dtype).to(gradient.dtype) * scale
+
+
+def statistics(
+    scores: Tensor,  # (T, V)
+    target: Tensor,  # (T,)
+    members: Tensor | None = None,  # (T, V) bool, what sampling left
+) -> dict[str, Tensor]:
+    """Return what can be asked of a row of scores, each (T,)."""
+    logp = scores.log_softmax(-1)
+    finite = torch.where(logp > -torch.inf, logp, 0.0)  # 0 log 0 is 0
+    own = scores.gather(-1, target[:, None])[:, 0]
+    found = dict(
+        logprobs=logp.gather(-1, target[:, None])[:, 0],
+        entropy=-(logp.exp() * finite).sum(-1),
+        lse=scores.logsumexp(-1),
+        sum_sq_probs=logp.exp().square().sum(-1),
+        max_logit=scores.amax(-1),
+        min_logit=scores.amin(-1),
+        mean_logit=scores.mean(-1),
+    )
+    if members is not None:
+        members = members.scatter(-1, target[:, None], True)
+        found["masked_logprobs"] = own - scores.masked_fill(~members, -torch.inf).logsumexp(-1)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The valid tokens of some sequences, one sequence behind the other."""
+
+    lengths: tuple[int, ...]
+    advantages: Tensor  # (T,)
+    per_token: bool = False  # they were given one a token
+    old: Tensor | None = None  # (T,) log-probabilities, as the next two
+    ref: Tensor | None = None
+    rollout: Tensor | None = None  # NaN: unknown
+    rollout_weights: Tensor | None = None
+    num_items: float | None = None
+    num_tokens: float | None = None
+    entropy_scale: float = 1.0
+    steps: int = 1
+
+    @property
+    def num_valid(self) -> int:
+        return sum(self.lengths)
+
+    def sequences(self) -> Iterator[slice]:
+        """Yield the place of each sequence, of empty ones too."""
+        start = 0
+        for length in self.lengths:
+            yield slice(start, start + length)
+            start += length
+
+    def means(self, values: Tensor) -> Tensor:
+        """Return the (B,) means over sequences, 0 for an empty one."""
+        each = [values[s].sum() / max(s.stop - s.start, 1) for s in self.sequences()]
+        return torch.stack(each) if each else values.new_zeros(0)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the (B,) sums over sequences."""
+        each = [values[s].sum() for s in self.sequences()]
+        return torch.stack(each) if each else values.new_zeros(0)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Return (B,) values at the tokens of their sequences."""
+        return values.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+
+
+def settings_of(loss_type: str, settings: dict[str, Any]) -> SimpleNamespace:
+    """Return all settings of a loss: those given, and the defaults of its paper."""
+    c = SimpleNamespace(**DEFAULTS | settings, loss_type=loss_type)
+    if c.importance_sampling_level is None or "importance_sampling_level" not in settings:
+        c.importance_sampling_level = "sequence" if loss_type in SEQUENCE_RATIO else "token"
+    if c.epsilon_high is None:
+        c.epsilon_high = c.epsilon
+    return c
+
+
+def policy_loss(
+    logprobs: Tensor,  # (T,)
+    entropy: Tensor,  # (T,) nats
+    x: Rollout,
+    c: SimpleNamespace,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the () loss and its metrics; a metric that nothing contributes to is NaN."""
+    old = logprobs.detach() if x.old is None else x.old.to(logprobs)
+    advantages = x.advantages.to(logprobs)
+    log_ratio = _log_ratio(logprobs, old, x, c)
+    ratio = log_ratio.exp()
+    weights = _correction(old, x, c)  # (T,) or (B,) or None
+    per_token = x.expand(weights) if _by_sequence(x, c) and weights is not None else weights
+
+    each, metrics = _surrogate(logprobs, old, log_ratio, advantages, per_token, x, c)
+    if c.off_policy_mask_threshold is not None:
+        sampled = old if x.rollout is None else x.rollout.to(logprobs)
+        drift = (sampled - logprobs.detach()).nan_to_num(nan=0.0)
+        near = x.expand(x.means(drift)) <= c.off_policy_mask_threshold
+        each = each * ((advantages >= 0) | near)
+    gate = None
+    if c.top_entropy_quantile < 1:
+        detached = entropy.detach()
+        least = torch.quantile(detached, 1 - c.top_entropy_quantile) if len(detached) else 0.0
+        gate = (detached >= least).to(logprobs)
+        each = each * gate
+    if per_token is not None and c.loss_type != "vespo":  # which has it in itself
+        each = each * per_token
+    if c.beta:
+        kl = _kl(x.ref.to(logprobs) - logprobs, c.kl_estimator)
+        if c.use_bias_correction_kl:
+            kl = kl * ratio
+        each = each + c.beta * kl
+        metrics["kl"] = kl.mean()
+
+    weight = _token_weights(x, c).to(logprobs)
+    policy = (each * weight).sum()
+    loss = policy
+    if c.entropy_coef:
+        share = torch.ones_like(entropy) if gate is None else gate
+        count = x.num_valid if x.num_tokens is None else x.num_tokens
+        if gate is not None:
+            share = share * x.num_valid / gate.sum().clamp(min=1)
+        bonus = (share * entropy).sum() / (count or 1) / x.steps * x.entropy_scale
+        loss = policy - c.entropy_coef * bonus
+        window = 1 if c.loss_type in ("dapo", "cispo", "vespo", "pg", "topr") else x.steps
+        metrics["policy_loss"] = policy * window
+    metrics |= _common_metrics(logprobs, entropy, ratio, weights, old, gate, x)
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def _log_ratio(logprobs: Tensor, old: Tensor, x: Rollout, c: SimpleNamespace) -> Tensor:
+    drift = logprobs - old
+    if c.importance_sampling_level == "sequence":
+        drift = x.expand(x.means(drift))
+    elif c.importance_sampling_level == "sequence_token":
+        drift = logprobs - logprobs.detach() + x.expand(x.means(drift)).detach()
+    return drift.clamp(-LIMIT, LIMIT)
+
+
+def _surrogate(
+    logprobs: Tensor,
+    old: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    weights: Tensor | None,
+    x: Rollout,
+    c: SimpleNamespace,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the per-token loss (T,), and the metrics of this loss."""
+    ratio, up = log_ratio.exp(), advantages >= 0
+    one_each = c.importance_sampling_level != "token" and not x.per_token
+    if c.loss_type in CLIPPED:
+        free = ratio if c.delta is None else ratio.clamp(max=c.delta)
+        held = ratio.clamp(1 - c.epsilon, 1 + c.epsilon_high)
+        # the gradient of equal values is that of the free one
+        each = -torch.where(free * advantages <= held * advantages, free, held) * advantages
+        if c.dual_clip is not None:
+            each = torch.where(up, each, torch.minimum(each, -c.dual_clip * advantages))
+        low = (free < 1 - c.epsilon) & (advantages < 0)
+        high = (free > 1 + c.epsilon_high) & (advantages > 0)
+        return each, _clip_metrics(low, high, x, one_each)
+    if c.loss_type == "cispo":
+        high = (ratio > c.epsilon_high) & (advantages > 0)
+        each = -ratio.clamp(max=c.epsilon_high).detach() * advantages * logprobs
+        means = x.means(high.to(ratio)) if one_each else high.to(ratio)
+        return each, {"cispo_clip_ratio": means.mean()}
+    if c.loss_type == "sapo":
+        tau = _choose(advantages > 0, c.sapo_temperature_pos, c.sapo_temperature_neg, ratio)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, {}
+    if c.loss_type == "gmpo":
+        sign = _choose(up, 1.0, -1.0, ratio)
+        held = sign * (sign * log_ratio).clamp(max=c.gmpo_clip)
+        low = (log_ratio < -c.gmpo_clip) & (advantages < 0)
+        high = (log_ratio > c.gmpo_clip) & (advantages > 0)
+        each = -x.expand(x.means(held)).exp() * advantages
+        return each, _clip_metrics(low, high, x, one_each)
+    if c.loss_type == "vespo":
+        return _vespo(logprobs, old, advantages, weights, x, c)
+    tapered = torch.where(up, 1.0, ratio.detach().clamp(max=1.0))
+    return -(tapered if c.loss_type == "topr" else 1.0) * advantages * logprobs, {}
+
+
+def _vespo(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    weights: Tensor | None,
+    x: Rollout,
+    c: SimpleNamespace,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    floor = torch.tensor(1e-8, dtype=torch.float64).log().item()
+    log_weight = x.sums((logprobs - old).detach().clamp(-LIMIT, LIMIT))
+    if weights is not None:
+        log_weight = log_weight + x.sums(weights.log().clamp(floor, LIMIT))
+    log_weight = log_weight.clamp(floor, LIMIT)
+
+    def phi(w: Tensor, up: Tensor) -> Tensor:
+        k = _choose(up, c.vespo_k_pos, c.vespo_k_neg, w)
+        rate = _choose(up, c.vespo_lambda_pos, c.vespo_lambda_neg, w).clamp(min=1e-4)
+        value = torch.exp(rate * (1 - w.exp()) + k * w)
+        return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    each = -phi(x.expand(log_weight), advantages >= 0) * advantages * logprobs
+    mostly_up = x.means((advantages >= 0).to(logprobs)) > 0.5
+    return each, {"vespo/phi_seq_mean": phi(log_weight, mostly_up).mean()}
+
+
+def _choose(condition: Tensor, first: float, second: float, like: Tensor) -> Tensor:
+    return torch.where(condition, like.new_tensor(first), like.new_tensor(second))
+
+
+def _kl(difference: Tensor, estimator: str) -> Tensor:
+    """Return Schulman's estimate for ``reference - policy``, k3 with a straight line beyond."""
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "abs":
+        return difference.abs()
+    held = difference.clamp(max=LIMIT)
+    beyond = (difference - LIMIT).clamp(min=0)
+    return torch.expm1(held) - held + beyond * (held.exp().detach() - 1)
+
+
+def _by_sequence(x: Rollout, c: SimpleNamespace) -> bool:
+    return x.rollout_weights is None and (c.rollout_correction_mode or "").startswith("sequence")
+
+
+def _correction(old: Tensor, x: Rollout, c: SimpleNamespace) -> Tensor | None:
+    """Return the truncated or masked importance weight against the engine that sampled."""
+    if x.rollout_weights is not None:
+        return x.rollout_weights.to(old)
+    if x.rollout is None or c.rollout_correction_mode is None:
+        return None
+    drift = (old - x.rollout.to(old)).nan_to_num(nan=0.0)
+    weight = (x.sums(drift) if _by_sequence(x, c) else drift).exp()
+    low, high = c.rollout_correction_min, c.rollout_correction_max
+    largest = torch.tensor(LIMIT, dtype=torch.float64).exp().item()
+    if c.rollout_correction_mode.endswith("truncate"):
+        return weight.clamp(min=low, max=largest if high is None else high)
+    inside = torch.ones_like(weight, dtype=torch.bool)
+    if low is not None:
+        inside &= weight >= low
+    if high is not None:
+        inside &= weight <= high
+    return torch.where(inside, weight.clamp(max=largest), 0.0)
+
+
+def _token_weights(x: Rollout, c: SimpleNamespace) -> Tensor:
+    """Return the share of each token's loss in that of the batch, (T,) fp64."""
+    lengths = torch.tensor(x.lengths, dtype=torch.float64)
+    sequences = max(len(x.lengths), 1)
+    if c.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
+        return x.expand(1 / lengths.clamp(min=1)) / sequences / x.steps
+    everywhere = torch.ones(x.num_valid, dtype=torch.float64)
+    if c.loss_type == "luspo":
+        return everywhere / sequences / x.steps
+    if c.loss_type == "dr_grpo":
+        return everywhere / (sequences * c.max_completion_length) / x.steps
+    if c.loss_type == "bnpo":
+        count = x.num_valid if x.num_tokens is None else x.num_tokens
+        return everywhere / (count or 1) / x.steps
+    count = x.num_valid * x.steps if x.num_items is None else x.num_items
+    return everywhere / (count or 1)
+
+
+def _clip_metrics(low: Tensor, high: Tensor, x: Rollout, one_each: bool) -> dict[str, Tensor]:
+    low, high = low.double(), high.double()
+    occupied = torch.tensor([length > 0 or one_each for length in x.lengths], dtype=torch.bool)
+    lows, highs = x.means(low)[occupied], x.means(high)[occupied]
+    both = torch.maximum(low, high)
+    nothing = low.new_tensor(torch.nan)
+    return {
+        "clip_ratio/low_mean": (x.means(low) if one_each else low).mean(),
+        "clip_ratio/low_min": lows.min() if len(lows) else nothing,
+        "clip_ratio/high_mean": (x.means(high) if one_each else high).mean(),
+        "clip_ratio/high_max": highs.max() if len(highs) else nothing,
+        "clip_ratio/region_mean": (x.means(both) if one_each else both).mean(),
+    }
+
+
+def _common_metrics(
+    logprobs: Tensor,
+    entropy: Tensor,
+    ratio: Tensor,
+    weights: Tensor | None,
+    old: Tensor,
+    gate: Tensor | None,
+    x: Rollout,
+) -> dict[str, Tensor]:
+    occupied = torch.tensor([length > 0 for length in x.lengths], dtype=torch.bool)
+    means = x.means(entropy)[occupied]
+    found = {
+        "entropy": entropy.mean(),
+        "ratio/ess": ratio.sum().square() / (len(ratio) * ratio.square().sum()),
+        "perplexity": (-logprobs.mean()).exp(),
+    }
+    groups = {"entropy/sequence": means, "ratio": ratio}
+    if gate is not None:
+        found["entropy_top"] = (gate * entropy).sum() / gate.sum()
+    if weights is not None:
+        name = "sampling/importance_sampling_ratio"
+        groups[name] = weights
+        found[f"{name}/mean"] = weights.mean()
+    if x.rollout is not None:
+        known = ~x.rollout.isnan()
+        drift = (old - x.rollout.to(old))[known]
+        groups["sampling/sampling_logp_difference"] = drift.abs()
+        found["sampling/sampling_logp_difference/mean"] = drift.abs().mean()
+        found["sampling/mismatch_kl_k1"] = -drift.mean()
+        found["sampling/mismatch_kl_k3"] = _kl(drift, "k3").mean()
+        found["sampling/rollout_perplexity"] = (-x.rollout[known].to(old).mean()).exp()
+    for name, values in groups.items():
+        joint = "_" if name == "entropy/sequence" else "/"
+        nothing = values.new_tensor(torch.nan)
+        found[f"{name}{joint}min"] = values.min() if len(values) else nothing
+        found[f"{name}{joint}max"] = values.max() if len(values) else nothing
+    found.pop("sampling/sampling_logp_difference/min", None)
+    return found

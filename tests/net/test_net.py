@@ -1,0 +1,32 @@
+"""Some two thousand generated cases, the same in every run; ``python -m tests.fuzz`` has more."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_kernels import available_backends
+from tests.fuzz import Coverage, find
+
+ON_CPUS = ("auto", "cpu", "chunked", "reference")
+
+
+def assert_none_fails(number: int, count: int, backends: tuple[str, ...], ranks: int = 1) -> None:
+    failure = find(number, count, backends, ranks, Coverage())
+    assert not failure, failure
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_generated_cases(number: int) -> None:
+    assert_none_fails(number, 150, ON_CPUS)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_cases_on_two_ranks(number: int) -> None:
+    assert_none_fails(number, 40, ON_CPUS[:3], ranks=2)
+
+
+@pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_cases_in_triton(number: int) -> None:
+    assert_none_fails(number, 8, ("triton",))
