@@ -99,18 +99,20 @@ def _stats(tile: Tile, extras: bool) -> RowStats:
     shifted = scores.sub_(top)
     shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     exponentials = shifted.exp()
-    total = exponentials.sum(-1)
+    # 1 and a little more, where a row is nearly certain: fp32 has no digits for the little
+    total = exponentials.sum(-1, dtype=torch.float64)
     log_total = total.log()
     sum_sq = (exponentials * exponentials).sum(-1) / total**2 if extras else None
     # a logit of -inf has probability 0 and adds nothing: 0 * -inf would be NaN
     weighted = exponentials.mul_(shifted.clamp_(min=LEAST_LOGP))
     entropy = (log_total - weighted.sum(-1) / total).clamp(min=0)
+    wide = scores.dtype
     return RowStats(
-        logp=shifted_target - log_total,
-        entropy=entropy,
-        lse=top.squeeze(-1).double() + log_total.double(),
+        logp=(shifted_target - log_total).to(wide),
+        entropy=entropy.to(wide),
+        lse=top.squeeze(-1).double() + log_total,
         is_top1=is_top1,
-        sum_sq_probs=sum_sq,
+        sum_sq_probs=sum_sq.to(wide) if sum_sq is not None else None,
         max_logit=top.squeeze(-1) if extras else None,
         min_logit=lowest,
     )
@@ -121,18 +123,21 @@ def _dlogits(tile: Tile, stats: RowStats, outer: StatsGradients) -> Tensor:
     scores, tanh = transformed(logits, transform)
     lse, anchor = stats.lse, stats.lse.to(scores.dtype)
     logp = scores.sub_(anchor.unsqueeze(-1)).sub_((lse - anchor).to(scores.dtype).unsqueeze(-1))
+    inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
+    place = (target * inside).unsqueeze(-1)
     p = logp.exp()
     dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
     coefficient = -dlogp.unsqueeze(-1)
+    of_target = -dlogp * torch.expm1(stats.logp)  # 1 - p, of which p near 1 has no digits
     if outer.dentropy is not None:
         bounded = logp.clamp_(min=LEAST_LOGP).add_(stats.entropy.unsqueeze(-1))
         coefficient = coefficient - outer.dentropy.unsqueeze(-1) * bounded
+        own_bounded = bounded.gather(-1, place).squeeze(-1)
+        of_target = of_target - outer.dentropy * stats.logp.exp() * own_bounded
     gradient = p.mul_(coefficient)
+    of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
+    gradient.scatter_(-1, place, of_target.unsqueeze(-1))
     active = outer.nonzero
     if active is not None:  # a product with 0 would not hide what is no number
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
-    inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
-    gradient.scatter_add_(
-        -1, (target * inside).unsqueeze(-1), torch.where(inside, dlogp, 0).unsqueeze(-1)
-    )
     return slope(gradient, transform, tanh)

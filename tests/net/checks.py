@@ -106,7 +106,7 @@ def _split(case: Case, problem: Problem, got: Found) -> None:
 
 def _no_grad(case: Case, problem: Problem, got: Found) -> None:
     """Values do not depend on whether gradients are wanted."""
-    frozen = replace(case, trained="nothing", main_grad=False)
+    frozen = replace(case, trained="nothing", main_grad=False, schedule="auto")
     with torch.no_grad():
         found = run(frozen, problem)
     if case.batch_invariant:

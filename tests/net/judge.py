@@ -18,9 +18,9 @@ from tests.net.results import DIFFERENTIABLE, SCALE, Found, objective_of
 # digits that an exact answer may lose to rounding at its end
 _FLOOR = {torch.float32: 4e-6, torch.float64: 1e-10, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 _DISTURBANCES = ((4.0, 0), (-4.0, 1), *((0.0, seed) for seed in range(2, 12)))
-# below this a value is as good as 0: fp32 does not tell its probability from 0 or 1, or fp16 is
-# at the end of its range, for which callers scale their losses
-_LEAST = {torch.float32: 1e-12, torch.bfloat16: 1e-12, torch.float16: 1e-3}
+# below this a value is as good as 0 (times the floor): its probability is not told from 0 or 1,
+# or fp16 is at the end of its range, for which callers scale their losses
+_LEAST = {torch.float64: 1e-3, torch.float32: 1e-12, torch.bfloat16: 1e-12, torch.float16: 1e-3}
 _SAMPLED = 6  # standard deviations of a bounded backward in small batches
 _SCALES = (1.0, 1.17, 1.41)
 
@@ -53,12 +53,13 @@ class Judge:
         if size is not None and self.case.bounded and name not in self._exact_ones():
             self._compare_sampled(name, value, exact[name], size)
             return
-        error = _error(value, exact[name], size)
+        least = self._least(name, value, size)
+        error = _error(value, exact[name], size, least)
         floor = self._floor(name, value)
         if bool((error <= floor).all()):
             return
         others = (*self.eager, *self.disturbed)
-        allowed = [_error(other.all()[name], exact[name], size) for other in others]
+        allowed = [_error(other.all()[name], exact[name], size, least) for other in others]
         allowed = torch.stack(allowed).amax() * 2
         if not bool((error <= allowed.clamp(min=floor)).all()):
             worst = float(error.nan_to_num(nan=torch.inf).max())
@@ -73,6 +74,14 @@ class Judge:
             edges = [(other.all()[name] - exact).norm() for other in self.disturbed]
             most = most + 2 * torch.stack(edges).max()
         assert error <= most, f"{name}: {error:.1e}, allowed {most:.1e}"
+
+    def _least(self, name: str, value: Tensor, size: Tensor | None) -> float:
+        """Return the size below which a value is as good as 0."""
+        if size is None or self.multiplied != torch.float16 or not size.numel():
+            return _LEAST[value.dtype if size is None else self.multiplied]
+        largest = max(float(x.abs().max()) for x in self.problem.leaves.values() if x.numel())
+        # what is lost at the end of the range is multiplied yet, and one scale has to do for all
+        return max(_LEAST[torch.float16] * max(largest, 1.0), 1e-4 * float(size.max()))
 
     def _floor(self, name: str, value: Tensor) -> float:
         dtype = value.dtype
@@ -254,18 +263,14 @@ def _rounding(x: Tensor) -> Tensor:
     return (x.to(torch.bfloat16).to(x.dtype) - x).detach()
 
 
-def _error(value: Tensor, exact: Tensor, size: Tensor | None) -> Tensor:
+def _error(value: Tensor, exact: Tensor, size: Tensor | None, least: float) -> Tensor:
     """Return the error of each element, over its size; 0 where both are the same."""
     stored_in = value.dtype if value.is_floating_point() else torch.float32
     value, stored = value.double(), exact.to(stored_in).double()
     same = (value == stored) | (value.isnan() & exact.isnan())
     size = exact.double().abs() if size is None else torch.maximum(size, exact.double().abs())
-    least = max(torch.finfo(stored_in).tiny, _LEAST.get(stored_in, 0.0))
-    size = size.nan_to_num(posinf=0.0)
-    if stored_in == torch.float16 and size.numel():  # its range holds no more at one scale
-        least = max(least, 1e-4 * float(size.max()))
-    each = torch.where(same, 0.0, (value - exact).abs() / (size + least))
-    return each.nan_to_num(nan=torch.inf)
+    size = size.nan_to_num(posinf=0.0) + least
+    return torch.where(same, 0.0, (value - exact).abs() / size).nan_to_num(nan=torch.inf)
 
 
 def _check_rank(judge: Judge, value: Tensor) -> None:

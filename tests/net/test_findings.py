@@ -1,0 +1,45 @@
+"""What generated cases have found, one named case each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.net.cases import Case
+from tests.net.checks import check
+
+FINDINGS = {
+    "the reference did not round an fp32 weight that autocast multiplies in bf16": Case(
+        outputs=("logprobs",), packed=True, depth=16, autocast=True, backend="reference"
+    ),
+    "torch rows lost the digits of 1 - p beside a target that is nearly certain": Case(
+        seed=402,
+        loss_type="pg",
+        settings={"temperature": 0.6},
+        lengths=(5,),
+        depth=16,
+        vocab=3,
+        trained="hidden",
+        backend="chunked",
+    ),
+    "and those of the sum over the vocabulary, through the entropy": Case(
+        seed=559,
+        loss_type="gmpo",
+        settings={"entropy_coef": 0.01, "temperature": 0.6, "rollout_correction_mode": None},
+        lengths=(3, 3, 3),
+        depth=8,
+        vocab=2,
+        logits="certain",
+        lora=3,
+        trained="hidden",
+        backend="chunked",
+        schedule="two_pass",
+    ),
+    "threads as ranks waited for one another in the metrics of a sequence group": Case(
+        ranks=2, shared="sequences"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FINDINGS.values(), ids=FINDINGS)
+def test_it_stays_mended(case: Case) -> None:
+    check(case)
