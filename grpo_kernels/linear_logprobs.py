@@ -320,8 +320,8 @@ def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
 def _check_outputs(
     outputs: tuple[str, ...], sampling_mask: SamplingMask | None, top_k: int | None
 ) -> None:
-    unknown = [name for name in outputs if name not in _ALL_OUTPUTS]
-    if isinstance(outputs, str) or unknown or not outputs:
+    names = outputs if isinstance(outputs, tuple | list) else ()
+    if not names or any(name not in _ALL_OUTPUTS for name in names):
         raise ValueError(
             f"outputs: expected a tuple of names among {', '.join(_ALL_OUTPUTS)}; got {outputs!r}"
         )

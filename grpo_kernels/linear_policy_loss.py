@@ -99,7 +99,7 @@ def linear_policy_loss(
             backward=backward,
             activation_bytes=activation_bytes,
         )
-        temperature = config.temperature if isinstance(config, LossConfig) else 1.0
+        temperature = _temperature(config)
         head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
         head = gathered_head(head)
         if torch.compiler.is_compiling():
@@ -136,8 +136,14 @@ def explain(
     Raises:
         ValueError: as ``linear_policy_loss`` would for these arguments.
     """
-    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature, vocab_shard)
+    temperature = _temperature(config)
+    head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
     return planned(hidden, head, batch, config, RunOptions(**options))[1]
+
+
+def _temperature(config: LossConfig) -> float:
+    """Return that of the loss; what is no loss is refused with the other arguments."""
+    return config.temperature if isinstance(config, LossConfig) else 1.0
 
 
 _HEAD_OPTIONS = ("logit_scale", "softcap", "vocab_shard", *RunOptions.__dataclass_fields__)

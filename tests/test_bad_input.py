@@ -1,174 +1,327 @@
-"""Wrong arguments: one clear error each, naming the argument, what was expected and what came."""
+"""Wrong arguments: one clear error each that names the argument, and nothing has changed.
+
+Values of a wrong kind, shape, dtype, device or range are made from a right one for every argument
+of every public function; ``CASES`` has what only an example can say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import (
+    Bounded,
     FusedLinearGRPOLoss,
     Head,
+    HeadLoRA,
     LossConfig,
+    SamplingMask,
     TokenBatch,
     Transform,
+    check_next_token_targets,
+    context_parallel_rows,
+    explain,
+    explain_logprobs,
     linear_logprobs,
     linear_policy_loss,
+    next_token_targets,
     policy_loss,
+    warm_up,
 )
 
-HIDDEN, WEIGHT = torch.randn(2, 3, 4), torch.randn(9, 4)
-TARGET = torch.tensor([[1, 2, 3], [4, 5, -100]])
-ADVANTAGES = torch.tensor([1.0, -1.0])
-HOT = Head(WEIGHT, transform=Transform(temperature=2.0))
 META = torch.device("meta")
+HUGE = 10**400  # larger than any float
+
+
+def leaf(*shape: int) -> Tensor:
+    """Return a parameter with a gradient of a step before."""
+    x = torch.randn(shape, requires_grad=True)
+    x.grad = torch.ones(shape)
+    return x
+
+
+def right(name: str) -> dict[str, Any]:
+    """Return arguments that a function of ``FUNCTIONS`` takes, most of them not the default."""
+    ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 4])
+    target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    batch = {
+        "target": target,
+        "advantages": torch.tensor([1.0, -1.0]),
+        "mask": torch.ones(2, 3),
+        **{f"{name}_logprobs": -torch.rand(2, 3) for name in ("old", "ref", "rollout")},
+        "num_items_in_batch": 5,
+        "num_tokens_in_micro_batch": 5,
+        "entropy_scale": 1.0,
+        "gradient_accumulation_steps": 2,
+        "lengths": [3, 2],
+        "active_lengths": [3, 2],
+        "sampling_mask": SamplingMask.from_padded(torch.arange(9).expand(2, 3, 9)),
+    }
+    head = {
+        "weight": leaf(9, 4),
+        "bias": leaf(9),
+        "lora": HeadLoRA(a=leaf(2, 4), b=leaf(9, 2)),
+        "logit_scale": 1.5,
+        "softcap": 10.0,
+        "precision": "fp32",
+        "backend": "auto",
+        "max_workspace_bytes": 1 << 20,
+        "batch_invariant": False,
+    }
+    rows = head | {"hidden": leaf(2, 3, 4), "backward": "exact", "activation_bytes": 1 << 20}
+    loss = {
+        "batch": TokenBatch.from_padded(target, batch["advantages"]),
+        "config": LossConfig(),
+        "schedule": "auto",
+        "metric_rows": "all",
+    }
+    flat = {"target": target.flatten(), "mask": torch.ones(6), "sampling_mask": None}
+    flat |= {f"{name}_logprobs": -torch.rand(6) for name in ("old", "ref", "rollout")}
+    return {
+        "from_padded": batch,
+        "from_packed": batch | flat | {"cu_seqlens": torch.tensor([0, 3, 6])},
+        "linear_logprobs": rows
+        | {"target": target, "temperature": torch.ones(2, 3), "top_k": 3}
+        | {"outputs": ("logprobs", "topk_indices"), "backend": "chunked"},
+        "linear_policy_loss": rows | loss | {"main_grad": torch.zeros(9, 4)},
+        "explain": rows | loss,
+        "explain_logprobs": rows,
+        "policy_loss": {
+            "logprobs": leaf(5), "entropy": leaf(5), "batch": loss["batch"], "config": LossConfig(),
+        },
+        "warm_up": head | {"config": LossConfig()},
+        "next_token_targets": {"input_ids": ids, "cu_seqlens": offsets, "mask": torch.ones(4)},
+        "check_next_token_targets": {
+            "target": torch.tensor([-100, 3, 4, -100]), "input_ids": ids, "cu_seqlens": offsets,
+            "rows": torch.arange(4),
+        },
+        "context_parallel_rows": {
+            "cu_seqlens": torch.tensor([0, 4, 8]), "rank": 1, "size": 2, "layout": "head_tail",
+        },
+        "Bounded": {"tolerance": 1e-3, "slots": 8, "exact_weight": True, "seed": 3},
+        "LossConfig": {
+            "loss_type": "dapo", "beta": 0.1, "importance_sampling_level": "token",
+            "temperature": 0.5, "kl_estimator": "k3", "use_bias_correction_kl": True,
+            "max_completion_length": 5, "entropy_coef": 0.1, "top_entropy_quantile": 0.5,
+            "off_policy_mask_threshold": 0.5, "rollout_correction_mode": "token_mask",
+            "rollout_correction_max": 3.0, "rollout_correction_min": 0.5, "epsilon": 0.2,
+            "epsilon_high": 0.3, "delta": 4.0, "dual_clip": 3.0,
+        },
+    }[name]  # fmt: skip
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "from_padded": TokenBatch.from_padded,
+    "from_packed": TokenBatch.from_packed,
+    "linear_logprobs": linear_logprobs,
+    "linear_policy_loss": linear_policy_loss,
+    "explain": explain,
+    "explain_logprobs": explain_logprobs,
+    "policy_loss": policy_loss,
+    "warm_up": warm_up,
+    "next_token_targets": next_token_targets,
+    "check_next_token_targets": check_next_token_targets,
+    "context_parallel_rows": context_parallel_rows,
+    "Bounded": Bounded,
+    "LossConfig": LossConfig,
+}
+
+# what is wrong of its kind elsewhere, and has a meaning here
+ACCEPTED = {
+    ("next_token_targets", "input_ids"): {"ids below 0", "ids too large"},  # it looks at places
+    ("check_next_token_targets", "input_ids"): {"ids below 0", "ids too large"},
+    ("explain_logprobs", "hidden"): {"no first dimension"},  # any (..., D)
+    ("linear_logprobs", "temperature"): {"integers"},
+    ("warm_up", "weight"): {"another device"},
+    ("LossConfig", "max_completion_length"): {"1.5"},
+    ("LossConfig", "entropy_coef"): {"-1"},
+    ("LossConfig", "off_policy_mask_threshold"): {"-1"},
+}
+VALUES_ARE_NOT_READ = ("hidden", "weight", "bias", "lora", "logprobs", "entropy", "main_grad")
+NAN_IS_UNKNOWN = ("rollout_logprobs",)
+ANY_SIZE = (
+    "max_workspace_bytes",
+    "activation_bytes",
+    "gradient_accumulation_steps",
+    "slots",
+    "size",
+)
+FRACTIONS = ("num_items_in_batch", "num_tokens_in_micro_batch")
+# meta tensors have no values that a host could compare
+ON_NO_DEVICE = ("context_parallel_rows", "check_next_token_targets")
+
+
+class Wrong(NamedTuple):
+    """A value that an argument cannot have."""
+
+    kind: str
+    value: Any
+
+
+def wrong_values(function: str, name: str, value: Any) -> Iterator[Wrong]:
+    """Make them of a right value."""
+    yield from (Wrong("a text", "no such name"), Wrong("an object", object()))
+    yield Wrong("a list", [[1.5]])
+    if isinstance(value, Tensor):
+        yield from _wrong_tensors(function, name, value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from (Wrong(repr(x), x) for x in (math.nan, math.inf, -1))
+        if name not in ANY_SIZE:
+            yield Wrong("an int above all floats", HUGE)
+        if isinstance(value, int) and name not in FRACTIONS:
+            yield Wrong("1.5", 1.5)
+    elif isinstance(value, HeadLoRA):
+        for part in ("a", "b"):
+            for wrong in wrong_values(function, name, getattr(value, part)):
+                factors = {"a": value.a, "b": value.b, part: wrong.value}
+                yield Wrong(f"{part}: {wrong.kind}", HeadLoRA(**factors))
+        yield Wrong("a scaling of NaN", HeadLoRA(a=value.a, b=value.b, scaling=math.nan))
+    else:
+        yield from (Wrong("a number", 3), Wrong("NaN", math.nan))
+
+
+def _wrong_tensors(function: str, name: str, value: Tensor) -> Iterator[Wrong]:
+    yield Wrong("twice as wide", torch.cat([value, value], -1))
+    yield Wrong("no first dimension", value[0])
+    if function not in ON_NO_DEVICE:
+        yield Wrong("another device", value.to(META))
+    if not value.is_floating_point():
+        yield from (Wrong("floats", value.float()), Wrong("ids below 0", value - 1000))
+        yield Wrong("ids too large", value + 1000)
+        return
+    if name != "mask":  # of 0 and 1 in any dtype
+        yield Wrong("integers", value.long())
+    if name not in (*VALUES_ARE_NOT_READ, *NAN_IS_UNKNOWN):
+        yield Wrong("NaN", torch.where(torch.arange(value.numel()) == 0, math.nan, value.flatten())
+                    .view_as(value))  # fmt: skip
+
+
+ARGUMENTS = [(function, name) for function in FUNCTIONS for name in right(function)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_right_arguments(function: str) -> None:
+    FUNCTIONS[function](**right(function))
+
+
+@pytest.mark.parametrize(("function", "name"), ARGUMENTS, ids=map(".".join, ARGUMENTS))
+def test_every_argument(function: str, name: str) -> None:
+    arguments = right(function)
+    tensors = [x for x in tree_leaves(list(map(_parts, arguments.values()))) if _is_tensor(x)]
+    before = [(x.detach().clone(), x.grad if x.grad is None else x.grad.clone()) for x in tensors]
+    for wrong in wrong_values(function, name, arguments[name]):
+        if wrong.kind in ACCEPTED.get((function, name), ()):
+            continue
+        with pytest.raises(ValueError, match=r"^\w+") as error:
+            FUNCTIONS[function](**arguments | {name: wrong.value})
+        said = str(error.value).partition(": ")[0].partition(".")[0]
+        # of two that do not fit together it may be the other
+        assert said == name or (said in arguments and isinstance(wrong.value, Tensor)), wrong.kind
+    for x, (value, grad) in zip(tensors, before, strict=True):
+        torch.testing.assert_close(x.detach(), value, rtol=0, atol=0)
+        assert grad is None or torch.equal(x.grad, grad)
+
+
+def _parts(value: Any) -> Any:
+    return [value.a, value.b] if isinstance(value, HeadLoRA) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def batch(**overrides: object) -> TokenBatch:
-    fields = {"target": TARGET, "advantages": ADVANTAGES, **overrides}
-    return TokenBatch.from_padded(**fields)
+    given = right("from_padded")
+    return TokenBatch.from_padded(
+        **{"target": given["target"], "advantages": given["advantages"], **overrides}
+    )
+
+
+def packed(*cu_seqlens: int) -> TokenBatch:
+    return TokenBatch.from_packed(
+        torch.arange(6), torch.ones(len(cu_seqlens) - 1), torch.tensor(cu_seqlens)
+    )
 
 
 def logprobs(**overrides: object) -> object:
-    fields = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET, **overrides}
-    return linear_logprobs(**fields)
+    return _without_options("linear_logprobs", linear_logprobs, "target", overrides)
 
 
 def loss(**overrides: object) -> object:
-    fields = {
-        "hidden": HIDDEN, "weight": WEIGHT, "batch": batch(), "config": LossConfig(), **overrides
-    }  # fmt: skip
-    return linear_policy_loss(**fields)
+    return _without_options("linear_policy_loss", linear_policy_loss, "batch config", overrides)
 
 
-def packed(**overrides: object) -> TokenBatch:
-    fields = {
-        "target": TARGET.flatten(), "advantages": ADVANTAGES,
-        "cu_seqlens": torch.tensor([0, 3, 6]), **overrides,
-    }  # fmt: skip
-    return TokenBatch.from_packed(**fields)
+def _without_options(name: str, function: Callable, also: str, overrides: dict) -> object:
+    given = right(name)
+    return function(
+        **{name: given[name] for name in ("hidden", "weight", *also.split())} | overrides
+    )
 
 
-def nan_at(shape: tuple[int, ...]) -> torch.Tensor:
-    values = torch.zeros(shape)
-    values[0] = float("nan")
-    return values
+WEIGHT, TARGET = torch.randn(9, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+HOT = Head(WEIGHT, transform=Transform(temperature=2.0))
+ENTROPY = LossConfig(entropy_coef=0.1)
 
-
-CASES: list[tuple[Callable[[], object], str]] = [
-    # the batch
-    (lambda: batch(target=TARGET.float()), "target: expected dtype torch.int64, got torch.float32"),
-    (lambda: batch(target=TARGET[0]), r"target: expected a \(B, L\) tensor of token ids, got \(3,"),
-    (lambda: batch(target=[[1]]), "target: expected a .* got list"),
-    (lambda: batch(target=TARGET - 3), "target: expected ids >= 0 .*, got -103"),
-    (lambda: batch(advantages=torch.ones(3)), r"advantages: expected shape \(2,\).*got \(3,\)"),
-    (lambda: batch(advantages=torch.ones(2, dtype=torch.int64)), "advantages: expected a floating"),
-    (lambda: batch(advantages=[1.0, 2.0]), "advantages: expected shape .* got list"),
-    (lambda: batch(advantages=nan_at((2,))), "advantages: expected finite .* got NaN"),
-    (lambda: batch(advantages=torch.ones(2, device=META)), "advantages: expected device cpu"),
-    (lambda: batch(mask=torch.ones(2, 4)), r"mask: expected the shape of target \(2, 3\), got"),
-    (lambda: batch(mask=nan_at((2, 3))), "mask: expected bool or 0 and 1, got other values"),
-    (lambda: batch(mask=torch.full((2, 3), 0.5)), "mask: expected bool or 0 and 1"),
-    (lambda: batch(mask=torch.full((2, 3), -torch.inf)), "mask: expected bool or 0 and 1"),
-    (lambda: batch(mask=TARGET), "mask: expected bool or 0 and 1"),
-    (lambda: batch(old_logprobs=torch.zeros(2, 2)), "old_logprobs: expected the shape of target"),
-    (lambda: batch(old_logprobs=nan_at((2, 3))), "old_logprobs: expected finite"),
-    (lambda: batch(ref_logprobs=nan_at((2, 3))), "ref_logprobs: expected finite"),
-    (lambda: batch(rollout_logprobs=nan_at((2, 3)) - torch.inf), "rollout_logprobs: expected fin"),
-    (lambda: batch(ref_logprobs=TARGET), "ref_logprobs: expected a floating-point dtype"),
-    (lambda: batch(num_items_in_batch=-1), "num_items_in_batch: expected a finite number >= 0"),
-    (lambda: batch(num_items_in_batch=torch.ones(2)), "num_items_in_batch: expected a scalar"),
-    (lambda: batch(entropy_scale=torch.nan), "entropy_scale: expected a finite number >= 0, got"),
-    (lambda: batch(num_tokens_in_micro_batch=-1), "num_tokens_in_micro_batch: expected a finite"),
-    (lambda: batch(gradient_accumulation_steps=0), "gradient_accumulation_steps: expected an int"),
-    (lambda: packed(cu_seqlens=torch.tensor([0, 3, 5])), "cu_seqlens: expected offsets .* T = 6"),
-    (lambda: packed(cu_seqlens=torch.tensor([0, 9, 6])), "cu_seqlens: expected offsets rising"),
-    (lambda: packed(cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens: expected int32 or int64"),
-    (lambda: packed(cu_seqlens=[0, 6]), r"cu_seqlens: expected a \(B \+ 1,\) integer tensor"),
-    # the head
-    (lambda: logprobs(hidden=HIDDEN[..., :3]), r"hidden: expected shape \(\.\.\., 4\)"),
-    (lambda: logprobs(hidden=HIDDEN.long()), "hidden: expected one of torch.float32"),
-    (lambda: logprobs(hidden="x"), "hidden: expected a tensor, got str"),
-    (lambda: logprobs(weight=WEIGHT[0]), r"weight: expected shape \(V, D\), .* got \(4,\)"),
-    (lambda: logprobs(weight=WEIGHT[:0]), r"weight: expected shape .* V, D >= 1, got \(0, 4\)"),
-    (
-        lambda: logprobs(hidden=HIDDEN[..., :0], weight=WEIGHT[:, :0]),
-        r"weight: expected shape .* V, D >= 1, got \(9, 0\)",
-    ),
-    (lambda: logprobs(weight=WEIGHT.double()), "weight: expected dtype torch.float32 .* got"),
-    (lambda: logprobs(weight=WEIGHT.to(META)), "weight: expected device cpu .* got meta"),
-    (lambda: logprobs(bias=torch.zeros(8)), r"bias: expected shape \(9,\), got \(8,\)"),
-    (lambda: logprobs(target=TARGET.abs() + 6), r"target: expected ids in \[0, 9\) .* got 106"),
-    (lambda: logprobs(target=TARGET - 4), r"target: expected ids in \[0, 9\) .* got -104"),
-    (lambda: logprobs(target=TARGET.int()), "target: expected a torch.int64 tensor, got"),
-    (lambda: logprobs(target=TARGET[:, :2]), r"target: expected shape \(2, 3\) .* got \(2, 2\)"),
-    (lambda: logprobs(temperature=0.0), "temperature: expected a finite number > 0, got 0.0"),
-    (lambda: logprobs(temperature=-1.0), "temperature: expected a finite number > 0"),
-    (lambda: logprobs(temperature=torch.ones(2)), r"temperature: expected a float or shape \(2, 3"),
-    (lambda: logprobs(temperature=torch.zeros(2, 3)), "temperature: expected values > 0"),
-    (lambda: logprobs(temperature=torch.ones(2, 3, requires_grad=True)), "needs no gradient"),
-    (lambda: logprobs(softcap=0.0), "softcap: expected a finite number > 0, or None"),
-    (lambda: logprobs(logit_scale=0.0), "logit_scale: expected a finite number > 0, got 0.0"),
-    (lambda: logprobs(logit_scale=float("nan")), "logit_scale: expected a finite number"),
-    (lambda: logprobs(precision="bf16"), "precision: expected one of fp32, input, tf32; got 'bf16"),
-    (lambda: logprobs(precision="tf32"), "precision: 'tf32' expects fp32 tensors on a CUDA device"),
-    (lambda: logprobs(backend="cuda"), "backend: expected one of auto, triton, cpu, chunked"),
-    (lambda: logprobs(outputs=("logits",)), "outputs: expected a tuple of names among logprobs"),
-    (lambda: logprobs(outputs="logprobs"), "outputs: expected a tuple of names"),
-    (lambda: logprobs(outputs=()), "outputs: expected a tuple of names"),
-    (lambda: logprobs(max_workspace_bytes=3), "max_workspace_bytes: expected at least 36"),
-    (lambda: logprobs(max_workspace_bytes=1.5), "max_workspace_bytes: expected an int or None"),
-    (lambda: logprobs(max_workspace_bytes=True), "max_workspace_bytes: expected an int or None"),
-    (lambda: logprobs(temperature="hot"), "temperature: expected a finite number > 0, got 'hot'"),
-    (lambda: logprobs(softcap="3"), "softcap: expected a finite number > 0, or None, got '3'"),
-    (lambda: logprobs(logit_scale=None), "logit_scale: expected a finite number > 0, got None"),
-    (lambda: logprobs(target=3), "target: expected a torch.int64 tensor, got int"),
-    # the loss
-    (lambda: loss(hidden=HIDDEN[:, :2]), r"hidden: expected shape \(2, 3, 4\) .* got \(2, 2, 4\)"),
-    (lambda: loss(batch=batch(target=TARGET.abs())), r"target: expected ids in \[0, 9\) .* 100"),
-    (lambda: loss(config=LossConfig(beta=0.1)), "ref_logprobs: expected the reference's .* None"),
-    (lambda: loss(config={"beta": 0.1}), "config: expected a LossConfig, got dict"),
-    (lambda: loss(config=None), "config: expected a LossConfig, got NoneType"),
-    (lambda: loss(batch=TARGET), "batch: expected a TokenBatch, got Tensor"),
-    (lambda: policy_loss(torch.zeros(5), TARGET, LossConfig()), "batch: expected a TokenBatch"),
-    (lambda: loss(max_workspace_bytes=1.5), "max_workspace_bytes: expected an int or None"),
-    (lambda: loss(hidden=None), "hidden: expected a tensor, got NoneType"),
-    (lambda: loss(weight=None), "weight: expected a tensor, got NoneType"),
-    (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias: expected None beside a Head"),
-    (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap: expected None beside a Head"),
-    (lambda: loss(weight=Head(WEIGHT), logit_scale=2.0), "logit_scale: expected 1.0 beside a Head"),
-    (lambda: loss(weight=HOT), "weight: expected a Head of temperature 1, .* got 2.0"),
-    (lambda: logprobs(weight=HOT), "weight: expected a Head of temperature 1, .* got 2.0"),
-    (lambda: loss(schedule="three_pass"), "schedule: expected one of auto, one_pass, two_pass"),
-    (lambda: loss(precision="bf16"), "precision: expected one of fp32, input"),
-    (
-        lambda: policy_loss(torch.zeros(4), batch(), LossConfig()),
-        r"logprobs: expected shape \(5,\) \(the batch's tokens\) or \(2, 3\) \(its layout\)",
-    ),
-    (lambda: policy_loss(torch.zeros(5).half(), batch(), LossConfig()), "logprobs: expected float"),
-    (
-        lambda: policy_loss(torch.zeros(5), batch(), LossConfig(entropy_coef=0.1)),
-        r"entropy: expected a \(T,\) tensor for this loss, got None",
-    ),
-    (
-        lambda: policy_loss(torch.zeros(5), batch(), LossConfig(), torch.zeros(4)),
-        r"entropy: expected shape \(5,\) .* got \(4,\)",
-    ),
-    (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom: expected a setting of dapo"),
-    (lambda: FusedLinearGRPOLoss(loss_type="ppo"), "loss_type: expected one of bnpo, cispo"),
+# call -> the argument that is named, and what makes the case
+CASES: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: batch(target=TARGET - 3), "target", "ids >= 0 .*, got -103"),
+    (lambda: batch(mask=torch.full((2, 3), 0.5)), "mask", "bool or 0 and 1"),
+    (lambda: batch(mask=torch.full((2, 3), -torch.inf)), "mask", "bool or 0 and 1"),
+    (lambda: batch(mask=TARGET), "mask", "bool or 0 and 1"),
+    (lambda: batch(rollout_logprobs=torch.full((2, 3), -torch.inf)), "rollout_logprobs", "finite"),
+    (lambda: batch(num_items_in_batch=torch.ones(2)), "num_items_in_batch", r"got shape \(2,\)"),
+    (lambda: batch(gradient_accumulation_steps=0), "gradient_accumulation_steps", ">= 1"),
+    (lambda: batch(old_logprob=torch.zeros(2, 3)), "old_logprob", "expected one of"),
+    (lambda: packed(0, 3, 5), "cu_seqlens", "T = 6"),
+    (lambda: packed(0, 9, 6), "cu_seqlens", "rising"),
+    (lambda: logprobs(weight=WEIGHT[:0]), "weight", r"V, D >= 1, got \(0, 4\)"),
+    (lambda: logprobs(weight=WEIGHT.double()), "weight", "expected dtype torch.float32"),
+    (lambda: logprobs(target=TARGET.abs() + 6), "target", r"in \[0, 9\) .* got 106"),
+    (lambda: logprobs(target=TARGET.int()), "target", "torch.int64"),
+    (lambda: logprobs(temperature=0.0), "temperature", "number > 0, got 0.0"),
+    (lambda: logprobs(temperature="hot"), "temperature", "number > 0, got 'hot'"),
+    (lambda: logprobs(temperature=torch.ones(2)), "temperature", r"shape \(2, 3"),
+    (lambda: logprobs(temperature=torch.zeros(2, 3)), "temperature", "values > 0"),
+    (lambda: logprobs(temperature=torch.ones(2, 3, requires_grad=True)), "temperature", "gradient"),
+    (lambda: logprobs(softcap=0.0), "softcap", "> 0, or None"),
+    (lambda: logprobs(logit_scale=0.0), "logit_scale", "> 0, got 0.0"),
+    (lambda: logprobs(precision="tf32"), "precision", "fp32 tensors on a CUDA device"),
+    (lambda: logprobs(outputs="logprobs"), "outputs", "tuple of names"),
+    (lambda: logprobs(outputs=()), "outputs", "tuple of names"),
+    (lambda: logprobs(max_workspace_bytes=3), "max_workspace_bytes", "at least 36"),
+    (lambda: logprobs(max_workspace_bytes=True), "max_workspace_bytes", "an int or None"),
+    (lambda: logprobs(weight=HOT), "weight", "Head of temperature 1, .* got 2.0"),
+    (lambda: loss(weight=HOT), "weight", "Head of temperature 1, .* got 2.0"),
+    (lambda: loss(batch=batch(target=TARGET.abs())), "target", r"in \[0, 9\) .* 100"),
+    (lambda: loss(config=LossConfig(beta=0.1)), "ref_logprobs", "got None"),
+    (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None beside a Head"),
+    (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None beside a Head"),
+    (lambda: loss(weight=Head(WEIGHT), logit_scale=2.0), "logit_scale", "1.0 beside a Head"),
+    (lambda: policy_loss(torch.zeros(5).half(), batch(), LossConfig()), "logprobs", "float32"),
+    (lambda: policy_loss(torch.zeros(4), batch(), ENTROPY), "logprobs", r"\(5,\) .* or \(2, 3\)"),
+    (lambda: policy_loss(torch.zeros(5), batch(), ENTROPY), "entropy", "got None"),
+    (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom", "a setting of dapo"),
+    (lambda: FusedLinearGRPOLoss(loss_type="ppo"), "loss_type", "one of bnpo, cispo"),
 ]
 
 
-@pytest.mark.parametrize("call,message", CASES, ids=[message[:40] for _, message in CASES])
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("call", "argument", "message"), CASES, ids=[f"{case[1]}: {case[2]}" for case in CASES]
+)
+def test_examples(call: Callable[[], object], argument: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}: .*{message}"):
         call()
 
 
 def test_nan_on_masked_tokens_is_no_error() -> None:
     values = torch.zeros(2, 3)
-    values[1, 2] = float("nan")
+    values[1, 2] = math.nan
     assert batch(old_logprobs=values, ref_logprobs=values).num_tokens == 5
 
 

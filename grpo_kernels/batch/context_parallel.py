@@ -46,6 +46,8 @@ def next_token_targets(
     following = input_ids[..., 1:]
     if mask is not None:
         check_mask(mask, input_ids, "input_ids")
+        known = ((mask == 0) | (mask == 1)).all()
+        host.require(known, "mask: expected bool or 0 and 1, got other values")
         following = torch.where(mask[..., 1:] != 0, following, IGNORE_INDEX)
     target[..., :-1] = following
     total = input_ids.numel()
@@ -75,9 +77,14 @@ def check_next_token_targets(
     """
     expected = next_token_targets(input_ids, cu_seqlens)
     places = torch.arange(expected.numel(), device=expected.device) if rows is None else rows
+    check_target(places, 1, "(R,)", "rows")
     check_target(target, 1, "(T,)" if rows is None else "(R,)")
     if target.shape != places.shape:
         raise ValueError(f"target: expected shape {tuple(places.shape)}, got {tuple(target.shape)}")
+    host.require(
+        ((places >= 0) & (places < expected.numel())).all(),
+        f"rows: expected rows in [0, {expected.numel()})",
+    )
     wrong = ((target != IGNORE_INDEX) & (target != expected[places])).nonzero()
     if wrong.numel() == 0:
         return
@@ -121,7 +128,7 @@ def context_parallel_rows(
     Raises:
         ValueError: a rank, a layout or a length is wrong; the message names the argument.
     """
-    if layout not in _LAYOUTS:
+    if layout not in tuple(_LAYOUTS):
         raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)}; got {layout!r}")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected an int >= 1, got {size!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -258,13 +259,14 @@ def _wide(value: Tensor) -> Tensor:
 
 def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | None:
     """Return a () fp64 tensor: a number stays on the host, a tensor is on the target's device."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = host.hold(value, torch.float64)
-    if value is not None and (not isinstance(value, Tensor) or value.dim()):
-        got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name}: expected a scalar, got {got}")
     if value is None:
         return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and abs(value) <= sys.float_info.max:  # an int may be larger
+        value = host.hold(value, torch.float64)
+    if not isinstance(value, Tensor) or value.dim():
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}: expected a finite number >= 0, got {got}")
     value = value.double()
     if not host.reading_is_free(value):
         return value.to(target.device)

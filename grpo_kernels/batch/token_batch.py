@@ -224,8 +224,12 @@ class TokenBatch:
         """Return those of the (T,) tokens, of values for them or in the caller's layout.
 
         Raises:
-            ValueError: ``values``, which the message calls ``name``, have another shape.
+            ValueError: ``values``, which the message calls ``name``, have another shape, or are on
+                another device.
         """
+        if not isinstance(values, Tensor) or values.device != self.target.device:
+            got = values.device if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"{name}: expected a tensor on {self.target.device}, got {got}")
         if values.shape == self.target.shape:
             return values
         layout = tuple(host.known(self.layout))

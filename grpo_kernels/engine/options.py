@@ -48,6 +48,8 @@ class Bounded:
     def __post_init__(self) -> None:
         if not (isinstance(self.tolerance, float) and 0 < self.tolerance < 1):
             raise ValueError(f"tolerance: expected a float in (0, 1), got {self.tolerance!r}")
+        if self.exact_weight not in (True, False):
+            raise ValueError(f"exact_weight: expected True or False, got {self.exact_weight!r}")
         if not _is_int(self.slots) or self.slots < 1:
             raise ValueError(f"slots: expected an int of at least 1, got {self.slots!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 1 << 32:
@@ -76,11 +78,15 @@ class RunOptions:
             ("precision", PRECISIONS),
             ("schedule", SCHEDULES),
             ("metric_rows", METRIC_ROWS),
+            ("batch_invariant", (True, False)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}"
+                    f"{name}: expected one of {', '.join(map(str, known))}; "
+                    f"got {getattr(self, name)!r}"
                 )
+        if not isinstance(self.backend, str):
+            raise ValueError(f"backend: expected a name, got {self.backend!r}")
         for name in ("max_workspace_bytes", "activation_bytes"):
             size = getattr(self, name)
             if size is not None and not _is_int(size):

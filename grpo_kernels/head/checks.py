@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
@@ -69,12 +70,7 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     weight = head.weight
     check_floating("hidden", hidden)
     check_local("hidden", hidden)
-    check_floating("weight", weight)
-    if weight.dim() != 2 or not weight.numel():
-        raise ValueError(
-            f"weight: expected shape (V, D), V, D >= 1, got {tuple(weight.shape)}"
-            f"{why_not_whole(weight)}"
-        )
+    check_weight(weight)
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden: expected shape (..., {weight.shape[1]}) to match weight "
@@ -130,6 +126,16 @@ def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
         )
     if not isinstance(lora.scaling, float | int) or not math.isfinite(lora.scaling):
         raise ValueError(f"lora.scaling: expected a finite number, got {lora.scaling!r}")
+
+
+def check_weight(weight: Tensor) -> None:
+    """Raise ValueError unless ``weight`` is a whole (V, D) matrix of a dtype that kernels know."""
+    check_floating("weight", weight)
+    if weight.dim() != 2 or not weight.numel():
+        raise ValueError(
+            f"weight: expected shape (V, D), V, D >= 1, got {tuple(weight.shape)}"
+            f"{why_not_whole(weight)}"
+        )
 
 
 def check_floating(name: str, value: Tensor) -> None:
@@ -202,7 +208,7 @@ def check_row_temperature(temperature: Tensor | None) -> None:
 def _check_transform(transform: Transform) -> None:
     def check(name: str, value: Any, expected: str = "a finite number > 0") -> None:
         number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
+        if not number or not 0 < value <= sys.float_info.max:
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
     if not isinstance(transform.temperature, Tensor):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 
-def check_name(argument: str, value: object, known: Collection[str]) -> None:
+def check_name(argument: str, value: object, known: Collection[Any]) -> None:
     """Raise ValueError, listing the known names, unless ``value`` is one of them."""
-    if value not in known:
-        raise ValueError(f"{argument}: expected one of {', '.join(sorted(known))}; got {value!r}")
+    if value not in tuple(known):  # which any value can be asked for, unlike a dictionary
+        names = ", ".join(sorted(map(str, known)))
+        raise ValueError(f"{argument}: expected one of {names}; got {value!r}")
 
 
 def check_number(
@@ -28,7 +29,8 @@ def check_number(
     if value is None and optional:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not accepts(value):
+    finite = number and abs(value) <= sys.float_info.max  # an int may be larger
+    if not finite or not accepts(value):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 

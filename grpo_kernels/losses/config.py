@@ -129,6 +129,7 @@ class LossConfig:
 
     def _check_names(self) -> None:
         check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_name("use_bias_correction_kl", self.use_bias_correction_kl, (True, False))
         if self.importance_sampling_level is not None:
             check_name("importance_sampling_level", self.importance_sampling_level, RATIO_LEVELS)
         if self.surrogate.needs_token_ratios and self.ratio_level.scope != "token":

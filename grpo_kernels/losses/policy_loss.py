@@ -70,6 +70,8 @@ def policy_loss(
     if entropy is None and config.needs_entropy:
         raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
     entropy = None if entropy is None else batch.of_tokens("entropy", entropy)
+    if entropy is not None and not entropy.is_floating_point():
+        raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
     loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
     entropy = None if entropy is None else entropy.detach()
     metrics = LazyMetrics(
