@@ -261,9 +261,9 @@ def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor |
     """Return a () fp64 tensor: a number stays on the host, a tensor is on the target's device."""
     if value is None:
         return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and abs(value) <= sys.float_info.max:  # an int may be larger
-        value = host.hold(value, torch.float64)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        largest = sys.float_info.max  # an int may be larger
+        value = host.hold(value if value <= largest else math.inf, torch.float64)
     if not isinstance(value, Tensor) or value.dim():
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name}: expected a finite number >= 0, got {got}")

@@ -36,6 +36,10 @@ _AT_LEAST = {
     "max_tool_calling_iterations": 0,
     "top_k": 0,
     "activation_bytes": 0,
+    "vllm_tensor_parallel_size": 1,
+    "vllm_max_model_length": 1,
+    "vllm_server_port": 1,
+    "vllm_group_port": 1,
 }
 
 # what generation shares with the loss is set once, in the field named here
@@ -154,7 +158,7 @@ def set_padding(args: TrainingArguments) -> None:
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``known``."""
-    if value not in known:
+    if value not in tuple(known):  # which any value can be asked for, unlike a dictionary
         raise ValueError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
 
 

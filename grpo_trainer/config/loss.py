@@ -111,7 +111,8 @@ def loss_config(args: TrainingArguments) -> LossConfig:
 
 def _settings(args: TrainingArguments) -> dict[str, Any]:
     """Return the settings of the loss's surrogate, and, for the error, what it does not know."""
-    own = LOSSES[args.loss_type].settings if args.loss_type in LOSSES else ()
+    known = args.loss_type in tuple(LOSSES)  # which any value can be asked for
+    own = LOSSES[args.loss_type].settings if known else ()
     general = {item.name for item in _general()}
     given, changed = {}, set()
     for item in dataclasses.fields(_Mirrored):

@@ -124,6 +124,15 @@ _SERVER = (
     "vllm_weights_folder",
 )
 
+# any text goes here, but nothing else
+_TEXTS = (
+    "rollout_engine",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_structured_outputs_regex",
+    "vllm_weights_folder",
+)
+
 
 def correction_options(args: RolloutFields) -> dict[str, Any]:
     """Return the fields of LossConfig that correct for what the engine sampled from.
@@ -160,9 +169,11 @@ def check_rollout(args: TrainingArguments, loss: LossConfig) -> None:
         check_number(name, getattr(args, name), 0, above=True)
     for name in ("vllm_server_port", "vllm_group_port"):
         check_number(name, getattr(args, name), 1, 65535)
-    for name in ("vllm_tensor_parallel_size", "vllm_max_model_length"):
-        if getattr(args, name) is not None:
-            check_number(name, getattr(args, name), 1)
+    options("vllm_engine_kwargs", args.vllm_engine_kwargs)
+    for name in _TEXTS:
+        value = getattr(args, name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name}: expected a text, got {value!r}")
     if args.vllm_server_base_url is not None:
         check_url("vllm_server_base_url", args.vllm_server_base_url)
     _check_one_engine(args)

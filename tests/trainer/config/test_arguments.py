@@ -27,24 +27,20 @@ class Processor(ProcessorMixin):
     def __init__(self) -> None: ...
 
 
-def test_wrong_kinds(policy, make_trainer, tmp_path):
-    others = (TrainingArguments(str(tmp_path), use_cpu=True), {"output_dir": "out"})
-    for args, got in zip(others, ("transformers.TrainingArguments", "builtins.dict"), strict=True):
-        message = f"args: expected a grpo_trainer.GRPOConfig, got a {got}"
-        with pytest.raises(ValueError, match=message):
-            GRPOTrainer(policy, REWARD, args)
-    wrong = (
-        ("gpt2", "expected a tokenizer or a processor, got a builtins.str"),
-        (Processor(), "expected a processor with a tokenizer, got a Processor"),
-    )
-    for given, message in wrong:
-        with pytest.raises(ValueError, match=f"processing_class: {message}"):
-            make_trainer(processing_class=given)
-
-
-def test_training_needs_a_dataset(make_trainer):
-    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on .* got None"):
-        make_trainer(train_dataset=None).train()
+@pytest.mark.parametrize(
+    ("argument", "given", "message"),
+    [
+        ("args", {"output_dir": "out"}, "expected a grpo_trainer.GRPOConfig, got a builtins.dict"),
+        ("args", TrainingArguments("out", use_cpu=True), "got a transformers.TrainingArguments"),
+        ("processing_class", "gpt2", "a tokenizer or a processor, got a builtins.str"),
+        ("processing_class", Processor(), "a processor with a tokenizer, got a Processor"),
+        ("train_dataset", None, "prompts to train on .* got None"),
+    ],
+)
+def test_wrong_kinds(policy, make_args, tokenizer, dataset, argument, given, message):
+    own = {"args": make_args(), "train_dataset": dataset, "processing_class": tokenizer}
+    with pytest.raises(ValueError, match=f"{argument}: .*{message}"):
+        GRPOTrainer(policy, REWARD, **own | {argument: given}).train()
 
 
 def messages(*parts: dict[str, str]) -> list[dict]:
