@@ -74,12 +74,6 @@ def test_the_key(path, monkeypatch):
     assert ask(path, JSON | KEY, api_key=["other", "secret"]) == 200
 
 
-def test_health_needs_no_key():
-    assert ask("/health", method="GET", api_key=["secret"]) == 200
-    root = {"root_path": "/base", "method": "GET", "api_key": ["secret"]}
-    assert [ask(path, **root) for path in ("/base/health", "/base/metrics")] == [200, 401]
-
-
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -107,26 +101,36 @@ def test_what_a_page_in_a_browser_can_send(headers, status):
     assert ask(headers=headers | KEY, api_key=["secret"]) == status
 
 
-def test_reading():
-    assert ask("/server_info", method="GET") == 200
-    assert ask("/server_info", {"origin": "http://example.com"}, "GET") == 403
-    assert ask("/server_info", {"origin": "http://example.com"}, "OPTIONS") == 403
-    assert ask("/server_info", {"host": "example.com"}, "GET") == 403
+READ = {"method": "GET", "path": "/server_info"}
+ROOT = {"root_path": "/base", "method": "GET", "api_key": ["secret"]}
+FOREIGN = {"origin": "http://example.com"}
+# an address that others reach has names of its own
+SHOWN = {"host": "0.0.0.0"}
+NAMED = JSON | KEY | {"host": "gpu-node:8000"}
+SOCKET = {"path": "/v1/realtime", "kind": "websocket", "scheme": "ws"}
 
 
-def test_an_address_that_others_reach_has_names_of_its_own():
-    shown = JSON | KEY | {"host": "gpu-node:8000"}
-    assert ask(headers=shown, host="0.0.0.0", api_key=["secret"]) == 200
-    assert ask(headers=shown | {"origin": "http://gpu-node:8000"}, host="0.0.0.0") == 200
-    assert ask(headers=shown | {"origin": "http://example.com"}, host="0.0.0.0") == 403
-
-
-def test_websockets_are_guarded_and_starting_is_not():
-    path = "/v1/realtime"
-    assert ask(path, kind="websocket", scheme="ws") == 200
-    assert ask(path, {"origin": "http://example.com"}, kind="websocket", scheme="ws") == 403
-    assert ask(path, kind="websocket", scheme="ws", api_key=["secret"]) == 403
-    assert ask(kind="lifespan") == 200
+@pytest.mark.parametrize(
+    ("scope", "headers", "status"),
+    [
+        ({"path": "/health", "method": "GET", "api_key": ["secret"]}, {}, 200),
+        (ROOT | {"path": "/base/health"}, {}, 200),
+        (ROOT | {"path": "/base/metrics"}, {}, 401),
+        (READ, {}, 200),
+        (READ, FOREIGN, 403),
+        (READ | {"method": "OPTIONS"}, FOREIGN, 403),
+        (READ, {"host": "example.com"}, 403),
+        (SHOWN | {"api_key": ["secret"]}, NAMED, 200),
+        (SHOWN, NAMED | {"origin": "http://gpu-node:8000"}, 200),
+        (SHOWN, NAMED | FOREIGN, 403),
+        (SOCKET, {}, 200),
+        (SOCKET, FOREIGN, 403),
+        (SOCKET | {"api_key": ["secret"]}, {}, 403),
+        ({"kind": "lifespan"}, {}, 200),
+    ],
+)
+def test_who_may_ask_what(scope, headers, status):
+    assert ask(headers=headers, **scope) == status
 
 
 def test_a_server_imports_little_for_it():

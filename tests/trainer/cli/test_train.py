@@ -1,0 +1,295 @@
+"""Runs that the command line starts: what they read, how they load, what they become."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from datasets import Dataset, IterableDataset
+from huggingface_hub import constants
+from safetensors.torch import load_file
+
+from grpo_kernels.losses import LOSSES
+from grpo_trainer import GRPOConfig
+from grpo_trainer.cli import launch, main, serve
+from grpo_trainer.cli.train import build_trainer, parse
+from grpo_trainer.config import loss_config
+from tests.trainer.cli.runs import a_judge, arguments, write_module
+
+
+def rows(count: int | None = None) -> Dataset:
+    found = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    return Dataset.from_list(found[:count])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
+def test_dataset_files(kind):
+    # CSV has no types: an answer like 012 would come back as a number
+    dataset, name = rows().remove_columns("answer"), f"given.{kind}"
+    if kind == "json":
+        Path(name).write_text(json.dumps(list(dataset)))
+    elif kind == "folder":
+        name = "data"
+        for split in ("train", "test"):
+            dataset.to_json(f"data/{split}.jsonl")
+    else:
+        {"csv": dataset.to_csv, "parquet": dataset.to_parquet}.get(kind, dataset.to_json)(name)
+    names = {"dataset_name": name, "eval_dataset_name": None if kind == "folder" else name}
+    trainer = build_trainer(
+        arguments(reward_funcs="think_format_reward", eval_strategy="steps", **names)
+    )
+    assert len(trainer.train_dataset) == len(trainer.eval_dataset) == len(dataset)
+    if kind == "folder":
+        assert build_trainer(arguments(dataset_name=name)).eval_dataset is None
+
+
+def test_a_mixture_of_datasets():
+    for name in ("a.jsonl", "b.jsonl"):
+        rows(24).to_json(name)
+    Path("run.yaml").write_text(
+        "datasets:\n  - {path: a.jsonl, fraction: 0.75}\n  - {path: b.jsonl, fraction: 0.25}\n"
+        "test_split_size: 4\neval_strategy: steps\n"
+    )
+    trainer = build_trainer(["--config", "run.yaml", *arguments(dataset_name=None)])
+    assert len(trainer.train_dataset) == 24 + 8 - 4 and len(trainer.eval_dataset) == 4
+    assert trainer.recipe.dataset == "a.jsonl, b.jsonl"
+
+
+def test_a_dataset_that_is_read_while_training():
+    trainer = build_trainer(arguments(dataset_streaming=True))
+    assert isinstance(trainer.train_dataset, IterableDataset)
+
+
+def test_what_rows_of_others_may_open(monkeypatch):
+    def allowed(name="rows.jsonl", **changes):
+        args = build_trainer(arguments(dataset_name=name, **changes)).args
+        return args.allow_remote_images, args.allowed_media_path
+
+    assert allowed() == (None, None)
+    monkeypatch.setattr("grpo_trainer.cli.train.load_prompts", lambda *given, **options: rows())
+    assert allowed("owner/name") == (False, constants.HF_HUB_CACHE)
+    own = {"allow_remote_images": True, "allowed_media_path": "."}
+    assert allowed("owner/name", **own) == (True, ".")
+    assert allowed(eval_dataset_name="owner/name") == (False, constants.HF_HUB_CACHE)
+
+
+def test_how_a_model_is_loaded():
+    named = {"dtype": "bfloat16", "attn_implementation": "eager", "model_revision": "v2"}
+    trainer = build_trainer(arguments(**named))
+    kwargs = {"dtype": "bfloat16", "attn_implementation": "eager", "revision": "v2"}
+    assert trainer.args.model_init_kwargs == kwargs
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+    own = {"dtype": "float16", "attn_implementation": "sdpa"}
+    args = parse(arguments(model_init_kwargs=json.dumps(own)))[1]
+    assert args.model_init_kwargs == own
+
+
+def test_an_adapter_is_trained_on():
+    pytest.importorskip("peft")
+    new = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 2}
+    main(arguments(**new))
+    main(arguments(model_name_or_path="out", output_dir="more", learning_rate=0.1))
+    first, second = (load_file(Path(name, "adapter_model.safetensors")) for name in ("out", "more"))
+    assert first.keys() == second.keys() and not Path("more", "model.safetensors").exists()
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(SystemExit):
+        main(arguments(model_name_or_path="out", output_dir="again", **new))
+
+
+def test_a_reward_model_by_its_own_argument():
+    a_judge("judge", labels=1)
+    for given, names in ((None, []), ("think_format_reward", ["think_format_reward"])):
+        words = arguments(reward_funcs=given, reward_model_name_or_path="judge")
+        assert build_trainer(words).reward_func_names == ["judge", *names]
+
+
+def test_config_file_and_reward_beside_the_data():
+    write_module("beside", "def one(completions, **_):\n    return [1.0] * len(completions)\n")
+    Path("run.yaml").write_text(
+        "model_name_or_path: model\ndataset_name: rows.jsonl\n"
+        "reward_funcs: [beside.one, think_format_reward]\nlearning_rate: 1e-3\nnum_generations: 2\n"
+        "per_device_train_batch_size: 4\nuse_cpu: true\nbeta: 0.5\n"
+    )
+    trainer = build_trainer(["--config", "run.yaml", "--num_generations", "4"])
+    assert trainer.args.num_generations == 4
+    assert (trainer.args.learning_rate, trainer.args.beta) == (1e-3, 0.5)
+    assert trainer.reward_func_names == ["one", "think_format_reward"]
+
+
+def test_installed_modules_come_before_those_beside_the_data(tmp_path, monkeypatch):
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "a_tracker.py").write_text("WHERE = 'installed'\n")
+    monkeypatch.syspath_prepend(installed)
+    write_module("a_tracker", "raise RuntimeError('run from the working directory')\n")
+    write_module("my_losses", "import a_tracker\n\nWHERE = a_tracker.WHERE\n")
+    try:
+        parse(arguments(import_modules="my_losses"))
+        assert sys.modules["my_losses"].WHERE == "installed"
+    finally:
+        for name in ("a_tracker", "my_losses"):
+            sys.modules.pop(name, None)
+
+
+LOSS_MODULE = """
+from dataclasses import dataclass
+
+from grpo_kernels.losses import NamedLoss, Surrogate, register_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Powered(Surrogate):
+    power: float = 1.0
+
+    def __call__(self, terms):
+        return -terms.ratio**self.power * terms.advantages
+
+
+register_loss("powered", NamedLoss(surrogate=Powered, aggregation="token_mean", source="a test"))
+"""
+
+
+@pytest.fixture
+def own_loss():
+    write_module("my_losses", LOSS_MODULE)
+    yield {"import_modules": "my_losses", "loss_type": "powered"}
+    LOSSES.pop("powered", None)
+    sys.modules.pop("my_losses", None)
+
+
+def test_own_loss_with_a_setting_of_its_own(own_loss):
+    def gradient(words: list[str], folder: str) -> float:
+        main(words)
+        history = json.loads(Path(folder, "trainer_state.json").read_text())["log_history"]
+        return history[0]["grad_norm"]
+
+    Path("run.yaml").write_text(
+        "import_modules: [my_losses]\nloss_type: powered\nloss_kwargs: {power: 2}\n"
+    )
+    once = gradient(arguments(output_dir="1", **own_loss), "1")
+    twice = gradient(["--config", "run.yaml", *arguments(output_dir="2")], "2")
+    # the ratio is 1: its square has twice the gradient
+    assert once > 0 and twice == pytest.approx(2 * once, rel=1e-4)
+    args = parse(arguments(loss_kwargs='{"power": 2}', **own_loss))[1]
+    python = GRPOConfig(output_dir="3", use_cpu=True, loss_type="powered", loss_kwargs={"power": 2})
+    assert loss_config(args).surrogate == loss_config(python).surrogate
+    assert loss_config(python).surrogate.power == 2
+
+
+def test_progress(capsys):
+    main(arguments(beta=0.1, disable_tqdm=False))
+    shown = capsys.readouterr().err
+    assert re.search(r"step 1/1  reward 0\.\d+ ± .*  kl \S+  .* tok/s  .* left", shown)
+
+
+class StartedError(Exception):
+    """The process has become another one."""
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a command's program, words and environment, in place of starting it."""
+
+    def start(argv: list[str]) -> tuple:
+        with pytest.raises(StartedError) as error:
+            main(argv)
+        return error.value.args
+
+    def execve(*given):
+        raise StartedError(*given)
+
+    for name in (launch._LAUNCHED, *launch._OTHERS, "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.execve", execve)
+    return start
+
+
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+
+
+def launched(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return what the launcher gets, and what the run gets."""
+    assert words[:4] == ACCELERATE
+    at = words.index("grpo_trainer.cli")
+    assert launch_command_parser().parse_args(words[4:]).training_script == "grpo_trainer.cli"
+    return words[4 : at - 1], words[at + 1 :]
+
+
+def test_arguments_of_the_launcher_on_the_command_line(started):
+    run = arguments()
+    more = ["--num_processes", "2", *run[4:], "--multi-gpu", "--main_process_port=29501"]
+    _, words, environment = started([*run[:4], *more])
+    assert launched(words) == (
+        ["--num_processes", "2", "--multi_gpu", "--main_process_port", "29501"], run,
+    )  # fmt: skip
+    assert environment[launch._LAUNCHED] == "1"
+
+
+def test_arguments_of_the_launcher_in_a_file(started, monkeypatch):
+    Path("run.yaml").write_text(
+        "accelerate_config: fsdp2\nnum_processes: 2\nmulti_gpu: true\nuse_deepspeed: false\n"
+    )
+    run = ["--config", "run.yaml", *arguments()]
+    launcher, own = launched(started([*run, "--num_processes", "4"])[1])
+    file = launcher[1]
+    assert launcher == ["--config_file", file, "--num_processes", "4", "--multi_gpu"]
+    assert yaml.safe_load(Path(file).read_text())["fsdp_config"]["fsdp_version"] == 2
+    assert own == run
+    with pytest.raises(ValueError, match="--config_file .* expected no arguments of `accelerate"):
+        parse(run)
+    monkeypatch.setenv(launch._LAUNCHED, "1")
+    assert parse(run)[1].num_generations == 4  # what the started processes do
+    Path("mine.yaml").write_text("num_processes: 2\n")
+    monkeypatch.delenv(launch._LAUNCHED)
+    words = started([*arguments(), "--accelerate_config", "mine.yaml"])[1]
+    assert launched(words)[0] == ["--config_file", "mine.yaml"]
+    for path in launch._FOLDER.glob("*.yaml"):
+        assert yaml.safe_load(path.read_text())["num_processes"] >= 1
+
+
+def test_the_command_of_a_server():
+    handed_on = ["--max-model-len", "64", "--hos", "0.0.0.0"]  # vLLM knows abbreviations
+    command = serve.serve_command(["--model", "m", "--port", "9000", *handed_on])
+    assert command.words[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    options = command.words[5:]
+    assert options[-10:-2] == [*handed_on, "--host", "127.0.0.1", "--port", "9000"]
+    assert options[options.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert options[-2:] == ["--middleware", "grpo_trainer.cli.guard.Guard"]
+    assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
+    assert command.warning is None
+
+
+def test_arguments_of_trl_for_a_server():
+    words = ["--vllm_model_impl", "transformers", "--log_level=debug", "--enforce_eager", "true"]
+    words += ["--enable_prefix_caching", "False", "--tensor_parallel_size", "2", "--enforce-eager"]
+    options = serve.serve_command(["--model", "m", *words]).words
+    at = options.index("--model-impl")
+    assert options[at : at + 7] == [
+        "--model-impl", "transformers", "--uvicorn-log-level=debug", "--enforce_eager",
+        "--no-enable-prefix-caching", "--tensor_parallel_size", "2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_loopback_needs_no_warning(host):
+    assert serve.serve_command(["--model", "m", "--host", host]).warning is None
+
+
+@pytest.mark.parametrize("command", ["serve", "vllm-serve"])
+@pytest.mark.parametrize("key", ["argument", "variable"])
+def test_a_wider_address_with_a_key(started, monkeypatch, capsys, command, key):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    given = ["--api-key", "secret", "other"] if key == "argument" else []
+    if key == "variable":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+    program, words, environment = started([command, "--model", "m", "--host", "0.0.0.0", *given])
+    assert words[0] == program and environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not given or words[words.index("--api-key") + 1 :][:2] == ["secret", "other"]
+    assert "warning: --host 0.0.0.0: whoever has the API key" in capsys.readouterr().err
