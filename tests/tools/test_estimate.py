@@ -383,17 +383,22 @@ def test_the_default_is_what_a_plan_takes():
     assert seen == {"one_pass", "two_pass"}
 
 
-def test_bad_numbers_are_named():
-    head = HeadShape(hidden=D, vocabulary=V)
-    with pytest.raises(ValueError, match="name: expected one of eager, .*; got 'liger'"):
-        estimate_memory("liger", head, 10)
-    with pytest.raises(ValueError, match="tokens: expected a number > 0, got 0"):
-        estimate_memory("one_pass", head, 0)
-    with pytest.raises(ValueError, match="device: expected cpu or cuda; got 'tpu'"):
-        estimate_memory("one_pass", head, 1, device="tpu")
-    with pytest.raises(ValueError, match="vocabulary: expected a number > 0, got -1"):
-        HeadShape(hidden=D, vocabulary=-1)
-    with pytest.raises(ValueError, match="dtype: expected one of torch.float32"):
-        HeadShape(hidden=D, vocabulary=V, dtype=torch.float64)
-    with pytest.raises(ValueError, match="weight_dtype: expected torch.float32 .*got torch.bf"):
-        HeadShape(hidden=D, vocabulary=V, dtype=torch.float32, weight_dtype=torch.bfloat16)
+BF16_HEAD = {"dtype": torch.float32, "weight_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (estimate_memory, {"name": "liger"}, "name: expected one of eager, .*; got 'liger'"),
+        (estimate_memory, {"tokens": 0}, "tokens: expected a number > 0, got 0"),
+        (estimate_memory, {"device": "tpu"}, "device: expected cpu or cuda; got 'tpu'"),
+        (HeadShape, {"vocabulary": -1}, "vocabulary: expected a number > 0, got -1"),
+        (HeadShape, {"dtype": torch.float64}, "dtype: expected one of torch.float32"),
+        (HeadShape, BF16_HEAD, "weight_dtype: expected torch.float32 .*got torch.bf"),
+    ],
+)
+def test_bad_numbers_are_named(make, changes, message):
+    sizes = {"hidden": D, "vocabulary": V}
+    one_pass = {"name": "one_pass", "head": HeadShape(**sizes), "tokens": 10}
+    with pytest.raises(ValueError, match=message):
+        make(**(sizes if make is HeadShape else one_pass) | changes)
