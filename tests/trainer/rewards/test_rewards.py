@@ -21,16 +21,19 @@ def call(function, count=2, **columns):
     return score(resolve_rewards(function), count, arguments)
 
 
-def test_values_and_none():
-    def halves(completions, **kwargs):
-        return [0.5, None]
-
-    assert call(halves)[0, 0] == 0.5
-    assert call(halves)[1, 0].isnan()
-    assert call(lambda **kwargs: torch.tensor([1.0, 2.0])).tolist() == [[1.0], [2.0]]
-    assert call(lambda **kwargs: [True, torch.tensor(3)]).tolist() == [[1.0], [3.0]]
-    assert call(lambda **kwargs: [np.bool_(True), np.float32(3)]).tolist() == [[1.0], [3.0]]
-    assert call(lambda **kwargs: [math.nan, 1])[:, 0].isnan().tolist() == [True, False]
+@pytest.mark.parametrize(
+    ("answer", "rewards"),
+    [
+        ([0.5, None], [0.5, math.nan]),
+        (torch.tensor([1.0, 2.0]), [1.0, 2.0]),
+        ([True, torch.tensor(3)], [1.0, 3.0]),
+        ([np.bool_(True), np.float32(3)], [1.0, 3.0]),
+        ([math.nan, 1], [math.nan, 1.0]),
+    ],
+)
+def test_values_and_none(answer, rewards):
+    found = call(lambda **kwargs: answer)
+    torch.testing.assert_close(found, torch.tensor(rewards)[:, None].to(found), equal_nan=True)
 
 
 def test_what_the_functions_said_of_unscored_completions(caplog):
@@ -43,13 +46,6 @@ def test_what_the_functions_said_of_unscored_completions(caplog):
     call([none, nan], count=4)
     [warning] = caplog.messages
     assert "'none' returned None, 'nan' returned NaN for 2 of 4 completions" in warning
-
-
-def test_columns_arrive():
-    def matches(prompts, completions, answer, **kwargs):
-        return [float(item) for item in answer]
-
-    assert call(matches, answer=["1", "2"]).tolist() == [[1.0], [2.0]]
 
 
 def test_async_functions_run_together():
@@ -97,39 +93,40 @@ def test_wrong_answers(answer, message):
             call(function)
 
 
-def test_exceptions_name_the_function_and_what_it_was_called_with():
+def raises(error):
     def broken(**kwargs):
-        raise KeyError("x")
+        raise error
 
-    async def broken_later(**kwargs):
-        raise KeyError("x")
-
-    for function in (broken, broken_later):
-        with pytest.raises(RuntimeError, match=f"'{function.__name__}' raised KeyError") as error:
-            call(function, prompts=["1 + 1 =", "p"], completions=["2" * 999, "c"])
-        assert isinstance(error.value.__cause__, KeyError)
-        assert "2 completions, the first of them: prompt '1 + 1 =', completion '222" in str(
-            error.value
-        )
-        assert len(str(error.value)) < 600
+    return broken
 
 
-def test_a_function_that_does_not_take_what_it_is_called_with():
-    def narrow(completions):
-        return [0.0] * len(completions)
+def narrow(completions):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("function", "said", "unsaid"),
+    [
+        (raises(KeyError("x")), "'broken' raised KeyError", "take "),
+        (raises(TypeError("of its own")), "'broken' raised TypeError", "kwargs"),
+        (narrow, "take **kwargs, or each of prompts, comp", "raised KeyError"),
+    ],
+)
+def test_exceptions_name_the_function_and_what_it_was_called_with(function, said, unsaid, later):
+    async def broken(**columns):
+        return function(**columns)
 
     async def narrow_later(completions):
         return [0.0] * len(completions)
 
-    def broken(**kwargs):
-        raise TypeError("of its own")
-
-    for function in (narrow, narrow_later):
-        with pytest.raises(RuntimeError, match=r"take \*\*kwargs, or each of prompts, comp"):
-            call(function)
+    given = {narrow: narrow_later}.get(function, broken) if later else function
     with pytest.raises(RuntimeError) as error:
-        call(broken)
-    assert "kwargs" not in str(error.value)
+        call(given, prompts=["1 + 1 =", "p"], completions=["2" * 999, "c"])
+    message = str(error.value)
+    assert said in message and unsaid not in message and len(message) < 700
+    assert isinstance(error.value.__cause__, KeyError | TypeError)
+    assert "2 completions, the first of them: prompt '1 + 1 =', completion '222" in message
 
 
 def test_a_failure_stops_the_others():
@@ -192,60 +189,57 @@ def test_names():
     assert names == ["reward", "reward_2", "reward_2_2", "think_format_reward"]
 
 
-def test_import_path(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards_module.py").write_text("def one(**kwargs):\n    return [1, 1]\n")
+MODULE = """
+def one(**kwargs):
+    return [1, 1]
+
+def make(*, scale, words=()):
+    def scaled(completions, **kwargs):
+        return [scale * sum(word in text for word in words) for text in completions]
+    return scaled
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    assert call("my_rewards_module.one").tolist() == [[1.0], [1.0]]
-    with pytest.raises(ValueError, match="has no 'two'$"):
-        resolve_rewards("my_rewards_module.two")
-    with pytest.raises(ValueError, match=r"has no 'onee' \(is it one\?\)"):
-        resolve_rewards("my_rewards_module.onee")
-    sys.modules.pop("my_rewards_module")
+    yield
+    sys.modules.pop("my_rewards", None)
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["no_such_reward", "no_such_module.reward", "math.pi", [], [3], "./no_such_folder", "no/model"],
-)
-def test_unknown(source):
-    with pytest.raises(ValueError, match="reward_funcs"):
-        resolve_rewards(source)
-
-
-def test_a_built_in_that_is_misspelled():
-    with pytest.raises(ValueError, match=r"got 'acuracy_reward' \(is it accuracy_reward\?\)"):
-        resolve_rewards("acuracy_reward")
-
-
-def test_factories_with_settings(tmp_path, monkeypatch):
+def test_import_paths_and_factories_with_settings(own_module):
+    assert call("my_rewards.one").tolist() == [[1.0], [1.0]]
+    assert call("my_rewards.make(scale=0.5, words=['c'])").tolist() == [[0.5], [0.5]]
     reward = "get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)"
-    [resolved] = resolve_rewards(reward)
-    assert resolved.name == "soft_overlong_punishment_reward"
-    (tmp_path / "my_factories_module.py").write_text(
-        "def make(*, scale, words=()):\n"
-        "    def scaled(completions, **kwargs):\n"
-        "        return [scale * sum(word in text for word in words) for text in completions]\n"
-        "    return scaled\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert call("my_factories_module.make(scale=0.5, words=['c'])").tolist() == [[0.5], [0.5]]
-    sys.modules.pop("my_factories_module")
+    assert resolve_rewards(reward)[0].name == "soft_overlong_punishment_reward"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("get_soft_overlong_punishment", "settings as in get_soft_overlong_punishment"),
-        ("get_soft_overlong_punishment()", "'max_completion_len'"),
-        ("get_repetition_penalty_reward(size=3)", "'size'"),
-        ("get_repetition_penalty_reward(3)", "name(key=value, ...)"),
-        ("get_repetition_penalty_reward(ngram_size=len)", "name(key=value, ...)"),
-        ("get_repetition_penalty_reward(ngram_size=0)", "ngram_size: expected an integer >= 1"),
-        ("get_repetition_penalty_reward(ngram_size=", "an import path"),
-        ("think format()", "name(key=value, ...)"),
-    ],
-)
-def test_wrong_settings(source, message):
+NAMED = "name(key=value, ...)"
+REPETITION = "get_repetition_penalty_reward"
+# what is given as reward_funcs -> what is said of it
+ERRORS = [
+    *((source, "reward_funcs: expected") for source in ("no_such_reward", "math.pi", [], [3])),
+    *((source, "reward_funcs: mod") for source in ("nothing.reward", "no/model", "./nowhere")),
+    ("my_rewards.two", "has no 'two'"),
+    ("my_rewards.onee", "has no 'onee' (is it one?)"),
+    ("acuracy_reward", "got 'acuracy_reward' (is it accuracy_reward?)"),
+    ("get_soft_overlong_punishment", "settings as in get_soft_overlong_punishment"),
+    ("get_soft_overlong_punishment()", "'max_completion_len'"),
+    ("get_soft_overlong_punishment(max_completion_len=1, soft_punish_cache=2)", "soft_punish_cach"),
+    ("get_cosine_scaled_reward(max_len=0)", "max_len: expected"),
+    (f"{REPETITION}(max_penalty=1)", "max_penalty: expected"),
+    (f"{REPETITION}(size=3)", "'size'"),
+    (f"{REPETITION}(3)", NAMED),
+    (f"{REPETITION}(ngram_size=len)", NAMED),
+    (f"{REPETITION}(ngram_size=0)", "ngram_size: expected an integer >= 1"),
+    (f"{REPETITION}(ngram_size=", "an import path"),
+    ("think format()", NAMED),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), ERRORS, ids=str)
+def test_what_is_no_reward(own_module, source, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_rewards(source)
 
@@ -262,11 +256,12 @@ def test_what_rewards_log():
     call(logs, log_extra=log.log_extra, log_metric=log.log_metric)
     assert log.columns == {"length": [1, 1]}
     assert float(log.metrics(Accelerator(cpu=True))["seen"]) == 3.0
-    with pytest.raises(ValueError, match="expected 2 values of 'x', one per completion, got 1"):
-        log.log_extra("x", [1])
-    with pytest.raises(ValueError, match="'reward', which exists"):
-        log.log_extra("reward", [1, 2])
-    with pytest.raises(ValueError, match="finite number for 'y', got nan"):
-        log.log_metric("y", math.nan)
-    with pytest.raises(ValueError, match="finite number for 'y', got 1000"):
-        log.log_metric("y", 10**400)
+    for method, given, message in (
+        (log.log_extra, ("x", [1]), "expected 2 values of 'x', one per completion, got 1"),
+        (log.log_extra, ("reward", [1, 2]), "'reward', which exists"),
+        (log.log_metric, ("y", math.nan), "finite number for 'y', got nan"),
+        (log.log_metric, ("y", 10**400), "finite number for 'y', got 1000"),
+        (log.log_metric, ("kl", 1.0), "a new name, got 'kl'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            method(*given)

@@ -98,19 +98,6 @@ def test_those_with_settings_are_pickled(made, name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache: expected"),
-        (lambda: get_repetition_penalty_reward(max_penalty=1), "max_penalty: expected"),
-        (lambda: get_cosine_scaled_reward(max_len=0), "max_len: expected"),
-    ],
-)
-def test_wrong_settings(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     "source",
     [
         "accuracy_reward",

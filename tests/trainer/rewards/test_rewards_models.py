@@ -72,30 +72,28 @@ def test_folder_and_module(folder, tokenizer, make_args):
 
 
 @pytest.mark.filterwarnings("error")  # its head is trained
-def test_loaded_as_the_policy_is(folder, make_args):
-    def loaded(**kwargs):
-        [reward] = resolve_rewards(folder, args=make_args(model_init_kwargs=kwargs))
-        return reward.function.model
-
-    assert loaded().dtype == torch.float32
-    model = loaded(dtype="bfloat16", attn_implementation="eager", revision="main")
-    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="model_init_kwargs: expected names .*'nothing'"):
-        loaded(nothing=1)
-
-
-def test_the_revision_is_that_of_model_init_kwargs(folder, make_args, monkeypatch):
+def test_loaded_as_the_policy_is(folder, make_args, monkeypatch):
     asked = []
     for kind in (AutoTokenizer, AutoModelForSequenceClassification):
         load = kind.from_pretrained
 
         def recorded(*args, load=load, **kwargs):
-            asked.append(kwargs["revision"])
+            asked.append(kwargs.get("revision"))
             return load(*args, **kwargs)
 
         monkeypatch.setattr(kind, "from_pretrained", recorded)
-    resolve_rewards(folder, args=make_args(model_init_kwargs={"revision": "v2"}))
+
+    def loaded(**kwargs):
+        [reward] = resolve_rewards(folder, args=make_args(model_init_kwargs=kwargs))
+        return reward.function.model
+
+    assert loaded().dtype == torch.float32
+    asked.clear()
+    model = loaded(dtype="bfloat16", attn_implementation="eager", revision="v2")
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
     assert asked == ["v2", "v2"]
+    with pytest.raises(ValueError, match="model_init_kwargs: expected names .*'nothing'"):
+        loaded(nothing=1)
 
 
 def test_own_tokenizer_and_chat_template(tokenizer, make_args):
@@ -113,17 +111,6 @@ def test_own_tokenizer_and_chat_template(tokenizer, make_args):
     torch.testing.assert_close(given, expected)
 
 
-def test_two_labels(tmp_path, tokenizer, make_args):
-    model = classifier(tokenizer, labels=2)
-    message = "expected a reward model with 1 label, got '.*' with 2"
-    with pytest.raises(ValueError, match=message):
-        resolve_rewards(model, tokenizer, make_args())
-    model.save_pretrained(tmp_path / "two")
-    tokenizer.save_pretrained(tmp_path / "two")
-    with pytest.raises(ValueError, match=message):
-        resolve_rewards(str(tmp_path / "two"), args=make_args())
-
-
 def test_what_is_no_reward_model(tmp_path, tokenizer, make_args):
     write_policy(tmp_path / "policy", seed=0)
     with pytest.warns(UserWarning, match="expected a trained reward model, .*score.weight"):
@@ -138,15 +125,21 @@ def test_what_is_no_reward_model(tmp_path, tokenizer, make_args):
         rewards_of(TwoLogits(), make_args(), tokenizer)
 
 
-def test_tokenizers_that_do_not_fit(tokenizer, make_args):
-    model = classifier(tokenizer)
-    with pytest.raises(ValueError, match="reward_processing_classes: expected a tokenizer for"):
-        resolve_rewards(model, None, make_args())
-    with pytest.raises(ValueError, match="reward_processing_classes: expected 2, .* got 1"):
-        resolve_rewards([model, digits_reversal_reward], tokenizer, make_args())
-    tokenizer.pad_token = tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="expected a pad_token or an eos_token"):
-        resolve_rewards(model, tokenizer, make_args())
+def test_what_does_not_fit(tokenizer, make_args):
+    model, bare = classifier(tokenizer), make_tokenizer()
+    bare.pad_token = bare.eos_token = None
+    for source, tokenizers, message in (
+        (
+            classifier(tokenizer, labels=2),
+            tokenizer,
+            "a reward model with 1 label, got '.*' with 2",
+        ),
+        (model, None, "reward_processing_classes: expected a tokenizer for"),
+        ([model, digits_reversal_reward], tokenizer, "_classes: expected 2, .* got 1"),
+        (model, bare, "expected a pad_token or an eos_token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_rewards(source, tokenizers, make_args())
 
 
 def test_training_by_a_model_and_a_function(make_trainer, folder):
