@@ -13,6 +13,10 @@ from grpo_trainer.rewards import (
 SYSTEM_PROMPT = "Think between <think> and </think>, then answer in a box."
 
 
+def close_to_twenty(completions, **kwargs):
+    return [-abs(20 - len(messages[0]["content"])) / 20 for messages in completions]
+
+
 def as_conversation(row):
     return {
         "prompt": [
@@ -33,8 +37,12 @@ if __name__ == "__main__":
         per_device_eval_batch_size=4,
         max_completion_length=8,
         num_iterations=2,
+        beta=0.04,
+        scale_rewards=False,
+        loss_type="dr_grpo",
+        learning_rate=1e-3,
         epsilon_high=0.28,
-        reward_weights=[1.0, 0.5, 0.1, 0.1],
+        reward_weights=[1.0, 0.5, 0.1, 0.1, 1.0],
         mask_truncated_completions=False,
         log_completions=True,
         num_completions_to_print=1,
@@ -54,6 +62,7 @@ if __name__ == "__main__":
             think_format_reward,
             get_cosine_scaled_reward(max_len=8),
             get_repetition_penalty_reward(ngram_size=2, max_penalty=-0.5),
+            close_to_twenty,
         ],
         args=training_args,
         train_dataset=splits["train"],
@@ -61,3 +70,4 @@ if __name__ == "__main__":
     )
     trainer.train()
     trainer.evaluate()
+    trainer.save_model()
