@@ -36,12 +36,8 @@ def test_card_has_the_recipe(make_trainer):
     assert "The loss dr_grpo" not in text  # no paper has that title
 
 
-def test_card_of_grpo_cites_one_paper(make_trainer):
-    assert saved(make_trainer(loss_type="grpo")).count("```bibtex") == 1
-
-
 def test_what_an_upload_says(make_trainer):
-    trainer = make_trainer()
+    trainer = make_trainer(loss_type="grpo")
     trainer.create_model_card(
         model_name="mine", dataset_name="owner/prompts", tags=["math", "grpo"]
     )
@@ -50,6 +46,7 @@ def test_what_an_upload_says(make_trainer):
     assert "# mine" in text and card.data.model_name == "mine"
     assert "`owner/prompts`, 25 prompts" in text and card.data.datasets == ["owner/prompts"]
     assert "math" in card.data.tags and card.data.tags.count("grpo") == 1
+    assert text.count("```bibtex") == 1
     with pytest.raises(TypeError, match="language"):
         trainer.create_model_card(language="en")
 
@@ -74,10 +71,14 @@ def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
 
 
 def test_an_edited_card_stays(make_trainer, caplog):
-    trainer = make_trainer(max_steps=1)
+    trainer = make_trainer(max_steps=1, save_strategy="steps", save_steps=1)
     path = Path(trainer.args.output_dir) / CARD_NAME
-    saved(trainer)
+    card = ModelCard(saved(trainer))
+    card.data.tags.append("mine")  # uploads and other libraries add tags
+    card.save(path)
+    assert may_write(path.parent)
     trainer.train()
+    assert (path.parent / "checkpoint-1" / CARD_NAME).exists()
     assert "| 1, learning rate" in saved(trainer)  # written again, with the steps
     for mine in (path.read_text().replace("## Recipe", "## My recipe"), "# Mine\n"):
         path.write_text(mine)
@@ -95,22 +96,6 @@ def test_a_folder_in_its_place_stays(make_trainer, policy, caplog, peft):
     trainer.save_model()
     assert (folder / "mine").exists() and (folder.parent / "training_args.bin").exists()
     assert "README.md is no file: it stays as it is" in caplog.text
-
-
-def test_metadata_may_change(make_trainer):
-    """Uploads and other libraries add tags."""
-    trainer = make_trainer()
-    card = ModelCard(saved(trainer))
-    card.data.tags.append("mine")
-    path = Path(trainer.args.output_dir) / CARD_NAME
-    card.save(path)
-    assert may_write(path.parent)
-
-
-def test_checkpoints_have_cards(make_trainer):
-    trainer = make_trainer(save_strategy="steps", save_steps=1, max_steps=1)
-    trainer.train()
-    assert (Path(trainer.args.output_dir) / "checkpoint-1" / CARD_NAME).exists()
 
 
 def test_card_of_an_adapter(make_args, policy, tokenizer, dataset):

@@ -101,39 +101,32 @@ def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
         assert re.findall(r"(?<!eval )step (\d)/3", text) == ["2", "3"]  # what came last, too
 
 
-def test_one_reward_function_is_the_total(make_trainer):
-    trainer, console = make_trainer(max_steps=1), terminal(color_system=None)
-    trainer.add_callback(PlainProgress(console))
-    trainer.train()
-    assert "rewards/" not in console.export_text()
-
-
 def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog):
     class Broken(PlainProgress):
         def show(self, snapshot):
             raise OSError("the terminal is gone")
 
-    trainer = make_trainer(max_steps=3)
-    trainer.add_callback(Broken(terminal()))
+    trainer, console = make_trainer(), terminal(color_system=None)
+    for view in (Broken(terminal()), PlainProgress(console)):
+        trainer.add_callback(view)
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.state.global_step == 2
     assert caplog.text.count("the terminal is gone") == 1
+    assert "rewards/" not in console.export_text()  # one reward function is the total
 
 
-def test_where_there_is_no_terminal_it_is_lines(make_trainer):
-    trainer = make_trainer(disable_tqdm=False, max_steps=2)
-    kinds = [type(item) for item in trainer.callback_handler.callbacks]
-    assert ProgressCallback not in kinds and PlainProgress in kinds
-    quiet = make_trainer(model=trainer.model.__class__(trainer.model.config), max_steps=2)
-    kinds = [type(item) for item in quiet.callback_handler.callbacks]
-    assert PlainProgress not in kinds and PrinterCallback in kinds
+def test_which_view_is_shown(make_trainer):
+    trainer = make_trainer(disable_tqdm=False)
 
+    def kinds(trainer) -> list[type]:
+        return [type(item) for item in trainer.callback_handler.callbacks]
 
-def test_a_terminal_gets_the_view(make_trainer):
-    trainer = make_trainer()
-    trainer.add_callback(ProgressCallback)
-    show_progress(trainer, terminal())
-    assert LiveView in [type(item) for item in trainer.callback_handler.callbacks]
+    assert ProgressCallback not in kinds(trainer) and PlainProgress in kinds(trainer)  # no terminal
+    quiet = make_trainer(model=trainer.model.__class__(trainer.model.config))
+    assert PlainProgress not in kinds(quiet) and PrinterCallback in kinds(quiet)
+    quiet.add_callback(ProgressCallback)
+    show_progress(quiet, terminal())
+    assert LiveView in kinds(quiet)
 
 
 @pytest.mark.parametrize("markup", ["[red]", "[/]", "a [link=x]b"])

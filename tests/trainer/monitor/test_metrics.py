@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from grpo_trainer.config.inherited import get_available_reporting_integrations
 from grpo_trainer.monitor import is_own_metric
-from grpo_trainer.rollout import Completions
+from grpo_trainer.rollout import Completions, RolloutEngine
 from tests.support.trainer import CannedEngine
 
 ALWAYS = {
@@ -36,10 +36,16 @@ SAMPLING = {
 }  # fmt: skip
 
 
-class Reporting(CannedEngine):
-    """Tells log-probabilities."""
+class Reporting(CannedEngine, RolloutEngine):
+    """Tells log-probabilities; with ``endless``, no completion ends."""
+
+    def __init__(self, tokenizer, endless: bool = False) -> None:
+        super().__init__(tokenizer)
+        self._endless = endless
 
     def generate(self, prompt_ids, *args, **kwargs):
+        if self._endless:
+            return Completions([[3, 4, 5]] * len(prompt_ids))
         ids = super().generate(prompt_ids).token_ids
         return Completions(ids, [[-2.0] * len(row) for row in ids])
 
@@ -64,26 +70,24 @@ class Reporting(CannedEngine):
     ],
     ids=lambda value: value.get("loss_type", next(iter(value))) if isinstance(value, dict) else "",
 )
-def test_names(make_trainer, changes, more):
-    trainer = make_trainer(max_steps=2, logging_steps=2, max_completion_length=6, **changes)
-    trainer._collector._rollouts.engine = Reporting(trainer.processing_class)
+def test_names(make_trainer, tokenizer, changes, more):
+    settings = {"max_steps": 2, "logging_steps": 2, "max_completion_length": 6}
+    trainer = make_trainer(engine=Reporting(tokenizer), **settings | changes)
     trainer.train()
     [row] = [row for row in trainer.state.log_history if "loss" in row]
     assert ALWAYS | SAMPLING | more <= set(row)
     rows = trainer.state.log_history
     assert [name for row in rows for name in row if not is_own_metric(name)] == []
     assert ("kl" in row) == ("kl" in more) and ("profiling/old" in row) == ("profiling/old" in more)
+    total = sum(value for name, value in row.items() if name.startswith("profiling/"))
+    assert row["step_time"] == pytest.approx(total, rel=1e-4)
     low, mean, high = (row[n] for n in ("entropy/sequence_min", "entropy", "entropy/sequence_max"))
     assert low < mean < high
 
 
-def test_lengths_where_no_completion_ends(make_trainer):
-    class Endless(Reporting):
-        def generate(self, prompt_ids, *args, **kwargs):
-            return Completions([[3, 4, 5]] * len(prompt_ids))
-
-    trainer = make_trainer(max_steps=1, max_completion_length=3)
-    trainer._collector._rollouts.engine = Endless(trainer.processing_class)
+def test_lengths_where_no_completion_ends(make_trainer, tokenizer):
+    engine = Reporting(tokenizer, endless=True)
+    trainer = make_trainer(engine=engine, max_steps=1, max_completion_length=3)
     trainer.train()
     row = trainer.state.log_history[0]
     assert [row[f"completions/{kind}_length"] for kind in ("mean", "min", "max")] == [3.0] * 3
@@ -172,6 +176,7 @@ def test_missing_rewards_do_not_count(make_trainer):
     assert row["reward_std"] == pytest.approx((math.sqrt(2) + math.sqrt(0.5)) / 2)
     assert row["calls"] == 1.5
     evaluation = trainer.evaluate()
+    assert not any("profiling" in name or "step_time" in name for name in evaluation)
     assert evaluation["eval_calls"] == pytest.approx(
         sum(range(3, len(calls) + 1)) / (len(calls) - 2)
     )

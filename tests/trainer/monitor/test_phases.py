@@ -51,17 +51,3 @@ def test_nothing_outside_of_a_step(clock):
     with phase("generate"):
         pass
     assert clock == [4.0]
-
-
-def test_phases_of_a_run(make_trainer):
-    trainer = make_trainer(beta=0.1, num_iterations=2, max_steps=2, logging_steps=2)
-    trainer.train()
-    [row] = [row for row in trainer.state.log_history if "loss" in row]
-    logged = {
-        name: row[f"profiling/{name}"] for name in ("generate", "score", "old", "ref", "loss")
-    }
-    assert all(seconds > 0 for seconds in logged.values())
-    total = sum(value for name, value in row.items() if name.startswith("profiling/"))
-    assert row["step_time"] == pytest.approx(total, rel=1e-4)
-    evaluation = trainer.evaluate()
-    assert not any("profiling" in name or "step_time" in name for name in evaluation)
