@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,11 +33,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why tests were skipped, in a line for each reason."""
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say why tests were skipped, in a line for each reason; keep which took the longest."""
     skipped = terminalreporter.stats.get("skipped", [])
     for reason, count in Counter(report.longrepr[2] for report in skipped).most_common():
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+    _write_durations(terminalreporter.stats, config.rootpath / "build" / "durations.txt")
+
+
+def _write_durations(stats: dict[str, list[Any]], path: Path) -> None:
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in stats.values() for report in reports):
+        seconds[getattr(report, "nodeid", "")] += getattr(report, "duration", 0.0)
+    path.parent.mkdir(exist_ok=True)
+    lines = (f"{time:8.2f} s  {name}" for name, time in seconds.most_common(30))
+    path.write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(params=DEVICES)
