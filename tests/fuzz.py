@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help=f"of the first {BLOCK} cases")
     parser.add_argument("--backend", default="auto,cpu,chunked,reference", help="names, by commas")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="of each case")
+    parser.add_argument("--stop", type=int, default=1000, help="after so many seeds that failed")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     seen, findings, start = Coverage(), 0, time.monotonic()
@@ -100,6 +101,8 @@ def main() -> int:
         if failure:
             findings += 1
             print(f"\n--- --seed {number}\n{failure}\n", flush=True)
+        if findings >= args.stop:
+            break
         print(f"seed {number}: {seen}, {time.monotonic() - start:.0f} s", flush=True)
     print(f"{findings} seeds with a failure")
     return bool(findings)

@@ -71,7 +71,8 @@ class Judge:
     def _compare_sampled(self, name: str, value: Tensor, exact: Tensor, size: Tensor) -> None:
         held = exact.to(value.dtype).isfinite()  # in the range of 16 bits
         error = torch.where(held, value - exact, 0.0).norm()
-        most = _SAMPLED * TOLERANCE * size.norm() + 1e-12
+        nothing = self._floor(name, value) * self._least(name, value, size)
+        most = _SAMPLED * TOLERANCE * size.norm() + nothing
         if error > most:  # a clipped row may have no gradient at all
             edges = [(other.all()[name] - exact).norm() for other in self.disturbed]
             most = most + 2 * torch.stack(edges).max()
