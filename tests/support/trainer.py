@@ -7,38 +7,43 @@ from concurrent.futures import wait
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.common import in_thread
-from grpo_trainer.data import tokenizer_of
-from grpo_trainer.rollout import Completions, RolloutEngine
+from grpo_trainer.rollout import Completions, RolloutEngine, Sampling
 
 CLOCK = ("_time", "_runtime", "_per_second")
 
 
-class CannedEngine:
+class CannedEngine(RolloutEngine):
     """Completions that depend on the prompt and the row only, so that runs can be compared.
 
     Args:
-        tokenizer: for its special tokens.
-        process: the row that counts is that over all processes.
+        tokenizer: for its end-of-sequence token. Default: the one that sampling ends at.
+        process: the row that counts is that over all processes. Default: this one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, process: int = 0) -> None:
-        self._eos = tokenizer.eos_token_id
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None = None, process: int | None = None
+    ) -> None:
+        self._eos = None if tokenizer is None else tokenizer.eos_token_id
         self._process = process
-        self.eos_token_ids = frozenset([self._eos])
 
-    def generate(self, prompt_ids: list[list[int]], images: object = None) -> Completions:
-        first = self._process * len(prompt_ids)
-        ids = [self._complete(prompt, first + row) for row, prompt in enumerate(prompt_ids)]
+    def generate(
+        self, prompt_ids: list[list[int]], sampling: Sampling | None = None, images: object = None
+    ) -> Completions:
+        process = PartialState().process_index if self._process is None else self._process
+        eos = min(sampling.eos_token_ids) if self._eos is None else self._eos
+        first = process * len(prompt_ids)
+        ids = [self._complete(prompt, first + row, eos) for row, prompt in enumerate(prompt_ids)]
         return Completions(ids)
 
-    def _complete(self, prompt: list[int], row: int) -> list[int]:
+    def _complete(self, prompt: list[int], row: int, eos: int) -> list[int]:
         length = 1 + (sum(prompt) + row) % 4
         ids = [3 + (prompt[0] + 2 * row + 5 * i) % 10 for i in range(length)]
-        return ids if length == 4 else [*ids, self._eos]
+        return ids if length == 4 else [*ids, eos]
 
 
 def lengths_reward(completion_ids, **kwargs) -> list[float]:
@@ -67,9 +72,8 @@ def mask_ids(logits: torch.Tensor, top_k: int, top_p=1.0, min_p=None, temperatur
 
 
 def canned(trainer: GRPOTrainer) -> GRPOTrainer:
-    """Let CannedEngine complete the trainer's prompts."""
-    process = trainer.accelerator.process_index
-    trainer._collector._rollouts = CannedEngine(tokenizer_of(trainer.processing_class), process)
+    """Let CannedEngine complete the prompts of a trainer that was made without it."""
+    trainer.rollouts.engine = CannedEngine()
     return trainer
 
 

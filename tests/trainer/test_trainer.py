@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from grpo_kernels import policy_loss
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
-from tests.support.trainer import canned, parameters
+from tests.support.trainer import CannedEngine, lengths_reward, parameters
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
 METRICS = {
@@ -22,10 +22,6 @@ METRICS = {
     "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
     "clip_ratio/region_mean",
 }  # fmt: skip
-
-
-def lengths_reward(completion_ids, **kwargs):
-    return [float(len(ids) + ids[0] % 3) for ids in completion_ids]
 
 
 def test_parameters_move_and_metrics_have_their_names(make_trainer):
@@ -52,9 +48,10 @@ def test_evaluate_returns_metrics(make_trainer):
 def test_gradient_accumulation_equals_one_batch(make_trainer, policy, loss_type):
     def after_one_step(**batch) -> torch.Tensor:
         trainer = make_trainer(
-            lengths_reward, copy.deepcopy(policy), max_steps=1, loss_type=loss_type, **SGD, **batch
-        )
-        canned(trainer).train()
+            lengths_reward, copy.deepcopy(policy), CannedEngine(), max_steps=1, loss_type=loss_type,
+            **SGD, **batch,
+        )  # fmt: skip
+        trainer.train()
         return parameters(trainer.model)
 
     whole = after_one_step(per_device_train_batch_size=8)
@@ -66,7 +63,9 @@ def test_gradient_accumulation_equals_one_batch(make_trainer, policy, loss_type)
 
 def test_step_is_the_formula(make_trainer, policy):
     """The first micro-batch's loss against log-probabilities of the model's own logits."""
-    trainer = canned(make_trainer(lengths_reward, copy.deepcopy(policy), max_steps=1, **SGD))
+    trainer = make_trainer(
+        lengths_reward, copy.deepcopy(policy), CannedEngine(), max_steps=1, **SGD
+    )
     trainer.train()
     [batch] = trainer._buffer
     logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
@@ -186,13 +185,15 @@ def test_a_response_template_reads_completions(make_trainer, chat_tokenizer, cha
         return [0.0] * len(completions)
 
     changes = {"max_steps": 1, "shuffle_dataset": False, "train_dataset": chat_dataset}
-    canned(make_trainer(reward, **changes)).train()
+    make_trainer(reward, engine=CannedEngine(), **changes).train()
     assert [message["content"] for [message] in seen] == ["383", "5050", "7", ""]
     assert seen[3][0]["reasoning_content"] == "4" and "reasoning_content" not in seen[0][0]
 
 
 def test_truncated_completions_leave_the_loss(make_trainer):
-    trainer = canned(make_trainer(lengths_reward, mask_truncated_completions=True, max_steps=1))
+    trainer = make_trainer(
+        lengths_reward, engine=CannedEngine(), mask_truncated_completions=True, max_steps=1
+    )
     trainer.train()
     [batch] = trainer._buffer
     eos = trainer.processing_class.eos_token_id
@@ -203,7 +204,7 @@ def test_truncated_completions_leave_the_loss(make_trainer):
 
 
 def test_long_prompts_lose_their_beginning(make_trainer):
-    trainer = canned(make_trainer(lengths_reward, max_prompt_length=2, max_steps=1))
+    trainer = make_trainer(lengths_reward, engine=CannedEngine(), max_prompt_length=2, max_steps=1)
     trainer.train()
     [batch] = trainer._buffer
     assert (batch.target[:, 0] == -100).all()
@@ -281,7 +282,9 @@ def test_dataset_order(make_trainer):
 
 
 def test_each_micro_batch_has_the_length_of_its_longest_row(make_trainer):
-    trainer = canned(make_trainer(lengths_reward, steps_per_generation=8, num_generations=4))
+    trainer = make_trainer(
+        lengths_reward, engine=CannedEngine(), steps_per_generation=8, num_generations=4
+    )
     trainer.train()
     assert len(trainer._buffer) == 8
     lengths = {batch.input_ids.shape[1] for batch in trainer._buffer}
@@ -306,7 +309,9 @@ def test_group_size_in_evaluation(make_trainer):
 def test_logged_loss_is_the_mean_of_the_steps(make_trainer):
     def losses(every: int) -> list[float]:
         model = make_policy(make_tokenizer(), seed=0)
-        trainer = canned(make_trainer(lengths_reward, model, logging_steps=every, max_steps=4))
+        trainer = make_trainer(
+            lengths_reward, model, CannedEngine(), logging_steps=every, max_steps=4
+        )
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 

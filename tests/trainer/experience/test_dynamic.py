@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_trainer.experience import compute_advantages
-from tests.support.trainer import canned
+from tests.support.trainer import CannedEngine
 
 
 def test_groups_with_signal():
@@ -42,7 +42,7 @@ def train(make_trainer):
             "per_device_train_batch_size": 8,
             "max_steps": 1,
         }
-        trainer = canned(make_trainer(reward, **(settings | changes)))
+        trainer = make_trainer(reward, **(settings | changes), engine=CannedEngine())
         trainer.train()
         [log] = [row for row in trainer.state.log_history if "loss" in row][-1:]
         names = ("resampling_rounds", "discarded_groups", "unfilled_groups")

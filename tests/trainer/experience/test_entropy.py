@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.experience import AdaptiveEntropy
-from tests.support.trainer import canned, parameters
+from tests.support.trainer import CannedEngine, parameters
 
 
 def noted(entropy: float, tokens: float) -> Metrics:
@@ -72,9 +72,10 @@ def after(make_trainer, policy, **changes) -> tuple[torch.Tensor, list[dict]]:
     trainer = make_trainer(
         lambda completion_ids, **kwargs: [float(len(ids)) for ids in completion_ids],
         copy.deepcopy(policy),
+        CannedEngine(),
         **(settings | changes),
     )
-    canned(trainer).train()
+    trainer.train()
     return parameters(trainer.model), [row for row in trainer.state.log_history if "loss" in row]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.monitor.metrics import MetricLog
-from tests.support.trainer import canned, lengths_reward, parameters
+from tests.support.trainer import CannedEngine, lengths_reward, parameters
 
 NAMES = {f"backward_{name}" for name in ("entries", "whole_rows", "error", "error_bound")}
 TOLERANCE = 1e-2
@@ -24,7 +24,9 @@ def train(make_trainer, policy):
 
     def run(**changes):
         settings = {"max_steps": 3, "gradient_accumulation_steps": 2} | changes
-        trainer = canned(make_trainer(lengths_reward, model=copy.deepcopy(policy), **settings))
+        trainer = make_trainer(
+            lengths_reward, model=copy.deepcopy(policy), **settings, engine=CannedEngine()
+        )
         trainer.train()
         return [row for row in trainer.state.log_history if "reward" in row], trainer.model
 

@@ -44,9 +44,7 @@ def make(make_trainer, policy):
         torch.manual_seed(1)
         config = peft.LoraConfig(**(lora or LORA)) if model is None else None
         model = copy.deepcopy(policy) if model is None else model
-        made = make_trainer(lengths_reward, model, peft_config=config, **changes)
-        made._collector._rollouts = CannedEngine(made.processing_class)
-        return made
+        return make_trainer(lengths_reward, model, CannedEngine(), peft_config=config, **changes)
 
     return trainer
 

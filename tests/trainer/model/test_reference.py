@@ -16,9 +16,7 @@ from tests.support.trainer import CannedEngine, lengths_reward, parameters
 def make(make_trainer, policy):
     def trainer(**changes) -> GRPOTrainer:
         changes = dict(beta=0.1, lr_scheduler_type="constant") | changes
-        made = make_trainer(lengths_reward, copy.deepcopy(policy), **changes)
-        made._collector._rollouts = CannedEngine(made.processing_class)
-        return made
+        return make_trainer(lengths_reward, copy.deepcopy(policy), CannedEngine(), **changes)
 
     return trainer
 

@@ -31,8 +31,9 @@ def test_the_models_own_loss_is_added(make_trainer, config):
     model = AutoModelForCausalLM.from_config(config)
     settings = {"max_steps": 1, "learning_rate": 0.0, "router_aux_loss_coef": 0.5}
     # equal rewards: the policy loss is 0
-    trainer = make_trainer(lambda prompts, **kwargs: [1.0] * len(prompts), model, **settings)
-    trainer._collector._rollouts = CannedEngine(trainer.processing_class)
+    trainer = make_trainer(
+        lambda prompts, **kwargs: [1.0] * len(prompts), model, CannedEngine(), **settings
+    )
     trainer.train()
     [log] = [row for row in trainer.state.log_history if "aux_loss" in row]
     [batch] = trainer._buffer
