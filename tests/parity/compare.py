@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import (
     LossConfig,
+    Metrics,
     PolicyLossOutput,
     TokenBatch,
     explain,
@@ -17,7 +19,15 @@ from grpo_kernels import (
     linear_policy_loss,
     policy_loss,
 )
-from tests.parity.trl_driver import MAX_COMPLETION_LENGTH, TEMPERATURE, Inputs, Trl
+from tests.parity.canned import make_rollouts
+from tests.parity.trl_driver import MAX_COMPLETION_LENGTH, ONE_WINDOW, TEMPERATURE, Inputs, Trl
+
+ROLLOUTS = {
+    "tools and unknown": make_rollouts(),
+    "tools": make_rollouts(unknown=False),
+    "unknown": make_rollouts(env_mask=False),
+    "plain": make_rollouts(seed=5, env_mask=False, unknown=False),
+}
 
 # what TRL's trainer logs from `_compute_loss` that no batch knows
 TRAINER_METRICS = {"entropy_coef"}
@@ -25,24 +35,54 @@ TRAINER_METRICS = {"entropy_coef"}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
 
 
-def config(**fields: object) -> LossConfig:
+@dataclass(frozen=True)
+class Case:
+    """Settings of a loss, and what it is computed on."""
+
+    settings: Mapping[str, object] = field(default_factory=dict)  # of LossConfig
+    _: KW_ONLY
+    dtype: torch.dtype = torch.float64  # separates a wrong formula from rounding
+    rollouts: str = "tools and unknown"
+    training: bool = True  # an evaluation batch is neither split nor accumulated
+    window: tuple[int, int] = ONE_WINDOW  # accumulated, and generated, micro-batches
+    processes: int = 1
+    on_policy: bool = False  # used once: TRL keeps no old log-probabilities, the ratio is 1
+    num_items: int | None = None  # tokens of the generation batch, as TRL is told
+    per_token: bool = False  # an advantage for each
+    without: str | None = None  # a column that is not there
+
+    def micro_batches(self, trl: Trl, loss: LossConfig) -> tuple[list[Inputs], dict[str, float]]:
+        """Return those of the generation batch that TRL makes, and the metrics it logs of it."""
+        rollouts = ROLLOUTS[self.rollouts]
+        generated, logged = trl.generate(
+            loss, rollouts, on_policy=self.on_policy, training=self.training
+        )
+        parts = trl.split(generated) if self.training else [generated]
+        for inputs in parts:
+            if self.num_items is not None:
+                inputs["num_items_in_batch"] = torch.tensor(self.num_items)
+            if self.per_token:
+                shape = inputs["completion_ids"].shape
+                inputs["advantages"] = torch.randn(shape, dtype=self.dtype)
+            if self.without is not None:
+                del inputs[self.without]
+        trl.place(self.window, self.processes)
+        return parts, logged
+
+
+def loss_config(**fields: object) -> LossConfig:
     """Return a loss at the temperature and length that the TRL trainer was built with."""
-    fields.setdefault("rollout_correction_mode", None)
-    if fields.get("loss_type") == "cispo":
-        fields.setdefault("epsilon_high", 1.15)  # the bound itself; near enough to be reached
-    return LossConfig(
-        **{  # type: ignore[arg-type]
-            "importance_sampling_level": "token",
-            "temperature": TEMPERATURE,
-            "max_completion_length": MAX_COMPLETION_LENGTH,
-            **fields,
-        }
-    )
+    defaults: dict[str, object] = {
+        "temperature": TEMPERATURE,
+        "max_completion_length": MAX_COMPLETION_LENGTH,
+        "rollout_correction_mode": None,
+    }
+    return LossConfig(**(defaults | fields))
 
 
-def token_batch(trl: Trl, inputs: Inputs, *, training: bool = True) -> TokenBatch:
+def token_batch(trl: Trl, inputs: Inputs, training: bool = True) -> TokenBatch:
     """Return TRL's micro-batch as a :class:`TokenBatch`."""
-    items = inputs["num_items_in_batch"].double() / trl.num_processes
+    items = inputs["num_items_in_batch"].double() / trl.trainer.accelerator.num_processes
     steps = trl.trainer.current_gradient_accumulation_steps if training else 1
     if training:
         items = items * steps / trl.trainer.args.steps_per_generation
@@ -60,14 +100,6 @@ def token_batch(trl: Trl, inputs: Inputs, *, training: bool = True) -> TokenBatc
 
 def loss_mask(inputs: Inputs) -> Tensor:
     return inputs["completion_mask"] * inputs.get("tool_mask", 1)
-
-
-def hidden_states(trl: Trl, inputs: Inputs) -> Tensor:
-    """Return the (B, L, D) last hidden states that predict the completions."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    hidden = trl.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
-    return hidden[:, inputs["prompt_ids"].shape[1] - 1 : -1]
 
 
 def our_losses(
@@ -95,50 +127,39 @@ def our_losses(
     return outputs
 
 
-def assert_parity(
-    trl: Trl,
-    inputs: Inputs,
-    loss: LossConfig,
-    *,
-    training: bool = True,
-    trl_loss: LossConfig | None = None,
-    metrics: tuple[str, ...] | None = None,
-) -> None:
-    """Check that loss, the gradient of every parameter, and every logged metric equal TRL's.
+def assert_parity(trl: Trl, loss: LossConfig, case: Case) -> None:
+    """Check that every micro-batch's loss, the gradient of every parameter, and every logged metric
+    equal TRL's."""
+    parts, logged = case.micro_batches(trl, loss)
+    merged = Metrics.merge([_assert_same(trl, loss, inputs, case) for inputs in parts])
+    # TRL logs these once, for the generation batch
+    sampling = {name: value for name, value in logged.items() if name.startswith("sampling/")}
+    assert len(sampling) == (0 if loss.rollout_correction_mode is None else 5)
+    assert_metrics("merged", merged, sampling)
 
-    ``trl_loss`` is the same loss under TRL's name, where that differs; ``metrics`` restricts the
-    comparison to those that are defined alike.
-    """
-    theirs, logged = trl.loss(inputs, trl_loss or loss, training=training)
-    if metrics is not None:
-        logged = {name: logged[name] for name in metrics}
+
+def _assert_same(trl: Trl, loss: LossConfig, inputs: Inputs, case: Case) -> Metrics:
+    theirs, logged = trl.loss(inputs, loss, training=case.training)
+    if case.per_token:  # phi is one value per sequence in ours, TRL averages over tokens
+        logged = {name: value for name, value in logged.items() if not name.startswith("vespo/")}
     expected = trl.gradients(theirs)
-    hidden = hidden_states(trl, inputs)
+    hidden = trl.hidden_states(inputs)
     leaf = hidden.detach().requires_grad_()
     weight = trl.model.lm_head.weight
-    batch = token_batch(trl, inputs, training=training)
+    batch = token_batch(trl, inputs, case.training)
     tolerance = TOLERANCE[trl.dtype]
-    head, reference = None, None
-    for name, output in our_losses(leaf, weight, batch, loss).items():
+    outputs = our_losses(leaf, weight, batch, loss)
+    heads = []
+    for name, output in outputs.items():
         assert_close(f"{name}: loss", output.loss, theirs, tolerance)
         assert_metrics(name, output.metrics, logged)
-        gradients = torch.autograd.grad(output.loss, (leaf, weight))
-        if head is None:
-            head, reference = gradients, through_model(trl, hidden, gradients)
-        for what, ours, first in zip(("hidden", "weight"), gradients, head, strict=True):
+        heads.append(torch.autograd.grad(output.loss, (leaf, weight)))
+        for what, ours, first in zip(("hidden", "weight"), heads[-1], heads[0], strict=True):
             assert_close(f"{name}: d{what}", ours, first, tolerance)
-    assert reference is not None
+    carried = through_model(trl, hidden, heads[0])
     for parameter, gradient in expected.items():
-        assert_close(f"gradient of {parameter}", reference[parameter], gradient, tolerance)
-
-
-def assert_all_parity(
-    trl: Trl, loss: LossConfig, *, on_policy: bool = False, trl_loss: LossConfig | None = None
-) -> None:
-    """Check both micro-batches of a generation batch."""
-    generated, _ = trl.generate(trl_loss or loss, on_policy=on_policy)
-    for inputs in trl.split(generated):
-        assert_parity(trl, inputs, loss, trl_loss=trl_loss)
+        assert_close(f"gradient of {parameter}", carried[parameter], gradient, tolerance)
+    return output.metrics
 
 
 def through_model(trl: Trl, hidden: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:

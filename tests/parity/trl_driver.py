@@ -7,7 +7,6 @@ log-probabilities, rollout correction, advantages, ``sampling/*`` metrics) and `
 
 from __future__ import annotations
 
-import copy
 import types
 import warnings
 from collections.abc import Iterator
@@ -23,22 +22,23 @@ from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.surrogates import Clip
-from tests.parity.accelerate_state import accelerate_state
-from tests.parity.canned import SEQUENCES, make_rollouts, tiny_model, tiny_tokenizer
+from tests.parity.canned import SEQUENCES, Rollouts, make_rollouts, tiny_model, tiny_tokenizer
 
 assert trl.__version__.startswith("1.16"), f"written for TRL 1.16, found {trl.__version__}"
 
 TEMPERATURE = 0.8
 MAX_COMPLETION_LENGTH = 11
 STEPS_PER_GENERATION = 2
+ONE_WINDOW = (STEPS_PER_GENERATION, STEPS_PER_GENERATION)
 
 Inputs = dict[str, Tensor]
-# TRL's names of the fields that it calls otherwise
-_TRL_NAMES = {
+# what TRL calls otherwise
+TRL_NAMES = {
     "rollout_correction_mode": "vllm_importance_sampling_mode",
     "rollout_correction_max": "vllm_importance_sampling_clip_max",
     "rollout_correction_min": "vllm_importance_sampling_clip_min",
 }
+_TRL_LOSSES = {"gspo": "grpo"}  # of sequences
 
 
 class Trl:
@@ -50,9 +50,9 @@ class Trl:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.rollouts = make_rollouts()
+        self._rollouts = make_rollouts()
         self._reported: dict[int, list[list[float | None]]] = {}  # by id of the rollouts
-        with accelerate_state({}) as self._accelerate, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rollout_func is experimental, and TRL says so
             self.trainer = self._build(folder)
         self.model = self.trainer.model
@@ -63,7 +63,6 @@ class Trl:
         reference = self._state()
         self.rollout_state = _moved(reference, 0.03, seed=1)
         self.current_state = _moved(self.rollout_state, 0.03, seed=2)
-        self.accumulate(STEPS_PER_GENERATION, STEPS_PER_GENERATION)
 
     def _build(self, folder: Path) -> trl.GRPOTrainer:
         model = tiny_model()
@@ -87,55 +86,42 @@ class Trl:
             mask_truncated_completions=True,
             scale_rewards="none",
         )
-        return self._trainer(model, args)
-
-    def _trainer(self, model: Qwen2ForCausalLM, args: trl.GRPOConfig) -> trl.GRPOTrainer:
         return trl.GRPOTrainer(
             model,
-            reward_funcs=lambda completions, **_: list(self.rollouts.rewards),
+            reward_funcs=lambda completions, **_: list(self._rollouts.rewards),
             args=args,
             train_dataset=Dataset.from_dict({"prompt": ["w2"] * SEQUENCES}),
             processing_class=tiny_tokenizer(),
             rollout_func=self._rollout,
         )
 
-    def build_again(self, **changes: object) -> trl.GRPOTrainer:
-        """Make another trainer of the same model: TRL checks some settings on construction."""
-        args = copy.copy(self.trainer.args)
-        for name, value in changes.items():
-            setattr(args, name, value)
-        with self._mode(True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return self._trainer(self.model, args)
-
-    @property
-    def num_processes(self) -> int:
-        with accelerate_state(self._accelerate):
-            return self.trainer.accelerator.num_processes
-
-    def accumulate(self, gradient_accumulation_steps: int, steps_per_generation: int) -> None:
-        """Set the accumulation window and the generation batch, in micro-batches."""
-        self.trainer.current_gradient_accumulation_steps = gradient_accumulation_steps
-        self.trainer.args.gradient_accumulation_steps = gradient_accumulation_steps
-        self.trainer.args.steps_per_generation = steps_per_generation
+    def place(self, window: tuple[int, int] = ONE_WINDOW, processes: int = 1) -> None:
+        """Set the accumulation window and the generation batch, in micro-batches, and how many
+        processes TRL takes itself for."""
+        steps, per_generation = window
+        self.trainer.current_gradient_accumulation_steps = steps
+        self.trainer.args.gradient_accumulation_steps = steps
+        self.trainer.args.steps_per_generation = per_generation
+        self.trainer.accelerator.state.num_processes = processes
 
     def generate(
-        self, config: LossConfig, *, on_policy: bool = False, training: bool = True
+        self, config: LossConfig, rollouts: Rollouts, *, on_policy: bool, training: bool
     ) -> tuple[Inputs, dict[str, float]]:
-        """Return the generation batch that TRL makes of the rollouts, and the metrics it logs."""
-        trainer = self.trainer
+        """Return the generation batch that TRL makes of ``rollouts``, and the metrics it logs."""
+        trainer, self._rollouts = self.trainer, rollouts
+        self.place()
         with self._at(self.rollout_state), self._configured(config), self._mode(training) as mode:
             trainer.num_iterations = 1 if on_policy else 2
             trainer._last_loaded_step = trainer.state.global_step  # no engine to send weights to
             inputs = [{"prompt": "w2"} for _ in range(SEQUENCES)]
-            if id(self.rollouts) not in self._reported:
-                self._reported[id(self.rollouts)] = self._noisy_logprobs()
+            if id(rollouts) not in self._reported:
+                self._reported[id(rollouts)] = self._noisy_logprobs()
             trainer._metrics[mode].clear()
             batch = trainer._generate_and_score_completions(inputs)
             return self._cast(batch), _logged(trainer._metrics[mode])
 
     def loss(
-        self, inputs: Inputs, config: LossConfig, *, training: bool = True
+        self, inputs: Inputs, config: LossConfig, *, training: bool
     ) -> tuple[Tensor, dict[str, float]]:
         """Return TRL's loss of one micro-batch, with its graph, and the metrics it logs."""
         self.model.load_state_dict(self.current_state)
@@ -144,20 +130,16 @@ class Trl:
             loss = self.trainer._compute_loss(self.model, inputs)
             return loss, _logged(self.trainer._metrics[mode])
 
-    def head_outputs(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropy (B, L) of the completions."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        length = inputs["completion_ids"].shape[1]
-        with self._mode(True):
-            logprobs, entropy, _ = self.trainer._get_per_token_logps_and_entropies(
-                self.model, ids, mask, length, compute_entropy=True
-            )
-        return logprobs, entropy
-
     def split(self, inputs: Inputs) -> list[Inputs]:
         """Return the micro-batches of a generation batch."""
         return split_tensor_dict(inputs, STEPS_PER_GENERATION)
+
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the (B, L, D) last hidden states that predict the completions."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        hidden = self.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden[:, inputs["prompt_ids"].shape[1] - 1 : -1]
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """Return the gradients of every parameter of the model."""
@@ -166,10 +148,10 @@ class Trl:
 
     def _noisy_logprobs(self) -> list[list[float | None]]:
         """Return the engine's report: the trainer's log-probabilities plus the rollouts' noise."""
-        prompts = self.rollouts.prompt_ids
+        prompts = self._rollouts.prompt_ids
         reported = []
         for prompt, completion, noise in zip(
-            prompts, self.rollouts.completion_ids, self.rollouts.noise, strict=True
+            prompts, self._rollouts.completion_ids, self._rollouts.noise, strict=True
         ):
             ids = torch.tensor([[*prompt, *completion]])
             with torch.no_grad():
@@ -182,12 +164,12 @@ class Trl:
 
     def _rollout(self, prompts: list[str], trainer: trl.GRPOTrainer) -> dict[str, object]:
         output: dict[str, object] = dict(
-            prompt_ids=self.rollouts.prompt_ids,
-            completion_ids=self.rollouts.completion_ids,
-            logprobs=self._reported[id(self.rollouts)],
+            prompt_ids=self._rollouts.prompt_ids,
+            completion_ids=self._rollouts.completion_ids,
+            logprobs=self._reported[id(self._rollouts)],
         )
-        if self.rollouts.env_mask is not None:
-            output["env_mask"] = self.rollouts.env_mask
+        if self._rollouts.env_mask is not None:
+            output["env_mask"] = self._rollouts.env_mask
         return output
 
     def _cast(self, batch: Inputs) -> Inputs:
@@ -214,7 +196,7 @@ class Trl:
         torch.set_default_dtype(self.dtype)
         self.model.train(training)
         try:
-            with accelerate_state(self._accelerate), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of transformers, at TRL's calls
                 yield "train" if training else "eval"
         finally:
@@ -226,9 +208,12 @@ class Trl:
         """Set every field of ``config`` where TRL reads it: on the trainer or its arguments."""
         trainer, args = self.trainer, self.trainer.args
         fields = {name: getattr(config, name) for name in LossConfig.__dataclass_fields__}
+        fields["loss_type"] = _TRL_LOSSES.get(config.loss_type, config.loss_type)
+        level = config.importance_sampling_level or config.loss.importance_sampling_level
+        fields["importance_sampling_level"] = level
         settings = vars(Clip()) | vars(config.surrogate)
         for name, value in (fields | settings).items():
-            name = _TRL_NAMES.get(name, name)
+            name = TRL_NAMES.get(name, name)
             for owner in (trainer, args):
                 if hasattr(owner, name):
                     setattr(owner, name, value)
