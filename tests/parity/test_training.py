@@ -81,14 +81,143 @@ TRAININGS: dict[str, dict[str, Any]] = {
     },
     "entropy": {"entropy_coef": -0.01, "top_entropy_quantile": 0.5},
     "adaptive entropy": {
-        "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 4.3,
+        "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 4.45,
         "entropy_coef_delta": 0.01, "entropy_coef_min": 0.005, "entropy_coef_max": 0.025,
         "top_entropy_quantile": 0.5,
     },
-    "adapter": {"peft_config": True},  # the reference is the model without it
+    # the reference is the model without it
+    "adapter": {"peft_config": dict(
+        r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+    )},
 }  # fmt: skip
 NEVER_ALIKE = {"step_time"}
 OVER_A_WINDOW = {
     "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean",
     "clip_ratio/high_max", "clip_ratio/region_mean",
 }  # fmt: skip
+
+
+# reason -> fields of both configurations that no table holds
+UNTESTED = {
+    "the model's own loss: tests/trainer/model/test_router.py": "router_aux_loss_coef",
+    "precision of the head: tests/trainer/model/test_fp32_head.py": "cast_lm_head_to_fp32",
+    "draws random numbers: tests/trainer/model/test_peft.py": "disable_dropout",
+    "TRL needs vLLM for it; its modes are in the table of losses": """
+        vllm_importance_sampling_correction""",
+    "an old name": "vllm_importance_sampling_cap use_transformers_paged",
+    "before the loss: how a prompt is written, and completions are sampled": """
+        cache_implementation chat_template_kwargs ds3_gather_for_generation generation_kwargs
+        max_tool_calling_iterations min_p model_init_kwargs num_generations_eval repetition_penalty
+        top_k top_p transformers_continuous_batching_config trust_remote_code
+        use_transformers_continuous_batching use_vllm vllm_enable_sleep_mode
+        vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length vllm_mode vllm_model_impl
+        vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+        vllm_structured_outputs_regex vllm_tensor_parallel_size""",
+    "behind the loss: what is shown": """
+        log_completions log_completions_hub_repo log_multimodal log_unique_prompts
+        num_completions_to_print""",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)  # TRL loads its reference model from there
+    return Qwen2ForCausalLM.from_pretrained(folder, dtype="float32")
+
+
+def rollout(prompts: list[str], trainer: Trainer) -> dict[str, Any]:
+    """Give TRL the completions that our engine has."""
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    completions = CannedEngine(tokenizer).generate(ids).token_ids
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+TRL = (trl.GRPOTrainer, trl.GRPOConfig, {"rollout_func": rollout})
+OURS = (GRPOTrainer, GRPOConfig, {"rollout_engine": CannedEngine()})
+
+
+def first_token(completion_ids: list[list[int]], **_: object) -> list[float | None]:
+    # not applicable to some
+    return [None if ids[0] % 5 == 0 else ids[0] % 7 / 3 for ids in completion_ids]
+
+
+def make(
+    whose: tuple[type[Trainer], type[TrainingArguments], dict[str, Any]],
+    model: PreTrainedModel,
+    folder: Path,
+    settings: dict[str, Any],
+) -> Trainer:
+    kind, config_kind, completions = whose
+    settings = SETTINGS | settings
+    adapter = settings.pop("peft_config", None)
+    trainer = kind(
+        copy.deepcopy(model),
+        reward_funcs=[lengths_reward, first_token],
+        args=config_kind(output_dir=str(folder), **settings),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tiny_tokenizer(),
+        peft_config=None if adapter is None else pytest.importorskip("peft").LoraConfig(**adapter),
+        **completions,
+    )
+    start_at_same_adapter(trainer.model)
+    return trainer
+
+
+def start_at_same_adapter(model: torch.nn.Module) -> None:
+    """Set the adapter, random when new, to the same weights in both runs."""
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A.default" in name and parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("option", TRAININGS)
+def test_the_same_logs_and_weights(model: PreTrainedModel, tmp_path: Path, option: str) -> None:
+    settings = TRAININGS[option]
+    starts, ends, logs = [], [], []
+    for whose in (TRL, OURS):
+        trainer = make(whose, model, tmp_path, settings)
+        starts.append(parameters(trainer.model))
+        trainer.train()
+        ends.append(parameters(trainer.model))
+        logs.append([row for row in trainer.state.log_history if "loss" in row])
+    assert len(logs[0]) == len(logs[1]) == STEPS
+    apart = NEVER_ALIKE | (OVER_A_WINDOW if "steps_per_generation" in settings else set())
+    for expected, got in zip(*logs, strict=True):
+        for name in expected.keys() - apart:
+            assert name in got, f"step {expected['step']}: no {name}"
+            close = math.isclose(got[name], expected[name], rel_tol=1e-4, abs_tol=1e-5)
+            both = f"{got[name]}, TRL logged {expected[name]}"
+            assert close, f"step {expected['step']}: {name} is {both}"
+    first = logs[1][0]
+    assert {"loss", "grad_norm", "reward", "rewards/lengths_reward/mean", "entropy"} <= set(first)
+    assert ("kl" in first) == ((SETTINGS | settings)["beta"] > 0)
+    moved = (ends[0] - starts[0]).abs().max().item()
+    assert moved > 1e-4 and torch.equal(*starts)
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-3 * moved)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("whose", [TRL, OURS], ids=["trl", "ours"])
+def test_both_refuse(model: PreTrainedModel, tmp_path: Path, whose: Any, mode: str) -> None:
+    settings = {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": mode}
+    with pytest.raises(ValueError, match="(?i)vespo"):
+        make(whose, model, tmp_path, settings)
+
+
+def test_every_common_field_is_compared_or_excused() -> None:
+    """A field that TRL gets, or we do, joins a table, or a reason says why it need not."""
+    inherited, theirs, ours = (
+        {item.name for item in dataclasses.fields(kind)}
+        for kind in (TrainingArguments, trl.GRPOConfig, GRPOConfig)
+    )
+    options = {name for case in OPTIONS.values() for name in case.settings}
+    compared = {TRL_NAMES.get(name, name) for name in options}.union(SETTINGS, *TRAININGS.values())
+    excused = {name for names in UNTESTED.values() for name in names.split()}
+    assert not compared & excused
+    assert theirs & ours - inherited - compared == excused
