@@ -1,70 +1,118 @@
+"""Advantages against a plain oracle, over generated rewards, weights and groups."""
+
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_trainer.experience import compute_advantages
 
 NAN = float("nan")
 ONE = torch.ones(1)
+OFFSET = 1e-4  # added to a standard deviation, as in TRL
+REWARD = st.one_of(st.just(NAN), st.integers(-16, 16).map(lambda eighths: eighths / 8))
 
 
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values)[:, None]
+@st.composite
+def problems(draw: Any) -> tuple[list[list[float]], list[float], int]:
+    """Draw rewards (N, F), a weight for each function, and the size of a group."""
+    size, groups, functions = (draw(st.integers(1, most)) for most in (5, 4, 3))
+    row = st.lists(REWARD, min_size=functions, max_size=functions)
+    rows = draw(st.lists(row, min_size=size * groups, max_size=size * groups))
+    weights = draw(
+        st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=functions, max_size=functions)
+    )
+    return rows, weights, size
 
 
-def test_group():
-    rewards = column(1.0, 0.0, 0.5, 3.0, 3.0, 3.0)
-    out = compute_advantages(rewards, ONE, 3)
-    first = rewards[:3, 0]
-    expected = (first - first.mean()) / (first.std() + 1e-4)
-    torch.testing.assert_close(out.advantages, torch.cat([expected, torch.zeros(3)]))
-    assert out.zero_std.tolist() == [False] * 3 + [True] * 3
-    torch.testing.assert_close(out.rewards, rewards[:, 0])
+def known(values: list[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
 
 
-def test_batch_and_none():
-    rewards = torch.randn(8, 1)
-    centred = (rewards.view(2, 4) - rewards.view(2, 4).mean(1, keepdim=True)).view(-1)
-    batch = compute_advantages(rewards, ONE, 4, scale="batch")
-    torch.testing.assert_close(batch.advantages, centred / (rewards.std() + 1e-4))
-    plain = compute_advantages(rewards, ONE, 4, scale="none")
-    torch.testing.assert_close(plain.advantages, centred)
+def mean(values: list[float]) -> float:
+    return math.fsum(known(values)) / len(known(values)) if known(values) else NAN
 
 
-def test_weighted_sum_ignores_nan():
-    rewards = torch.tensor([[1.0, 2.0], [NAN, 1.0], [0.0, NAN], [NAN, NAN]])
-    out = compute_advantages(rewards, torch.tensor([1.0, 0.5]), 4, scale="none")
-    totals = torch.tensor([2.0, 0.5, 0.0])
-    torch.testing.assert_close(out.rewards[:3], totals)
-    assert out.rewards[3].isnan()
-    expected = torch.cat([totals - totals.mean(), torch.zeros(1)])
-    torch.testing.assert_close(out.advantages, expected)
+def deviation(values: list[float]) -> float:
+    squares = [(value - mean(values)) ** 2 for value in known(values)]
+    return math.sqrt(math.fsum(squares) / (len(squares) - 1)) if len(squares) > 1 else 0.0
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-def test_no_information_gives_zero(scale, aggregation):
-    rewards = torch.tensor([[NAN], [NAN], [1.0], [NAN], [2.0], [2.0]])
-    out = compute_advantages(rewards, ONE, 2, scale, aggregation)
-    torch.testing.assert_close(out.advantages, torch.zeros(6))
+def weighted(row: list[float], weights: list[float]) -> float:
+    terms = known([value * weight for value, weight in zip(row, weights, strict=True)])
+    return math.fsum(terms) if terms else NAN
 
 
-def test_infinite_reward_stays_finite():
-    out = compute_advantages(column(torch.inf, 0.0, 1.0, 2.0), ONE, 2)
+def oracle(
+    rows: list[list[float]], weights: list[float], size: int, scale: str, aggregation: str
+) -> tuple[list[float], list[float]]:
+    """Return centred rewards and the spread that each is compared with (GRPO, Dr. GRPO, GDPO)."""
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    if aggregation == "normalize_then_sum":
+        totals = [
+            weighted(
+                [
+                    (value - mean(column)) / (deviation(column) + OFFSET)
+                    for value, column in zip(row, map(list, zip(*part, strict=True)), strict=True)
+                ],
+                weights,
+            )
+            for part in parts
+            for row in part
+        ]
+        return [total - mean(totals) for total in totals], [deviation(totals)] * len(rows)
+    sums = [[weighted(row, weights) for row in part] for part in parts]
+    whole = deviation([total for part in sums for total in part])
+    spreads = [whole if scale == "batch" else deviation(part) for part in sums for _ in part]
+    return [total - mean(part) for part in sums for total in part], spreads
+
+
+@pytest.mark.parametrize(
+    ("scale", "aggregation"),
+    [
+        *((scale, "sum_then_normalize") for scale in ("group", "batch", "none")),
+        ("group", "normalize_then_sum"),
+    ],
+)
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(problem=problems())
+def test_oracle(scale: str, aggregation: str, problem: Any) -> None:
+    rows, weights, size = problem
+    tensors = (torch.tensor(values, dtype=torch.float64) for values in (rows, weights))
+    out = compute_advantages(*tensors, size, scale, aggregation)
+    centred, spreads = oracle(rows, weights, size, scale, aggregation)
+    assert out.zero_std.tolist() == [spread < 1e-8 for spread in spreads]
+    parts = [known(centred[first : first + size]) for first in range(0, len(rows), size)]
+    assert out.signal.tolist() == [bool(part) and max(part) - min(part) > 1e-8 for part in parts]
+    divided = [
+        value if scale == "none" else value / (spread + OFFSET)
+        for value, spread in zip(centred, spreads, strict=True)
+    ]
+    expected = torch.tensor(divided, dtype=torch.float64).nan_to_num(0.0)
+    torch.testing.assert_close(out.advantages, expected, rtol=1e-9, atol=1e-9)
+    totals = torch.tensor([weighted(row, weights) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(out.rewards, totals, equal_nan=True)
+
+
+def test_infinite_reward_stays_finite() -> None:
+    out = compute_advantages(torch.tensor([[torch.inf], [0.0], [1.0], [2.0]]), ONE, 2)
     assert out.advantages.isfinite().all()
 
 
-def test_normalize_then_sum():
-    rewards, weights = torch.randn(6, 2), torch.tensor([1.0, 2.0])
-    grouped = rewards.view(2, 3, 2)
-    normal = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
-    total = (normal.view(6, 2) * weights).sum(1)
-    expected = (total - total.mean()) / (total.std() + 1e-4)
-    out = compute_advantages(rewards, weights, 3, aggregation="normalize_then_sum")
-    torch.testing.assert_close(out.advantages, expected)
+def test_rounding_is_no_signal() -> None:
+    large = torch.full((3, 1), 1e5) + 0.1  # whose mean is rounded
+    assert compute_advantages(large, ONE, 3).signal.tolist() == [False]
 
 
-def test_group_of_one():
-    out = compute_advantages(column(1.0, 2.0), ONE, 1)
-    assert out.advantages.tolist() == [0.0, 0.0]
+def test_two_rewards_that_cancel() -> None:
+    """No spread in their sum, but in each."""
+    opposed = torch.tensor([[0.0, 4.0], [4.0, 0.0], [2.0, 2.0]])
+    assert compute_advantages(opposed, torch.ones(2), 3).signal.tolist() == [False]
+    weights = torch.tensor([1.0, 2.0])
+    apart = compute_advantages(opposed, weights, 3, aggregation="normalize_then_sum")
+    assert apart.signal.tolist() == [True]
