@@ -56,17 +56,6 @@ def test_a_constant_coefficient_is_logged(make_trainer):
     assert trainer.entropy_coef == -0.25
 
 
-def test_state(controller):
-    controller.add(noted(0.5, 3))
-    controller.step()
-    state = controller.state()
-    scale = controller.scale
-    controller.add(noted(9.0, 3))
-    controller.step()
-    controller.restore(state)
-    assert controller.scale == scale
-
-
 def after(make_trainer, policy, **changes) -> tuple[torch.Tensor, list[dict]]:
     settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
     trainer = make_trainer(

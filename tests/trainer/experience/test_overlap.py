@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import threading
 import time
 import traceback
 
 import pytest
-import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, TrainerCallback
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.common import in_thread
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import ServerError, WeightsLostError
 from grpo_trainer.rollout.http import JsonServer
-from tests.support.trainer import BackgroundEngine, logged, parameters
+from tests.support.trainer import BackgroundEngine
 from tests.support.vllm_stub import StubServer, choices
 
 STALENESS = "sampling/staleness"
@@ -50,8 +48,15 @@ def of_steps(trainer: GRPOTrainer, name: str) -> list[float]:
 
 
 def test_one_generation_batch_old(make, engine):
-    trainer = make(engine)
+    prompts = []
+
+    def reward(**columns):
+        prompts.extend(set(columns["prompts"]))
+        return digits_reversal_reward(**columns)
+
+    trainer = make(engine, reward)
     trainer.train()
+    assert len(prompts) == len(set(prompts)) == 4  # every prompt has its turn
     assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
     # weights go out when a generation has ended, before the next one; none is begun for nothing
     one = ["update", "start", "end"]
@@ -119,54 +124,6 @@ def test_evaluation_is_by_the_weights_as_they_are(make, engine):
     assert max(of_steps(trainer, DIFFERENCE)[1:]) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"num_iterations": 2, "logging_steps": 3},
-        {"dynamic_sampling": True, "max_resampling_rounds": 2},
-        {"eval_strategy": "steps", "eval_steps": 2},
-        {"use_sampling_mask": True, "top_k": 5, "steps_per_generation": 2, "num_generations": 2},
-    ],
-)
-def test_resumed_run_is_the_straight_run(make, policy, tokenizer, tmp_path, changes):
-    def run(resume: str | None = None):
-        masks = "use_sampling_mask" in changes
-        engine = BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval(), masks=masks)
-        settings = {"max_steps": 7, "save_steps": 4, "save_strategy": "steps"}
-        trainer = make(engine, **(settings | {"lr_scheduler_type": "constant"} | changes))
-        trainer.train(resume_from_checkpoint=resume)
-        return logged(trainer), parameters(trainer.model)
-
-    straight = run()
-    shutil.copytree(tmp_path / "out" / "checkpoint-4", tmp_path / "checkpoint-4")
-    shutil.rmtree(tmp_path / "out")
-    logs, weights = run(str(tmp_path / "checkpoint-4"))
-    assert without_profile(logs) == without_profile(straight[0])
-    assert torch.equal(weights, straight[1])
-
-
-def without_profile(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("profiling/")} for row in rows]
-
-
-def test_every_prompt_has_its_turn(make, engine, tmp_path):
-    def prompts(resume: str | None = None) -> list[str]:
-        seen: list[str] = []
-
-        def reward(prompts, **kwargs):
-            seen.append(prompts[0])
-            return [0.0] * len(prompts)
-
-        trainer = make(copy.copy(engine), reward, save_steps=2, save_strategy="steps", max_steps=6)
-        trainer.train(resume_from_checkpoint=resume)
-        return seen
-
-    straight = prompts()
-    assert len(set(straight)) == 6
-    assert prompts(str(tmp_path / "out" / "checkpoint-4")) == straight[4:]
-
-
 def test_errors_come_with_their_traceback(make, engine):
     def out_of_luck(prompt_ids):
         raise RuntimeError("the server is out of luck")
@@ -200,12 +157,11 @@ def test_an_interrupted_run_ends_the_generation(make, engine, error, said):
 
 
 def test_an_early_stop_ends_the_generation(make, engine):
-    trainer = make(engine)
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
 
-    def stop(*args, **kwargs):
-        trainer.control.should_training_stop = True
-
-    trainer.callback_handler.callbacks[0].on_step_end = stop
+    trainer = make(engine, callbacks=[Stop()])
     trainer.train()
     assert trainer.state.global_step == 1
     trainer.evaluate()
@@ -229,13 +185,17 @@ def test_lost_weights(make, engine):
     assert engine.calls[4:7] == ["end", "update", "generate"]
 
 
-def test_wrong_settings(make, make_args, tokenizer):
-    with pytest.raises(ValueError, match="overlap_generation: .*own.*got TransformersEngine"):
-        make()
-    with pytest.raises(ValueError, match="overlap_generation: .*got ContinuousBatchingEngine"):
-        make(use_transformers_continuous_batching=True)
-    with pytest.raises(ValueError, match="overlap_generation: .*importance_sampling_correction"):
-        make_args(overlap_generation=True, vllm_importance_sampling_correction=False)
+OTHER_ENGINES = [
+    ({}, "own.*got TransformersEngine"),
+    ({"use_transformers_continuous_batching": True}, "own.*got ContinuousBatchingEngine"),
+    ({"vllm_importance_sampling_correction": False}, "importance_sampling_correction"),
+]
+
+
+def test_wrong_settings(make, tokenizer):
+    for changes, message in OTHER_ENGINES:
+        with pytest.raises(ValueError, match=f"overlap_generation: .*{message}"):
+            make(**changes)
     with pytest.raises(ValueError, match="overlap_generation: .*reports log-probabilities"):
         make(BackgroundEngine(tokenizer)).train()
 
@@ -284,7 +244,7 @@ def test_a_server_that_is_silent_is_not_waited_for(make, stub):
     silent.set()
     trainer.train()  # the connection is not spoiled
     assert of_steps(trainer, STALENESS)[1:] == [1, 1, 1]
-    trainer._collector._rollouts.close()
+    trainer.rollouts.close()
 
 
 def test_a_server_that_restarts_meanwhile_gets_the_weights_it_had(make, stub):
@@ -299,7 +259,7 @@ def test_a_server_that_restarts_meanwhile_gets_the_weights_it_had(make, stub):
     assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
     folders = [folder.rpartition("-")[2] for folder in stub.loaded]
     assert folders == ["1", "2", "2", "3"]
-    trainer._collector._rollouts.close()
+    trainer.rollouts.close()
 
 
 def test_interrupted_requests(stub):

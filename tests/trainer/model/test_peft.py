@@ -1,4 +1,4 @@
-"""Adapters: what is trained and saved, what the reference is, and that a resume is exact."""
+"""Adapters: what is trained and saved, and what the reference is."""
 
 from __future__ import annotations
 
@@ -98,24 +98,13 @@ def test_running_without_the_adapter_leaves_no_trace(make):
 
 
 @pytest.mark.parametrize("config", ["head", "pissa", "pretrained"])
-def test_checkpoints_hold_adapters_and_resume_exactly(make, policy, tmp_path, config):
-    def run(resume: str | None = None) -> GRPOTrainer:
-        model = pretrained(policy) if config == "pretrained" else None
-        trainer = make(
-            model, CONFIGS.get(config), beta=0.1, max_steps=5, num_iterations=2,
-            save_strategy="steps", save_steps=3, optim="adamw_torch", learning_rate=1e-2,
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    straight = run()
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    assert (checkpoint / "adapter_model.safetensors").exists()
-    assert not (checkpoint / "model.safetensors").exists()
-    assert (checkpoint / "ref").exists() == (config in ("pretrained", "pissa"))
-    resumed = run(str(checkpoint))
-    assert torch.equal(parameters(straight.model), parameters(resumed.model))
-    assert logs_of(straight, "kl")[-2:] == logs_of(resumed, "kl")[-2:]
+def test_checkpoints_hold_adapters(make, policy, tmp_path, config):
+    model = pretrained(policy) if config == "pretrained" else None
+    make(model, CONFIGS.get(config), beta=0.1, max_steps=1, save_strategy="steps").train()
+    [adapters] = (tmp_path / "out").glob("checkpoint-*")
+    assert (adapters / "adapter_model.safetensors").exists()
+    assert not (adapters / "model.safetensors").exists()
+    assert (adapters / "ref").exists() == (config in ("pretrained", "pissa"))
 
 
 def test_the_seed_decides_an_adapters_first_weights(make_trainer, policy):

@@ -52,24 +52,6 @@ def test_without_sync_it_stays(make):
     assert torch.equal(parameters(trainer.ref_model), start)
 
 
-def test_synced_reference_is_resumed(make, tmp_path):
-    def run(resume: str | None = None) -> GRPOTrainer:
-        trainer = make(
-            sync_ref_model=True, ref_model_sync_steps=2, max_steps=6,
-            save_strategy="steps", save_steps=3,
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    straight = run()
-    checkpoint = str(tmp_path / "out" / "checkpoint-3")
-    resumed = run(checkpoint)
-    assert torch.equal(parameters(straight.ref_model), parameters(resumed.ref_model))
-    assert torch.equal(parameters(straight.model), parameters(resumed.model))
-    with pytest.raises(ValueError, match="sync_ref_model"):
-        make(max_steps=6).train(resume_from_checkpoint=checkpoint)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
