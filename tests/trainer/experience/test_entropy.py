@@ -108,20 +108,3 @@ def test_off_policy_mask_drops_what_drifted(make_trainer, policy):
     tight, _ = after(make_trainer, policy, off_policy_mask_threshold=1e-9, **drift)
     torch.testing.assert_close(loose, plain)
     assert not torch.allclose(tight, plain)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"entropy_coef_min": -0.1}, "entropy_coef_min: expected a number >= 0, got -0.1"),
-        ({"entropy_coef_max": -1.0}, "entropy_coef_max: expected a number >= 0, got -1.0"),
-        (
-            {"use_adaptive_entropy": True, "entropy_coef": 2.0},
-            "entropy_coef: expected a number >= 0 and <= 1, got 2.0",
-        ),
-        ({"max_resampling_rounds": 0}, "max_resampling_rounds: expected an integer >= 1, got 0"),
-    ],
-)
-def test_ranges(make_args, changes, message):
-    with pytest.raises(ValueError, match=message):
-        make_args(**changes)

@@ -185,21 +185,6 @@ def test_lost_weights(make, engine):
     assert engine.calls[4:7] == ["end", "update", "generate"]
 
 
-OTHER_ENGINES = [
-    ({}, "own.*got TransformersEngine"),
-    ({"use_transformers_continuous_batching": True}, "own.*got ContinuousBatchingEngine"),
-    ({"vllm_importance_sampling_correction": False}, "importance_sampling_correction"),
-]
-
-
-def test_wrong_settings(make, tokenizer):
-    for changes, message in OTHER_ENGINES:
-        with pytest.raises(ValueError, match=f"overlap_generation: .*{message}"):
-            make(**changes)
-    with pytest.raises(ValueError, match="overlap_generation: .*reports log-probabilities"):
-        make(BackgroundEngine(tokenizer)).train()
-
-
 @pytest.fixture
 def stub(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)

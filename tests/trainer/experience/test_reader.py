@@ -113,8 +113,3 @@ def test_nothing_can_be_read() -> None:
     )
     with pytest.raises(ValueError, match="some that can be read among 10 rows, got none"):
         RowReader(config(), one).draw(PromptStream(rows_with(set(range(16)))), 2)
-
-
-def test_not_with_overlap() -> None:
-    with pytest.raises(ValueError, match="on_bad_image: expected error with overlap_generation"):
-        config(overlap_generation=True, use_vllm=True, vllm_mode="server")

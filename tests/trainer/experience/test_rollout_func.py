@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.experience.rollout_func import FunctionSource
 from tests.support.trainer import parameters
 
@@ -149,18 +148,3 @@ def test_wrong_answers(make_args, tokenizer, function, message):
     rollouts = SimpleNamespace(eos_token_ids=frozenset([1]))
     with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
         source.sample([{"prompt": "12="}] * 4, rollouts)
-
-
-def test_wrong_functions(train, make_args, policy, dataset):
-    async def later(prompts, trainer): ...
-
-    for function in (later, 3):
-        with pytest.raises(ValueError, match="rollout_func: expected a plain function"):
-            train(function)
-
-    def tool() -> str:
-        """Do nothing."""
-        return ""
-
-    with pytest.raises(ValueError, match="rollout_func: expected neither tools nor"):
-        GRPOTrainer(policy, len, make_args(), dataset, rollout_func=rollout, tools=[tool])

@@ -184,34 +184,6 @@ def test_loading_adapters_keeps_their_dtype(make, tmp_path):
         trainer._load_from_checkpoint(str(tmp_path))
 
 
-def test_what_cannot_be_trained_is_refused(make, make_trainer, policy, monkeypatch):
-    with pytest.raises(ValueError, match=r"expected a peft\.PeftConfig.*got dict"):
-        make_trainer(peft_config={"r": 2})
-    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="virtual tokens"):
-        make_trainer(peft_config=prompt)
-    with pytest.raises(ValueError, match="None with a PeftModel"):
-        make_trainer(model=pretrained(policy), peft_config=peft.LoraConfig(**LORA))
-    frozen = pretrained(policy).requires_grad_(False)
-    with pytest.raises(ValueError, match="is_trainable=True"):
-        make(frozen)
-    with pytest.raises(ValueError, match="sync_ref_model: expected False with an adapter"):
-        make(beta=0.1, sync_ref_model=True)
-    with pytest.raises(ValueError, match=r"lora_dropout=0\.1"):
-        make(lora=CONFIGS["head"] | dict(lora_dropout=0.1))
-    taken = pretrained(policy)
-    taken.add_adapter("ref", peft.LoraConfig(**LORA))
-    with pytest.raises(ValueError, match="no adapter named 'ref'"):
-        make(taken, beta=0.1)
-    integrated = copy.deepcopy(policy)
-    integrated.add_adapter(peft.LoraConfig(**LORA))
-    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
-        make(integrated)
-    monkeypatch.setattr("grpo_trainer.model.adapters.is_peft_available", lambda: False)
-    with pytest.raises(ValueError, match="expected the package peft to be installed"):
-        make()
-
-
 def test_command_line_arguments(make_args, monkeypatch):
     arguments = ModelConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"])
     config = get_peft_config(arguments)

@@ -50,23 +50,3 @@ def test_without_sync_it_stays(make):
     start = parameters(trainer.ref_model)
     trainer.train()
     assert torch.equal(parameters(trainer.ref_model), start)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"beta": 0.0}, "sync_ref_model: expected False with beta=0"),
-        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps: expected an integer >= 1"),
-        ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha: expected"),
-    ],
-)
-def test_wrong_settings(make_args, changes, message):
-    with pytest.raises(ValueError, match=message):
-        make_args(**({"beta": 0.1, "sync_ref_model": True} | changes))
-
-
-def test_a_model_whose_head_is_not_understood_is_refused(make_trainer, policy):
-    head = policy.lm_head
-    head.register_forward_hook(lambda module, args, output: 2 * output)
-    with pytest.raises(ValueError, match="its head is not supported"):
-        make_trainer(model=policy)

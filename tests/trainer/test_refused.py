@@ -1,0 +1,145 @@
+"""What a trainer refuses to be made of or to train on, by the argument that is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from grpo_trainer.demo.policy import make_tokenizer
+from tests.support.trainer import BackgroundEngine, adapted, lengths_reward
+
+peft = pytest.importorskip("peft")
+
+LORA = dict(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+TUNED = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+HEAD_WITH_DROPOUT = LORA | dict(target_modules=["lm_head"], lora_dropout=0.1)
+OVERLAP = {"overlap_generation": True}
+
+
+async def later(prompts: Any, trainer: Any) -> None: ...
+
+
+def tool() -> str:
+    """Do nothing."""
+    return ""
+
+
+def stream(given: Any) -> Any:
+    return given.dataset.to_iterable_dataset()
+
+
+def hooked(given: Any) -> dict[str, Any]:
+    given.policy.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+    return {}
+
+
+def no_special_tokens(given: Any) -> dict[str, Any]:
+    given.tokenizer.pad_token = given.tokenizer.eos_token = None
+    return {}
+
+
+def no_end(given: Any) -> dict[str, Any]:
+    tokenizer, policy = given.tokenizer, given.policy
+    tokenizer.eos_token, tokenizer.pad_token = None, "0"
+    policy.generation_config.eos_token_id = policy.config.eos_token_id = None
+    return {}
+
+
+def with_ref(given: Any) -> dict[str, Any]:
+    model = adapted(given.policy, **LORA)
+    model.add_adapter("ref", peft.LoraConfig(**LORA))
+    return {"model": model, "beta": 0.1}
+
+
+def integrated(given: Any) -> dict[str, Any]:
+    given.policy.add_adapter(peft.LoraConfig(**LORA))
+    return {}
+
+
+def prompted(prompt: str) -> dict[str, Any]:
+    return {"train_dataset": Dataset.from_list([{"prompt": prompt}] * 4)}
+
+
+# changes, or what makes them of the policy, the tokenizer and the dataset -> the message
+REFUSED = [
+    (lambda given: {"train_dataset": given.dataset.rename_column("prompt", "question")},
+     "`prompt` column, got columns question, answer; rename the one that has the pr"),
+    (lambda given: {"train_dataset": given.dataset.select([])}, "at least 1 prompts"),
+    ({"train_dataset": [{"prompt": "1="}]},
+     r"expected a datasets\.Dataset or IterableDataset, got list"),
+    (lambda given: {"train_dataset": stream(given).map(lambda row: row, remove_columns=["prompt"])},
+     "expected a `prompt` column, got columns answer"),
+    (lambda given: {"train_dataset": stream(given), "max_steps": -1},
+     "max_steps: expected how many steps to take, .* got -1"),
+    (no_special_tokens, "processing_class: expected a pad_token or an eos_token"),
+    (no_end, "processing_class: expected an eos_token .or an eos_tok"),
+    (hooked, "its head is not supported"),
+    ({"reward_weights": [1, 2]}, "reward_weights: expected 1"),
+    ({"router_aux_loss_coef": 0.1},
+     "router_aux_loss_coef: expected None or 0 .* got 0.1 for Qwen3ForCausalLM"),
+    ({"use_adaptive_entropy": True, "entropy_coef": 2.0},
+     "entropy_coef: expected a number >= 0 and <= 1, got 2.0"),
+    (OVERLAP | {"on_bad_image": "skip", "use_vllm": True, "vllm_mode": "server"},
+     "on_bad_image: expected error with overlap_generation"),
+    (OVERLAP, "overlap_generation: .*own.*got TransformersEngine"),
+    (OVERLAP | {"use_transformers_continuous_batching": True},
+     "overlap_generation: .*got ContinuousBatchingEngine"),
+    (OVERLAP | {"vllm_importance_sampling_correction": False},
+     "overlap_generation: .*importance_sampling_correction"),
+    ({"rollout_func": later}, "rollout_func: expected a plain function"),
+    ({"rollout_func": 3}, "rollout_func: expected a plain function"),
+    ({"rollout_func": len, "tools": [tool]}, "rollout_func: expected neither tools nor"),
+    ({"peft_config": {"r": 2}}, r"peft_config: expected a peft\.PeftConfig.*got dict"),
+    ({"peft_config": TUNED}, "virtual tokens"),
+    (lambda given: {"model": adapted(given.policy, **LORA), "peft_config": TUNED},
+     "peft_config: expected None with a PeftModel"),
+    (lambda given: {"model": adapted(given.policy, **LORA).requires_grad_(False)},
+     "is_trainable=True"),
+    ({"peft_config": peft.LoraConfig(**LORA), "beta": 0.1, "sync_ref_model": True},
+     "sync_ref_model: expected False with an adapter"),
+    ({"peft_config": peft.LoraConfig(**HEAD_WITH_DROPOUT)}, r"lora_dropout=0\.1"),
+    (with_ref, "no adapter named 'ref'"),
+    (integrated, r"PeftModel\.from_pretrained"),
+]  # fmt: skip
+# what only training finds
+UNTRAINABLE = [
+    (prompted(""), "prompt: expected at least one token, got none from ''"),
+    (prompted("1" * 61),
+     r"prompt: expected at most 60 tokens \(the model's 64 positions less max_completion_length = "
+     r"4\), got 61 tokens from '111"),
+    (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
+     "overlap_generation: .*reports log-probabilities"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[row[1][:50] for row in REFUSED])
+def test_it_is_refused(make_trainer, policy, tokenizer, dataset, changes, message) -> None:
+    if callable(changes):
+        changes = changes(SimpleNamespace(policy=policy, tokenizer=tokenizer, dataset=dataset))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(lengths_reward, **changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), UNTRAINABLE, ids=["empty", "long", "unreported"])
+def test_it_cannot_be_trained_on(make_trainer, changes, message) -> None:
+    trainer = make_trainer(lengths_reward, **changes)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_what_is_nearly_refused_trains(make_trainer, tokenizer) -> None:
+    tokenizer.pad_token = None  # padded with the end-of-sequence token, behind the attention mask
+    nearly = {"max_prompt_length": 8, "router_aux_loss_coef": 0.0, **prompted("1" * 61)}
+    make_trainer(lengths_reward, **nearly).train()
+    tokenizer.eos_token, tokenizer.pad_token = None, "0"
+    make_trainer()  # the model names the end
+
+
+def test_no_adapter_without_peft(make_trainer, monkeypatch) -> None:
+    monkeypatch.setattr("grpo_trainer.model.adapters.is_peft_available", lambda: False)
+    with pytest.raises(ValueError, match="expected the package peft to be installed"):
+        make_trainer(peft_config=peft.LoraConfig(**LORA))
