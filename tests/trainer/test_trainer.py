@@ -12,26 +12,15 @@ from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from tests.support.trainer import CannedEngine, lengths_reward, parameters
 
 SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
-METRICS = {
-    "loss", "grad_norm", "learning_rate", "step_time", "num_tokens", "entropy",
-    "reward", "reward_std", "frac_reward_zero_std",
-    "rewards/digits_reversal_reward/mean", "rewards/digits_reversal_reward/std",
-    "completions/mean_length", "completions/min_length", "completions/max_length",
-    "completions/clipped_ratio",
-    "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
-    "clip_ratio/region_mean",
-}  # fmt: skip
 
 
-def test_parameters_move_and_metrics_have_their_names(make_trainer):
+def test_parameters_move_and_tokens_are_counted(make_trainer):
     trainer = make_trainer(gradient_checkpointing=True, eval_strategy="steps", eval_steps=2)
     before = parameters(trainer.model)
     trainer.train()
     assert not torch.equal(before, parameters(trainer.model))
     logs = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(logs) == 2
-    assert set(logs[0]) >= METRICS
-    assert "kl" not in logs[0]
+    assert len(logs) == 2 and "kl" not in logs[0]
     assert 4 * 2 < logs[0]["num_tokens"] < logs[1]["num_tokens"]
     [evaluation] = [row for row in trainer.state.log_history if "eval_reward" in row]
     assert {"eval_loss", "eval_entropy", "eval_completions/mean_length"} <= set(evaluation)
@@ -76,17 +65,6 @@ def test_step_is_the_formula(make_trainer, policy):
     torch.testing.assert_close(parameters(trainer.model), expected, rtol=0, atol=2e-6)
 
 
-def test_reference_and_kl(make_trainer):
-    trainer = make_trainer(beta=0.1, max_steps=3)
-    start = parameters(trainer.model)
-    trainer.train()
-    kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
-    assert kl[0] == pytest.approx(0, abs=1e-6)
-    assert kl[-1] > 1e-6
-    torch.testing.assert_close(parameters(trainer.ref_model), start)
-    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
-
-
 def test_reference_of_a_patched_model(make_trainer, policy):
     policy.forward = functools.partial(policy.forward)
     for _ in range(2):
@@ -98,9 +76,7 @@ def test_reference_of_a_patched_model(make_trainer, policy):
 FULL = {"beta": 0.1, "bf16": True, "gradient_checkpointing": True}
 
 
-@pytest.mark.parametrize(
-    ("first", "then"), [({}, {"beta": 0.1}), ({}, FULL), (FULL, FULL), (FULL, {})]
-)
+@pytest.mark.parametrize(("first", "then"), [({}, FULL), (FULL, FULL), (FULL, {})])
 def test_one_model_in_a_second_trainer(make_trainer, policy, first, then):
     make_trainer(model=policy, **first).train()
     fresh = Qwen3ForCausalLM(policy.config)
@@ -114,6 +90,7 @@ def test_one_model_in_a_second_trainer(make_trainer, policy, first, then):
         if "beta" in then:
             assert torch.equal(parameters(trainer.ref_model), start) and logs[-1][1][1] > 0
     assert torch.equal(parameters(policy), parameters(fresh)) and logs[0] == logs[1]
+    assert policy.dtype == torch.float32  # of the weights, whatever they are multiplied in
     assert not torch.equal(parameters(policy), start)
 
 
@@ -223,27 +200,6 @@ def test_unscored_completions(make_trainer, caplog):
     assert trainer._buffer[0].advantages.tolist() == [0.0] * 4
     [log] = [row for row in trainer.state.log_history if "loss" in row]
     assert log["loss"] == 0 and "reward" not in log
-
-
-def test_two_rewards_with_weights(make_trainer):
-    trainer = make_trainer(["think_format_reward", lengths_reward], reward_weights=[1.0, 2.0])
-    trainer.train()
-    log = next(row for row in trainer.state.log_history if "reward" in row)
-    assert log["reward"] == pytest.approx(2 * log["rewards/lengths_reward/mean"], rel=1e-5)
-
-
-def test_bf16_on_cpu(make_trainer):
-    trainer = make_trainer(bf16=True, beta=0.1, num_iterations=2, gradient_checkpointing=True)
-    trainer.train()
-    logs = [row for row in trainer.state.log_history if "loss" in row]
-    assert all(row["grad_norm"] == row["grad_norm"] for row in logs)
-    assert next(trainer.model.parameters()).dtype == torch.float32
-
-
-def test_completions_are_written(make_trainer, capsys, tmp_path):
-    make_trainer(log_completions=True, num_completions_to_print=1, max_steps=1).train()
-    assert capsys.readouterr().out.count("completions at step 1") == 1
-    assert (tmp_path / "out" / "completions" / "completions_00001.parquet").exists()
 
 
 def test_streaming_datasets(make_trainer, dataset):

@@ -23,7 +23,7 @@ def train(make_trainer, policy):
         policy.lm_head.weight.mul_(40)  # peaked, as a policy that was trained
 
     def run(**changes):
-        settings = {"max_steps": 3, "gradient_accumulation_steps": 2} | changes
+        settings = {"max_steps": 2, "gradient_accumulation_steps": 2} | changes
         trainer = make_trainer(
             lengths_reward, model=copy.deepcopy(policy), **settings, engine=CannedEngine()
         )

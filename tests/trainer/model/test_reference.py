@@ -50,3 +50,6 @@ def test_without_sync_it_stays(make):
     start = parameters(trainer.ref_model)
     trainer.train()
     assert torch.equal(parameters(trainer.ref_model), start)
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    first, second = (row["kl"] for row in trainer.state.log_history if "kl" in row)
+    assert first == pytest.approx(0, abs=1e-6) and second > 1e-6
