@@ -142,8 +142,8 @@ class Judge:
     @cached_property
     def disturbed_eager(self) -> list[Found]:
         """Eager answers to such scores: what cancels within the loss cancels here as well."""
-        size = self.unit / 4
-        return [self._answer(self.wide, None, None, size, 0.0, seed) for seed in range(4)]
+        size = 2 * self.unit
+        return [self._answer(self.wide, None, None, size, 0.0, seed) for seed in range(8)]
 
     @cached_property
     def unit(self) -> float:
