@@ -85,13 +85,13 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
 def logged(trainer: GRPOTrainer) -> list[dict[str, float]]:
     """Return everything the run logged that does not depend on the clock or on where it began."""
     rows = [
-        {name: value for name, value in row.items() if not _differs_between_runs(name)}
+        {name: value for name, value in row.items() if not differs_between_runs(name)}
         for row in trainer.state.log_history
     ]
     return [row for row in rows if set(row) - {"step", "epoch"}]  # the summary may be empty now
 
 
-def _differs_between_runs(name: str) -> bool:
+def differs_between_runs(name: str) -> bool:
     return name.endswith(CLOCK) or name.startswith(("profiling/", "train_", "total_flos"))
 
 

@@ -1,0 +1,284 @@
+"""Features that a run may have, each by a line: a resumed run must be the straight run with all.
+
+A feature is settings of GRPOConfig and arguments of GRPOTrainer, or a function that makes them anew
+for each run where they have a state of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, MixtralConfig
+from transformers import Qwen3ForSequenceClassification as Judge
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from tests.support import tools, vision
+from tests.support.trainer import BackgroundEngine, adapted
+
+Changes = dict[str, Any]
+
+_OWN = set(inspect.signature(GRPOTrainer).parameters)
+STEPS, SAVED = 7, 4  # of a run, and the step that it is resumed from
+
+
+def noisy_reward(completion_ids, **kwargs):
+    """Return rewards that depend on the states of both random generators."""
+    noise = random.random() + np.random.random()
+    return [noise * (len(ids) + ids[0] % 3 + ids[-1] % 5) for ids in completion_ids]
+
+
+def sometimes(completion_ids, **kwargs):
+    return [float(ids[0]) if ids[0] % 2 else None for ids in completion_ids]
+
+
+def trainer(changes: Changes, folder: Path) -> GRPOTrainer:
+    """Return a trainer of a tiny policy on eleven prompts, with what a feature changes."""
+    tokenizer = make_tokenizer()
+    rows = Dataset.from_list([{"prompt": f"{i}="} for i in range(11)])
+    given = {
+        "model": functools.partial(make_policy, tokenizer, seed=0),
+        "reward_funcs": noisy_reward,
+        "train_dataset": rows,
+        "eval_dataset": rows.select(range(2)),
+        "processing_class": tokenizer,
+    }
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "save_strategy": "steps",
+        "save_steps": SAVED,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "write_report": False,
+    }
+    given |= {name: value for name, value in changes.items() if name in _OWN}
+    settings |= {name: value for name, value in changes.items() if name not in _OWN}
+    if isinstance(given["model"], functools.partial):
+        given["model"] = given["model"]()
+    return GRPOTrainer(args=GRPOConfig(**settings), **given)
+
+
+def engine(masks: bool = False, noise: float = 0.0, **changes: Any) -> Changes:
+    """Return an engine with weights of its own."""
+    tokenizer = make_tokenizer()
+    made = BackgroundEngine(tokenizer, make_policy(tokenizer, seed=0).eval(), masks=masks)
+    made.noise = noise
+    return {"rollout_engine": made} | changes
+
+
+def adapter(trained: bool = False, **changes: Any) -> Changes:
+    """Return an adapter of the policy, a new one or one that was trained before."""
+    names = [name for name in changes if name in LoraConfig.__dataclass_fields__]
+    lora = {"r": 2, "target_modules": ["q_proj", "lm_head"], "task_type": "CAUSAL_LM"}
+    lora |= {name: changes.pop(name) for name in names}
+    if not trained:
+        return {"peft_config": LoraConfig(**lora)} | changes
+    torch.manual_seed(3)
+    return {"model": adapted(make_policy(make_tokenizer(), seed=0), **lora)} | changes
+
+
+def experts() -> Changes:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=14, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=1,
+    )  # fmt: skip
+    return {"model": AutoModelForCausalLM.from_config(config), "router_aux_loss_coef": 0.5}
+
+
+def dropout(**changes: Any) -> Changes:
+    model = make_policy(make_tokenizer(), seed=0)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    return {"model": model} | changes
+
+
+def stream(**changes: Any) -> Changes:
+    rows = Dataset.from_list([{"prompt": f"{i}="} for i in range(6)])
+    return {"train_dataset": rows.to_iterable_dataset().shuffle(7, buffer_size=4)} | changes
+
+
+def rewards() -> Changes:
+    """Return a function, one that does not always apply, and a model."""
+    tokenizer = make_tokenizer()
+    config = make_policy(tokenizer, seed=0).config
+    config.num_labels = 1
+    torch.manual_seed(1)
+    return {
+        "reward_funcs": [noisy_reward, sometimes, Judge(config)],
+        "reward_processing_classes": [None, None, tokenizer],
+        "reward_weights": [1.0, 0.5, 2.0],
+    }
+
+
+def harder(prompts, completions, rewards, metas):
+    """Let the first prompt grow; the others make room for the dataset's next."""
+    return [f"9{prompts[0]}"[-6:], *[None] * (len(prompts) - 1)]
+
+
+def hint(prompts, completions, rewards, metas):
+    """Prefix prompts that went badly with one number, those that went well with another."""
+    return [f"{1 + (r > 4)}{prompt}" for r, prompt in zip(rewards, prompts, strict=True)]
+
+
+def agents(**changes: Any) -> Changes:
+    """Return a policy that calls a tool as often as the prompt says; every fourth call fails."""
+
+    def script(text: str, row: int) -> str:
+        wanted, done = int(text.split("user\n")[1][0]), len(tools.results(text))
+        if done == wanted:
+            return "sum " + str(len(text) * row % 7)
+        return tools.call("add", a=done, b=1) if done % 4 < 3 else tools.call("gone")
+
+    tokenizer = tools.make_tool_tokenizer()
+    rows = [{"prompt": tools.question(f"{n % 3}{n}"), "start": n} for n in range(8)]
+    return {
+        "model": tools.make_small_policy(len(tokenizer)),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer,
+        "rollout_engine": tools.ScriptedEngine(tokenizer, script, by_row=True),
+        "max_completion_length": 250,
+    } | changes
+
+
+class Counter:
+    """Counts from its row's number; the reward is also by chance."""
+
+    def reset(self, start: int, **row: object) -> str:
+        self._value = start + random.randrange(3)
+        return f" at {self._value}"
+
+    def add(self, a: int, b: int) -> int:
+        """Count.
+
+        Args:
+            a: one number.
+            b: the other.
+        """
+        self._value += a + b
+        return self._value
+
+    def get_reward(self) -> float:
+        return self._value + random.random()
+
+
+def completed(prompts, trainer):
+    """Return completions by chance, half of whose tokens are somebody else's."""
+    ids = [[3 + random.randrange(9), 4, 5, 1] for _ in prompts]
+    encoded = trainer.processing_class(prompts)["input_ids"]
+    return {
+        "prompt_ids": encoded,
+        "completion_ids": ids,
+        "logprobs": [[-1.0, None, -1.0, None]] * len(ids),
+        "env_mask": [[1, 0, 1, 0]] * len(ids),
+        "luck": [random.random() for _ in ids],
+    }
+
+
+def images(**changes: Any) -> Changes:
+    asked = [{"role": "user", "content": "bright?"}]
+    rows = {"prompt": [asked] * 7, "image": [vision.picture(30 * n) for n in range(7)]}
+    rows = Dataset.from_dict(rows)
+    return {
+        "model": vision.tiny_model("llava"),
+        "train_dataset": rows,
+        "eval_dataset": rows.select(range(2)),
+        "processing_class": vision.tiny_processor("llava"),
+    } | changes
+
+
+OVERLAP = {"overlap_generation": True}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+FILTERS = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 0.8}
+SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3}
+BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
+
+FEATURES: dict[str, Changes | Callable[[], Changes]] = {
+    # which part of what is taken next: step 4 is in the middle of it
+    "nothing": {},
+    "iterations": {"num_iterations": 3, "logging_steps": 3},
+    "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "beta": 0.1},
+    "a long generation": {"steps_per_generation": 3, "num_iterations": 2, "logging_steps": 3},
+    "part of an epoch": {"generation_batch_size": 12, "num_generations": 4},
+    "length in epochs": {"num_train_epochs": 7 / 4, "max_steps": -1, "generation_batch_size": 8},
+    "the dataset's order": {"shuffle_dataset": False},
+    "streamed rows": stream,
+    "streamed rows, replaced": lambda: stream(dynamic_sampling=True, num_iterations=2),
+    "dynamic sampling": {"dynamic_sampling": True, "max_resampling_rounds": 3, "logging_steps": 3},
+    "curriculum of groups": {
+        "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups", "num_iterations": 3,
+    },
+    "curriculum of samples": {"dynamic_prompts_fn": hint},
+    "curriculum, replaced": {"dynamic_prompts_fn": hint, "dynamic_sampling": True},
+    # what generates
+    "filters": FILTERS | {"repetition_penalty": 1.2, "mask_truncated_completions": True},
+    "sampling mask": FILTERS | {"use_sampling_mask": True, "beta": 0.1, "num_iterations": 2},
+    "continuous batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
+    },
+    "rollout correction": lambda: engine(noise=0.2, vllm_importance_sampling_mode="token_truncate"),
+    "overlap": lambda: engine(**OVERLAP),
+    "overlap, iterated": lambda: engine(**OVERLAP, num_iterations=2, logging_steps=3),
+    "overlap, replaced": lambda: engine(**OVERLAP, dynamic_sampling=True),
+    "overlap, evaluated": lambda: engine(**OVERLAP, **EVALUATED),
+    "overlap, streamed": lambda: engine(**OVERLAP, **stream()),
+    "overlap, masked": lambda: engine(
+        masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
+    ),
+    "tools": lambda: agents(tools=[tools.add], num_iterations=3, logging_steps=3),
+    "environments": lambda: agents(environment_factory=Counter, reward_funcs=None),
+    "a function that completes": {"rollout_func": completed, "num_iterations": 2},
+    "images": lambda: images(num_iterations=2, beta=0.1),
+    # rewards, the loss and its schedules
+    "several rewards": rewards,
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
+    "entropy": {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+    "batch statistics": {"scale_rewards": "batch", "loss_type": "dr_grpo", "num_iterations": 2},
+    "sequence ratios": {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 2.0},
+    "mixture of experts": experts,
+    "bounded backward": {"backward_tolerance": 2e-3},
+    # what else moves
+    "synced reference": SYNCED,
+    "decay": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+    "plateau": EVALUATED | BEST | {"lr_scheduler_type": "reduce_lr_on_plateau"},
+    "adafactor": {"optim": "adafactor"},
+    "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "bf16": {"bf16": True},
+    "fp32 head": {"bf16": True, "cast_lm_head_to_fp32": True},
+    "dropout": lambda: dropout(gradient_checkpointing=True, num_iterations=2),
+    "evaluation": EVALUATED,
+    "the best model": EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True},
+    "early stop": lambda: {
+        **EVALUATED, **BEST, "callbacks": [EarlyStoppingCallback(2)], "load_best_model_at_end": True,
+        "eval_steps": 4, "restore_callback_states_from_checkpoint": True,
+    },
+    "counted tokens": {"include_num_input_tokens_seen": True, "log_unique_prompts": True},
+    # adapters
+    "adapter": adapter,
+    "adapter with dropout": lambda: adapter(lora_dropout=0.3, target_modules=["q_proj"], beta=0.1),
+    "pissa": lambda: adapter(init_lora_weights="pissa", beta=0.1),
+    "dora": lambda: adapter(use_dora=True, target_modules=["q_proj"], beta=0.1),
+    "an adapter's whole head": lambda: adapter(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "a trained adapter": lambda: adapter(trained=True, beta=0.1),
+}  # fmt: skip
