@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.hf_argparser import HfArg
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from grpo_trainer import GRPOTrainer
@@ -145,7 +146,10 @@ def _train(trainer: GRPOTrainer) -> None:
     newest = str(resume).lower() == "true"
     output = trainer.train(resume_from_checkpoint=True if newest else resume)
     trainer.save_model()
-    if output.metrics:  # without a step the state is the one that is there
+    state = Path(trainer.args.output_dir) / TRAINER_STATE_NAME
+    if output.metrics or not state.exists():  # without a step it is the one that is there
+        if not output.metrics:  # the run was ended after its last checkpoint, perhaps at once
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         trainer.save_state()
     if trainer.accelerator.num_processes > 1:  # one that just leaves may abort
         trainer.rollouts.close()  # an engine in the process has groups of its own

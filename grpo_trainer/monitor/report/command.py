@@ -12,7 +12,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from grpo_kernels.tools import OneLineParser
-from grpo_trainer.common import unfailing
+from grpo_trainer.common import unfailing, whole
 from grpo_trainer.monitor.report.page import render, require_plotly
 from grpo_trainer.monitor.report.record import REPORT_NAME, RunRecord, load_run
 
@@ -88,5 +88,6 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
         runs = [replace(run, name=str(run.folder)) for run in runs]
     page = render(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    with whole(path) as aside:
+        aside.write_text(page, encoding="utf-8")
     return path

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
+from grpo_trainer.common import whole
 from grpo_trainer.monitor.recipe import environment
 
 RECORD_NAME = "run.json"  # in the run's folder
@@ -61,7 +62,8 @@ class RunRecord:
         """Write ``run.json`` into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = jsonable(vars(self) | {"folder": None})
-        (self.folder / RECORD_NAME).write_text(json.dumps(content, indent=1) + "\n")
+        with whole(self.folder / RECORD_NAME) as path:
+            path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def load_run(folder: Path) -> RunRecord:
