@@ -80,6 +80,7 @@ _FREE = {
 }
 # learning rates that do not depend on how many steps there are
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau")
+_ADAPTER = "peft_config["  # before the name of one
 # fields of an adapter's config that say where it is from, and how it was loaded
 _ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "peft_version")
 
@@ -107,9 +108,10 @@ def differences(
 
     A field that was not there yet when the checkpoint was written had the effect of its default.
     """
+    gone = {name: None for name in written if name.startswith(_ADAPTER)}
     return [
         f"{name} = {before!r}, got {value!r}"
-        for name, value in settings.items()
+        for name, value in (gone | settings).items()
         if (before := written.get(name, defaults.get(name))) != value
     ]
 
@@ -133,7 +135,7 @@ def _adapters(model: Any) -> dict[str, Any]:
     if not is_peft_model(model):
         return {"peft_config": None}
     return {
-        f"peft_config[{adapter!r}].{name}": value
+        f"{_ADAPTER}{adapter!r}].{name}": value
         for adapter, config in model.peft_config.items()
         for name, value in config.to_dict().items()
         if name not in _ORIGIN
