@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,8 +20,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from grpo_trainer.checkpoint.manifest import write_manifest
 from grpo_trainer.monitor import CARD_NAME
 
+logger = logging.getLogger(__name__)
+
 SETTINGS_FILE = "grpo_settings.json"
-INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
+_INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
 # without these nobody takes a folder for a model
 _ENTRIES = ("config.json", "adapter_config.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -42,7 +45,7 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
         CheckpointError: a file could not be written. What was written is deleted, to free the disk;
             earlier checkpoints are untouched.
     """
-    aside = run_dir / f"{INCOMPLETE}{name}"
+    aside = run_dir / f"{_INCOMPLETE}{name}"
     if accelerator.is_local_main_process:
         shutil.rmtree(aside, ignore_errors=True)  # of a run that was ended while it wrote
     accelerator.wait_for_everyone()
@@ -59,6 +62,13 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
             _publish(aside, run_dir / name)  # of a machine with a disk of its own
 
 
+def delete_unfinished(run_dir: Path) -> None:
+    """Free the disk of what runs left that were ended while they wrote or deleted a checkpoint."""
+    for folder in sorted(run_dir.glob(f"{_INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
+        logger.warning("%s is an unfinished checkpoint and is deleted", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def model_aside(folder: Path) -> Iterator[Path]:
     """Yield a folder in which to save a model, which on leaving replaces the one in ``folder``.
@@ -66,7 +76,7 @@ def model_aside(folder: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: a file could not be written. What is in ``folder`` is untouched.
     """
-    aside = folder / f"{INCOMPLETE}model"
+    aside = folder / f"{_INCOMPLETE}model"
     shutil.rmtree(aside, ignore_errors=True)
     with _freed(aside, folder):
         aside.mkdir(parents=True)
@@ -105,7 +115,7 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
     spare = [folder for folder in folders if folder.name not in keep]
     for folder in spare[: max(len(folders) - limit, 0)]:
         # a run that is ended meanwhile leaves nothing that looks like a checkpoint
-        doomed = folder.with_name(f"{INCOMPLETE}{folder.name}")
+        doomed = folder.with_name(f"{_INCOMPLETE}{folder.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -113,7 +123,7 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
 
 def _publish(aside: Path, final: Path) -> None:
     _sync(write_manifest(aside / final.name))
-    replaced = final.with_name(f"{INCOMPLETE}{final.name}-replaced")
+    replaced = final.with_name(f"{_INCOMPLETE}{final.name}-replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # written again, by a run that started over
         final.rename(replaced)

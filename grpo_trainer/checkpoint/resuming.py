@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_trainer.checkpoint.files import INCOMPLETE, SETTINGS_FILE, checkpoints, models
+from grpo_trainer.checkpoint.files import SETTINGS_FILE, checkpoints, models
 from grpo_trainer.checkpoint.manifest import Manifest
 from grpo_trainer.checkpoint.run_settings import differences, may_end_elsewhere
 from grpo_trainer.config import GRPOConfig
-
-logger = logging.getLogger(__name__)
 
 _NAME = "resume_from_checkpoint"
 
@@ -30,8 +26,6 @@ def find_checkpoint(run_dir: Path, asked: str | Path | bool | None, overwrite: b
         ValueError: there is none; or, unless it is to ``overwrite`` them, ``run_dir`` holds a model
             or checkpoints of a run that does not go on.
     """
-    for folder in sorted(run_dir.glob(f"{INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
-        logger.warning("%s is an unfinished checkpoint and is ignored; it can be deleted", folder)
     found = _asked_for(run_dir, asked)
     goes_on = found is not None and found.resolve().parent == run_dir.resolve()
     kept = [path.name for path in (*models(run_dir), *checkpoints(run_dir))]

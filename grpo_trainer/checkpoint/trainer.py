@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 
 from grpo_trainer.checkpoint.files import (
     checkpoints,
+    delete_unfinished,
     model_aside,
     rotate,
     write_settings,
@@ -23,6 +24,7 @@ from grpo_trainer.checkpoint.files import (
 from grpo_trainer.checkpoint.interrupt import Interrupt
 from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
 from grpo_trainer.checkpoint.run_lock import only_run, raise_together
+from grpo_trainer.common import whole
 from grpo_trainer.config import pickled_without_secrets
 from grpo_trainer.data import optimizer_steps
 from grpo_trainer.sharding import Placement
@@ -125,6 +127,8 @@ class ResumableTrainer(Trainer):
         except ValueError as error:
             problem = str(error)
         raise_together(self.accelerator, problem)
+        if self.accelerator.is_local_main_process:
+            delete_unfinished(Path(self.args.output_dir))
         return found
 
     def _inner_training_loop(
@@ -231,6 +235,12 @@ class ResumableTrainer(Trainer):
         self._save(output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_state(self) -> None:
+        """Write the trainer's state into ``output_dir``."""
+        if self.args.should_save:
+            with whole(Path(self.args.output_dir) / TRAINER_STATE_NAME) as path:
+                self.state.save_to_json(str(path))
 
     @pickled_without_secrets()
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
