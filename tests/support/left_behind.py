@@ -48,10 +48,13 @@ def completions(run: Path, after: int = 0) -> dict[str, Any]:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Return the model of a run that is through, its log, and whether its report is whole."""
-    files = {name: plain(_content(run / name)) for name in ("model.safetensors", STATE)}
+    """Return the model of a run that is through, its log, and whether its reports are whole."""
+    paths = {name: run / name for name in ("model.safetensors", STATE)}
+    found = {name: plain(_content(path)) for name, path in paths.items() if path.exists()}
+    record = json.loads((run / "run.json").read_text())
     report = (run / "report.html").read_text().rstrip()
-    return files | {"report.html": report.startswith("<!") and report.endswith("</html>")}
+    found["run.json"] = rows(record["history"])
+    return found | {"report.html": report.startswith("<!") and report.endswith("</html>")}
 
 
 def rows(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

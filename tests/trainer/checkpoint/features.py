@@ -269,9 +269,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "dropout": lambda: dropout(gradient_checkpointing=True, num_iterations=2),
     "evaluation": EVALUATED,
     "the best model": EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True},
-    "early stop": lambda: {
-        **EVALUATED, **BEST, "callbacks": [EarlyStoppingCallback(2)], "load_best_model_at_end": True,
-        "eval_steps": 4, "restore_callback_states_from_checkpoint": True,
+    "patience": lambda: {
+        **EVALUATED, **BEST, "eval_steps": 1, "callbacks": [EarlyStoppingCallback(99)],
+        "restore_callback_states_from_checkpoint": True,
     },
     "counted tokens": {"include_num_input_tokens_seen": True, "log_unique_prompts": True},
     # adapters
@@ -279,6 +279,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "adapter with dropout": lambda: adapter(lora_dropout=0.3, target_modules=["q_proj"], beta=0.1),
     "pissa": lambda: adapter(init_lora_weights="pissa", beta=0.1),
     "dora": lambda: adapter(use_dora=True, target_modules=["q_proj"], beta=0.1),
-    "an adapter's whole head": lambda: adapter(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "adapter, whole head": lambda: adapter(target_modules=".*q_proj", modules_to_save=["lm_head"]),
     "a trained adapter": lambda: adapter(trained=True, beta=0.1),
 }  # fmt: skip
