@@ -6,7 +6,6 @@ for each run where they have a state of their own.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import random
 from collections.abc import Callable
@@ -29,6 +28,13 @@ Changes = dict[str, Any]
 
 _OWN = set(inspect.signature(GRPOTrainer).parameters)
 STEPS, SAVED = 7, 4  # of a run, and the step that it is resumed from
+SETTINGS: Changes = dict(
+    max_steps=STEPS, per_device_train_batch_size=4, per_device_eval_batch_size=4,
+    num_generations=2, max_completion_length=4, learning_rate=1e-2, lr_scheduler_type="constant",
+    logging_steps=1, log_completions=True, num_completions_to_print=0, save_strategy="steps",
+    save_steps=SAVED, gradient_checkpointing=False, use_cpu=True, disable_tqdm=True,
+    write_report=False,
+)  # fmt: skip
 
 
 def noisy_reward(completion_ids, **kwargs):
@@ -46,36 +52,14 @@ def trainer(changes: Changes, folder: Path) -> GRPOTrainer:
     tokenizer = make_tokenizer()
     rows = Dataset.from_list([{"prompt": f"{i}="} for i in range(11)])
     given = {
-        "model": functools.partial(make_policy, tokenizer, seed=0),
         "reward_funcs": noisy_reward,
         "train_dataset": rows,
         "eval_dataset": rows.select(range(2)),
         "processing_class": tokenizer,
-    }
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "log_completions": True,
-        "num_completions_to_print": 0,
-        "save_strategy": "steps",
-        "save_steps": SAVED,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "write_report": False,
-    }
-    given |= {name: value for name, value in changes.items() if name in _OWN}
-    settings |= {name: value for name, value in changes.items() if name not in _OWN}
-    if isinstance(given["model"], functools.partial):
-        given["model"] = given["model"]()
-    return GRPOTrainer(args=GRPOConfig(**settings), **given)
+    } | {name: value for name, value in changes.items() if name in _OWN}
+    given.setdefault("model", make_policy(tokenizer, seed=0))
+    settings = SETTINGS | {name: value for name, value in changes.items() if name not in _OWN}
+    return GRPOTrainer(args=GRPOConfig(output_dir=str(folder), **settings), **given)
 
 
 def engine(masks: bool = False, noise: float = 0.0, **changes: Any) -> Changes:

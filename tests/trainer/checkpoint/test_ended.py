@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from grpo_trainer.checkpoint import files
 from grpo_trainer.cli import main
+from grpo_trainer.demo.policy import write_policy
 from tests.support import left_behind
 from tests.trainer.checkpoint.features import SYNCED, trainer
 
@@ -177,15 +178,26 @@ def reward(completion_ids, **kwargs):
 """
 
 
-def test_on_the_command_line(tmp_path, monkeypatch, policy, tokenizer, dataset, capfd):
+RUN = """
+model_name_or_path: model
+dataset_name: rows.jsonl
+output_dir: out
+reward_funcs: pressing.reward
+per_device_train_batch_size: 8
+max_completion_length: 4
+max_steps: 2
+logging_steps: 1
+use_cpu: true
+"""
+
+
+def test_on_the_command_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("pressing.py").write_text(REWARD)
-    policy.save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    dataset.to_json("rows.jsonl")
-    argv = ["--model_name_or_path", "model", "--dataset_name", "rows.jsonl", "--output_dir", "out"]
-    argv += ["--reward_funcs", "pressing.reward", "--num_generations", "4", "--max_steps", "3"]
-    argv += ["--per_device_train_batch_size", "4", "--max_completion_length", "4", "--use_cpu"]
+    write_policy(Path("model"), seed=0)
+    Path("rows.jsonl").write_text('{"prompt": "1="}\n' * 4)
+    Path("run.yaml").write_text(RUN)
+    argv = ["--config", "run.yaml"]
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 130

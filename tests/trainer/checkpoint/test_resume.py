@@ -204,27 +204,21 @@ def test_a_finished_run_takes_no_step(make, out, length):
     assert files(out) == before
 
 
-BEST_AT_ONCE = EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True}
-
-
 def test_the_best_checkpoint_stays_and_a_finished_run_ends_with_it(make, out):
-    rewards = iter([1.0] * 1000)
+    def alike(completions, **kwargs):  # in the mean: the first step is the best
+        return [float(row) for row, _ in enumerate(completions)]
 
-    def worse(completions, **kwargs):  # the first is the best
-        return [next(rewards) - i for i, _ in enumerate(completions)]
-
-    def constant(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    settings = BEST_AT_ONCE | {"max_steps": 3, "save_total_limit": 2}
-    trainer = make(reward_funcs=constant, **settings)
+    settings = EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True}
+    settings |= {"max_steps": 3, "save_total_limit": 2, "reward_funcs": alike}
+    trainer = make(**settings)
     trainer.train()
     best = str(out / "checkpoint-1")
     assert trainer.state.best_model_checkpoint == best
     assert {path.name for path in out.iterdir()} == {"checkpoint-1", "checkpoint-3"}
     state = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == best
-    resumed = make(reward_funcs=constant, **settings)
+    resumed = make(**settings)
+    assert not torch.equal(parameters(resumed.model), parameters(trainer.model))
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(parameters(resumed.model), parameters(trainer.model))
 
@@ -288,10 +282,8 @@ def test_a_trainer_may_train_again(make):
     trainer = make(num_iterations=2, save_strategy="no")
     trainer.save_model()
     trainer.train()
-    first = logged(trainer)
     trainer.train()
-    assert trainer.state.global_step == 2 and [row["step"] for row in logged(trainer)] == [1, 2]
-    assert len(first) == 2
+    assert [row["step"] for row in logged(trainer)] == [1, 2]
 
 
 def test_two_runs_do_not_share_a_folder(make, out):
