@@ -7,6 +7,7 @@ for each run where they have a state of their own.
 from __future__ import annotations
 
 import inspect
+import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, interleave_datasets
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, MixtralConfig
 from transformers import Qwen3ForSequenceClassification as Judge
@@ -102,6 +103,21 @@ def stream(**changes: Any) -> Changes:
     return {"train_dataset": rows.to_iterable_dataset().shuffle(7, buffer_size=4)} | changes
 
 
+def mixed() -> Changes:
+    """Return rows drawn by chance from two streams."""
+    parts = [[{"prompt": f"{i}{end}="} for i in range(9)] for end in (1, 2)]
+    streams = [Dataset.from_list(part).to_iterable_dataset() for part in parts]
+    return {"train_dataset": interleave_datasets(streams, probabilities=[0.7, 0.3], seed=1)}
+
+
+def talking(completions, log_extra, log_metric, **kwargs):
+    """Return rewards, and log something beside them."""
+    rewards = [float(len(text)) + random.random() for text in completions]
+    log_extra("noted", rewards)
+    log_metric("talked", rewards[0])
+    return rewards
+
+
 def rewards() -> Changes:
     """Return a function, one that does not always apply, and a model."""
     tokenizer = make_tokenizer()
@@ -179,10 +195,18 @@ def completed(prompts, trainer):
     }
 
 
-def images(**changes: Any) -> Changes:
+def encoded(picture) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "png")
+    return file.getvalue()
+
+
+def images(bad: int = 0, **changes: Any) -> Changes:
+    """Return questions with an image; those of the last ``bad`` rows cannot be read."""
     asked = [{"role": "user", "content": "bright?"}]
-    rows = {"prompt": [asked] * 7, "image": [vision.picture(30 * n) for n in range(7)]}
-    rows = Dataset.from_dict(rows)
+    found = [encoded(vision.picture(30 * n)) for n in range(7)]
+    found[7 - bad :] = [b"none"] * bad
+    rows = Dataset.from_dict({"prompt": [asked] * 7, "image": [{"bytes": one} for one in found]})
     return {
         "model": vision.tiny_model("llava"),
         "train_dataset": rows,
@@ -208,6 +232,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "the dataset's order": {"shuffle_dataset": False},
     "streamed rows": stream,
     "streamed rows, replaced": lambda: stream(dynamic_sampling=True, num_iterations=2),
+    "mixed streams": mixed,
     "dynamic sampling": {"dynamic_sampling": True, "max_resampling_rounds": 3, "logging_steps": 3},
     "curriculum of groups": {
         "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups", "num_iterations": 3,
@@ -234,8 +259,10 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "environments": lambda: agents(environment_factory=Counter, reward_funcs=None),
     "a function that completes": {"rollout_func": completed, "num_iterations": 2},
     "images": lambda: images(num_iterations=2, beta=0.1),
+    "images, some skipped": lambda: images(bad=2, on_bad_image="skip"),
     # rewards, the loss and its schedules
     "several rewards": rewards,
+    "a reward that logs": {"reward_funcs": talking, "logging_steps": 3},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
     "entropy": {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
     "batch statistics": {"scale_rewards": "batch", "loss_type": "dr_grpo", "num_iterations": 2},
@@ -251,6 +278,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "bf16": {"bf16": True},
     "fp32 head": {"bf16": True, "cast_lm_head_to_fp32": True},
     "dropout": lambda: dropout(gradient_checkpointing=True, num_iterations=2),
+    "noise": {"neftune_noise_alpha": 5.0},
     "evaluation": EVALUATED,
     "the best model": EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True},
     "patience": lambda: {
