@@ -237,7 +237,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "curriculum of groups": {
         "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups", "num_iterations": 3,
     },
-    "curriculum of samples": {"dynamic_prompts_fn": hint},
+    "curriculum of samples": {"dynamic_prompts_fn": hint, "num_iterations": 4},
     "curriculum, replaced": {"dynamic_prompts_fn": hint, "dynamic_sampling": True},
     # what generates
     "filters": FILTERS | {"repetition_penalty": 1.2, "mask_truncated_completions": True},
