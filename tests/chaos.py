@@ -33,6 +33,7 @@ from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.demo.task import write_dataset
 from tests.support import left_behind
 
+ROOT = Path(__file__).parents[1]
 STEPS = 12
 SETTINGS: dict[str, Any] = {
     "model_name_or_path": "../model",
@@ -131,6 +132,7 @@ class Run:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             if new_process:
+                os.environ["PYTHONPATH"] = str(ROOT)  # where the reward is
                 os.execv(sys.executable, [sys.executable, "-m", "grpo_trainer.cli", *argv])
             grpo_train(argv)
             code = 0

@@ -44,6 +44,11 @@ def noisy_reward(completion_ids, **kwargs):
     return [noise * (len(ids) + ids[0] % 3 + ids[-1] % 5) for ids in completion_ids]
 
 
+def alike(completions, **kwargs):
+    """Return rewards whose mean is the same in each step."""
+    return [float(row) for row, _ in enumerate(completions)]
+
+
 def sometimes(completion_ids, **kwargs):
     return [float(ids[0]) if ids[0] % 2 else None for ids in completion_ids]
 
@@ -283,7 +288,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "the best model": EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True},
     "patience": lambda: {
         **EVALUATED, **BEST, "eval_steps": 1, "callbacks": [EarlyStoppingCallback(99)],
-        "restore_callback_states_from_checkpoint": True,
+        "restore_callback_states_from_checkpoint": True, "reward_funcs": alike,
     },
     "counted tokens": {"include_num_input_tokens_seen": True, "log_unique_prompts": True},
     # adapters

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from grpo_trainer.checkpoint import files
 from grpo_trainer.cli import main
 from grpo_trainer.demo.policy import write_policy
+from tests.chaos import ROOT
 from tests.support import left_behind
 from tests.trainer.checkpoint.features import SYNCED, trainer
 
@@ -30,7 +31,7 @@ CHANGES = SYNCED | {
 
 def test_at_random_moments(tmp_path):
     command = [sys.executable, "-m", "tests.chaos", "--kills", "5", "--seed", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

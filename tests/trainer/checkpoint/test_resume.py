@@ -20,7 +20,7 @@ from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from tests.support import left_behind
 from tests.support.trainer import logged, parameters
 from tests.trainer.checkpoint import features
-from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, harder
+from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, alike, harder
 
 pytestmark = pytest.mark.slow
 
@@ -205,11 +205,12 @@ def test_a_finished_run_takes_no_step(make, out, length):
 
 
 def test_the_best_checkpoint_stays_and_a_finished_run_ends_with_it(make, out):
-    def alike(completions, **kwargs):  # in the mean: the first step is the best
-        return [float(row) for row, _ in enumerate(completions)]
-
     settings = EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True}
-    settings |= {"max_steps": 3, "save_total_limit": 2, "reward_funcs": alike}
+    settings |= {
+        "max_steps": 3,
+        "save_total_limit": 2,
+        "reward_funcs": alike,
+    }  # the first is the best
     trainer = make(**settings)
     trainer.train()
     best = str(out / "checkpoint-1")
