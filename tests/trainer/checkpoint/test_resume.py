@@ -279,12 +279,18 @@ def test_what_another_run_has_left_stays(make, checkpoint, out, tmp_path, left):
 
 
 def test_a_trainer_may_train_again(make):
-    """What it has saved itself is its own, and it starts anew."""
-    trainer = make(num_iterations=2, save_strategy="no")
+    """What it has saved itself is its own, and it starts with a generation batch of its own."""
+    steps = []
+
+    def reward(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        return [0.0] * len(completions)
+
+    trainer = make(reward_funcs=reward, num_iterations=2, max_steps=3, save_strategy="no")
     trainer.save_model()
     trainer.train()
     trainer.train()
-    assert [row["step"] for row in logged(trainer)] == [1, 2]
+    assert steps == [0, 2, 0, 2]
 
 
 def test_two_runs_do_not_share_a_folder(make, out):
