@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "grpo_settings.json"
 _INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
+_REPLACED = "-replaced"
 # without these nobody takes a folder for a model
 _ENTRIES = ("config.json", "adapter_config.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -63,7 +64,14 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
 
 
 def delete_unfinished(run_dir: Path) -> None:
-    """Free the disk of what runs left that were ended while they wrote or deleted a checkpoint."""
+    """Free the disk of what runs left that were ended while they wrote or deleted a checkpoint.
+
+    One that was about to be replaced comes back.
+    """
+    for folder in run_dir.glob(f"{_INCOMPLETE}*{_REPLACED}"):
+        final = run_dir / folder.name.removeprefix(_INCOMPLETE).removesuffix(_REPLACED)
+        if not final.exists():
+            folder.rename(final)
     for folder in sorted(run_dir.glob(f"{_INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
         logger.warning("%s is an unfinished checkpoint and is deleted", folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +131,7 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
 
 def _publish(aside: Path, final: Path) -> None:
     _sync(write_manifest(aside / final.name))
-    replaced = final.with_name(f"{_INCOMPLETE}{final.name}-replaced")
+    replaced = final.with_name(f"{_INCOMPLETE}{final.name}{_REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # written again, by a run that started over
         final.rename(replaced)

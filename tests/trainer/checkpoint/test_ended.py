@@ -216,3 +216,10 @@ def test_on_the_command_line(tmp_path, monkeypatch, capfd):
         path.unlink()
     main([*argv, "--resume_from_checkpoint", "true"])
     assert all(path.exists() for path in ends)
+
+
+def test_a_checkpoint_that_was_to_be_replaced_comes_back(tmp_path):
+    (tmp_path / "incomplete-checkpoint-3-replaced").mkdir()
+    (tmp_path / "incomplete-checkpoint-4").mkdir()
+    files.delete_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
