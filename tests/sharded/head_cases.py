@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_kernels import PolicyLossOutput, TokenBatch, VocabShard, linear_policy_loss
 from grpo_kernels.testing import make_config
-from tests.sharded.checks import expect
+from tests.sharded.ranks import Case, expect
 from tests.sharded.training import (
     LENGTH,
     MICRO_BATCHES,
@@ -38,8 +37,6 @@ from tests.sharded.training import (
     plain_loss,
     train,
 )
-
-Case = Callable[[], None]
 
 
 def root(model: Tiny) -> None:
@@ -82,19 +79,42 @@ WRAPPINGS = {
 }
 
 
-def errors(wrap: Callable[[Tiny], None], variant: Variant) -> dict[str, float]:
+VARIANTS = {
+    "FusedHead": Variant(head=fused_loss),
+    "a held weight": Variant(head=held_loss),
+    "after the model's forward": Variant(head=fused_loss, outside=True),
+    "activation checkpointing": Variant(head=fused_loss, prepare=checkpoint),
+    "lazy logits": Variant(head=lazy_loss, prepare=lazy, fused=False),
+    "frozen": Variant(head=fused_loss, prepare=freeze),
+    "LoRA on the head": Variant(head=fused_loss, prepare=adapt, fused=False),
+    "LoRA, after the model's forward": Variant(
+        head=fused_loss, prepare=adapt, fused=False, outside=True
+    ),
+}
+TIED = Variant(head=fused_loss, tied=True)
+Gradients = list[dict[str, Tensor]]  # of every step
+
+
+def wrapped(wrap: Callable[[Tiny], None]) -> Callable[[Tiny, Variant], Gradients]:
+    """Return what trains a model on this rank, wrapped."""
+
+    def trained(model: Tiny, variant: Variant) -> Gradients:
+        wrap(model)
+        return train(model, variant, [dist.get_rank()])
+
+    return trained
+
+
+def errors(trained: Callable[[Tiny, Variant], Gradients], variant: Variant) -> dict[str, float]:
     """Return the largest relative errors of the head's and the other gradients, of any step.
 
     Against one process's mean gradient; each has taken the steps before by its own gradients.
     """
     model = Tiny(variant.tied, variant.fused)
     variant.prepare(model)
-    one = copy.deepcopy(model)
-    exact = train(one, variant, list(range(dist.get_world_size())))
-    wrap(model)
-    found = train(model, variant, [dist.get_rank()])
+    exact = train(copy.deepcopy(model), variant, list(range(dist.get_world_size())))
     largest = {"head": 0.0, "others": 0.0}
-    for mine, right in zip(found, exact, strict=True):
+    for mine, right in zip(trained(model, variant), exact, strict=True):
         assert mine.keys() == right.keys()
         for name, value in right.items():
             kind = "head" if name.startswith("lm_head") else "others"
@@ -103,8 +123,8 @@ def errors(wrap: Callable[[Tiny], None], variant: Variant) -> dict[str, float]:
     return largest
 
 
-def check(wrap: Callable[[Tiny], None], variant: Variant) -> None:
-    for name, error in errors(wrap, variant).items():
+def check(trained: Callable[[Tiny, Variant], Gradients], variant: Variant) -> None:
+    for name, error in errors(trained, variant).items():
         assert error < 2e-6, (name, error)
 
 
@@ -113,25 +133,15 @@ def cases() -> dict[str, Case]:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    fused = Variant(head=fused_loss)
-    for name, wrap in WRAPPINGS.items():
-        yield f"FusedHead, {name}", partial(check, wrap, fused)
-        yield f"a held weight, {name}", partial(check, wrap, Variant(head=held_loss))
-        outside = Variant(head=fused_loss, outside=True)
-        yield f"after the model's forward, {name}", partial(check, wrap, outside)
-        checkpointed = Variant(head=fused_loss, prepare=checkpoint)
-        yield f"activation checkpointing, {name}", partial(check, wrap, checkpointed)
-        as_logits = Variant(head=lazy_loss, prepare=lazy, fused=False)
-        yield f"lazy logits, {name}", partial(check, wrap, as_logits)
-        yield f"frozen, {name}", partial(check, wrap, Variant(head=fused_loss, prepare=freeze))
-        lora = Variant(head=fused_loss, prepare=adapt, fused=False)
-        yield f"LoRA on the head, {name}", partial(check, wrap, lora)
-        lora = replace(lora, outside=True)
-        yield f"LoRA, after the model's forward, {name}", partial(check, wrap, lora)
-    yield "LoRA on a FusedHead", partial(check, alone, Variant(head=fused_loss, prepare=adapt))
-    yield "tied, root", partial(check, root, Variant(head=fused_loss, tied=True))
+    wrappings = WRAPPINGS if dist.get_world_size() == 2 else {"with norm": with_norm}
+    for wrapping, wrap in wrappings.items():
+        for name, variant in VARIANTS.items():
+            yield f"{name}, {wrapping}", partial(check, wrapped(wrap), variant)
+    on_fused = Variant(head=fused_loss, prepare=adapt)
+    yield "LoRA on a FusedHead", partial(check, wrapped(alone), on_fused)
+    yield "tied, root", partial(check, wrapped(root), TIED)
     yield "plain full_tensor, head alone", check_plain
-    yield "HSDP, a held weight", check_hybrid
+    yield "HSDP", check_hybrid
     yield "mixed precision", check_mixed_precision
     yield "log-probabilities changed in place", check_in_place
     yield "FSDP1, root", partial(check_fsdp1, wrap_head=False)
@@ -142,7 +152,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 def check_plain() -> None:
     """Keep what the documents say true: a plain full_tensor() loses most of the gradient."""
-    assert errors(alone, Variant(head=plain_loss))["head"] > 0.5
+    assert errors(wrapped(alone), Variant(head=plain_loss))["head"] > 0.5
 
 
 def check_hybrid() -> None:
@@ -154,14 +164,9 @@ def check_hybrid() -> None:
         fully_shard(model.lm_head, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    check(wrap, Variant(head=fused_loss))
-    model = Tiny()
-    wrap(model)
+    check(wrapped(wrap), VARIANTS["FusedHead"])
     # a held weight's gradient is the mean over both dimensions
-    one = copy.deepcopy(Tiny())
-    exact = train(one, Variant(head=held_loss), list(range(size)))[0]
-    found = train(model, Variant(head=held_loss), [dist.get_rank()])[0]
-    torch.testing.assert_close(found["lm_head.weight"], exact["lm_head.weight"])
+    check(wrapped(wrap), VARIANTS["a held weight"])
 
 
 def check_mixed_precision() -> None:
@@ -172,7 +177,7 @@ def check_mixed_precision() -> None:
         fully_shard(model.lm_head, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
 
-    for error in errors(wrap, Variant(head=fused_loss)).values():
+    for error in errors(wrapped(wrap), VARIANTS["FusedHead"]).values():
         assert error < 0.05
     model = Tiny()
     wrap(model)
@@ -194,7 +199,7 @@ def check_in_place() -> None:
         logprobs += 1.0
         return PolicyLossOutput(logprobs.square().mean(), {})
 
-    check(alone, Variant(head=squared))
+    check(wrapped(alone), Variant(head=squared))
 
 
 def check_fsdp1(wrap_head: bool) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,11 +24,13 @@ from grpo_kernels import (
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import make_config
 from tests.losses.test_laws import variants
+from tests.sharded.ranks import Case, expect
 
 LENGTHS = (16, 0, 24, 8)  # multiples of twice the number of ranks that share sequences
 D, V = 6, 19
 FIRST = 10  # ids of the first of two shards of the vocabulary
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+FEW = ("grpo", "gspo", "gmpo", "vespo")
 CORRECTIONS = ("sequence_mask", "sequence_truncate")
 
 
@@ -55,27 +56,27 @@ class Grid:
     tp: int
 
 
-def cases() -> dict[str, Callable[[], None]]:
+def cases() -> dict[str, Case]:
     return dict(_cases())
 
 
-def _cases() -> Iterator[tuple[str, Callable[[], None]]]:
+def _cases() -> Iterator[tuple[str, Case]]:
     size = dist.get_world_size()
-    kinds = list(_every_kind())
-    if size == 4:  # where a process more costs as much as many cases
-        kinds = [kind for kind in kinds if kind.loss in ("grpo", "gspo", "gmpo", "vespo")]
     if size < 8:
+        # where a process more costs as much as many cases
+        kinds = [kind for kind in _every_kind() if size == 2 or kind.loss in FEW]
         yield from _named(Grid(1, size, 1), kinds)
         yield "policy_loss, and metrics that one rank reads", check_policy_loss
     if size == 2:
         yield "what is wrong on one rank", check_errors
-    else:
-        grids = [Grid(2, 2, 1), Grid(1, 2, 2)] if size == 4 else [Grid(2, 2, 2)]
-        for grid in grids:
-            yield from _named(grid, _kinds_of_groups())
+    if size == 4:
+        for grid in (Grid(2, 2, 1), Grid(1, 2, 2)):
+            yield from _named(grid, _kinds_of_groups(LOSSES))
+    if size == 8:
+        yield from _named(Grid(2, 2, 2), _kinds_of_groups(FEW))
 
 
-def _named(grid: Grid, kinds: Iterable[Kind]) -> Iterator[tuple[str, Callable[[], None]]]:
+def _named(grid: Grid, kinds: Iterable[Kind]) -> Iterator[tuple[str, Case]]:
     for kind in kinds:
         yield f"{grid}, {kind}", partial(check, kind, grid)
 
@@ -102,8 +103,8 @@ def _every_kind() -> Iterator[Kind]:
                 yield Kind(name, settings, "contiguous")
 
 
-def _kinds_of_groups() -> Iterator[Kind]:
-    for name in LOSSES:
+def _kinds_of_groups(losses: Iterable[str]) -> Iterator[Kind]:
+    for name in losses:
         yield Kind(name, {"beta": 0.1, "entropy_coef": 0.1}, normalised=True)
         yield Kind(name, {"top_entropy_quantile": 0.5}, normalised=True)
 
@@ -187,23 +188,15 @@ def check_errors() -> None:
     assert by_mesh is not None and by_mesh.size == 2
     alike = "sequence_group: expected the same {} on each of its ranks, got {}"
     fewer = torch.cat([cu_seqlens[:1], cu_seqlens[2:]]) if odd else cu_seqlens
-    said = _error_of(lambda: make(fewer, advantages[: fewer.numel() - 1], group))
-    assert said == alike.format("number of sequences", "4, 3")
-    said = _error_of(lambda: make(cu_seqlens, advantages, group, **(old if odd else {})))
-    assert said == alike.format("optional arguments", "[], ['old_logprobs']")
+    few = partial(make, fewer, advantages[: fewer.numel() - 1], group)
+    expect(alike.format("number of sequences", "4, 3"), few)
+    some = partial(make, cu_seqlens, advantages, group, **(old if odd else {}))
+    expect(alike.format("optional arguments", r"\[\], \['old_logprobs'\]"), some)
     nan = "advantages: expected finite values on valid tokens, got NaN or infinity"
-    said = _error_of(lambda: make(cu_seqlens, advantages / 0 if odd else advantages, group))
-    assert said == (nan if odd else f"sequence_group: its rank 1 has an error: {nan}")
-    said = _error_of(lambda: make(cu_seqlens, advantages, pairs[1 - rank]))
-    assert said.endswith("one dimension, got one that it is not in")
-    said = _error_of(lambda: make(cu_seqlens, advantages, "cp"))
-    assert said.endswith("one dimension, got 'cp'")
-
-
-def _error_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        call()
-    return str(caught.value)
+    heard = nan if odd else f"sequence_group: its rank 1 has an error: {nan}"
+    expect(heard, lambda: make(cu_seqlens, advantages / 0 if odd else advantages, group))
+    for other, got in ((pairs[1 - rank], "got one that it is not in"), ("cp", "got 'cp'")):
+        expect(f"one dimension, {got}$", partial(make, cu_seqlens, advantages, other))
 
 
 @cache

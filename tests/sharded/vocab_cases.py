@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_kernels import (
     Bounded,
     HeadLoRA,
+    LossConfig,
     SamplingMask,
     VocabShard,
     available_backends,
@@ -29,7 +30,7 @@ from grpo_kernels.testing import (
     poisoned_allocations,
     run,
 )
-from tests.sharded.checks import expect
+from tests.sharded.ranks import Case, expect
 from tests.support.heads import HEADS, head_options
 
 VOCAB, TOP_K = 53, 20  # more than a rank of four has
@@ -40,7 +41,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-Case = Callable[[], None]
 
 
 def cases() -> dict[str, Case]:
@@ -81,8 +81,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
     yield "loss compiled", check_compiled
     yield "padded vocabulary", check_padded
     yield "an infinite bias", check_infinite_bias
-    for name, case in REFUSED.items():
-        yield f"refused {name}", case
+    yield "refused", check_refused
 
 
 def bounds(size: int) -> list[int]:
@@ -299,82 +298,65 @@ def _call(**changes: Any) -> None:
     linear_logprobs(**arguments, vocab_shard=shard)
 
 
-def _of_rank(rank: int, value: Any, other: Any) -> Any:
-    return value if dist.get_rank() == rank else other
-
-
-def refused_rows() -> None:
-    rows = _of_rank(0, 3, 4)
-    one = make_problem(dtype=torch.float32, vocab_size=VOCAB)
-    changes = dict(hidden=one.hidden[:rows], target=one.target[:rows])
-    expect(r"agree on the number of rows, got \[21, 28", lambda: _call(**changes))
-
-
-def refused_targets() -> None:
-    target = make_problem(vocab_size=VOCAB).target + _of_rank(1, 0, 1)
-    expect("agree on targets", lambda: _call(target=target.clamp(max=VOCAB - 1)))
-
-
-def refused_options() -> None:
-    wrong = {"precision": "fp31", "backend": "torch", "outputs": "rank"}
-    for name, value in wrong.items():
-        message = _of_rank(1, f"{name}: expected", r"ranks \[1\] have refused")
-        expect(message, partial(_call, **_of_rank(1, {name: value}, {})))
-    expect("agree on the arguments", lambda: _call(temperature=_of_rank(1, 0.5, 1.0)))
-
-
-def refused_on_one_rank() -> None:
-    target = make_problem(vocab_size=VOCAB).target
-    target[0, 0] = _of_rank(1, VOCAB, 0)
-    message = _of_rank(1, r"target: expected ids in \[0, 53\)", r"ranks \[1\] have refused")
-    expect(message, lambda: _call(target=target))
-    dtype = _of_rank(1, torch.float64, torch.float32)
-    message = _of_rank(1, "weight: expected dtype", r"ranks \[1\] have refused")
-    expect(message, lambda: _call(hidden=make_problem(dtype=dtype, vocab_size=VOCAB).hidden))
-
-
-def refused_loss() -> None:
+def _loss(config: LossConfig, **options: Any) -> None:
     problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
     mine = replace(problem, weight=own_part(problem.weight), bias=None)
-    shard = VocabShard.of(dist.group.WORLD, mine.weight)
-    loss = _of_rank(0, "dapo", "cispo")
-    expect("agree on the arguments", lambda: run(mine, make_config(loss), vocab_shard=shard))
-    buffer = torch.zeros(_of_rank(0, 1, len(mine.weight)), 16)
-    message = _of_rank(0, "main_grad: expected a contiguous", r"ranks \[0\] have refused")
-    expect(message, lambda: run(mine, make_config("dapo"), vocab_shard=shard, main_grad=buffer))
+    run(mine, config, vocab_shard=VocabShard.of(dist.group.WORLD, mine.weight), **options)
 
 
-def refused_weight() -> None:
-    expect("weight: expected .* rows", lambda: _call(weight=torch.zeros(3, 16)))
-    expect("backend: expected another", lambda: _options(backend="reference"))
-    expect("backward: expected 'exact'", lambda: _options(backward=Bounded()))
-
-
-def _options(**options: Any) -> None:
-    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
-    weight = own_part(problem.weight)
-    shard = VocabShard.of(dist.group.WORLD, weight)
-    linear_logprobs(problem.hidden, weight, problem.target, vocab_shard=shard, **options)
-
-
-def refused_shards() -> None:
-    of = partial(VocabShard.of, dist.group.WORLD)
-    expect("agree on D of weight", lambda: of(torch.zeros(4, _of_rank(0, 3, 4))))
-    expect("agree on vocab_size", lambda: of(torch.zeros(4, 3), _of_rank(0, 5, 6)))
-    expect("vocab_size: expected ids on every rank", lambda: of(torch.zeros(4, 3), 4))
-    expect("vocab_size: expected ids on every rank", lambda: of(torch.zeros(4, 3), 400))
+def check_refused() -> None:
+    """Read on each rank what is wrong on all, or on one of them."""
+    for message, call in [*_wrong_everywhere(), *_not_alike(), *_wrong_on_one_rank()]:
+        expect(message, call)
     other = dist.new_group([1])
     if dist.get_rank() == 0:
         expect("group: .* that it is not in", lambda: VocabShard.of(other, torch.zeros(4, 3)))
-    expect("expected a process group", lambda: VocabShard.of("tp", torch.zeros(4, 3)))
 
 
-REFUSED: dict[str, Case] = {
-    "rows": refused_rows,
-    "targets": refused_targets,
-    "options": refused_options,
-    "on one rank": refused_on_one_rank,
-    "loss": refused_loss,
-    "weight": refused_weight,
-    "shards": refused_shards,
-}
+Refusal = tuple[str, Callable[[], object]]
+
+
+def _wrong_everywhere() -> Iterator[Refusal]:
+    yield "weight: expected .* rows", lambda: _call(weight=torch.zeros(3, 16))
+    yield "backend: expected another", lambda: _call(backend="reference")
+    yield "backward: expected 'exact'", lambda: _call(backward=Bounded())
+    yield "expected a process group", lambda: VocabShard.of("tp", torch.zeros(4, 3))
+    for size in (4, 400):
+        few = partial(VocabShard.of, dist.group.WORLD, torch.zeros(4, 3), size)
+        yield "vocab_size: expected ids on every rank", few
+
+
+def _not_alike() -> Iterator[Refusal]:
+    """Return what differs between rank 0, or rank 1, and the others."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    rows, odd = (3, 0) if dist.get_rank() == 0 else (4, int(dist.get_rank() == 1))
+    few = dict(hidden=problem.hidden[:rows], target=problem.target[:rows])
+    yield r"agree on the number of rows, got \[21, 28", lambda: _call(**few)
+    shifted = (problem.target + odd).clamp(max=VOCAB - 1)
+    yield "agree on targets", lambda: _call(target=shifted)
+    yield "agree on the arguments", lambda: _call(temperature=1 - 0.5 * odd)
+    config = make_config("cispo" if odd else "dapo")
+    yield "agree on the arguments", lambda: _loss(config)
+    of = partial(VocabShard.of, dist.group.WORLD)
+    yield "agree on D of weight", lambda: of(torch.zeros(4, rows))
+    yield "agree on vocab_size", lambda: of(torch.zeros(4, 3), 5 + odd)
+
+
+def _wrong_on_one_rank() -> Iterator[Refusal]:
+    """Return what is wrong on rank 1 alone, of which the others hear."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    outside = problem.target.clone()
+    outside[0, 0] = VOCAB
+    wrong = {
+        "precision: expected": {"precision": "fp31"},
+        "backend: expected": {"backend": "torch"},
+        "outputs: expected": {"outputs": "rank"},
+        r"target: expected ids in \[0, 53\)": {"target": outside},
+        "weight: expected dtype": {"hidden": problem.hidden.double()},
+    }
+    odd, heard = dist.get_rank() == 1, r"ranks \[1\] have refused"
+    for message, changes in wrong.items():
+        yield message if odd else heard, partial(_call, **(changes if odd else {}))
+    options = {"main_grad": torch.zeros(1, 16)} if odd else {}
+    message = "main_grad: expected a contiguous" if odd else heard
+    yield message, partial(_loss, make_config("dapo"), **options)
