@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from pathlib import Path
 
-import torch
+from tests.support import launch
+from tests.trainer.processes import features
 
-from tests.trainer import test_sharded
-
-CASE = "reference"
 SHOWN = ("loss", "grad_norm", "kl", "entropy", "reward")
 TITLES = {"one": "one process", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
 
@@ -21,14 +18,13 @@ TITLES = {"one": "one process", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
 def main() -> None:
     kinds = ["fsdp2"] + ["zero3"] * (importlib.util.find_spec("deepspeed") is not None)
     with tempfile.TemporaryDirectory() as folder:
-        logs = {"one": test_sharded.sharded_runs.main(folder, "one", [CASE])[CASE]["log"]}
+        logs = {"one": features.run("reference", "one", f"{folder}/one")["log"]}
         for kind in kinds:
-            done = test_sharded.launch(Path(folder), f"{kind}:{CASE}")
-            assert done.returncode == 0, done.stderr
-            logs[kind] = torch.load(f"{folder}/{kind}.pt")[CASE]["log"]
+            found = launch.run(features.run, "reference", kind, f"{folder}/{kind}")
+            logs[kind] = found[0]["log"]
     print("| step | metric |", " | ".join(TITLES[kind] for kind in logs), "|")
     print("|---|---|" + "---|" * len(logs))
-    for step in range(test_sharded.STEPS):
+    for step in range(features.STEPS):
         for name in SHOWN:
             values = [f"{log[step][name]:.7g}" for log in logs.values()]
             print(f"| {step + 1} | `{name}` |", " | ".join(values), "|")

@@ -1,0 +1,1 @@
+"""Several processes are one process: data parallel, and sharded by FSDP2 or ZeRO."""

@@ -1,0 +1,258 @@
+"""A run of two processes takes the steps of one: data parallel, FSDP2, ZeRO-1, 2 and 3."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DistributedType
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from safetensors.torch import load_file
+
+from grpo_trainer import GRPOConfig
+from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.model import check_placement
+from grpo_trainer.sharding import placement_of
+from tests.support import launch
+from tests.support.placements import PLACEMENTS
+from tests.trainer.processes import checks, features
+from tests.trainer.processes.features import FEATURES, STEPS
+
+pytestmark = pytest.mark.slow
+
+FILES = launch.ROOT / "grpo_trainer" / "accelerate_configs"
+SHARDED = ("fsdp2", "zero3")
+# ZeRO-1 and 2 differ from plain data parallelism by the engine alone
+FEW = {"zero1": ("clipped", "reference"), "zero2": ("adam", "lora")}
+# of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
+ATOL = {"adam": 1e-5}
+SELDOM = ("accumulated", "iterations")  # log their two steps together
+# of a log: that the feature was there
+SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
+    **dict.fromkeys(["reference", "tied", "lora", "images"], lambda log: "kl" in log[-1]),
+    **dict.fromkeys(["evaluation", "stream", "tools"], lambda log: "eval_reward" in log[-1]),
+    "clipped": lambda log: log[0]["grad_norm"] > FEATURES["clipped"]["max_grad_norm"],
+    "dynamic": lambda log: log[0]["dynamic_sampling/discarded_groups"] > 0,
+    "adaptive entropy": lambda log: log[0]["entropy_coef"] < log[1]["entropy_coef"],
+    "overlap": lambda log: [x["sampling/staleness"] for x in log if "loss" in x] == [0, 1],
+}
+OF_PADDING = "frac_rows_skipped"  # padding is to the longest row of a process
+
+Found = Any
+
+
+def place(placements: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[pytest.mark.deepspeed] * name.startswith("zero"))
+        for name in placements
+    ]
+
+
+def together(function: Callable[..., Found], placement: str, folder: Path, *words: str) -> Found:
+    """Return what the first of two processes finds."""
+    if placement.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    return launch.run(function, *words, placement, str(folder))[0]
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory) -> Callable[..., Found]:
+    """Return what one process finds, once for all placements."""
+    kept: dict[tuple[Any, ...], Found] = {}
+
+    def find(function: Callable[..., Found], *words: str) -> Found:
+        key = (function, *words)
+        if key not in kept:
+            kept[key] = function(*words, "one", str(tmp_path_factory.mktemp("one")))
+        return kept[key]
+
+    return find
+
+
+def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for row, alone in zip(found, expected, strict=True):
+        assert row == {n: pytest.approx(x, rel=2e-5, abs=1e-6) for n, x in alone.items()} | {
+            name: row[name] for name in row if name.endswith(OF_PADDING)
+        }
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("placement", place(name for name in PLACEMENTS if name != "one"))
+def test_several_processes_are_one_process(placement, feature, alone, tmp_path):
+    if feature not in FEW.get(placement, FEATURES):
+        pytest.skip("another placement has it")
+    found = together(features.run, placement, tmp_path, feature)
+    one = alone(features.run, feature)
+    logged_steps = [row for row in one["log"] if "loss" in row]
+    assert len(logged_steps) == (1 if feature in SELDOM else STEPS)
+    assert {"reward", "grad_norm", "entropy"} <= set(logged_steps[0])
+    assert SHOWN.get(feature, lambda log: True)(one["log"])
+    assert_alike(found["log"], one["log"])
+    atol = ATOL.get(feature, 2e-6)
+    torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=atol)
+    assert found["held"] == pytest.approx(0.5 if placement in SHARDED else 1.0, abs=0.02)
+
+
+def test_losses_differ_as_they_should(alone):
+    runs = {name: alone(features.run, name)["weights"] for name in ("dapo", "bnpo", "grpo")}
+    assert_equal(runs["dapo"], runs["bnpo"])  # one micro-batch per step: the same tokens
+    with pytest.raises(AssertionError):
+        assert_equal(runs["dapo"], runs["grpo"])
+
+
+@pytest.mark.parametrize("placement", place(SHARDED))
+def test_generation(placement, alone, tmp_path):
+    """Before, in and after training, gathered and not; a process without prompts takes part."""
+    found = together(checks.generation, placement, tmp_path)
+    for gathers, one in alone(checks.generation).items():
+        seen = found[gathers]["seen"]
+        assert seen == one["seen"] and seen[0] != seen[1] == seen[2]
+        assert_alike(found[gathers]["log"], one["log"])
+
+
+@pytest.mark.parametrize("placement", place(SHARDED))
+def test_weights_are_streamed(placement, tmp_path):
+    """One process sends, all gather; never much more than a parameter is in memory."""
+    for found in together(checks.streamed, placement, tmp_path).values():
+        assert_equal(found["sent"], found["weights"])
+        # one that is gathered, what it is put together from, and the parts of the one before, which
+        # the thread that communicates may not yet have let go
+        assert 0 < found["peak"] <= 3 * found["largest"] + 1024 < found["total"] / 2
+
+
+@pytest.mark.parametrize("placement", place(["ddp", "fsdp2", "zero2", "zero3"]))
+def test_a_resumed_run_is_the_straight_one(placement, tmp_path):
+    whole = placement in ("ddp", "zero2")
+    shards = "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    of = {"ddp": "optimizer.pt", "fsdp2": "pytorch_model_fsdp_0/__1_0.distcp"}
+    for name, found in together(checks.checkpoints, placement, tmp_path).items():
+        for key in ("resumed", "finished", "loaded"):
+            assert_equal(found[key], found["straight"])
+        straight, resumed = found["logs"]
+        assert straight == resumed
+        files = set(found["files"])
+        assert {of.get(placement, shards), "checksums.json", "process_state_1.pt"} <= files
+        weights = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
+        assert (weights in files) == whole
+
+
+@pytest.mark.parametrize("placement", place(["ddp", "fsdp2"]))
+def test_a_process_that_is_interrupted_stops_all(placement, alone, tmp_path):
+    found = together(checks.interrupted, placement, tmp_path)
+    straight = alone(features.run, "dynamic")["weights"]
+    torch.testing.assert_close(found["weights"], straight, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("placement", place(SHARDED))
+def test_a_policy_by_name(placement, alone, tmp_path):
+    """It is loaded in shards where the placement can, its reference is copied from shards."""
+    found, one = together(checks.loading, placement, tmp_path), alone(checks.loading)
+    assert_alike(found["log"], one["log"])
+    torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=2e-6)
+    assert found["held"] == (0.5 if placement == "zero3" else 1.0)
+    if found["evaluated"] is not None:
+        assert found["evaluated"] == pytest.approx(one["evaluated"], rel=1e-5)
+
+
+@pytest.mark.parametrize("placement", place(["fsdp2", "zero2", "zero3"]))
+def test_what_cannot_work_is_refused(placement, tmp_path):
+    found = together(checks.refused, placement, tmp_path)
+    assert "cast_lm_head_to_fp32: expected False" in found["fp32 head"]
+    if placement in SHARDED:
+        assert "ds3_gather_for_generation: expected True" in found["continuous"]
+    assert "overlap_generation: expected an engine with weights of its own" in found["overlap"]
+    if placement != "fsdp2":
+        assert "evaluate: expected it during or after train" in found["evaluate"]
+
+
+def test_what_one_process_finds_all_raise(tmp_path):
+    every = launch.run(checks.found_by_one, "ddp", str(tmp_path))
+    assert all("expected a folder without a run in it" in found["locked"] for found in every)
+    assert all("checkpoint-2 has no process_state_0.pt" in found["part"] for found in every)
+
+
+def test_a_process_that_dies_ends_the_run(tmp_path):
+    """The other one does not wait for it."""
+    with pytest.raises(launch.RanksFailedError) as caught:
+        launch.run(checks.death, "fsdp2", str(tmp_path))
+    dead, other = str(caught.value).split("rank 0: ")
+    assert dead == "rank 1: has ended with status 3\n"
+    assert "Connection" in other
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_files_for_accelerate(path):
+    """Those of other placements than the two below differ by what is read here."""
+    args = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    args, *_ = _validate_launch_command(args)
+    assert (args.num_processes, args.use_fsdp, args.use_deepspeed) == (
+        1 if path.stem == "single_gpu" else 8, path.stem == "fsdp2", path.stem.startswith("zero"),
+    )  # fmt: skip
+    if args.use_deepspeed:
+        assert f"zero{args.zero_stage}" == path.stem
+
+
+@pytest.mark.parametrize("placement", place(SHARDED))
+def test_the_files_for_accelerate_run(placement, tmp_path):
+    if placement == "zero3":
+        pytest.importorskip("deepspeed")
+    write_policy(tmp_path / "policy", seed=0)
+    rows = [json.dumps({"prompt": f"{n}="}) for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    options = {
+        "--model_name_or_path": tmp_path / "policy",
+        "--dataset_name": tmp_path / "prompts.jsonl",
+        "--reward_funcs": "think_format_reward",
+        "--output_dir": tmp_path / "out",
+        "--num_generations": 4,
+        "--max_completion_length": 4,
+        "--max_steps": 2,
+        "--logging_steps": 1,
+        "--beta": 0.1,
+    }
+    accelerate = ["accelerate.commands.launch", "--config_file", str(FILES / f"{placement}.yaml")]
+    accelerate += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
+    accelerate += ["--module", "tests.trainer.processes.train_on_cpus"]
+    words = [str(word) for pair in options.items() for word in pair]
+    launch.execute("-m", *accelerate, *words, CUDA_VISIBLE_DEVICES="")
+    assert (tmp_path / "out/checkpoint-2/checksums.json").exists()
+    assert not (tmp_path / "out/checkpoint-2/model.safetensors").exists()
+    assert load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_fsdp1_is_refused():
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    with pytest.raises(ValueError, match="fsdp_version: expected 2"):
+        placement_of(SimpleNamespace(state=state))
+
+
+def test_shards_that_would_not_be_are_refused(tmp_path, monkeypatch):
+    """accelerate takes CPU processes for plain data parallelism, whatever it is asked."""
+    found = SimpleNamespace(
+        state=SimpleNamespace(), parallelism_config=None, distributed_type=DistributedType.MULTI_CPU
+    )
+    message = "fsdp: expected processes that accelerate shards a model over"
+    own = {"output_dir": str(tmp_path), "use_cpu": True}
+    with pytest.raises(ValueError, match=message):
+        check_placement(GRPOConfig(fsdp=True, **own), found)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` says it
+    with pytest.raises(ValueError, match=message):
+        check_placement(GRPOConfig(**own), found)
+
+
+def test_other_parallelism_is_refused(tmp_path):
+    sizes = SimpleNamespace(tp_size=2, cp_size=1, sp_size=1)
+    found = SimpleNamespace(state=SimpleNamespace(), parallelism_config=sizes)
+    with pytest.raises(ValueError, match="parallelism_config: expected data .*, got tp_size=2"):
+        check_placement(GRPOConfig(output_dir=str(tmp_path), use_cpu=True), found)
