@@ -104,25 +104,26 @@ class Ranks:
             raise RanksFailedError(f"{said}\nrank {first} has printed:\n{printed}")
         return [answers[rank] for rank in range(self.size)]
 
-    def _answers(self, limit: float) -> Iterator[tuple[int, bool, Any]]:
+    def _answers(self, limit: float) -> Iterator[tuple[int, bool | None, Any]]:
         """Yield ranks as they end, whether they ended well, and what they return or why not."""
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + limit
         while waiting:
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            for connection in ready:
-                rank = waiting.pop(connection)
-                try:
-                    well, answer = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    status = self._processes[rank].wait()
-                    well, answer = False, f"has ended with status {status}"
-                if not well:
-                    deadline = min(deadline, time.monotonic() + self._grace)
-                yield rank, well, answer
             if not ready:
                 yield from ((rank, False, "has not ended in time") for rank in waiting.values())
                 return
+            ended = [self._received(waiting.pop(connection)) for connection in ready]
+            if not all(well for _, well, _ in ended):
+                deadline = min(deadline, time.monotonic() + self._grace)
+            # who has died did so before the others missed it
+            yield from sorted(ended, key=lambda one: one[1] is not None)
+
+    def _received(self, rank: int) -> tuple[int, bool | None, Any]:
+        try:
+            return rank, *pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return rank, None, f"has ended with status {self._processes[rank].wait()}"
 
     def _output(self, rank: int) -> Path:
         return Path(self._folder.name, f"rank{rank}.txt")
@@ -159,8 +160,8 @@ def run(
         _serving = Ranks(processes)
     try:
         return _serving.run(function, *arguments, limit=limit)
-    except RanksFailedError:
-        _serving = None
+    except BaseException:
+        stop()  # what they do now nobody knows
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,11 +88,15 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("placement", place(name for name in PLACEMENTS if name != "one"))
+@pytest.mark.parametrize(
+    ("placement", "feature"),
+    [
+        pytest.param(*placement.values, feature, marks=placement.marks)
+        for placement in place(name for name in PLACEMENTS if name != "one")
+        for feature in FEW.get(*placement.values, FEATURES)
+    ],
+)
 def test_several_processes_are_one_process(placement, feature, alone, tmp_path):
-    if feature not in FEW.get(placement, FEATURES):
-        pytest.skip("another placement has it")
     found = together(features.run, placement, tmp_path, feature)
     one = alone(features.run, feature)
     logged_steps = [row for row in one["log"] if "loss" in row]
@@ -205,6 +210,8 @@ def test_the_files_for_accelerate(path):
 
 @pytest.mark.parametrize("placement", place(SHARDED))
 def test_the_files_for_accelerate_run(placement, tmp_path):
+    """Start FSDP2 as on two machines, and DeepSpeed on one."""
+    machines = 2 if placement == "fsdp2" else 1
     if placement == "zero3":
         pytest.importorskip("deepspeed")
     write_policy(tmp_path / "policy", seed=0)
@@ -221,14 +228,29 @@ def test_the_files_for_accelerate_run(placement, tmp_path):
         "--logging_steps": 1,
         "--beta": 0.1,
     }
-    accelerate = ["accelerate.commands.launch", "--config_file", str(FILES / f"{placement}.yaml")]
-    accelerate += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
-    accelerate += ["--module", "tests.trainer.processes.train_on_cpus"]
-    words = [str(word) for pair in options.items() for word in pair]
-    launch.execute("-m", *accelerate, *words, CUDA_VISIBLE_DEVICES="")
+    accelerate = {
+        "--config_file": FILES / f"{placement}.yaml",
+        "--num_processes": 2,
+        "--num_machines": machines,
+        "--mixed_precision": "no",
+        "--main_process_ip": "127.0.0.1",
+        "--main_process_port": launch.free_port(),
+    }
+    script = ["--module", "tests.trainer.processes.train_on_cpus"]
+
+    def start(machine: int) -> str:
+        words = [*flat(accelerate), "--machine_rank", str(machine), *script, *flat(options)]
+        return launch.execute("-m", "accelerate.commands.launch", *words, CUDA_VISIBLE_DEVICES="")
+
+    with ThreadPoolExecutor(machines) as pool:
+        list(pool.map(start, range(machines)))
     assert (tmp_path / "out/checkpoint-2/checksums.json").exists()
     assert not (tmp_path / "out/checkpoint-2/model.safetensors").exists()
     assert load_file(tmp_path / "out" / "model.safetensors")
+
+
+def flat(options: dict[str, object]) -> list[str]:
+    return [str(word) for pair in options.items() for word in pair]
 
 
 def test_fsdp1_is_refused():
