@@ -16,24 +16,19 @@ from tests.support.trainer import lengths_reward
 from tests.vllm.vllm_helpers import (
     CLOSE,
     PROMPTS,
-    START,
-    Server,
     change,
     difference,
-    free_port,
     make_model,
+    serving,
     worst_mismatch,
 )
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tokenizer):
-    folder = tmp_path_factory.mktemp("server")
-    make_model(tokenizer, tied=True).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    server = Server(folder / "model", free_port(), folder / "log.txt")
-    yield server
-    server.kill()
+    model = make_model(tokenizer, tied=True)
+    with serving(tmp_path_factory.mktemp("server"), model, tokenizer) as server:
+        yield server
 
 
 @pytest.fixture
@@ -43,10 +38,7 @@ def tied() -> bool:
 
 @pytest.fixture
 def client(server, tmp_path):
-    try:
-        client = VLLMClient(server_port=server.port, connection_timeout=START)
-    except ServerError as error:
-        raise AssertionError(server.said()) from error
+    client = server.connected()
     client.init_communicator("cpu", folder=tmp_path / "weights")
     yield client
     client.close()

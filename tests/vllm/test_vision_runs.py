@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from datasets import Dataset
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.data import encode_prompts, model_inputs, with_images
 from tests.support.vision import picture, tiny_model, tiny_processor
-from tests.vllm.vllm_helpers import CLOSE, ENGINE, Server, free_port, make_config
+from tests.vllm.vllm_helpers import CLOSE, ENGINE, difference, make_config, serving
 
 SETTINGS = {"max_completion_length": 4, "learning_rate": 1e-2, "temperature": 0.8}
 
@@ -36,18 +37,12 @@ def apart(trainer: GRPOTrainer) -> float:
     encoded = encode_prompts(prompts, trainer.processing_class)
     ids, images = map(list, zip(*encoded, strict=True))
     found = trainer.rollouts.generate(ids, images=images)
-    never = sorted(trainer.rollouts.sampling.suppressed)
-    largest = 0.0
-    for prompt, image, row, logprobs in zip(ids, images, *found[:2], strict=True):
-        whole = torch.tensor([prompt + row])
-        length = whole.shape[1]
-        more = model_inputs([image], [length], length, torch.device("cpu"))
-        with torch.no_grad():
-            logits = trainer.model(input_ids=whole, **more).logits[0, len(prompt) - 1 : -1]
-        logits[:, never] = -torch.inf
-        own = (logits.double() / 0.8).log_softmax(-1)[torch.arange(len(row)), row]
-        largest = max(largest, (own - torch.tensor(logprobs)).abs().max().item())
-    return largest
+
+    def seen(prompt: int, length: int) -> dict[str, Any]:
+        return model_inputs([images[prompt]], [length], length, torch.device("cpu"))
+
+    never = trainer.rollouts.sampling.suppressed
+    return difference(trainer.model, ids, found, SETTINGS["temperature"], never, seen)
 
 
 def check(family: str, args: GRPOConfig) -> None:
@@ -84,14 +79,6 @@ def test_colocated(family: str, make_args) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_by_a_server(family: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    tiny_model(family).save_pretrained(folder)
-    tiny_processor(family).save_pretrained(folder)
-    server = Server(folder, free_port(), tmp_path / "log.txt")
-    try:
+    with serving(tmp_path, tiny_model(family), tiny_processor(family)) as server:
         args = make_config(str(tmp_path / "out"), vllm_server_port=server.port, **SETTINGS)
         check(family, args)
-    except Exception as error:
-        raise AssertionError(server.said()) from error
-    finally:
-        server.kill()

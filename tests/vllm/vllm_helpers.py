@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM, Trainer
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+)
 
-from grpo_trainer import GRPOConfig
-from grpo_trainer.rollout import Completions
+from grpo_trainer import GRPOConfig, VLLMClient
+from grpo_trainer.rollout import Completions, ServerError
+from tests.support.launch import end, environment, free_port
 from tests.support.trainer import mask_ids
-
-ROOT = Path(__file__).parents[2]
 
 # a small and quick engine; on a CPU blocks hold 32 tokens and heads have a multiple of 32 channels
 ENGINE = {
@@ -25,7 +31,7 @@ ENGINE = {
     "block_size": 32,
     "kv_cache_memory_bytes": 64 << 20,
 }
-START = 180.0  # seconds that a server may take
+START = 600.0  # seconds that a server may take
 CLOSE = 1e-3  # nats between engine and policy, in fp32
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 13] * 7]  # one of them fills a block of the prefix cache
 
@@ -87,19 +93,27 @@ def difference(
     prompts: list[list[int]],
     found: Completions,
     temperature: float = 1.0,
+    never: Iterable[int] = (),
+    seen: Callable[[int, int], dict[str, Any]] = lambda prompt, length: {},
     **filters,
 ) -> float:
     """Return the largest difference between log-probabilities of ``found`` and the model's.
 
     Those are over the ids of the sampling mask, where there is one. Raises AssertionError where
     these are not what ``filters`` leave.
+
+    Args:
+        never: ids that are not drawn.
+        seen: what else the model is given for a prompt and its completion, of such a length.
     """
     assert found.logprobs is not None
     largest = 0.0
     for index, (prompt, ids) in enumerate(zip(prompts, found.token_ids, strict=True)):
+        whole = torch.tensor([prompt + ids], device=model.device)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits[0]
+            logits = model(input_ids=whole, **seen(index, whole.shape[1])).logits[0]
         rows = logits.double().cpu()[len(prompt) - 1 : -1] / temperature
+        rows[:, list(never)] = -torch.inf
         for at, (row, token) in enumerate(zip(rows, ids, strict=True)):
             over = row
             if found.sampling_mask is not None:
@@ -119,14 +133,14 @@ def worst_mismatch(trainer: Trainer, steps: int) -> float:
 
 
 class Server:
-    """``grpo-train serve`` in a process group of its own, as small and quick as can be."""
+    """``grpo-train serve`` of a model in a folder, as small and quick as can be."""
 
-    def __init__(self, model: Path, port: int, log: Path) -> None:
-        self.port = port
-        self._log = log
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._log = folder / "log.txt"
         options = {
-            "--model": model,
-            "--port": port,
+            "--model": folder / "model",
+            "--port": self.port,
             "--dtype": "float32",
             "--max-model-len": 128,
             "--gpu-memory-utilization": 0.1,
@@ -139,25 +153,32 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        path = os.pathsep.join([str(ROOT), *sys.path])
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command,
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                self._command, env=environment(), stdout=log, stderr=log, start_new_session=True
             )
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end(self._process)
 
-    def said(self) -> str:
-        return self._log.read_text()[-5000:]
+    def connected(self) -> VLLMClient:
+        """Return a client, once the server answers."""
+        try:
+            return VLLMClient(server_port=self.port, connection_timeout=START)
+        except ServerError as error:
+            raise AssertionError(self._log.read_text()[-5000:]) from error
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextmanager
+def serving(
+    folder: Path, model: PreTrainedModel, processor: PreTrainedTokenizerBase | ProcessorMixin
+) -> Iterator[Server]:
+    """Save a model to ``folder`` and let a server serve it, from when it answers."""
+    model.save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    server = Server(folder)
+    try:
+        server.connected().close()
+        yield server
+    finally:
+        server.kill()

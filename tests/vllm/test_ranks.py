@@ -1,0 +1,86 @@
+"""Several processes: each gets completions of its own prompts, by the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.policy import make_tokenizer
+from grpo_trainer.rollout import policy_weights
+from grpo_trainer.sharding import placement_of
+from tests.support import launch
+from tests.support.placements import prepare, processes
+from tests.support.trainer import lengths_reward
+from tests.vllm.vllm_helpers import CLOSE, make_config, make_model, serving, worst_mismatch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are processes on a CPU")
+# placement and engine: one each, one together, or a server's
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "colocate": ("ddp", {}),
+    "parallel": ("ddp", {"vllm_tensor_parallel_size": 2}),
+    "sharded": ("fsdp2", {}),
+    "server": ("ddp", {"vllm_mode": "server"}),
+    "overlap": ("ddp", {"vllm_mode": "server", "overlap_generation": True}),
+    "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
+    "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "overlap_generation": True}),
+}
+NODES = ("sharded, server", "sharded, overlap")
+
+
+def train(placement: str, folder: str, tied: bool, changes: dict[str, Any]) -> dict[str, Any]:
+    tokenizer = make_tokenizer()
+    args = make_config(
+        folder,
+        per_device_train_batch_size=8 // processes(),
+        max_completion_length=4,
+        **prepare(placement),
+        **changes,
+    )
+    dataset = Dataset.from_list([{"prompt": f"{i % 10}{i // 2}="} for i in range(12)])
+    model = make_model(tokenizer, tied=tied)
+    trainer = GRPOTrainer(model, lengths_reward, args, dataset, processing_class=tokenizer)
+    trainer.train()
+    # as if a group were split over processes
+    seen = trainer.rollouts.generate([[3, 4, 5]] * 4).token_ids
+    weights = dict(policy_weights(trainer.model, placement_of(trainer.accelerator)))
+    trainer.rollouts.close()
+    rows = [row for row in trainer.state.log_history if "sampling/staleness" in row]
+    return {
+        "seen": seen,
+        "mismatch": worst_mismatch(trainer, 3),
+        "weight": float(weights["lm_head.weight"].double().sum()),
+        "placement": str(trainer.accelerator.distributed_type),
+        "staleness": [row["sampling/staleness"] for row in rows],
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, tokenizer):
+    model = make_model(tokenizer, tied=False)
+    with serving(tmp_path_factory.mktemp("server"), model, tokenizer) as server:
+        yield server
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gloo_ranks(tmp_path: Path, request, mode: str) -> None:
+    """Train on two ranks, or on two nodes of two ranks each, and compare what came out."""
+    placement, changes = MODES[mode]
+    served = "vllm_mode" in changes
+    if served:
+        changes = changes | {"vllm_server_port": request.getfixturevalue("server").port}
+    nodes = {"size": 4, "nodes": 2} if mode in NODES else {"size": 2}
+    with launch.ranks(**nodes) as group:
+        found = group.run(train, placement, str(tmp_path / "out"), not served, changes)
+    seen = [one.pop("seen") for one in found]
+    assert all(seen[0] != other for other in seen[1:])  # they draw different random numbers
+    assert all(one == found[0] for one in found)
+    overlaps = "overlap" in mode
+    assert (found[0]["mismatch"] < CLOSE) != overlaps  # there completions are older
+    assert found[0]["staleness"] == ([0, 1, 1] if overlaps else [])
+    sharded = "FSDP" if placement == "fsdp2" else "MULTI_CPU"
+    assert found[0]["placement"] == f"DistributedType.{sharded}"
