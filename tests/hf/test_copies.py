@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations import trl
-from tests.hf.test_families import logprobs_fn, tiny_model, tokens
+from tests.hf.test_families import logprobs_fn
 from tests.parity.accelerate_state import accelerate_state
+from tests.support.tiny_models import tiny_model, tokens
 
 
 def saved(model: PreTrainedModel) -> Any:

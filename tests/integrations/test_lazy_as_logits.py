@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from grpo_kernels.integrations import lazy_logits
-from tests.hf.test_families import tiny_model
+from tests.support.tiny_models import tiny_model
 
 B, L = 3, 4
 IDS = torch.arange(3, 3 + B * L).view(B, L)

@@ -15,7 +15,7 @@ import torch
 from grpo_kernels.integrations import lazy_hosts, lazy_logits
 from grpo_kernels.integrations.lazy_logits import LazyLogits
 from grpo_kernels.integrations.switch import Host, Switch
-from tests.hf.test_families import tiny_model
+from tests.support.tiny_models import tiny_model
 
 
 def of_theirs(logits: Any, index: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from grpo_kernels.fused_head import FusedHead
 from grpo_kernels.integrations import lazy_logits
 from grpo_kernels.integrations.lazy_logits import LazyLogits
-from tests.hf.test_families import tiny_model
+from tests.support.tiny_models import tiny_model
 
 B, L = 3, 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.integrations import liger
-from tests.hf.test_families import tiny_model
-from tests.integrations.precision import assert_results_as_exact_as
+from tests.integrations.contract import Adapter, assert_alike, contract_of
+from tests.support.tiny_models import tiny_model
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
 B, T, D, V = 3, 7, 8, 61
@@ -51,96 +52,107 @@ def make_inputs(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def run(module: Any, inputs: dict[str, Tensor], **more: Any) -> tuple[Any, Any, Any]:
-    inputs = dict(inputs)
+def run(module: Any, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
     names = ("_input", "lin_weight", "bias")
     leaves = [inputs[name].clone().requires_grad_() for name in names]
-    inputs |= dict(zip(names, leaves, strict=True))
-    loss, metrics = module(**inputs, **more)
+    loss, metrics = module(**inputs | dict(zip(names, leaves, strict=True)))
     return loss.detach(), torch.autograd.grad(loss, leaves), tuple(metrics)
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
-
-
-def assert_parity(settings: dict[str, Any], inputs: Any, tolerance: float = 2e-5) -> None:
-    settings = {"compiled": False, **settings}
-    found, expected = (
-        run(module(**settings), inputs) for module in (liger.LigerFusedLinearGRPOLoss, theirs)
-    )
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ratio", [None, (B,), (B, 1), (B, T)], ids=str)
-@pytest.mark.filterwarnings("ignore:cispo uses")
-def test_parity(name: str, ratio: tuple[int, ...] | None) -> None:
-    if name == "luspo" and ratio == (B, T):
-        pytest.skip("Liger's then counts padding")
-    inputs: dict[str, Any] = make_inputs()
-    if ratio is not None:
-        inputs["vllm_is_ratio"] = torch.rand(*ratio) + 0.5
-        inputs["num_items_in_batch"] = torch.tensor(31.0)
-    if ratio == (B, T):
-        inputs["vllm_is_ratio"][1, 2] = 0  # masked by the host
-        inputs["vllm_is_ratio"][inputs["attention_mask"] == 0] = 1  # their vespo sums these as well
-    assert_parity({"loss_type": name, **CASES[name]}, inputs)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:cispo uses")
-def test_in_bf16(name: str) -> None:
-    settings = {"compiled": False, "loss_type": name, **CASES[name]}
-    rounded = make_inputs()
-    names = ("_input", "lin_weight", "bias")
-    rounded |= {name: rounded[name].bfloat16() for name in names}
-    exact = rounded | {name: rounded[name].float() for name in names}
-    found = run(liger.LigerFusedLinearGRPOLoss(**settings), rounded)[:2]
-    own, wide = (run(theirs(**settings), x)[:2] for x in (rounded, exact))
-    assert_results_as_exact_as(found, own, wide)
-
-
-# all ratios are 1: others may be clipped in theirs alone, which round logits
-_BF16 = {"_input": torch.bfloat16, "advantages": torch.bfloat16, "old_per_token_logps": None}
-# what becomes of the inputs: a dtype that they are cast to, or other values
+# what becomes of the inputs: a dtype that they are cast to, or other values; None: left out
 CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
     "integers": {"advantages": torch.tensor([2, -1, 0]), "vllm_is_ratio": torch.full((B, 1), 2)},
     "int32 ids": {"selected_token_ids": torch.int32, "attention_mask": torch.int32},
     "bool mask": {"attention_mask": torch.bool},
     "mask in floats": {"attention_mask": torch.float32},
     "a sequence without tokens": {"attention_mask": torch.tensor([[1], [0], [1]]).expand(B, T)},
     "no tokens": {"attention_mask": torch.zeros(B, T), "vllm_is_ratio": torch.full((B,), 0.7)},
-    "bf16": _BF16 | {"lin_weight": torch.bfloat16, "bias": torch.bfloat16},
+    **{
+        f"a ratio per {of}": {
+            "vllm_is_ratio": torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.5,
+            "num_items_in_batch": torch.tensor(31.0),
+        }
+        for of, shape in {"sequence": (B,), "row": (B, 1), "token": (B, T)}.items()
+    },
+}
+CHANGES["a ratio per token"]["vllm_is_ratio"][1, 2] = 0  # masked by the host
+# of padding, which their vespo sums as well
+CHANGES["a ratio per token"]["vllm_is_ratio"][make_inputs()["attention_mask"] == 0] = 1
+ROUNDED = dict.fromkeys(("_input", "lin_weight", "bias"), torch.bfloat16)
+# all ratios are 1: others may be clipped in theirs alone, which round logits
+_BF16 = {"_input": torch.bfloat16, "advantages": torch.bfloat16, "old_per_token_logps": None}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "all in bf16": ROUNDED,
+    "bf16 without old ones": _BF16 | ROUNDED,
     "fp32 head": _BF16,
     "bf16 head": {"lin_weight": torch.bfloat16},
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:cispo uses")
-def test_what_inputs_may_be(name: str, change: str) -> None:
-    inputs: dict[str, Any] = make_inputs()
-    for key, value in CHANGES[change].items():
-        inputs[key] = inputs[key].to(value) if isinstance(value, torch.dtype) else value
-    tolerance = 5e-2 if torch.bfloat16 in CHANGES[change].values() else 2e-5
-    assert_parity({"loss_type": name, **CASES[name]}, inputs, tolerance)
+def step(
+    with_ours: bool, change: dict[str, Any] | None = None, exact: bool = True, **settings: Any
+) -> Any:
+    """Take the loss of inputs in their precision, or where ``exact`` of the same ones in fp32."""
+    inputs = make_inputs()
+    for name, value in (change or {}).items():
+        inputs[name] = inputs[name].to(value) if isinstance(value, torch.dtype) else value
+        if exact and value is torch.bfloat16:
+            inputs[name] = inputs[name].float()
+    module = liger.LigerFusedLinearGRPOLoss if with_ours else theirs
+    loss, gradients, metrics = run(module(compiled=False, **settings), inputs)
+    return loss, gradients, [float(value) for value in metrics]
 
 
-@pytest.mark.parametrize("given", ["ref_per_token_logps", "ref_input", None])
-@pytest.mark.parametrize("use_ref_model", [True, False])
-@pytest.mark.parametrize("settings", [{}, {"use_bias_correction_kl": True}, {"loss_type": "sapo"}])
-def test_references(settings: dict[str, Any], use_ref_model: bool, given: str | None) -> None:
-    if use_ref_model and given is None:
-        pytest.skip("an error, theirs and ours")
-    inputs, other = make_inputs(), make_inputs(1)
-    if given != "ref_per_token_logps":
-        del inputs["ref_per_token_logps"]
-    if given == "ref_input":
-        inputs |= {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
-        inputs |= {"ref_bias": other["bias"]}
-    assert_parity({"use_ref_model": use_ref_model, "temperature": 0.9, **settings}, inputs)
+pytestmark = pytest.mark.filterwarnings("ignore:cispo uses")
+test_inputs = contract_of(
+    Adapter(
+        package="liger_kernel",
+        step=step,
+        settings={
+            f"{name}, {change}": {"loss_type": name, "change": CHANGES[change], **settings}
+            for name, settings in CASES.items()
+            for change in CHANGES
+            if (name, change) != ("luspo", "a ratio per token")  # Liger's then counts padding
+        },
+        switch=liger.SWITCH,
+    )
+)
+test_its_default_precision = contract_of(
+    Adapter(
+        package="liger_kernel",
+        step=step,
+        settings={
+            f"{name}, {change}": {"loss_type": name, "change": PRECISIONS[change], **settings}
+            for name, settings in CASES.items()
+            for change in PRECISIONS
+        },
+        default={"exact": False},
+    )
+)
+
+
+def reference(given: str | None) -> dict[str, Any]:
+    """Return what the inputs become to have a reference by its scores, its own inputs, or none."""
+    other = make_inputs(1)
+    own = {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
+    change = {} if given == "ref_per_token_logps" else {"ref_per_token_logps": None}
+    return change | (own | {"ref_bias": other["bias"]} if given == "ref_input" else {})
+
+
+test_references = contract_of(
+    Adapter(
+        package="liger_kernel",
+        step=partial(step, temperature=0.9),
+        settings={
+            f"{more}, {given}, {used}": {"use_ref_model": used, "change": reference(given), **more}
+            for more in ({}, {"use_bias_correction_kl": True}, {"loss_type": "sapo"})
+            for given in ("ref_per_token_logps", "ref_input", None)
+            for used in (True, False)
+            if given or not used  # an error, theirs and ours
+        },
+    )
+)
 
 
 def test_flat_hidden_states_and_none_for_what_is_optional() -> None:
@@ -161,33 +173,33 @@ def test_flat_hidden_states_and_none_for_what_is_optional() -> None:
 def test_without_padding_and_advantages_per_token(loss_type: str) -> None:
     inputs = make_inputs()
     module = liger.LigerFusedLinearGRPOLoss(loss_type=loss_type)
-    ratio = {"vllm_is_ratio": torch.rand(B) + 0.5}
-    loss, _, metrics = run(module, inputs, **ratio)
+    inputs["vllm_is_ratio"] = torch.rand(B) + 0.5
+    loss, _, metrics = run(module, inputs)
     kept = inputs["attention_mask"] == 1
     names = ("_input", "selected_token_ids", "ref_per_token_logps", "old_per_token_logps")
     packed = inputs | {name: inputs[name][kept] for name in names} | {"attention_mask": None}
     packed["cu_seqlens"] = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-    again = run(module, packed, **ratio)
+    again = run(module, packed)
     assert_alike((again[0], again[2]), (loss, metrics))
     per_token = inputs | {"advantages": inputs["advantages"][:, None].expand(B, T)}
-    again = run(module, per_token, **ratio)
+    again = run(module, per_token)
     assert_alike((again[0], again[2]), (loss, metrics))
 
 
-def test_what_is_wrong_is_named() -> None:
-    with pytest.raises(ValueError, match="loss_type: expected one of"):
-        liger.LigerFusedLinearGRPOLoss(loss_type="ppo")
-    with pytest.raises(ValueError, match="delta: expected None for loss_type 'sapo', got 2.0"):
-        liger.LigerFusedLinearGRPOLoss(loss_type="sapo", delta=2.0)
-    inputs, module = make_inputs(), liger.LigerFusedLinearGRPOLoss()
-    for change, message in (
-        ({"ref_per_token_logps": None}, "ref_logprobs: expected the reference's"),
-        ({"attention_mask": inputs["attention_mask"] / 2}, "mask: expected bool or 0 and 1"),
-        ({"advantages": torch.ones(B + 1)}, r"advantages: expected shape \(3,\) .* got \(4,\)"),
-        ({"vllm_is_ratio": torch.ones(T)}, r"vllm_is_ratio: expected shape \(3,\) .* got \(7,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            module(**(inputs | change))
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
+        ({"loss_type": "sapo", "delta": 2.0}, {}, "delta: expected None for loss_type 'sapo', got"),
+        ({}, {"ref_per_token_logps": None}, "ref_logprobs: expected the reference's"),
+        ({}, {"attention_mask": torch.full((B, T), 0.5)}, "mask: expected bool or 0 and 1"),
+        ({}, {"advantages": torch.ones(B + 1)}, r"advantages: expected shape \(3,\) .* \(4,\)"),
+        ({}, {"vllm_is_ratio": torch.ones(T)}, r"vllm_is_ratio: expected shape \(3,\) .* \(7,\)"),
+    ],
+)
+def test_what_is_wrong_is_named(settings: Any, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step(True, change, **settings)
 
 
 @pytest.mark.parametrize("loss_type", CASES)

@@ -10,7 +10,8 @@ import copy
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.contract import Adapter, contract_of, unformed
 from tests.integrations.hosts import need
-from tests.integrations.precision import assert_results_as_exact_as
 
 need("ms_swift")
 
@@ -28,13 +29,13 @@ from swift.rl_core.data import GRPOBatch
 from swift.rlhf_trainers import grpo_trainer
 from swift.utils import import_external_file
 
-from grpo_kernels.integrations import lazy_hosts, lazy_logits, liger, ms_swift
-from tests.hf.test_families import tiny_model
+from grpo_kernels.integrations import lazy_hosts, liger, ms_swift
+from tests.support.tiny_models import rounded_model, tiny_model
 
 B, L, T = 3, 9, 6
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo", "beta": 0.0},
+    "grpo": {"loss_type": "grpo", "beta": 0.0, "kl_in_reward": True},
     "dapo": {"temperature": 0.7},
     "bnpo": {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
     "dr_grpo": {"loss_type": "dr_grpo", "epsilon_high": 0.3},
@@ -43,22 +44,21 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have it on by the file of docs/integrations.md, imported as ms-swift imports it."""
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch it on by the file of docs/integrations.md, imported as ms-swift imports it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # its folder is put there
     (plugin,) = (
         block
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
         if "import ms_swift" in block
     )
-    file = tmp_path_factory.mktemp("plugin") / "grpo_kernels_plugin.py"
+    file = tmp_path / "grpo_kernels_plugin.py"
     file.write_text(plugin)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", list(sys.path))  # its folder is put there
-        import_external_file(str(file))
+    import_external_file(str(file))
     assert ms_swift.SWITCH.on
-    yield
     ms_swift.disable()
+    with pytest.raises(ImportError, match=r"external_plugins: expected .* got .*ms_swift.py"):
+        import_external_file(ms_swift.__file__)
 
 
 def make_trainer(model: Any, **settings: Any) -> Any:
@@ -101,74 +101,56 @@ def make_batch(model: Any, temperature: float) -> tuple[dict[str, Any], Any]:
     return {"input_ids": ids, "attention_mask": attention}, batch
 
 
-def run(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, ...]:
-    model = tiny_model("qwen2").to(torch.bfloat16).to(dtype)  # the same weights in both
-    trainer = make_trainer(model, **settings)
+def step(
+    with_ours: bool, dtype: Any = torch.float32, family: str = "qwen2", **settings: Any
+) -> Any:
+    model = rounded_model(family, dtype)
+    with ms_swift.enabled() if with_ours else nullcontext():
+        trainer = make_trainer(model, **settings)
+    assert (type(trainer.liger_grpo_loss) is liger.LigerFusedLinearGRPOLoss) == with_ours
     loss = trainer.compute_liger_loss(model, *make_batch(model, trainer.temperature))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    ours = type(trainer.liger_grpo_loss) is liger.LigerFusedLinearGRPOLoss
-    return ours, loss.detach(), gradients, dict(trainer._metrics["train"])
+    return loss.detach(), gradients, dict(trainer._metrics["train"])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.filterwarnings("ignore:cispo uses")
-def test_the_loss_of_liger(name: str) -> None:
-    ours, *found = run(**LOSSES[name])
-    ms_swift.disable()
-    theirs, *expected = run(**LOSSES[name])
-    ms_swift.enable()
-    assert ours and not theirs
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.filterwarnings("ignore:cispo uses")
-def test_its_default_precision(name: str) -> None:
-    found = run(torch.bfloat16, **LOSSES[name])[1:]
-    ms_swift.disable()
-    theirs, exact = (run(dtype, **LOSSES[name])[1:] for dtype in (torch.bfloat16, torch.float32))
-    ms_swift.enable()
-    assert_results_as_exact_as(found[:2], theirs[:2], exact[:2])
-
-
-def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("overlong_filter", "kl_in_reward"):
-        with pytest.raises(ValueError, match=f"{name}: expected False with use_liger_kernel"):
-            run(**{name: True})
-    assert run(kl_in_reward=True, beta=0.0)[0]
-    with pytest.raises(ValueError, match="loss_type: expected one of"):
-        run(loss_type="fipo")
-    with pytest.raises(ValueError, match="model: expected logits without scale and softcap"):
-        make_trainer(tiny_model("gemma2"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ImportError, match=r"external_plugins: expected .* got .*ms_swift.py"):
-        import_external_file(ms_swift.__file__)
-
-
-@pytest.mark.parametrize("padding_free", [False, True])
-def test_logits_that_are_not_formed(padding_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def score(with_ours: bool, padding_free: bool = False) -> Any:
+    """Take the way without Liger's module, with logits that are not formed."""
     model = tiny_model("qwen2")
     template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
     trainer = make_trainer(model, template=template, temperature=0.7)
     inputs, batch = make_batch(model, 0.7)
     if padding_free:
-        inputs = {"input_ids": inputs["input_ids"].view(1, -1), "position_ids": positions()}
+        positions = torch.arange(L).repeat(B)[None]
+        inputs = {"input_ids": inputs["input_ids"].view(1, -1), "position_ids": positions}
         batch.logits_to_keep = B * L - 1
-
-    def score() -> tuple[Any, ...]:
+    with lazy_hosts.enabled(model, "trl") if with_ours else nullcontext(), unformed():
         logps, entropies = trainer._get_logps_via_local_forward(
             model, dict(inputs), batch.logits_to_keep, inputs["input_ids"], compute_entropy=True
         )
-        weights = torch.linspace(-1, 1, logps.numel()).view(logps.shape) + 0.1
-        loss = (logps * weights).sum() + 0.3 * entropies.sum()
-        return logps.detach(), entropies.detach(), torch.autograd.grad(loss, [*model.parameters()])
-
-    expected = score()
-    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
-    with lazy_hosts.enabled(model, "trl"):
-        found = score()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    weights = torch.linspace(-1, 1, logps.numel()).view(logps.shape) + 0.1
+    loss = (logps * weights).sum() + 0.3 * entropies.sum()
+    return logps.detach(), entropies.detach(), torch.autograd.grad(loss, [*model.parameters()])
 
 
-def positions() -> torch.Tensor:
-    return torch.arange(L).repeat(B)[None]
+test_the_loss_of_liger = contract_of(
+    Adapter(
+        package="swift",
+        step=step,
+        settings=LOSSES,
+        default={"dtype": torch.bfloat16},
+        switch=ms_swift.SWITCH,
+        refused={
+            "overlong_filter: expected False": partial(step, True, overlong_filter=True),
+            "kl_in_reward: expected False": partial(step, True, kl_in_reward=True),
+            "loss_type: expected one of": partial(step, True, loss_type="fipo"),
+            "model: expected logits without": partial(step, True, family="gemma2"),
+        },
+    )
+)
+test_logits_that_are_not_formed = contract_of(
+    Adapter(
+        package="swift",
+        step=score,
+        settings={"padded": {}, "padding-free": {"padding_free": True}},
+    )
+)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.integrations.hosts import need
 
 need("openrlhf")
 
-from grpo_kernels.integrations import lazy_hosts, lazy_logits
-from tests.hf.test_families import tiny_model
+from grpo_kernels.integrations import lazy_hosts
+from tests.integrations.contract import Adapter, contract_of, unformed
+from tests.support.tiny_models import rounded_model
 
 # what it imports for GPUs and does not call here
 ABSENT = {
@@ -31,31 +32,32 @@ ABSENT = {
 B, L, ANSWER = 3, 7, 4
 
 
-@pytest.fixture(scope="module")
-def actor_class() -> Any:
+@pytest.fixture(scope="module", autouse=True)
+def _importable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, attributes in ABSENT.items():
             module = ModuleType(name)
-            module.__spec__ = ModuleSpec(name, None)
-            module.__path__ = []
+            module.__spec__, module.__path__ = ModuleSpec(name, None), []
             vars(module).update(dict.fromkeys(attributes))
             patch.setitem(sys.modules, name, module)
-        yield importlib.import_module("openrlhf.models.actor").Actor
-
-
-@pytest.fixture(autouse=True)
-def _no_compiler() -> Any:
-    with torch.compiler.set_stance("force_eager"):  # its entropy is compiled
         yield
 
 
-def make(actor_class: Any, model: Any, temperature: float = 1.0) -> Any:
-    actor = actor_class(model, temperature=temperature)
+def step(
+    with_ours: bool, temperature: float = 1.0, dtype: Any = torch.float32, lazy: bool = True
+) -> Any:
+    model = rounded_model("qwen2", dtype)
+    actor = importlib.import_module("openrlhf.models.actor").Actor(model, temperature=temperature)
     actor.packing_samples = False  # it says so itself only of a model that it has loaded
-    return actor
+    if not lazy:  # its scorers are ours, its logits are real
+        on: Any = lazy_hosts.SWITCHES["openrlhf"].enabled()
+        with on if with_ours else nullcontext():
+            return score(actor)
+    with lazy_hosts.enabled(model, "openrlhf") if with_ours else nullcontext(), unformed():
+        return score(actor)
 
 
-def run(actor: Any) -> tuple[Any, ...]:
+def score(actor: Any) -> tuple[Any, ...]:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 90, (B, L), generator=g)
     attention = torch.ones(B, L, dtype=torch.int64)
@@ -74,36 +76,12 @@ def run(actor: Any) -> tuple[Any, ...]:
     return logp.detach(), output.entropy.detach(), old, gradients
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_actor(
-    actor_class: Any, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actor = make(actor_class, tiny_model("qwen2").to(dtype), temperature)
-    exact = run(make(actor_class, copy.deepcopy(actor.model).float(), temperature))
-    theirs = run(actor)
-    monkeypatch.setattr(lazy_logits.Recipe, "logits", None)  # nobody forms them
-    with lazy_hosts.enabled(actor.model, "openrlhf"):
-        found = run(actor)
-    assert not lazy_hosts.SWITCHES["openrlhf"].on
-    if dtype == torch.float32:
-        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=2e-6)
-    else:
-        for mine, other, true in zip(flat(found), flat(theirs), flat(exact), strict=True):
-            assert error(mine, true) <= 2 * error(other, true) + 1e-6
-
-
-def flat(results: tuple[Any, ...]) -> list[Tensor]:
-    return [*results[:3], *results[3]]
-
-
-def error(found: Tensor, true: Tensor) -> float:
-    return float((found.float() - true).norm())
-
-
-def test_real_logits_are_theirs(actor_class: Any) -> None:
-    actor = make(actor_class, tiny_model("qwen2"))
-    expected = run(actor)
-    with lazy_hosts.SWITCHES["openrlhf"].enabled():
-        found = run(actor)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+test_contract = contract_of(
+    Adapter(
+        package="openrlhf",
+        step=step,
+        settings={"plain": {}, "temperature": {"temperature": 0.7}, "real logits": {"lazy": False}},
+        default={"dtype": torch.bfloat16},
+        switch=lazy_hosts.SWITCHES["openrlhf"],
+    )
+)

@@ -6,6 +6,7 @@ import copy
 import importlib.machinery
 import importlib.util
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from grpo_kernels.integrations import torchtitan as ours
+from grpo_kernels.integrations.switch import Host
+from tests.integrations.contract import Adapter, Run, assert_passed, cases, contract_of
 from tests.integrations.hosts import need
-from tests.integrations.precision import assert_run_as_exact_as
 from tests.sharded.ranks import run_on_ranks
 
 need("torchtitan")
@@ -27,7 +29,7 @@ need("torchtitan")
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.common.linear import Linear
 
-STEPS, B, L, D, V = 10, 3, 8, 16, 61
+STEPS, B, L, D, V = 6, 3, 8, 16, 61
 
 
 def their_losses() -> ModuleType:
@@ -85,10 +87,10 @@ def inputs(seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     }  # fmt: skip
 
 
-def train(
-    name: str, own: bool, sharded: bool = False, dtype: torch.dtype | None = None
-) -> tuple[list[Any], dict[str, Tensor]]:
-    model, loss_fn = Model(), loss_of(name, own)
+def step(
+    with_ours: bool, name: str, sharded: bool = False, dtype: torch.dtype | None = None
+) -> Run:
+    model, loss_fn = Model(), loss_of(name, with_ours)
     if sharded:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fully_shard([model.norm, model.lm_head], mp_policy=policy)
@@ -96,27 +98,72 @@ def train(
     loss_fn.set_lm_head(model.lm_head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     log = []
-    for step in range(STEPS):
-        ids, labels, given = inputs(step + 100 * (dist.get_rank() if sharded else 0))
+    for number in range(STEPS):
+        ids, labels, given = inputs(number + 100 * (dist.get_rank() if sharded else 0))
         loss, metrics = loss_fn(model(ids), labels, 17, **given)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         log.append({"loss": loss.item(), **{n: x.item() for n, x in metrics.items()}})
     weights = {n: x.full_tensor() if sharded else x for n, x in model.state_dict().items()}
-    return log, copy.deepcopy(weights)
+    return Run(log, copy.deepcopy(weights))
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    for row, wanted in zip(found[0], expected[0], strict=True):
-        assert row == {n: pytest.approx(x, rel=1e-4, abs=2e-6) for n, x in wanted.items()}
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-6)
+def call(drop: str = "", on: bool = True) -> None:
+    ids, labels, given = inputs(0)
+    model, loss_fn = Model(), loss_of("GRPOLoss", True)
+    if on:
+        loss_fn.set_lm_head(model.lm_head)
+    given.pop(drop, None)
+    loss_fn(model(ids), labels, **given)
+
+
+def set_wrapped() -> None:
+    wrapped = Linear(Linear.Config(in_features=D, out_features=V))
+    wrapped.forward = wrapped.forward  # as torchtitan's tensor parallelism does
+    loss_of("GRPOLoss", True).set_lm_head(wrapped)
+
+
+def another_version() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "HOST", Host("torchtitan", ("0.0",)))
+        _ = ours.GRPOLoss
+
+
+ALONE = Adapter(
+    package="torchtitan",
+    step=step,
+    settings={name: {"name": name} for name in CONFIGS},
+    refused={
+        "lm_head: expected set_lm_head": partial(call, on=False),
+        "expected generator_logprobs, advantages, loss_mask, got": partial(call, "advantages"),
+        "forward": set_wrapped,
+        "no attribute 'PPOLoss'": lambda: ours.PPOLoss,
+        "torchtitan: expected version 0.0, got": another_version,
+    },
+)
+SHARDED = Adapter(
+    package="torchtitan",
+    step=partial(step, sharded=True),
+    settings=ALONE.settings,
+    default={"dtype": torch.bfloat16},
+)
+test_contract = contract_of(ALONE)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    assert_passed(run_on_ranks(partial(cases, SHARDED), 2, tmp_path))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_training(name: str) -> None:
-    assert isinstance(loss_of(name, True), ChunkedLossWrapper)  # so the trainer skips its own head
-    assert_alike(train(name, True), train(name, False))
+def test_in_the_trainers_eyes(name: str) -> None:
+    assert isinstance(loss_of(name, True), ChunkedLossWrapper)  # so it skips its own head
+    theirs = getattr(their_losses(), name)
+    assert fields_of(theirs.Config) == fields_of(getattr(ours, name).Config)
+
+
+def fields_of(config: Any) -> set[str]:
+    return {field.name for field in fields(config)}
 
 
 def test_without_gradients() -> None:
@@ -128,40 +175,3 @@ def test_without_gradients() -> None:
         found, expected = (fn(model(ids), labels, None, **given) for fn in (loss_fn, theirs))
     torch.testing.assert_close(found[0], expected[0])
     assert not found[0].requires_grad
-
-
-def test_sharded(tmp_path: Path) -> None:
-    verdicts = run_on_ranks(_sharded_cases, 2, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
-
-
-def _sharded_cases() -> dict[str, Any]:
-    cases = {name: partial(check_sharded, name) for name in CONFIGS}
-    return cases | {f"{name}, bf16": partial(check_its_default_precision, name) for name in CONFIGS}
-
-
-def check_sharded(name: str) -> None:
-    assert_alike(train(name, True, sharded=True), train(name, False, sharded=True))
-
-
-def check_its_default_precision(name: str) -> None:
-    exact = train(name, False, sharded=True)
-    found, theirs = (train(name, own, sharded=True, dtype=torch.bfloat16) for own in (True, False))
-    assert_run_as_exact_as(found, theirs, exact)
-
-
-def test_refused() -> None:
-    ids, labels, given = inputs(0)
-    model, loss_fn = Model(), loss_of("GRPOLoss", True)
-    with pytest.raises(ValueError, match="lm_head: expected set_lm_head"):
-        loss_fn(model(ids), labels, **given)
-    loss_fn.set_lm_head(model.lm_head)
-    del given["advantages"]
-    with pytest.raises(ValueError, match="expected generator_logprobs, advantages, loss_mask, got"):
-        loss_fn(model(ids), labels, **given)
-    wrapped = Linear(Linear.Config(in_features=D, out_features=V))
-    wrapped.forward = wrapped.forward  # as torchtitan's tensor parallelism does
-    with pytest.raises(ValueError, match="forward"):
-        loss_fn.set_lm_head(wrapped)
-    with pytest.raises(AttributeError, match="no attribute 'PPOLoss'"):
-        _ = ours.PPOLoss

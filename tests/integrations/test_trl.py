@@ -1,32 +1,192 @@
-"""TRL's trainers with our head log what they log with their own."""
+"""TRL's trainers with our head, and with our loss at the head, log what they log with their own."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import trl
 
-from tests.integrations import trl_sharded_cases
-from tests.integrations.trl_cases import cases
+from grpo_kernels.integrations import lazy_logits
+from grpo_kernels.integrations import trl as ours
+from tests.integrations import contract, trl_async, trl_sharded
+from tests.integrations import trl_training as training
+from tests.integrations.contract import Adapter, Run
+from tests.parity.canned import tiny_model
 from tests.sharded.ranks import run_alone, run_on_ranks
+
+
+def step(with_ours: bool, make: Callable[..., Any], **more: Any) -> Run:
+    with ours.enabled() if with_ours else nullcontext():
+        return training.run(training.build(make, **more))
+
+
+def fused_step(with_ours: bool, make: Callable[..., Any] = training.grpo, **more: Any) -> Run:
+    trainer = ours.FusedGRPOTrainer if with_ours else trl.GRPOTrainer
+    return training.run(training.build(make, trainer=trainer, **more))
+
+
+def async_step(with_ours: bool, bf16: bool = False) -> Run:
+    with ours.enabled() if with_ours else nullcontext():
+        return trl_async.train(bf16)
+
+
+PAIRS = {"chosen": training.texts(40), "rejected": training.texts(90)}
+dpo = training.offline("DPO", PAIRS)
+LABELS = {"completion": training.texts(40), "label": [True, False] * 8}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "grpo": {"make": training.grpo},
+    "grpo, entropy": {"make": training.grpo, "entropy_coef": 0.1, "temperature": 0.7},
+    "grpo, fp32 head": {"make": training.grpo, "cast_lm_head_to_fp32": True},
+    "rloo": {"make": training.rloo},
+    "sft": {"make": training.offline("SFT", {"completion": training.texts(40)})},
+    "dpo": {"make": dpo},
+    "dpo, weighted": {"make": dpo, "use_weighting": True},
+    "kto": {"make": training.offline("KTO", LABELS)},
+}
+_VESPO = {"vespo_k_pos": 2.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 3.0}
+FUSED: dict[str, dict[str, Any]] = {
+    "entropy bonus": {"entropy_coef": 0.1, "temperature": 0.7, "loss_type": "grpo"},
+    "off-policy": {"num_iterations": 2, "loss_type": "dr_grpo", "epsilon_high": 0.3},
+    "sequences": {"importance_sampling_level": "sequence", "loss_type": "bnpo", "beta": 0.0},
+    "sums": {"importance_sampling_level": "sequence", "loss_type": "luspo", "num_iterations": 2},
+    # of a half, rounding to bf16 chooses another token
+    "few tokens": {"top_entropy_quantile": 0.3, "loss_type": "cispo", "epsilon_high": 2.0},
+    "fp32 head": {
+        "cast_lm_head_to_fp32": True, "loss_type": "sapo", "sapo_temperature_pos": 2.0,
+        "sapo_temperature_neg": 0.5,
+    },
+    "vespo": {"loss_type": "vespo", "num_iterations": 2, **_VESPO},
+    "two sides": {
+        "delta": 1.3, "epsilon": 0.1, "num_iterations": 2, "use_bias_correction_kl": True,
+        "learning_rate": 0.5,  # so that some are clipped
+    },
+    "no tokens": {"mask_truncated_completions": True, "epsilon_high": 0.3},  # in some steps
+    "adaptive entropy": {  # both sides of the target, within the steps
+        "use_adaptive_entropy": True, "entropy_target": 4.683, "entropy_coef_delta": 0.02,
+        "entropy_coef_max": 0.03, "entropy_coef_min": 0.01, "max_steps": 10,
+    },
+    "steps of a generation": {"steps_per_generation": 4, "loss_type": "dapo"},
+    **{
+        f"vLLM, {mode}": {
+            "make": training.corrected_grpo, "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_clip_max": 1.5, "vllm_importance_sampling_clip_min": 0.5,
+            "off_policy_mask_threshold": 0.3,
+        }
+        for mode in ("token_truncate", "sequence_mask")
+    },
+}  # fmt: skip
+
+
+def records() -> dict[str, Adapter]:
+    head = Adapter(
+        package="trl", step=step, settings=TRAINERS, default=training.DEFAULT, switch=ours.SWITCH
+    )
+    fused = Adapter(package="trl", step=fused_step, settings=FUSED, default=training.DEFAULT)
+    alone = Adapter(
+        package="trl", step=async_step, settings={"AsyncGRPO": {}}, default={"bf16": True}
+    )
+    return {"head": head, "loss": fused, "async": alone}
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    found = {
+        f"{kind}, {name}": case
+        for kind, adapter in records().items()
+        for name, case in contract.cases(adapter).items()
+    }
+    return found | {"an adapter on the head": check_adapter_on_head, "refused": check_refused}
+
+
+def test_every_setting_of_their_loss_is_tried() -> None:
+    """Hold the table against what TRL's loss reads, so that a setting of a new TRL is seen."""
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    read = set(re.findall(r"self\.(?:args\.)?(\w+)", source))
+    settings = {field.name for field in fields(trl.GRPOConfig)} & (read | {"epsilon"})
+    tried = {name for more in FUSED.values() for name in more}
+    # a length that divides a loss is in all; vLLM and experts take more than a setting
+    given = {"max_completion_length", "use_vllm", "vllm_importance_sampling_correction"}
+    assert settings - tried == given | {"router_aux_loss_coef"}
+
+
+def check_adapter_on_head() -> None:
+    """TRL refuses it; with ours the loss and its gradients are those of the model's own logits."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(target_modules=["lm_head", "q_proj"], r=3, init_lora_weights=False)
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        training.build(training.grpo, peft=lora)
+    for trainer in (trl.GRPOTrainer, ours.FusedGRPOTrainer):
+        with ours.enabled():
+            built = training.build(training.grpo, trainer=trainer, peft=lora, **training.DEFAULT)
+            built.train()  # on completions of its own
+        assert built.state.global_step == training.STEPS
+    with ours.enabled():
+        model = training.build(training.grpo, peft=lora).model
+    ids = torch.randint(2, 190, (3, 7), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :4] = labels[2] = -100
+    trained = {n: x for n, x in model.named_parameters() if x.requires_grad}
+    assert any("lm_head" in name for name in trained)
+    logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    exact = logp.gather(-1, ids[:, 1:, None]).squeeze(-1) * (labels[:, 1:] != -100)
+    exact = -exact.sum() / (labels[:, 1:] != -100).sum()
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True).loss
+    torch.testing.assert_close(found, exact)
+    gradients = (torch.autograd.grad(loss, list(trained.values())) for loss in (found, exact))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def check_refused() -> None:
+    from peft import LoraConfig
+
+    trainer = training.build(training.grpo)
+    with pytest.raises(ValueError, match="expected no trainer of TRL yet"):
+        ours.enable()
+    del trainer
+    ours.enable()
+    for lora, more, message in (
+        ({"lora_dropout": 0.1}, {}, "expected plain LoRA without dropout"),
+        ({}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected False with an adapt"),
+    ):
+        adapter = LoraConfig(target_modules=["lm_head"], **lora)
+        with pytest.raises(ValueError, match=message):
+            training.build(training.grpo, peft=adapter, **more)
+    add = trl.trainer.utils.add_fused_lm_head
+    with pytest.raises(ValueError, match=r"outputs: expected some of .*got \['logits'\]"):
+        add(tiny_model(), outputs=("logits",))
+    model = tiny_model()
+    lazy_logits.enable(model)
+    with pytest.raises(ValueError, match="for trl alone, got one that lazy_logits has changed"):
+        add(model)
+    lazy_logits.disable(model)
+    add(model)
+    with pytest.raises(ValueError, match="for lazy_logits alone, got one that trl has changed"):
+        lazy_logits.enable(model)
+    del model
+    ours.disable()
 
 
 @pytest.mark.slow
 def test_trl(tmp_path: Path) -> None:
     """In a process of its own, where no other trainer of TRL is."""
-    verdicts = run_alone(cases, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
+    contract.assert_passed(run_alone(cases, tmp_path))
 
 
 @pytest.mark.slow
 def test_sharded(tmp_path: Path) -> None:
-    verdicts = run_on_ranks(trl_sharded_cases.cases, 2, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
+    contract.assert_passed(run_on_ranks(trl_sharded.cases, 2, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
 def test_zero(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    verdicts = run_on_ranks(trl_sharded_cases.zero_cases, 2, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
+    contract.assert_passed(run_on_ranks(trl_sharded.zero_cases, 2, tmp_path))

@@ -7,7 +7,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig
 from grpo_kernels.integrations import verl as ours
+from tests.integrations.contract import Adapter, Run, assert_passed, contract_of
 from tests.integrations.hosts import need
-from tests.integrations.precision import assert_run_as_exact_as
 from tests.parity.canned import tiny_model
 from tests.sharded.ranks import run_on_ranks
 
@@ -42,7 +43,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*engine is not available")
-STEPS = 10
+STEPS = 5
 FORWARD = Qwen2ForCausalLM.forward  # verl's functions change the class
 PROMPTS, RESPONSES = (3, 1, 4, 2), (5, 7, 2, 6)
 
@@ -109,24 +110,30 @@ def actor(**more: Any) -> FSDPActorConfig:
     )  # fmt: skip
 
 
-def train(
+def step(
+    with_ours: bool,
     *,
     temperature: Any = 0.8,
     packed: bool = True,
-    backend: str | None = "torch",
+    backend: str = "torch",
+    theirs: str | None = "torch",  # None: full logits
     bf16: bool = False,
-    **more: Any,
-) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Take steps with what verl's FSDP engine does on one process; return the log and weights."""
+) -> Run:
+    """Train as verl's FSDP engine does on one process."""
+    with ours.enabled() if with_ours else nullcontext():
+        return train(temperature, packed, backend if with_ours else theirs, bf16)
+
+
+def train(temperature: Any, packed: bool, backend: str | None, bf16: bool) -> Run:
     Qwen2ForCausalLM.forward = FORWARD
-    model, host, config = tiny_model(), engine(), actor(**more)
+    model, host, config = tiny_model(), engine(), actor()
     model.config._attn_implementation = "eager"
     if backend is not None:
         monkey_patch.patch_forward_with_backends(model, True, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     log = []
-    for step in range(STEPS):
-        data = micro_batch(step, temperature, packed, backend is not None)
+    for number in range(STEPS):
+        data = micro_batch(number, temperature, packed, backend is not None)
         inputs, kept = host.prepare_model_inputs(data)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             output = model(**inputs, use_cache=False)
@@ -137,45 +144,76 @@ def train(
         log[-1]["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
         optimizer.step()
         optimizer.zero_grad()
-    return log, copy.deepcopy(model.state_dict())
+    return Run(log, copy.deepcopy(model.state_dict()))
 
 
 def _number(metric: Any) -> float:
     return float(metric.aggregate() if hasattr(metric, "aggregate") else metric)
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    for row, wanted in zip(found[0], expected[0], strict=True):
-        assert row == {n: pytest.approx(x, rel=1e-4, abs=2e-6) for n, x in wanted.items()}
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-6)
+PER_SAMPLE = torch.tensor([0.7, 1.0, 1.3, 0.9])  # verl's fused heads refuse it, not full logits
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("backend", ["torch", "liger"])
-def test_training(packed: bool, backend: str) -> None:
-    expected = train(packed=packed, backend="torch")
-    with ours.enabled():
-        found = train(packed=packed, backend=backend)
-    assert_alike(found, expected)
-    assert train(packed=packed, backend="torch")[0] == expected[0]  # off again without a trace
+def given(mode: str, config: Any) -> tuple[Any, ...]:
+    return (*[torch.ones(1, 1)] * 4, mode, config)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_its_default_precision(packed: bool) -> None:
-    exact, theirs = train(packed=packed), train(packed=packed, bf16=True)
-    with ours.enabled():
-        assert_run_as_exact_as(train(packed=packed, bf16=True), theirs, exact)
+def registered(mode: str, loss_type: str, config: Any = None, **settings: Any) -> Any:
+    """Call a loss of ours by verl's registry."""
+    ours.register_policy_loss("own", LossConfig(loss_type=loss_type, **settings))
+    return get_policy_loss_fn("own")(*given(mode, actor() if config is None else config))
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_temperature_per_sample(packed: bool) -> None:
-    """verl's fused heads refuse it; its full logits do not."""
-    temperature = torch.tensor([0.7, 1.0, 1.3, 0.9])
-    with pytest.raises(AssertionError, match="per sample temperature"):
-        train(temperature=temperature, packed=packed)
-    expected = train(temperature=temperature, packed=packed, backend=None)
-    with ours.enabled():
-        assert_alike(train(temperature=temperature, packed=packed), expected)
+def another_length() -> FSDPActorConfig:
+    config = actor()
+    config.global_batch_info["loss_scale_factor"] = 9
+    return config
+
+
+def while_on(call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        with ours.enabled():
+            call()
+
+    return run
+
+
+ADAPTER = Adapter(
+    package="verl",
+    step=step,
+    settings={
+        f"{name}, {'packed' if packed else 'padded'}": {"packed": packed, **more}
+        for packed in (True, False)
+        for name, more in {
+            "torch": {},
+            "liger": {"backend": "liger"},
+            "a temperature per sample": {"temperature": PER_SAMPLE, "theirs": None},
+        }.items()
+    },
+    default={"bf16": True},
+    switch=ours.SWITCH,
+    refused={
+        "impl_backend: expected one of torch, liger, triton": while_on(
+            lambda: monkey_patch.patch_forward_with_backends(tiny_model(), True, "cce")
+        ),
+        "reduction: expected 'none', got 'mean'": while_on(
+            lambda: kernel.linear_cross_entropy(*[torch.ones(1, 1)] * 3, 1.0, "mean")
+        ),
+        "name: expected one that verl does not have yet": lambda: ours.register_policy_loss(
+            "vanilla", LossConfig()
+        ),
+        "beta: expected 0": lambda: registered("token-mean", "dapo", beta=0.1),
+        "entropy_coef: expected 0": lambda: registered("token-mean", "dapo", entropy_coef=0.1),
+        "top_entropy_quantile: expected 1": lambda: registered(
+            "token-mean", "dapo", top_entropy_quantile=0.5
+        ),
+        "loss_agg_mode: expected 'seq-mean-token-mean'": lambda: registered("token-mean", "grpo"),
+        "loss_scale_factor: expected None or max_completion_length": lambda: registered(
+            "seq-mean-token-sum-norm", "dr_grpo", another_length(), max_completion_length=8
+        ),
+    },
+)
+test_contract = contract_of(ADAPTER)
 
 
 def test_softcap_and_bias() -> None:
@@ -208,7 +246,6 @@ def test_fused_linear_for_ppo() -> None:
     ids = torch.randint(0, 61, (2, 5))
     expected = _outputs(FusedLinearForPPO().forward, hidden, weight, ids, 0.7)
     with ours.enabled():
-        ours.enable()  # again, without effect
         torch.testing.assert_close(
             _outputs(FusedLinearForPPO().forward, hidden, weight, ids, 0.7), expected
         )
@@ -225,8 +262,7 @@ def _outputs(function: Any, hidden: Tensor, weight: Tensor, ids: Tensor, *more: 
 
 
 def test_linear_cross_entropy_of_a_group(tmp_path: Path) -> None:
-    verdicts = run_on_ranks(_group_cases, 2, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
+    assert_passed(run_on_ranks(_group_cases, 2, tmp_path))
 
 
 def _group_cases() -> dict[str, Any]:
@@ -274,12 +310,12 @@ def test_policy_losses(loss_type: str, mode: str, known: bool, weighted: bool) -
     config = actor(**CLIP)
     if known:
         config.global_batch_info.update(dp_size=2, batch_num_tokens=31, global_batch_size=9)
-    given: Any = (old, logp, advantages, mask, mode, config, ratio.exp() if weighted else None)
-    expected, theirs = get_policy_loss_fn("vanilla")(*given)
+    values: Any = (old, logp, advantages, mask, mode, config, ratio.exp() if weighted else None)
+    expected, theirs = get_policy_loss_fn("vanilla")(*values)
     ours.register_policy_loss(
         "ours", LossConfig(loss_type=loss_type, epsilon_high=0.28, max_completion_length=6)
     )
-    found, metrics = get_policy_loss_fn("ours")(*given)
+    found, metrics = get_policy_loss_fn("ours")(*values)
     torch.testing.assert_close(found, expected)
     gradients = (torch.autograd.grad(loss, logp)[0] for loss in (found, expected))
     torch.testing.assert_close(*gradients)
@@ -298,28 +334,6 @@ def test_their_own_tests() -> None:
     command += ["-p", "grpo_kernels.integrations.verl_external_lib", *files]
     run = subprocess.run([sys.executable, *command], cwd=site, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-
-
-def test_refused() -> None:
-    with ours.enabled():
-        with pytest.raises(ValueError, match="impl_backend: expected one of torch, liger, triton"):
-            monkey_patch.patch_forward_with_backends(tiny_model(), True, "cce")
-        with pytest.raises(ValueError, match="reduction: expected 'none', got 'mean'"):
-            kernel.linear_cross_entropy(*[torch.ones(1, 1)] * 3, 1.0, "mean")
-    with pytest.raises(ValueError, match="name: expected one that verl does not have yet"):
-        ours.register_policy_loss("vanilla", LossConfig())
-    for setting in ({"beta": 0.1}, {"entropy_coef": 0.1}):
-        with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected 0"):
-            ours.register_policy_loss("other", LossConfig(**setting))
-    ours.register_policy_loss("fixed", LossConfig(loss_type="dr_grpo", max_completion_length=8))
-    config = actor()
-    config.global_batch_info["loss_scale_factor"] = 9
-    given = (*[torch.ones(1, 1)] * 4, "seq-mean-token-sum-norm", config)
-    with pytest.raises(ValueError, match="loss_scale_factor: expected None or max_completion_leng"):
-        get_policy_loss_fn("fixed")(*given)
-    ours.register_policy_loss("ours", LossConfig(loss_type="grpo"))
-    with pytest.raises(ValueError, match="loss_agg_mode: expected 'seq-mean-token-mean'"):
-        get_policy_loss_fn("ours")(*[torch.ones(1, 1)] * 4, "token-mean", actor())
 
 
 def test_metric_of_a_batch_without_tokens_is_nan_free() -> None:

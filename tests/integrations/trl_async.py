@@ -12,12 +12,13 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
 from trl.experimental.async_grpo import async_grpo_trainer
 
+from tests.integrations.contract import Run
 from tests.parity.canned import VOCABULARY, tiny_model
 
 STEPS, LENGTHS, PROMPT = 10, (7, 4, 6), 2
 
 
-def train(bf16: bool = False) -> tuple[list[dict[str, float]], Any]:
+def train(bf16: bool = False) -> Run:
     """Take steps by its own ``compute_loss``; return the metrics of each, and the weights.
 
     Args:
@@ -39,7 +40,7 @@ def train(bf16: bool = False) -> tuple[list[dict[str, float]], Any]:
         optimizer.zero_grad()
         metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
         log.append({"loss": loss.item(), **metrics})
-    return log, copy.deepcopy(model.state_dict())
+    return Run(log, copy.deepcopy(model.state_dict()))
 
 
 def _trainer() -> Any:
