@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +51,7 @@ class Host:
         where = "GRPO_KERNELS_HOSTS is not set" if FOLDER is None else f"none of it is in {FOLDER}"
         reason = f"{self.package} itself was not tested, only its interface: {where}"
         missing = pytest.mark.skipif(self.checkout is None, reason=reason)
-        return [STAND_IN, pytest.param(REAL, marks=missing)]
+        return [pytest.param(STAND_IN), pytest.param(REAL, marks=missing)]
 
     @contextmanager
     def present(self, kind: str) -> Iterator[dict[str, ModuleType]]:
@@ -64,6 +65,8 @@ class Host:
                 for name, contents in theirs.items():
                     made = ModuleType(name)
                     vars(made).update(contents)
+                    for value in contents.values():
+                        value.__module__ = name
                     sys.modules[name] = made
             else:
                 sys.modules.update({name: _Unreached(name) for name in self.unreached})
@@ -74,6 +77,15 @@ class Host:
             for name in [name for name in sys.modules if name.partition(".")[0] in own]:
                 del sys.modules[name]
             sys.modules.update(before)
+
+    def with_it(self, kind: str, cases: Mapping[str, Callable[[], None]]) -> dict[str, Any]:
+        """Return the cases, each with the host imported."""
+
+        def run(case: Callable[[], None]) -> None:
+            with self.present(kind):
+                case()
+
+        return {name: partial(run, case) for name, case in cases.items()}
 
     def _put_parents(self, names: Mapping[str, Any]) -> None:
         """Import no ``__init__`` of the host: they import more than the cases reach."""

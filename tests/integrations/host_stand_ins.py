@@ -27,11 +27,17 @@ class PrimeLmOutput(TypedDict, total=False):
     loss: Tensor | None
 
 
-class _FullLogits(nn.Linear):
+class FusedOutputLinear(nn.Linear):
     softcap: float | None = None
 
-    def scored(
-        self, hidden_states: Tensor, labels: Tensor | None, temperature: Tensor | None
+    def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> PrimeLmOutput:
         assert labels is not None and temperature is not None
         logits = nn.Linear.forward(self, hidden_states).float()
@@ -41,35 +47,14 @@ class _FullLogits(nn.Linear):
         return PrimeLmOutput(logprobs=logprobs, entropy=entropy)
 
 
-class FusedOutputLinear(_FullLogits):
-    def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.chunk_size = chunk_size
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor | None = None,
-        temperature: Tensor | None = None,
-    ) -> PrimeLmOutput:
-        return self.scored(hidden_states, labels, temperature)
-
-
-class GemmaFusedOutputLinear(_FullLogits):
+class GemmaFusedOutputLinear(FusedOutputLinear):
     def __init__(
         self, in_features: int, out_features: int, chunk_size: int, softcap: float
     ) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.chunk_size = chunk_size
+        super().__init__(in_features, out_features, chunk_size)
         self.softcap = softcap
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor | None = None,
-        temperature: Tensor | None = None,
-    ) -> PrimeLmOutput:
-        return self.scored(hidden_states, labels, temperature)
+    forward = FusedOutputLinear.forward  # each has one of its own to be replaced
 
 
 @dataclass

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from grpo_kernels.integrations import prime_rl
 from grpo_kernels.losses import LOSSES
-from grpo_kernels.testing import assert_all_as_exact_as
+from tests.integrations import contract
+from tests.integrations.contract import Adapter
 from tests.integrations.host_stand_ins import PRIME_RL, statistics
-from tests.integrations.prime_rl_cases import cases
 from tests.sharded.ranks import run_on_ranks
 
 B, S, D, V = 2, 7, 16, 61
-FLOOR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 HEADS = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
 SOFTCAP = 1.5
 SUMMED = ("dapo", "cispo", "vespo", "pg", "topr")
@@ -51,40 +54,31 @@ def make_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, labels, 0.5 + torch.rand(B, S, generator=generator)
 
 
-def results(head: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def step(with_ours: bool, module: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Return the outputs, and the gradients through the log-probabilities."""
-    hidden, labels, temperature = make_inputs(dtype)
-    out = head(hidden, labels, temperature=temperature)
+    modules = {name: import_module(f"prime_rl.trainer.models.layers.{name}") for name in HEADS}
+    head, (hidden, labels, temperature) = make_head(modules, module, dtype), make_inputs(dtype)
+    with prime_rl.enabled() if with_ours else nullcontext():
+        out = head(hidden, labels, temperature=temperature)
     outer = torch.randn(B, S, generator=torch.Generator().manual_seed(3))
-    dhidden, dweight = torch.autograd.grad((out["logprobs"] * outer).sum(), [hidden, head.weight])
-    found = {name: out[name].detach() for name in ("logprobs", "entropy")}
-    return found | {"dhidden": dhidden, "dweight": dweight}
+    gradients = torch.autograd.grad((out["logprobs"] * outer).sum(), [hidden, head.weight])
+    assert out["logprobs"].dtype == torch.float32
+    return out["logprobs"].detach(), out["entropy"].detach(), *gradients
 
 
-def exact(head: Any) -> dict[str, Tensor]:
-    hidden, labels, temperature = make_inputs(torch.float64)
-    weight = head.weight.detach().double().requires_grad_()
-    logits = hidden @ weight.t()
-    if getattr(head, "softcap", None) is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    logprobs, entropy = statistics(logits / temperature[..., None], labels)
-    outer = torch.randn(B, S, generator=torch.Generator().manual_seed(3))
-    dhidden, dweight = torch.autograd.grad((logprobs * outer).sum(), [hidden, weight])
-    found = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
-    return found | {"dhidden": dhidden, "dweight": dweight}
+ADAPTER = Adapter(
+    package="prime_rl",
+    step=step,
+    settings={name: {"module": name} for name in HEADS},
+    default={"dtype": torch.bfloat16},
+    switch=prime_rl.SWITCH,
+)
+CONTRACT = contract.cases(ADAPTER)
 
 
-@pytest.mark.parametrize("dtype", FLOOR, ids=str)
-@pytest.mark.parametrize("module", HEADS)
-def test_heads(host: Host, module: str, dtype: torch.dtype) -> None:
-    head = make_head(host, module, dtype)
-    theirs = results(head, dtype)
-    with prime_rl.enabled():
-        found = results(head, dtype)
-    assert found["logprobs"].dtype == torch.float32
-    assert_all_as_exact_as(found, theirs, exact(head), FLOOR[dtype], FLOOR[dtype])
-    again = results(head, dtype)
-    assert all(torch.equal(again[name], theirs[name]) for name in theirs)
+@pytest.mark.parametrize("case", CONTRACT)
+def test_contract(host: Host, case: str) -> None:
+    CONTRACT[case]()
 
 
 def test_bias_and_a_gradient_of_the_entropy(host: Host) -> None:
@@ -245,9 +239,33 @@ def test_settings_that_cannot_be_honoured(
         prime_rl.dapo(host["loss"].LossInputs(**values), **settings)
 
 
+def check_fsdp() -> None:
+    """Shard a head that is a unit by itself, each rank with a sequence of its own."""
+    rank, (hidden, labels, temperature) = dist.get_rank(), make_inputs(torch.float32)
+
+    def gradients(shard: bool) -> tuple[Tensor, Tensor]:
+        lm_head = import_module("prime_rl.trainer.models.layers.lm_head")
+        head = make_head({"lm_head": lm_head}, "lm_head", torch.float32)
+        if shard:
+            fully_shard(head, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        row = hidden.detach()[rank : rank + 1].clone().requires_grad_()
+        own = [x[rank : rank + 1] for x in (labels, temperature)]
+        head(row, own[0], temperature=own[1])["logprobs"].sum().backward()
+        if shard:
+            return row.grad, head.weight.grad.full_tensor()
+        dist.all_reduce(head.weight.grad)
+        return row.grad, head.weight.grad / dist.get_world_size()
+
+    expected = gradients(shard=False)
+    with prime_rl.enabled():
+        torch.testing.assert_close(gradients(shard=True), expected)
+
+
+def fsdp_cases(kind: str) -> dict[str, Any]:
+    return PRIME_RL.with_it(kind, {"FSDP2": check_fsdp})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("kind", PRIME_RL.kinds)
-def test_ranks_equal_one_process(kind: str, size: int, tmp_path: Path) -> None:
-    verdicts = run_on_ranks(partial(cases, kind), size, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
+def test_sharded(kind: str, tmp_path: Path) -> None:
+    contract.assert_passed(run_on_ranks(partial(fsdp_cases, kind), 2, tmp_path))

@@ -1,11 +1,9 @@
-"""SkyRL's head on our kernels, and our losses in its registry with its reductions of advantages."""
+"""Our losses in SkyRL's registry, with its reductions of advantages."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,6 @@ from grpo_kernels import LossConfig, TokenBatch, policy_loss
 from grpo_kernels.integrations import skyrl
 from grpo_kernels.losses import LOSSES
 from tests.integrations.host_stand_ins import SKYRL
-from tests.integrations.skyrl_cases import cases
-from tests.sharded.ranks import run_on_ranks
 
 B, T, LONGEST = 4, 6, 9
 REDUCTIONS = {
@@ -153,11 +149,3 @@ def test_what_is_refused(host: Host) -> None:
     corrected = algorithm("token_mean", tis_ratio_type="token")
     with pytest.raises(ValueError, match="off_policy_correction.tis_ratio_type: expected None"):
         function(**make_inputs(), config=corrected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", SKYRL.kinds)
-def test_ranks_equal_one_process(kind: str, size: int, tmp_path: Path) -> None:
-    verdicts = run_on_ranks(partial(cases, kind), size, tmp_path)
-    assert {name: verdict for name, verdict in verdicts.items() if verdict} == {}
