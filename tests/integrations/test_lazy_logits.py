@@ -366,6 +366,7 @@ def test_lora_on_the_head() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@unformed()
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the loop and the trainer of docs/integrations.md, which form no logits."""
     monkeypatch.chdir(tmp_path)
