@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from grpo_kernels import LossConfig, TokenBatch, policy_loss
 from grpo_kernels.integrations import prime_rl
 from grpo_kernels.losses import LOSSES
 from tests.integrations import contract
@@ -115,108 +117,97 @@ def test_what_is_missing_is_named(host: Host) -> None:
             head(hidden, labels)
 
 
-def make_samples(host: Host, weighted: bool) -> dict[str, Any]:
-    """Return the arguments of their ``compute_loss`` for three samples, one without loss tokens."""
-    generator = torch.Generator().manual_seed(4)
-    lengths = (5, 1, 9)
-
-    def each(scale: float = 0.3) -> list[Tensor]:
-        return [torch.randn(n, generator=generator) * scale for n in lengths]
-
-    own = [x - 2 for x in each()]
-    masks = [torch.rand(n, generator=generator) < 0.7 for n in lengths]
-    masks[0][:3], masks[1][:] = True, False
-    return {
-        "trainer_logprobs": [x.requires_grad_() for x in own],
-        "inference_logprobs": [x.detach() + d for x, d in zip(own, each(), strict=True)],
-        "ref_logprobs": [x.detach() + d for x, d in zip(own, each(), strict=True)],
-        "advantages": each(1.0),
-        "loss_mask": masks,
-        "rl_weights": [x.abs() + 0.5 for x in each()] if weighted else None,
-        "ce_weights": None,
-        "ref_kl_weights": None,
-        "rl_scale": 11,
-        "ce_scale": 1,
-        "ref_kl_scale": 1,
+def make_sample(host: Host, number: int = 0, **more: Any) -> Any:
+    """Return the inputs of a loss: the tokens of one sample; of number 1 none counts."""
+    g = torch.Generator().manual_seed(number)
+    length = (5, 1, 9)[number]
+    own, old, ref, advantages = (torch.randn(length, generator=g) for _ in range(4))
+    mask = (torch.rand(length, generator=g) < 0.7) & torch.tensor(number != 1)
+    mask[:3] |= number != 1
+    given = {
+        "trainer_logprobs": (own * 0.3 - 2).requires_grad_(),
+        "inference_logprobs": own * 0.3 - 2 + 0.3 * old,
+        "ref_logprobs": own * 0.3 - 2 + 0.3 * ref,
+        "advantages": advantages,
+        "loss_mask": mask,
+        "loss_weights": None,
     }
+    return host["loss"].LossInputs(**given | more)
 
 
-def by_hand(loss_type: str, samples: dict[str, Any], beta: float) -> Tensor:
-    """Write the losses out as their papers do."""
-    total = torch.zeros((), dtype=torch.float64)
-    weights = samples["rl_weights"] or [torch.ones_like(x) for x in samples["trainer_logprobs"]]
-    names = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages", "loss_mask")
-    for *values, weight in zip(*(samples[name] for name in names), weights, strict=True):
-        mask = values.pop()
-        logp, old, ref, advantage, weight = (x[mask].double() for x in (*values, weight))
-        ratio = (logp - old).exp()
-        each = {
-            "dapo": -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage),
-            "cispo": -ratio.clamp(max=5.0).detach() * advantage * logp,
-            "pg": -advantage * logp,
-        }[loss_type]
-        k3 = (ref - logp).exp() - (ref - logp) - 1
-        total = total + (weight * (each + beta * ratio * k3)).sum()
-    return total / samples["rl_scale"]
+def with_gradient(loss: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
+    leaf = inputs.trainer_logprobs
+    return loss.detach(), torch.autograd.grad(loss, leaf, materialize_grads=True)[0]
 
 
-def loss_and_gradients(loss: Tensor, samples: dict[str, Any]) -> tuple[Tensor, ...]:
-    inputs = samples["trainer_logprobs"]
-    gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    return (loss.detach().double(), *(x.double() for x in gradients))
+def own_loss(inputs: Any, loss_type: str, **settings: Any) -> Tensor:
+    """Return what we have for a batch of one sample, as a sum."""
+    batch = TokenBatch.from_padded(
+        torch.zeros_like(inputs.loss_mask, dtype=torch.int64)[None], inputs.advantages[None],
+        inputs.loss_mask[None], old_logprobs=inputs.inference_logprobs[None],
+        ref_logprobs=inputs.ref_logprobs[None], num_items_in_batch=torch.tensor(1.0),
+    )  # fmt: skip
+    config = LossConfig(loss_type=loss_type, rollout_correction_mode=None, **settings)
+    return policy_loss(inputs.trainer_logprobs[inputs.loss_mask], batch, config)[0]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", SUMMED)
+def test_losses(host: Host, loss_type: str, beta: float, number: int) -> None:
+    settings = {"beta": beta, **_SETTINGS.get(loss_type, {})}
+    inputs, fn = make_sample(host, number), getattr(prime_rl, loss_type)  # as it is imported
+    outputs = fn(inputs, **settings)
+    found = with_gradient(outputs.loss, inputs)
+    expected = with_gradient(own_loss(inputs, loss_type, **settings), inputs)
+    torch.testing.assert_close(found, expected)
+    logged = outputs.metrics
+    assert all(value.isfinite() for value in logged.values())
+    assert ("kl" in logged) == (beta != 0 and number != 1) and bool(logged) == (number != 1)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "pg"])
-def test_losses(host: Host, loss_type: str, beta: float, weighted: bool) -> None:
-    samples = make_samples(host, weighted)
+def test_weights_of_tokens(host: Host, loss_type: str, beta: float) -> None:
+    """Weight the losses that each token has alone."""
     settings = {"beta": beta, **_SETTINGS.get(loss_type, {})}
-    fn = getattr(prime_rl, loss_type)  # as their import_path is read
+    fn, weights = getattr(prime_rl, loss_type), torch.linspace(0.5, 2, 9)
+    inputs = make_sample(host, 2, loss_weights=weights)
+    total = torch.zeros(())
+    for token in inputs.loss_mask.nonzero():
+        alone = dataclasses.replace(inputs, loss_mask=torch.arange(9) == token, loss_weights=None)
+        total = total + weights[token] * fn(alone, **settings).loss
+    found = with_gradient(fn(inputs, **settings).loss, inputs)
+    torch.testing.assert_close(found, with_gradient(total.squeeze(), inputs))
 
-    def rl_loss_fn(inputs: Any) -> Any:
-        return fn(inputs, **settings)
 
-    loss, metrics = host["loss"].compute_loss(**samples, rl_loss_fn=rl_loss_fn)
-    expected = loss_and_gradients(by_hand(loss_type, samples, beta), samples)
-    found = loss_and_gradients(loss, samples)
-    for mine, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
-    assert {"ratio/max", "perplexity"} <= set(metrics) and ("kl" in metrics) == (beta != 0)
+def test_their_sum_over_samples(host: Host) -> None:
+    samples = [make_sample(host, number) for number in range(3)]
+    names = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages", "loss_mask")
+    given = {name: [getattr(sample, name) for sample in samples] for name in names}
+    none = dict.fromkeys(("rl_weights", "ce_weights", "ref_kl_weights"))
+    scales = {"rl_scale": 11, "ce_scale": 1, "ref_kl_scale": 1}
+    found, metrics = host["loss"].compute_loss(**given, **none, **scales, rl_loss_fn=prime_rl.dapo)
+    expected = sum(prime_rl.dapo(sample).loss for sample in samples) / 11
+    torch.testing.assert_close(found, expected)
     # two of the samples have tokens
-    assert all(x.shape == (2,) and x.isfinite().all() for x in metrics.values())
+    assert {"ratio/max", "perplexity"} <= set(metrics)
+    assert all(x.shape == (2,) for x in metrics.values())
 
 
 def test_a_ratio_per_sequence(host: Host) -> None:
-    samples = make_samples(host, weighted=False)
-    fn = prime_rl.loss_fn("dapo")
+    inputs = make_sample(host, 2)
     settings = {"importance_sampling_level": "sequence", "epsilon": 0.01}
-    inputs = host["loss"].LossInputs(
-        *(samples[name][2] for name in list(samples)[:5]), loss_weights=None
-    )
-    mask, advantages = inputs.loss_mask, inputs.advantages[inputs.loss_mask]
-    delta = (inputs.trainer_logprobs - inputs.inference_logprobs)[mask]
-    ratio = delta.mean().exp()
-    right = -torch.minimum(ratio * advantages, ratio.clamp(0.99, 1.01) * advantages).sum()
-    torch.testing.assert_close(fn(inputs, **settings).loss, right)
+    found = prime_rl.loss_fn("dapo")(inputs, **settings).loss
+    torch.testing.assert_close(found, own_loss(inputs, "dapo", **settings))
 
 
-def test_which_losses(host: Host) -> None:
-    for name in LOSSES:
-        if name in SUMMED:
-            samples = make_samples(host, weighted=False)
-            fn = getattr(prime_rl, name)
-            inputs = host["loss"].LossInputs(*(samples[x][0] for x in list(samples)[:5]))
-            assert fn(inputs, **_SETTINGS.get(name, {})).loss.isfinite()
-        else:
-            with pytest.raises(
-                ValueError, match=rf"loss_type: expected one of dapo, .* got '{name}"
-            ):
-                getattr(prime_rl, name)
-    with pytest.raises(AttributeError, match="has no attribute 'ppo'"):
-        _ = prime_rl.ppo
+@pytest.mark.parametrize("name", [*(set(LOSSES) - set(SUMMED)), "ppo"])
+def test_losses_that_do_not_sum(name: str) -> None:
     with pytest.raises(ValueError, match="loss_type: expected one of"):
-        prime_rl.loss_fn("ppo")
+        prime_rl.loss_fn(name)
+    with pytest.raises((ValueError, AttributeError), match=name):
+        getattr(prime_rl, name)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +224,8 @@ def test_which_losses(host: Host) -> None:
 def test_settings_that_cannot_be_honoured(
     host: Host, settings: dict[str, Any], message: str
 ) -> None:
-    samples = make_samples(host, weighted=False)
-    values = {name: samples[name][0] for name in list(samples)[:5]} | {"ref_logprobs": None}
     with pytest.raises(ValueError, match=message):
-        prime_rl.dapo(host["loss"].LossInputs(**values), **settings)
+        prime_rl.dapo(make_sample(host, ref_logprobs=None), **settings)
 
 
 def check_fsdp() -> None:
