@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,6 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets import Image as ImageColumn
-from torch import Tensor
 
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -20,6 +19,7 @@ from grpo_trainer.data import MicroBatch, Rollout, collate, encode_prompts, with
 from grpo_trainer.experience import Collector
 from grpo_trainer.model import target_logprobs
 from grpo_trainer.rollout import Completions, RolloutEngine
+from tests.support.batches import BatchTrainer
 from tests.support.vision import (
     END,
     FAMILIES,
@@ -33,11 +33,10 @@ from tests.support.vision import (
 )
 
 SETTINGS: dict[str, Any] = dict(
-    max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=3,
+    max_steps=1, per_device_train_batch_size=4, num_generations=2, max_completion_length=3,
     report_to="none", save_strategy="no", bf16=False, logging_steps=1, disable_tqdm=True,
-    learning_rate=1e-2, use_cpu=True,
+    learning_rate=1e-2, use_cpu=True, write_report=False,
 )  # fmt: skip
-
 
 # messages of text, images and calls, as Qwen writes them
 TOOLS = (
@@ -49,232 +48,170 @@ TOOLS = (
     "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
+ASKED = [{"role": "user", "content": "bright?"}]
 
 
 def dataset(column: str | None = "image", rows: int = 8) -> Dataset:
     """Return questions with an image in ``column``; None: in the messages."""
     images = [picture(30 * index) for index in range(rows)]
-    asked = [{"role": "user", "content": "bright?"}]
     if column is None:
         return Dataset.from_list([{"prompt": user(image, "bright?")} for image in images])
     values = images if column == "image" else [[image] * 2 for image in images]
-    return Dataset.from_dict({"prompt": [asked] * rows, column: values})
+    return Dataset.from_dict({"prompt": [ASKED] * rows, column: values})
 
 
-def lengths(completions: Any, **columns: Any) -> list[float]:
-    return [float(len(completion[0]["content"])) for completion in completions]
+def mixed() -> Dataset:
+    """Return rows of text beside rows with images. A dataset gives all parts all keys."""
+    prompts = [user(picture(9), "seen?") if row % 2 else user("2 + 2?") for row in range(8)]
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    assert rows[0]["prompt"][0]["content"][0]["image"] is None
+    return rows
 
 
-def make(family: str, folder: Path, reward: Any = lengths, **changes: Any) -> GRPOTrainer:
-    rows = changes.pop("train_dataset", None) or dataset()
-    return GRPOTrainer(
-        changes.pop("model", None) or tiny_model(family),
-        reward,
-        GRPOConfig(output_dir=str(folder), **(SETTINGS | changes.pop("settings", {}))),
-        rows,
-        processing_class=changes.pop("processing_class", None) or tiny_processor(family),
-        **changes,
-    )
+def lengths(completion_ids: Any, **columns: Any) -> list[float]:
+    return [float(len(ids) + row % 3) for row, ids in enumerate(completion_ids)]
 
 
-def batch_of(family: str) -> MicroBatch:
-    prompts = [user(picture(200), "?"), user("hi"), user(picture(9), " or ", picture(80))]
+def make(
+    family: str, folder: Path, reward: Any = lengths, kind: type = GRPOTrainer, **changes: Any
+) -> Any:
+    """Return a trainer of a model of ``family``; ``settings`` are fields of its config."""
+    given = {
+        "model": tiny_model(family),
+        "train_dataset": dataset(),
+        "processing_class": tiny_processor(family),
+    } | changes
+    args = GRPOConfig(output_dir=str(folder), **(SETTINGS | given.pop("settings", {})))
+    return kind(reward_funcs=reward, args=args, **given)
+
+
+def with_template(family: str, template: str) -> Any:
+    processor = tiny_processor(family)
+    processor.chat_template = template
+    return processor
+
+
+def batch_of(family: str, prompts: list[Any]) -> MicroBatch:
     encoded = encode_prompts(prompts, tiny_processor(family))
     rollouts = [
         Rollout(prompt, made.ids, "", [20 + row, 30, 2], images=made.images)
         for row, (prompt, made) in enumerate(zip(prompts, encoded, strict=True))
     ]
     one = torch.tensor(3.0)
-    return collate(rollouts, torch.tensor([1.0, -1.0, 0.5]), one, one, 0)
+    return collate(rollouts, torch.ones(len(prompts)), one, one, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fused_head_scores_what_the_model_does(family: str) -> None:
-    model, batch = tiny_model(family).eval(), batch_of(family)
-    with torch.no_grad():
-        logits = model(batch.input_ids, attention_mask=batch.attention_mask, **batch.inputs).logits
-    expected = (
-        (logits.double() / 0.7)
-        .log_softmax(-1)
-        .gather(-1, batch.target.clamp(min=0)[..., None])
-        .squeeze(-1)
-    )
-    add_fused_head(model)
-    check_fused_head(model)
-    found = target_logprobs(model, batch, 0.7)
-    kept = batch.target >= 0
-    torch.testing.assert_close(found[kept].double(), expected[kept], rtol=1e-5, atol=1e-5)
+    model, fused = tiny_model(family), tiny_model(family)
+    add_fused_head(fused)
+    check_fused_head(fused)
+    images = [user(picture(200), "?"), user("hi"), user(picture(9), " or ", picture(80))]
+    for prompts in (images, [user("hi"), user("2 + 2?")]):
+        batch = batch_of(family, prompts)
+        kept = batch.target >= 0
+        with torch.no_grad():
+            given = {"attention_mask": batch.attention_mask} | batch.inputs
+            logits = model(batch.input_ids, **given).logits[kept].double() / 0.7
+        expected = logits.log_softmax(-1).gather(-1, batch.target[kept][:, None]).squeeze(-1)
+        found = target_logprobs(fused, batch, 0.7)[kept].double()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
+def lora(family: str, modules: Any = "all-linear") -> Any:
+    return pytest.importorskip("peft").LoraConfig(target_modules=modules, r=2)
+
+
+# family -> rows, whether they are streamed, what else is special about the run
+RUNS: dict[str, tuple[Dataset, bool, dict[str, Any]]] = {
+    "gemma3": (dataset("image"), False, {}),
+    "llava": (dataset("images"), False, {}),
+    "idefics3": (dataset(None), True, {}),
+    "qwen2_5_vl": (dataset("image"), True, {"peft_config": lora}),
+    "qwen3_vl": (mixed(), False, {"processing_class": partial(with_template, template=TOOLS)}),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("column", "settings"),
-    [
-        ("image", {"beta": 0.1, "num_iterations": 2, "max_steps": 4}),
-        ("images", {"steps_per_generation": 2, "gradient_accumulation_steps": 2}),
-        (None, {"gradient_checkpointing": True, "mask_truncated_completions": True}),
-    ],
-)
-def test_training(
-    family: str, column: str | None, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    seen: list[Any] = []
+def test_training(family: str, tmp_path: Path) -> None:
+    """All that a run has more than one pass for, at once: every pass sees the same images."""
+    rows, streamed, special = RUNS[family]
+    seen: list[tuple[list[str], set[str]]] = []
 
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        seen.extend([(prompt[-1]["content"], columns) for prompt in prompts])
+        shown = [[part["type"] for part in prompt[-1]["content"]] for prompt in prompts]
+        seen.extend((types, set(columns)) for types in shown)
         return [float(row % 3) for row, _ in enumerate(prompts)]
 
-    trainer = make(family, tmp_path, reward, train_dataset=dataset(column), settings=settings)
-    before = weights(trainer.model)
+    images = [name for name in rows.column_names if name != "prompt"]
+    rows = rows.add_column("other", list(range(len(rows))))
+    rows = rows.to_iterable_dataset() if streamed else rows
+    trainer = make(
+        family, tmp_path, reward, BatchTrainer, train_dataset=rows, eval_dataset=rows,
+        settings={
+            "beta": 0.1, "num_iterations": 2, "max_steps": 2, "steps_per_generation": 2,
+            "gradient_accumulation_steps": 2, "gradient_checkpointing": True,
+            "per_device_eval_batch_size": 4, "remove_unused_columns": True,
+        },
+        **{name: value(family) for name, value in special.items()},
+    )  # fmt: skip
+    start = copy.deepcopy(trainer.model)
     trainer.train()
-    moved = {
-        name for name, value in weights(trainer.model).items() if (value != before[name]).any()
-    }
-    if not settings.get("mask_truncated_completions"):
-        assert any("vision" in name or "visual" in name for name in moved)
-        assert any("language_model" in name or "text_model" in name for name in moved)
-    content, columns = seen[0]
-    images = 2 if column == "images" else 1
-    assert [part["type"] for part in content] == ["image"] * images + ["text"]
-    assert set(columns) >= ({column} if column else set())
+    before, after = dict(start.named_parameters()), dict(trainer.model.named_parameters())
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert any("vision" in name or "visual" in name for name in moved)
+    assert any("language_model" in name or "text_model" in name for name in moved)
+    assert "peft_config" not in special or all("lora" in name for name in moved)
+    trainer.evaluate()
+    assert len(seen) > 8 + 8
+    assert all(columns >= set(images) and "other" not in columns for _, columns in seen)
+    types = ["image"] * (2 if images == ["images"] else 1) + ["text"]
+    kinds = [types, ["text"]] if family == "qwen3_vl" else [types]
+    assert sorted({tuple(shown) for shown, _ in seen}) == sorted(map(tuple, kinds))
 
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_image_decides(family: str, tmp_path: Path) -> None:
-    """Two images under one question give other log-probabilities, in all passes alike."""
-    kept: list[MicroBatch] = []
-
-    class Keeping(GRPOTrainer):
-        def compute_loss(self, model: Any, inputs: MicroBatch, *args: Any, **more: Any) -> Tensor:
-            kept.append(inputs)
-            return super().compute_loss(model, inputs, *args, **more)
-
-    trainer = Keeping(
-        tiny_model(family),
-        lengths,
-        GRPOConfig(
-            output_dir=str(tmp_path),
-            **(SETTINGS | {"beta": 0.1, "num_iterations": 2, "learning_rate": 0.0}),
-        ),
-        dataset(),
-        processing_class=tiny_processor(family),
-    )
-    trainer.train()
-    batch = kept[0]
-    assert batch.inputs and batch.old_logprobs is not None and batch.ref_logprobs is not None
+    batch = next(batch for batch in trainer.batches if batch.inputs)
     torch.testing.assert_close(batch.old_logprobs, batch.ref_logprobs)
-    black = MicroBatch(**vars(batch) | {"inputs": dict(batch.inputs)})
-    black.inputs["pixel_values"] = torch.full_like(batch.inputs["pixel_values"], 0.7)
-    own = target_logprobs(trainer.model, batch, 1.0)
+    own = target_logprobs(start, batch, 1.0)
     torch.testing.assert_close(own, batch.old_logprobs, rtol=1e-4, atol=1e-5)
-    assert (target_logprobs(trainer.model, black, 1.0) - own).abs().max() > 1e-3
+    grey = torch.full_like(batch.inputs["pixel_values"], 0.7)
+    other = MicroBatch(**vars(batch) | {"inputs": batch.inputs | {"pixel_values": grey}})
+    assert (target_logprobs(start, other, 1.0) - own).abs().max() > 1e-3  # the image decides
 
 
-def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
-    settings = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
-    straight = make("llava", tmp_path / "a", settings=settings)
-    straight.train()
-    again = make("llava", tmp_path / "b", settings=settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-    for name, value in weights(straight.model).items():
-        assert torch.equal(value, weights(again.model)[name]), name
-
-
-@pytest.mark.parametrize("family", ["gemma3", "llava"])
-def test_by_name(family: str, tmp_path: Path) -> None:
-    """Model and processor come from one folder, and a saved run can be loaded as one."""
-    tiny_model(family).save_pretrained(tmp_path / "start")
-    tiny_processor(family).save_pretrained(tmp_path / "start")
-    args = GRPOConfig(output_dir=str(tmp_path / "out"), **SETTINGS)
-    trainer = GRPOTrainer(str(tmp_path / "start"), lengths, args, dataset())
-    assert type(trainer.processing_class) is type(tiny_processor(family))
-    trainer.train()
-    trainer.save_model()
-    loaded = GRPOTrainer(
-        str(tmp_path / "out"), lengths, GRPOConfig(output_dir=str(tmp_path / "b"), **SETTINGS),
-        dataset(),
-    )  # fmt: skip
-    pairs = zip(trainer.model.parameters(), loaded.model.parameters(), strict=True)
-    assert all(torch.equal(first, second) for first, second in pairs)
-
-
-def test_an_adapter_by_name(tmp_path: Path) -> None:
-    """Its base says what is loaded."""
+def test_by_name(tmp_path: Path) -> None:
+    """Model and processor come from one folder, a saved run and an adapter can be loaded as one."""
+    for family in ("gemma3", "llava"):
+        start, out = tmp_path / family, tmp_path / f"{family}_out"
+        tiny_model(family).save_pretrained(start)
+        tiny_processor(family).save_pretrained(start)
+        trainer = make(family, out, model=str(start), processing_class=None)
+        assert type(trainer.processing_class) is type(tiny_processor(family))
+        with torch.no_grad():
+            next(trainer.model.parameters()).add_(1)
+        trainer.save_model()
+        loaded = make(family, tmp_path / "b", model=str(out), processing_class=None)
+        pairs = zip(trainer.model.parameters(), loaded.model.parameters(), strict=True)
+        assert all(torch.equal(first, second) for first, second in pairs)
     peft = pytest.importorskip("peft")
-    tiny_model("llava").save_pretrained(tmp_path / "base")
-    base = type(tiny_model("llava")).from_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
-    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    args = GRPOConfig(output_dir=str(tmp_path / "out"), **SETTINGS)
-    trainer = GRPOTrainer(
-        str(tmp_path / "adapter"), lengths, args, dataset(),
-        processing_class=tiny_processor("llava"),
-    )  # fmt: skip
+    base = type(tiny_model("llava")).from_pretrained(tmp_path / "llava")
+    peft.get_peft_model(base, lora("llava", ["q_proj"])).save_pretrained(tmp_path / "adapter")
+    trainer = make("llava", tmp_path / "c", model=str(tmp_path / "adapter"))
     assert isinstance(trainer.model, peft.PeftModel)
     assert type(trainer.model.get_base_model()).__name__ == type(base).__name__
 
 
-def test_without_images(tmp_path: Path) -> None:
-    """A model that takes images trains on text, with its processor and with its tokenizer."""
-    asked = [[{"role": "user", "content": [{"type": "text", "text": f"say {n}"}]}] for n in "abcd"]
-    for family in FAMILIES:
-        rows = Dataset.from_dict({"prompt": asked})
-        make(family, tmp_path, train_dataset=rows).train()
-    tokenizer = tiny_processor("llava").tokenizer
+def test_a_tokenizer_is_enough_for_text(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"prompt": ["a", "b", "c", "d"]})
-    reward = lambda completions, **columns: [float(len(text)) for text in completions]  # noqa: E731
-    make("llava", tmp_path, reward, train_dataset=rows, processing_class=tokenizer).train()
+    tokenizer = tiny_processor("llava").tokenizer
+    make("llava", tmp_path, train_dataset=rows, processing_class=tokenizer).train()
 
 
-def seeing_reward(seen: list[list[str]]) -> Any:
-    """Return a reward that notes the types of the parts of each prompt."""
-
-    def reward(prompts: Any, **columns: Any) -> list[float]:
-        seen.extend([part["type"] for part in prompt[-1]["content"]] for prompt in prompts)
-        return [float(row % 3) for row, _ in enumerate(prompts)]
-
-    return reward
-
-
-@pytest.mark.parametrize("column", ["image", "images", None])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_unused_columns_are_not_those_of_images(
-    streamed: bool, column: str | None, tmp_path: Path
-) -> None:
-    rows = dataset(column)
-    rows = rows.add_column("other", list(range(len(rows))))
-    rows = rows.to_iterable_dataset() if streamed else rows
-    seen: list[list[str]] = []
-    settings = {"remove_unused_columns": True, "per_device_eval_batch_size": 4}
-    trainer = make(
-        "llava", tmp_path, seeing_reward(seen), train_dataset=rows, eval_dataset=rows,
-        settings=settings,
-    )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    assert len(seen) > 8 and all(types[0] == "image" for types in seen)
-
-
-def test_rows_of_text_beside_rows_with_images(tmp_path: Path) -> None:
-    """A dataset gives all parts all keys; a template may ask for them."""
-    prompts = [user(picture(9), "seen?") if row % 2 else user("2 + 2?") for row in range(8)]
-    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    assert rows[0]["prompt"][0]["content"][0]["image"] is None
-    seen: list[list[str]] = []
-    processor = tiny_processor("qwen3_vl")
-    processor.chat_template = TOOLS
-    encoded = encode_prompts([with_images(row) for row in rows], processor)
+def test_a_template_is_asked_for_the_parts_that_are_there() -> None:
+    """One that asks whether a part has an image would else write one for each text."""
+    processor = with_template("qwen3_vl", TOOLS)
+    encoded = encode_prompts([with_images(row) for row in mixed()], processor)
     texts = [processor.tokenizer.decode(each.ids) for each in encoded]
     assert ["2 + 2?" in text for text in texts] == [True, False] * 4
-    trainer = make(
-        "qwen3_vl", tmp_path, seeing_reward(seen), train_dataset=rows, processing_class=processor
-    )
-    trainer.train()
-    assert ["text"] in seen and ["image", "text"] in seen
 
 
 class OneCall(RolloutEngine):
@@ -290,43 +227,11 @@ class OneCall(RolloutEngine):
         return Completions([self._encode("ok" + END if done else self._call) for done in asked])
 
 
-def with_tools(folder: Path, **changes: Any) -> tuple[GRPOTrainer, list[Any]]:
-    """Return a trainer whose policy sees images and calls tools, and what it says."""
-    model, processor = tiny_model("qwen3_vl"), tiny_processor("qwen3_vl")
-    processor.chat_template = TOOLS
+def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
+    """Without prompts of its own it shows the rows' images; what it answers names none."""
+    answers = iter(["fine", f"an {IMAGE} tag"] * 9)
     said: list[Any] = []
 
-    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        said.extend(zip(prompts, completions, strict=True))
-        return [float(row % 3) for row, _ in enumerate(prompts)]
-
-    trainer = make(
-        "qwen3_vl", folder, reward, model=model, processing_class=processor,
-        rollout_engine=OneCall(processor.tokenizer),
-        **changes | {"settings": {"max_completion_length": 180}},
-    )  # fmt: skip
-    return trainer, said
-
-
-def test_an_answer_of_a_tool_names_no_image(tmp_path: Path) -> None:
-    answers = iter(["fine", f"an {IMAGE} tag"] * 9)
-
-    def look(at: str) -> str:
-        """Look.
-
-        Args:
-            at: what.
-        """
-        return next(answers)
-
-    trainer, said = with_tools(tmp_path, tools=[look])
-    trainer.train()
-    texts = {completion[1]["content"] for _, completion in said}
-    assert texts == {"fine", str({"error": "The answer has a token that stands for an image."})}
-    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0.5
-
-
-def test_an_environment_without_prompts_shows_the_rows_images(tmp_path: Path) -> None:
     class Room:
         def reset(self, **row: Any) -> str:
             return "hi"
@@ -337,58 +242,47 @@ def test_an_environment_without_prompts_shows_the_rows_images(tmp_path: Path) ->
             Args:
                 at: what.
             """
-            return "x"
+            return next(answers)
 
-    rows = dataset().remove_columns("prompt")
-    trainer, said = with_tools(tmp_path, environment_factory=Room, train_dataset=rows)
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        said.extend(zip(prompts, completions, strict=True))
+        return [float(row % 3) for row, _ in enumerate(prompts)]
+
+    processor = with_template("qwen3_vl", TOOLS)
+    trainer = make(
+        "qwen3_vl", tmp_path, reward, environment_factory=Room, processing_class=processor,
+        rollout_engine=OneCall(processor.tokenizer), settings={"max_completion_length": 180},
+        train_dataset=dataset().remove_columns("prompt"),
+    )  # fmt: skip
     trainer.train()
-    [prompt, _], *_ = said
-    assert [part["type"] for part in prompt[0]["content"]] == ["image", "text", "text"]
+    assert [part["type"] for part in said[0][0][0]["content"]] == ["image", "text", "text"]
+    texts = {completion[1]["content"] for _, completion in said}
+    assert texts == {"fine", str({"error": "The answer has a token that stands for an image."})}
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0.5
 
 
 def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:
-    model, never = tiny_model("qwen2_5_vl"), [IDS[IMAGE], IDS[VIDEO]]
+    trainer, never = make("qwen2_5_vl", tmp_path), [IDS[IMAGE], IDS[VIDEO]]
     with torch.no_grad():  # it would draw nothing else
-        model.lm_head.weight[never] *= 1000
-    drawn: list[list[int]] = []
-
-    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        drawn.extend(completion_ids)
-        return [0.0] * len(completion_ids)
-
-    make("qwen2_5_vl", tmp_path, reward, model=model).train()
-    assert drawn and not set(never) & set(itertools.chain(*drawn))
+        trainer.model.lm_head.weight[never] *= 1000
+    drawn = trainer.rollouts.generate([[3, 4]] * 8).token_ids
+    assert not set(never) & {token for ids in drawn for token in ids}
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_completions_and_report_show_the_images(shown: bool, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     settings = {"log_completions": True, "num_completions_to_print": 2, "log_multimodal": shown}
-    make("llava", tmp_path, train_dataset=dataset("images"), settings=settings).train()
+    rows, settings = dataset("images"), settings | {"write_report": True}
+    make("llava", tmp_path, train_dataset=rows, settings=settings).train()
     table = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00001.parquet"))
     assert table["prompt"][0] == "user: [image]\n[image]\nbright?"
     page = (tmp_path / "report.html").read_text()
     assert ('<img src="data:image/png;base64,' in page) == shown
-    if not shown:
-        assert "images" not in table.column_names
-        return
-    [first, second] = table["images"][0]
-    assert first == second and first.startswith("data:image/png;base64,") and first in page
-
-
-def test_an_adapter(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    trainer = make(
-        "qwen2_5_vl", tmp_path, settings={"beta": 0.1, "num_iterations": 2},
-        peft_config=peft.LoraConfig(target_modules="all-linear", r=2),
-    )  # fmt: skip
-    before = weights(trainer.model)
-    trainer.train()
-    moved = {
-        name for name, value in weights(trainer.model).items() if (value != before[name]).any()
-    }
-    assert moved and all("lora" in name for name in moved)
-    assert any("visual" in name for name in moved)
+    assert ("images" in table.column_names) == shown
+    if shown:
+        [first, second] = table["images"][0]
+        assert first == second and first.startswith("data:image/png;base64,") and first in page
 
 
 def test_several_processes_see_images_together() -> None:
@@ -399,101 +293,85 @@ def test_several_processes_see_images_together() -> None:
         Collector._check_together(two, torch.tensor([0.0, 1.0, 0.0]))  # type: ignore[arg-type]
 
 
-def wrong_processor(tmp_path: Path) -> None:
-    make("gemma3", tmp_path, processing_class=tiny_processor("llava"))
+def text_model() -> Any:
+    from tests.parity.canned import tiny_model
+
+    return tiny_model()
 
 
-def wrong_processor_for_qwen(tmp_path: Path) -> None:
-    make("qwen3_vl", tmp_path, processing_class=tiny_processor("llava")).train()
+def asking(content: Any, **columns: Any) -> Dataset:
+    """Return rows of one question with ``content``."""
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": content}]} | columns] * 4)
 
 
-def wrong_token(tmp_path: Path) -> None:
-    make("llava", tmp_path, model=tiny_model("llava", image_token_index=7))
+UNREADABLE = dataset().cast_column("image", ImageColumn(decode=False))
+UNREADABLE = UNREADABLE.map(lambda row: {"image": {"bytes": b"none", "path": None}})
+# family, what is wrong with a run, the argument that is named, and how it goes on
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma3", {"processing_class": "llava"}, "processing_class: .* a LlavaProcessor, with whose"),
+    ("qwen3_vl", {"processing_class": "llava"}, "processing_class: .* a LlavaProcessor, with wh"),
+    ("llava", {"model": partial(tiny_model, "llava", image_token_index=7)}, "in which token 7 sta"),
+    ("llava", {"model": text_model}, "expected the processor of Qwen2ForCausalLM"),
+    *(
+        (
+            "llava",
+            {"processing_class": tiny_processor("llava").tokenizer, "train_dataset": rows},
+            "train_dataset: expected no images without a processor",
+        )
+        for rows in map(dataset, ("image", "images", None))
+    ),
+    (
+        "llava",
+        {"processing_class": with_template("llava", "{{ messages[0].role }}")},
+        "expected a chat template that writes <image> for each image, 1 in all",
+    ),
+    ("llava", {"train_dataset": UNREADABLE}, "images: expected .* one that cannot be read in"),
+    (
+        "llava",
+        {"train_dataset": Dataset.from_dict({"prompt": ["?"] * 4, "image": [picture(0)] * 4})},
+        "prompt: expected messages in a row with images, got text in row 2",
+    ),
+    (
+        "llava",
+        {"train_dataset": asking([{"type": "audio", "audio": "a.wav"}])},
+        "train_dataset: expected prompts of text and images, got .* of type 'audio'",
+    ),
+    (
+        "llava",
+        {"train_dataset": asking([{"image": picture(0)}, {"text": "?"}])},
+        "train_dataset: expected prompts of text and images, got .* of type None",
+    ),
+    ("llava", {"train_dataset": asking(["?"])}, r"train_dataset: expected parts of .*, got '\?'"),
+    (
+        "llava",
+        {"train_dataset": asking("<image>\n?", image=picture(0))},
+        "prompt: expected no <image> in a text .an image goes where a message has",
+    ),
+    (
+        "llava",
+        {"train_dataset": Dataset.from_dict({"prompt": ["<image>?"] * 4})},
+        "prompt: expected no <image> in a text",
+    ),
+    (
+        "llava",
+        {"settings": {"use_transformers_continuous_batching": True}},
+        "use_transformers_continuous_batching: expected prompts of text, got images",
+    ),
+    (
+        "llava",
+        {"rollout_func": lambda prompts, trainer: {}},
+        "rollout_func: expected prompts of text, got images",
+    ),
+]
 
 
-def processor_for_text(tmp_path: Path) -> None:
-    from tests.parity.canned import tiny_model as text_model
-
-    make("llava", tmp_path, model=text_model())
-
-
-def tokenizer_for_images(tmp_path: Path, column: str | None = "image") -> None:
-    tokenizer = tiny_processor("llava").tokenizer
-    make("llava", tmp_path, processing_class=tokenizer, train_dataset=dataset(column))
-
-
-def dropping_template(tmp_path: Path) -> None:
-    processor = tiny_processor("llava")
-    processor.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
-    make("llava", tmp_path, processing_class=processor).train()
-
-
-def unreadable(tmp_path: Path) -> None:
-    rows = dataset().cast_column("image", ImageColumn(decode=False))
-    broken = rows.map(lambda row: {"image": {"bytes": b"none", "path": None}})
-    make("llava", tmp_path, train_dataset=broken).train()
-
-
-def in_text(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"prompt": ["?"] * 4, "image": [picture(0)] * 4})
-    make("llava", tmp_path, train_dataset=rows).train()
-
-
-def audio(tmp_path: Path) -> None:
-    sound = [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]
-    make("llava", tmp_path, train_dataset=Dataset.from_dict({"prompt": [sound] * 4}))
-
-
-def untyped(tmp_path: Path) -> None:
-    parts = [{"role": "user", "content": [{"image": picture(0)}, {"text": "?"}]}]
-    make("llava", tmp_path, train_dataset=Dataset.from_list([{"prompt": parts}] * 4))
-
-
-def of_strings(tmp_path: Path) -> None:
-    parts = [{"role": "user", "content": ["?"]}]
-    make("llava", tmp_path, train_dataset=Dataset.from_list([{"prompt": parts}] * 4))
-
-
-def placeholder_in_text(tmp_path: Path) -> None:
-    asked = [{"role": "user", "content": "<image>\n?"}]
-    rows = Dataset.from_dict({"prompt": [asked] * 4, "image": [picture(0)] * 4})
-    make("llava", tmp_path, train_dataset=rows).train()
-
-
-def placeholder_alone(tmp_path: Path) -> None:
-    make("llava", tmp_path, train_dataset=Dataset.from_dict({"prompt": ["<image>?"] * 4})).train()
-
-
-def batched(tmp_path: Path) -> None:
-    make("llava", tmp_path, settings={"use_transformers_continuous_batching": True}).train()
-
-
-def by_function(tmp_path: Path) -> None:
-    make("llava", tmp_path, rollout_func=lambda prompts, trainer: {}).train()
-
-
-WRONG = {
-    wrong_processor: "expected the processor of the policy, got a LlavaProcessor, with whose imag",
-    wrong_processor_for_qwen: "expected the processor of the policy, got a LlavaProcessor, with wh",
-    wrong_token: "expected the processor of LlavaForConditionalGeneration, in which token 7 stand",
-    processor_for_text: "expected the processor of Qwen2ForCausalLM",
-    tokenizer_for_images: "train_dataset: expected no images without a processor as processing_cla",
-    lambda path: tokenizer_for_images(path, "images"): "train_dataset: expected no images without",
-    lambda path: tokenizer_for_images(path, None): "train_dataset: expected no images without a p",
-    dropping_template: "expected a chat template that writes <image> for each image, 1 in all, go",
-    unreadable: "images: expected images, paths or URLs of images, got one that cannot be read in",
-    in_text: "prompt: expected messages in a row with images, got text in row 2",
-    audio: "train_dataset: expected prompts of text and images, got .* of type 'audio'",
-    untyped: "train_dataset: expected prompts of text and images, got .* of type None",
-    of_strings: "train_dataset: expected parts of messages as {'type': ...}, got '\\?'",
-    placeholder_in_text: "prompt: expected no <image> in a text .an image goes where a message has",
-    placeholder_alone: "prompt: expected no <image> in a text",
-    batched: "use_transformers_continuous_batching: expected prompts of text, got images",
-    by_function: "rollout_func: expected prompts of text, got images",
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_before_anything_is_generated(case: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=WRONG[case]):
-        case(tmp_path)
+@pytest.mark.parametrize(("family", "changes", "message"), WRONG)
+def test_what_is_wrong_is_said_before_anything_is_generated(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if changes.get("processing_class") == "llava":
+        changes = {"processing_class": tiny_processor("llava")}
+    if "model" in changes:
+        changes = {"model": changes["model"]()}
+    with pytest.raises(ValueError, match=message):
+        make(family, tmp_path, **changes).train()
