@@ -11,9 +11,8 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from grpo_trainer import GRPOConfig
 from grpo_trainer.data import Curriculum, PromptStream, Rollout
-from tests.support.trainer import canned, logged, parameters
+from tests.support.trainer import BackgroundEngine
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 GROUPS = {"dynamic_prompts_form": "groups"}
@@ -31,40 +30,39 @@ def hint(prompts, completions, rewards, metas):
 
 
 @pytest.fixture
-def train(make_trainer, policy, dataset):
-    """Train; say which prompts were trained on, with their answers."""
+def train(make_trainer, tokenizer, dataset):
+    """Train; return the prompts of each batch, with their answers: their last digits backwards."""
 
     def run(function, resume=None, **changes):
         seen = []
 
-        def reward(prompts, answer, trainer_state, **kwargs):
-            seen.append(list(zip(prompts[::4], answer[::4], strict=True)))
+        def reward(prompts, answer, **kwargs):
+            assert answer == [prompt[-4:-1][::-1] for prompt in prompts]
+            seen.append(" ".join(prompts[::4]))
             return [float(row) for row, _ in enumerate(prompts)]
 
-        settings = (
-            {"max_steps": 4, "eval_dataset": dataset.select(range(2))} | TWO_PROMPTS | changes
-        )
-        model = copy.deepcopy(policy)
-        trainer = canned(make_trainer(reward, model, dynamic_prompts_fn=function, **settings))
+        settings = {"max_steps": 4, "eval_dataset": dataset.select(range(2))} | TWO_PROMPTS
+        trainer = make_trainer(
+            reward, engine=BackgroundEngine(tokenizer), dynamic_prompts_fn=function,
+            **settings | changes,
+        )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
-        return seen, trainer
+        return seen
 
     return run
 
 
-# the dataset's prompts: 000=, 037=, 074=, 111=, 148=, ...; answers are their digits backwards
+# form -> a function, and the prompts of its steps; rewards are 0 to 3, and 4 to 7
+STEPS = {
+    "samples": (hint, ["000= 037=", "1000= 2037=", "074= 111=", "1074= 2111=", "148= 185="]),
+    "groups": (harder, ["000= 037=", "9000= 074=", "99000= 111=", "999000= 148="]),
+}
 
 
-def test_rewritten_prompts_come_next_and_the_dataset_goes_on(train):
-    """The rewards of the first prompt are 0 to 3, those of the second 4 to 7."""
-    seen, _ = train(hint, max_steps=5)
-    assert seen == [
-        [("000=", "000"), ("037=", "730")],
-        [("1000=", "000"), ("2037=", "730")],
-        [("074=", "470"), ("111=", "111")],
-        [("1074=", "470"), ("2111=", "111")],
-        [("148=", "841"), ("185=", "581")],
-    ]
+@pytest.mark.parametrize("form", STEPS)
+def test_which_prompts_come_next(train, form):
+    function, steps = STEPS[form]
+    assert train(function, max_steps=len(steps), dynamic_prompts_form=form) == steps
 
 
 def test_what_a_function_of_samples_is_given(train):
@@ -75,16 +73,14 @@ def test_what_a_function_of_samples_is_given(train):
         metas[0]["answer"] = metas[1]["prompt"] = "changed"  # a copy
         return [*["1" + prompt for prompt in prompts[:4]], None, *prompts[5:]]
 
-    seen, _ = train(record, max_steps=2)
+    seen = train(record, max_steps=2)
     (prompts, completions, rewards, metas), (later, *_, after) = calls
     assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
     assert len(completions) == 8 and all(isinstance(text, str) for text in completions)
-    assert (
-        metas
-        == [{"prompt": "000=", "answer": "000"}] * 4 + [{"prompt": "037=", "answer": "730"}] * 4
-    )
+    first, second = {"prompt": "000=", "answer": "000"}, {"prompt": "037=", "answer": "730"}
+    assert metas == [first] * 4 + [second] * 4
     # the second prompt was returned as it is, so the dataset goes on in its place
-    assert seen[1] == [("1000=", "000"), ("074=", "470")]
+    assert seen[1] == "1000= 074="
     assert later == ["000="] * 4 + ["074="] * 4  # the dataset's prompts
     assert after[0] == {"prompt": "1000=", "answer": "000"}  # and what was completed
 
@@ -98,74 +94,40 @@ def test_what_a_function_of_samples_is_given(train):
         (["000=", "000=", "2=", "2="], "037="),  # the dataset's own
     ],
 )
-def test_what_most_samples_of_a_prompt_got(train, returned, following):
-    changes = {"per_device_train_batch_size": 4, "max_steps": 2}
-    seen, _ = train(lambda *given: returned, **changes)
-    assert [prompt for [(prompt, _)] in seen] == ["000=", following]
+def test_what_most_samples_of_a_prompt_got(returned, following):
+    curriculum = ask(lambda *given: returned, prompt="000=", form="samples", group_size=4)
+    assert curriculum.take(1) == [{"prompt": following}]
 
 
-def curriculum_fn(prompts, completions, rewards, metas):
-    new_prompts = []
-    for p, r in zip(prompts, rewards, strict=True):
-        if r < 0:
-            # low reward, add a hint
-            new_prompts.append(p + " // Hint: check your color setup in GLSL")
-        else:
-            # high reward, increase difficulty
-            new_prompts.append(p + " // Next: add moving gradient effect")
-    return new_prompts
+HINTS = (" // Hint: check your color setup in GLSL", " // Next: add moving gradient effect")
 
 
-def test_hints_do_not_pile_up(make_trainer):
-    """As long as they did, prompts outgrew the policy's positions."""
-    seen = []
+def hinted(prompts, completions, rewards, metas):
+    """Help where the reward is low, and ask for more where it is high."""
+    return [p + HINTS[r >= 0] for p, r in zip(prompts, rewards, strict=True)]
+
+
+def test_hints_do_not_pile_up(make_trainer, tokenizer):
+    """Prompts outgrew the policy's positions; of one that is too long the end is kept."""
+    seen, generated = [], []
+
+    class Watched(BackgroundEngine):
+        def generate(self, prompt_ids, sampling):
+            generated.append(prompt_ids[0])
+            return super().generate(prompt_ids, sampling)
 
     def reward(prompts, completion_ids, **kwargs):
         seen.append(prompts[0])
         return [float(len(ids) - 3) for ids in completion_ids]
 
-    make_trainer(reward, max_steps=8, dynamic_prompts_fn=curriculum_fn).train()
-    originals, rewritten = seen[::2], seen[1::2]
-    assert len(set(originals)) == 4
-    for original, prompt in zip(originals, rewritten, strict=True):
-        assert prompt in (f"{original} // Hint: check your color setup in GLSL",
-                          f"{original} // Next: add moving gradient effect")  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_long_run_with_prompts_that_are_too_long(make_trainer, monkeypatch):
-    """Hints make prompts longer than max_prompt_length: their ends are kept."""
-    trainer = make_trainer(
-        lambda completion_ids, **kwargs: [float(len(ids) - 3) for ids in completion_ids],
-        max_steps=300,
-        max_prompt_length=12,
-        dynamic_prompts_fn=curriculum_fn,
-        logging_steps=300,
-    )
-    seen, generate = [], trainer.rollouts.engine.generate
-
-    def watched(prompt_ids, *given, **more):
-        seen.append(prompt_ids[0])
-        return generate(prompt_ids, *given, **more)
-
-    monkeypatch.setattr(trainer.rollouts.engine, "generate", watched)
-    trainer.train()
-    assert trainer.state.global_step == len(seen) == 300
-    assert max(len(ids) for ids in seen[::2]) == 4 and {len(ids) for ids in seen[1::2]} == {12}
-    ends = set(trainer.processing_class.batch_decode(seen[1::2]))
-    hints = ("// Hint: check your color setup in GLSL", "// Next: add moving gradient effect")
-    tokenizer = trainer.processing_class
-    assert ends <= {tokenizer.decode(tokenizer(hint)["input_ids"][-12:]) for hint in hints}
-
-
-def test_prompts_are_replaced_with_their_columns(train):
-    seen, _ = train(harder, **GROUPS)
-    assert seen == [
-        [("000=", "000"), ("037=", "730")],
-        [("9000=", "000"), ("074=", "470")],
-        [("99000=", "000"), ("111=", "111")],
-        [("999000=", "000"), ("148=", "841")],
-    ]
+    changes = {"max_steps": 8, "max_prompt_length": 12, "dynamic_prompts_fn": hinted}
+    make_trainer(reward, engine=Watched(tokenizer), **changes).train()
+    assert len(set(seen[::2])) == 4
+    for original, prompt in zip(seen[::2], seen[1::2], strict=True):
+        assert prompt in [original + text for text in HINTS]
+    ends = [tokenizer(text)["input_ids"][-12:] for text in HINTS]
+    assert {len(ids) for ids in generated[::2]} == {4}
+    assert len(generated) == 8 and all(ids in ends for ids in generated[1::2])
 
 
 def test_what_a_function_of_groups_is_given(train):
@@ -176,14 +138,14 @@ def test_what_a_function_of_groups_is_given(train):
         metas[0]["answer"] = prompts[0] = "changed"  # a copy
         return [None, None]
 
-    seen, _ = train(record, max_steps=2, **GROUPS)
+    seen = train(record, max_steps=2, **GROUPS)
     prompts, completions, rewards, metas = calls[0]
     assert prompts == ["000=", "037="] and rewards == [1.5, 5.5]
     assert metas == [{"answer": "000"}, {"answer": "730"}]
     assert [len(group) for group in completions] == [4, 4]
     assert all(isinstance(text, str) for group in completions for text in group)
     # None everywhere is the dataset's order
-    assert seen[1] == [("074=", "470"), ("111=", "111")]
+    assert seen[1] == "074= 111="
     assert len(calls) == 2
 
 
@@ -199,26 +161,16 @@ def test_once_per_generation_batch_and_never_in_evaluation(train):
     assert calls == [["000=", "037="]] * 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_iterations": 3, "max_steps": 7}])
-@pytest.mark.parametrize(("function", "form"), [(harder, "groups"), (hint, "samples")])
-def test_resumed_run_is_the_straight_run(train, function, form, changes, tmp_path):
-    changes = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"} | changes
-    changes["dynamic_prompts_form"] = form
-    _, straight = train(function, **changes)
-    _, resumed = train(function, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
-    assert logged(resumed) == logged(straight)
-    assert torch.equal(parameters(resumed.model), parameters(straight.model))
-    other = {"groups": "samples", "samples": "groups"}[form]
-    for message, function_, form_ in (
-        ("dynamic_prompts_fn = '.*', got None", None, "samples"),
-        (f"dynamic_prompts_form = '{form}', got '{other}'", function, other),
-    ):
-        changes["dynamic_prompts_form"] = form_
-        with pytest.raises(ValueError, match=message):
-            train(function_, resume=str(tmp_path / "out" / "checkpoint-2"), **changes)
+def test_a_resumed_run_has_the_same_curriculum(train, tmp_path):
+    train(harder, max_steps=1, save_strategy="steps", save_steps=1, **GROUPS)
+    folder = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(ValueError, match="dynamic_prompts_fn = '.*', got None"):
+        train(None, resume=folder)
+    with pytest.raises(ValueError, match="dynamic_prompts_form = 'groups', got 'samples'"):
+        train(harder, resume=folder)
 
 
-def test_dynamic_sampling_draws_from_the_dataset(make_trainer):
+def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):
     asked, given = [], []
 
     def reward(prompts, **kwargs):
@@ -231,7 +183,8 @@ def test_dynamic_sampling_draws_from_the_dataset(make_trainer):
         return prompts
 
     changes = {"dynamic_sampling": True, "max_steps": 2} | TWO_PROMPTS | GROUPS
-    canned(make_trainer(reward, dynamic_prompts_fn=stay, **changes)).train()
+    engine = BackgroundEngine(tokenizer)
+    make_trainer(reward, engine=engine, dynamic_prompts_fn=stay, **changes).train()
     assert given[0] == ["037=", "111="]  # those that are trained on
     assert asked == [["000=", "037="], ["074="], ["111="], ["037=", "111="]]
 
@@ -251,12 +204,15 @@ def test_messages_stay_messages(make_trainer, chat_dataset):
     assert seen == ["000", "1000"]
 
 
-def ask(function, prompt="12=", form="groups", **columns):
-    rows = [{"prompt": prompt} | columns, {"prompt": prompt} | columns]
-    curriculum = Curriculum(PromptStream(Dataset.from_list([{"prompt": "1="}])), function,
-                            Accelerator(cpu=True), form)  # fmt: skip
-    rollouts = [Rollout(prompt, [3], "4", [4], False, row=row) for row in rows]
-    curriculum.rewrite(rollouts, torch.tensor([torch.nan, 1.0]), 1)
+def ask(function, prompt="12=", form="groups", group_size=1, **columns):
+    """Return a curriculum that asked ``function`` after two prompts, or after one's samples."""
+    count = max(group_size, 2)
+    stream = PromptStream(Dataset.from_list([{"prompt": "037="}]))
+    curriculum = Curriculum(stream, function, Accelerator(cpu=True), form)
+    row = {"prompt": prompt} | columns
+    rollouts = [Rollout(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
+    rewards = torch.tensor([torch.nan] + [1.0] * (count - 1))
+    curriculum.rewrite(rollouts, rewards, group_size)
     return curriculum
 
 
@@ -271,10 +227,10 @@ def ask(function, prompt="12=", form="groups", **columns):
         ([[{"role": "user", "content": "1"}]] * 2, "expected text or None"),
     ],
 )
-@pytest.mark.parametrize("form", ["groups", "samples"])
-def test_wrong_answers(answer, message, form):
-    with pytest.raises(ValueError, match=f"dynamic_prompts_fn: .*{message}"):
-        ask(lambda *given: answer, form=form)
+def test_wrong_answers(answer, message):
+    for form in STEPS:
+        with pytest.raises(ValueError, match=f"dynamic_prompts_fn: .*{message}"):
+            ask(lambda *given: answer, form=form)
 
 
 def test_other_errors():
@@ -289,24 +245,29 @@ def test_other_errors():
     assert rewards[0] != rewards[0] and rewards[1] == 1.0
 
 
+PATH = f"{__name__}.harder"
+
+
 def test_the_config_takes_a_function_or_its_path(make_args, train):
-    path = "test_curriculum.harder"
-    assert train(path, max_steps=2, **GROUPS)[0] == train(harder, max_steps=2, **GROUPS)[0]
-    assert make_args(dynamic_prompts_fn=harder).to_dict()["dynamic_prompts_fn"] == path
-    assert path in make_args(dynamic_prompts_fn=harder).to_json_string()
+    assert train(PATH, max_steps=2, **GROUPS) == STEPS["groups"][1][:2]
+    assert make_args(dynamic_prompts_fn=harder).to_dict()["dynamic_prompts_fn"] == PATH
+    assert PATH in make_args(dynamic_prompts_fn=harder).to_json_string()
     local = make_args(dynamic_prompts_fn=lambda *given: given)  # which has no pickle
     assert "lambda" in pickle.loads(pickle.dumps(local)).dynamic_prompts_fn
-    for wrong, message in (
-        (3, "expected a function or its import path, got 3"),
-        ("nowhere.at.all", "module 'nowhere.at' cannot be imported"),
-        ("test_curriculum.nothing", "module 'test_curriculum' has no 'nothing'"),
-        ("harder", "expected package.module.function, got 'harder'"),
-    ):
-        with pytest.raises(ValueError, match=f"dynamic_prompts_fn: {message}"):
-            train(wrong)
-    with pytest.raises(ValueError, match="dynamic_prompts_form: expected one of samples, groups"):
-        make_args(dynamic_prompts_fn=harder, dynamic_prompts_form="prompts")
-    with pytest.raises(ValueError, match="dynamic_prompts_form: expected only with dynamic_prompt"):
-        make_args(**GROUPS)
-    with pytest.raises(ValueError, match="dynamic_prompts_fn: .* with overlap_generation"):
-        GRPOConfig(use_cpu=True, dynamic_prompts_fn=harder, overlap_generation=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [
+        (3, {}, "fn: expected a function or its import path, got 3"),
+        ("nowhere.at.all", {}, "fn: module 'nowhere.at' cannot be imported"),
+        (f"{__name__}.nothing", {}, f"fn: module '{__name__}' has no 'nothing'"),
+        ("harder", {}, "fn: expected package.module.function, got 'harder'"),
+        (harder, {"dynamic_prompts_form": "prompts"}, "form: expected one of samples, groups"),
+        (None, GROUPS, "form: expected only with dynamic_prompts_fn"),
+        (harder, {"overlap_generation": True}, "fn: .* with overlap_generation"),
+    ],
+)
+def test_wrong_settings(train, function, changes, message):
+    with pytest.raises(ValueError, match=f"dynamic_prompts_{message}"):
+        train(function, **changes)

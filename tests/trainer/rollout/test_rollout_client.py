@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import grpo_trainer
 from grpo_trainer.generation import vllm_client as trl_named
-from grpo_trainer.rollout import ServerError, VLLMClient, http
+from grpo_trainer.rollout import ServerError, VLLMClient
 from tests.support.vllm_stub import StubServer, choices, slowly
 
 COMPLETE = "/v1/completions"
@@ -33,53 +33,29 @@ UPDATE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_DELAY", 0.02)
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-
-
-@pytest.fixture
-def stub():
-    server = StubServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def make_client(stub, tmp_path):
-    def make(**changes) -> VLLMClient:
-        settings = {"connection_timeout": 5.0, "request_timeout": 5.0}
-        client = VLLMClient(stub.url, **(settings | changes))
-        client.init_communicator("cpu", folder=tmp_path / "weights")
-        return client
-
-    return make
-
-
 def weights(value: float):
     shared = torch.full((2, 3), value)
     return lambda: iter([("embed", shared), ("head", shared), ("norm", torch.ones(3)[::2])])
 
 
-def test_token_ids_in_and_out(make_client, stub):
-    answer = make_client().generate([[1, 2], [3]], n=2, temperature=0.5, max_tokens=3)
-    assert answer == {
-        "prompt_ids": [[1, 2], [3]],
-        "completion_ids": [[7, 0], [7, 1], [7, 2], [7, 3]],
-        "logprobs": [[-0.5, -0.0], [-0.5, -1.0], [-0.5, -2.0], [-0.5, -3.0]],
-    }
+COMPLETED = {
+    "completion_ids": [[7, 0], [7, 1], [7, 2], [7, 3]],
+    "logprobs": [[-0.5, -0.0], [-0.5, -1.0], [-0.5, -2.0], [-0.5, -3.0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids"),
+    [([[1, 2], [3]], [[1, 2], [3]]), (["Hello", "two words"], [[0], [0, 1]])],
+)
+def test_token_ids_and_texts(make_client, stub, prompts, ids):
+    """The server encodes texts, special tokens and all."""
+    answer = make_client().generate(prompts, n=2, temperature=0.5, max_tokens=3)
+    assert answer == {"prompt_ids": ids} | COMPLETED
     body = stub.asked[-1][1]
-    assert body["prompt"] == [[1, 2], [3]] and body["n"] == 2 and body["temperature"] == 0.5
+    assert body["prompt"] == prompts and body["n"] == 2 and body["temperature"] == 0.5
     assert body["return_token_ids"] is True and "structured_outputs" not in body
-
-
-def test_texts_are_encoded_by_the_server(make_client, stub):
-    answer = make_client().generate(["Hello", "two words"], n=2)
-    assert answer["prompt_ids"] == [[0], [0, 1]]
-    assert answer["completion_ids"] == [[7, 0], [7, 1], [7, 2], [7, 3]]
-    body = stub.asked[-1][1]
-    assert body["prompt"] == ["Hello", "two words"] and body["add_special_tokens"] is True
+    assert body["add_special_tokens"] is True
 
 
 @pytest.mark.parametrize(
@@ -141,8 +117,6 @@ def test_what_the_chat_template_gets(make_client, stub):
     assert body["tools"][0]["function"]["name"] == "add" and body["tool_choice"] == "none"
     assert body["chat_template"] == "x" and body["chat_template_kwargs"] == {"level": 1}
     assert body["seed"] == 3 and body["logprobs"] is False
-    with pytest.raises(ValueError, match="does not know chat_template, tools"):
-        make_client().generate(["Hello"], tools=[add], chat_template="x")
 
 
 def test_images_in_messages(make_client, stub):
@@ -183,20 +157,19 @@ def test_images_beside_tokens_and_texts(make_client, stub, prompts):
     assert mask == [[[7], [0]]] * 2
 
 
-def test_images_that_do_not_fit(make_client, stub):
-    client, talk = make_client(), [[{"role": "user", "content": [{"type": "image"}]}]]
-    for images, message in (
-        ("one", "images: expected 1 entries, one per prompt .*, got str"),
-        ([1, 2], "images: expected 1 entries, one per prompt .*, got 2"),
-        (["a.png"], "images: expected PIL images or URLs of images, got 'a.png'"),
-        ([[picture("red")] * 2], "images: expected as many .* got 1 more"),
-        ([None], "images: expected one for every image part of the messages, got less"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            client.chat(talk, images=images)
-    stub.script["/openapi.json"] = [(200, {"components": {"schemas": {}}})]
-    with pytest.raises(ServerError, match=r"takes images beside token ids: vLLM 0\.32 or later"):
-        client.generate([[1]], images=[picture("red")])
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("one", "1 entries, one per prompt .*, got str"),
+        ([1, 2], "1 entries, one per prompt .*, got 2"),
+        (["a.png"], "PIL images or URLs of images, got 'a.png'"),
+        ([[picture("red")] * 2], "as many .* got 1 more"),
+        ([None], "one for every image part of the messages, got less"),
+    ],
+)
+def test_images_that_do_not_fit(make_client, images, message):
+    with pytest.raises(ValueError, match=f"images: expected {message}"):
+        make_client().chat([[{"role": "user", "content": [{"type": "image"}]}]], images=images)
 
 
 def test_without_logprobs_and_with_a_regex(make_client, stub):
@@ -215,53 +188,75 @@ def test_api_key(make_client, stub, monkeypatch):
     assert stub.asked[-1][2] == "Bearer other"
 
 
-def test_names_that_the_server_would_ignore(make_client, stub):
-    client = make_client()
-    client.generate([[1]], generation_kwargs={"seed": 3})
-    assert stub.asked[-1][1]["seed"] == 3
-    client.generate([[1]], seed=4, generation_kwargs={"ignore_eos": True})
-    assert stub.asked[-1][1]["seed"] == 4 and stub.asked[-1][1]["ignore_eos"] is True
-    with pytest.raises(ValueError, match="does not know sead"):
-        client.generate([[1]], sead=3)
-    with pytest.raises(ValueError, match="seed have arguments of their own"):
-        client.generate([[1]], seed=3, generation_kwargs={"seed": 3})
-    with pytest.raises(ValueError, match="does not know sead"):
-        client.generate([[1]], generation_kwargs={"sead": 3})
-    with pytest.raises(ValueError, match="temperature have arguments of their own"):
-        client.generate([[1]], generation_kwargs={"temperature": 3})
-    with pytest.raises(ValueError, match="logprobs: expected a number >= 0 or None, got -1"):
-        client.generate([[1]], logprobs=-1)
+def test_options_of_the_server(make_client, stub):
+    for options in (
+        {"generation_kwargs": {"seed": 3}},
+        {"seed": 3, "generation_kwargs": {"ignore_eos": True}},
+    ):
+        make_client().generate([[1]], **options)
+        sent = {"seed": options.pop("seed", 3)} | options["generation_kwargs"]
+        assert stub.asked[-1][1].items() >= sent.items()
 
 
-def test_faults_are_retried(make_client, stub):
-    stub.script[COMPLETE] = [(500, {"error": "busy"}), (503, b"")]
-    assert make_client().generate([[1]])["completion_ids"] == [[7, 0]]
-    assert stub.paths().count(COMPLETE) == 3
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sead": 3}, "does not know sead"),
+        ({"generation_kwargs": {"sead": 3}}, "does not know sead"),
+        ({"seed": 3, "generation_kwargs": {"seed": 3}}, "seed have arguments of their own"),
+        ({"generation_kwargs": {"temperature": 3}}, "temperature have arguments of their own"),
+        ({"logprobs": -1}, "logprobs: expected a number >= 0 or None, got -1"),
+        ({"tools": [print], "chat_template": "x"}, "does not know chat_template, tools"),
+    ],
+)
+def test_options_that_the_server_would_ignore(make_client, stub, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_client().generate([[1]], **options)
+    assert COMPLETE not in stub.paths()
 
 
-@pytest.mark.parametrize(("status", "tries"), [(500, 4), (400, 1)])
-def test_faults_that_last_and_refusals_name_server_and_answer(make_client, stub, status, tries):
-    stub.script[COMPLETE] = [(status, {"error": "out of memory"})] * 9
-    with pytest.raises(ServerError, match=rf"{stub.url}{COMPLETE}: got {status}: .*out of memory"):
-        make_client().generate([[1]])
+BUSY, GONE, OUT = (500, {"error": "busy"}), (502, b"gateway"), (400, {"error": "out of memory"})
+
+
+@pytest.mark.parametrize(
+    ("faults", "tries"),
+    [
+        ([BUSY, (503, b"")], 3),
+        ([GONE] * 5, 6),  # a gateway without its server is waited for
+        ([slowly(1.0)], 2),
+    ],
+)
+def test_faults_are_retried(make_client, stub, faults, tries):
+    stub.script[COMPLETE] = list(faults)
+    client = make_client(request_timeout=0.3)
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
     assert stub.paths().count(COMPLETE) == tries
 
 
-def test_a_gateway_without_its_server_is_waited_for(make_client, stub):
-    stub.script[COMPLETE] = [(502, b"bad gateway")] * 5
-    assert make_client().generate([[1]])["completion_ids"] == [[7, 0]]
-    stub.script[COMPLETE] = [(503, b"no server")] * 99
-    with pytest.raises(ServerError, match="got 503: 'no server', for 0.2 seconds"):
-        make_client(connection_timeout=0.2).generate([[1]])
-
-
-def test_slow_answers(make_client, stub):
-    stub.script[COMPLETE] = [slowly(1.0)]
-    client = make_client(request_timeout=0.2)
-    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
-    stub.script[COMPLETE] = [slowly(0.3)] * 9
-    with pytest.raises(ServerError, match=r"no answer within 0.1 seconds, 4 times"):
-        make_client(request_timeout=0.1).generate([[1]])
+@pytest.mark.parametrize(
+    ("path", "fault", "tries", "message"),
+    [
+        (COMPLETE, BUSY, 4, "{url}{path}: got 500: .*busy"),
+        (COMPLETE, OUT, 1, "{url}{path}: got 400: .*out of memory"),
+        (COMPLETE, (503, b"no server"), None, "got 503: 'no server', for 0.2 seconds"),
+        (COMPLETE, slowly(0.5), 4, "no answer within 0.3 seconds, 4 times"),
+        ("/openapi.json", (200, {"components": {"schemas": {}}}), 1, r"images .*: vLLM 0\.32 or l"),
+        ("/pause?mode=keep", (404, {"detail": "Not Found"}), 1, "grpo-train serve"),
+        ("/collective_rpc", (500, {"error": "Repo id"}), 4, "Repo id.* see the folder .*weights"),
+        ("/reset_prefix_cache", (200, {"success": False}), 4, "requests are running"),
+    ],
+)
+def test_faults_that_last_are_named(make_client, stub, path, fault, tries, message):
+    stub.script[path] = [fault] * 99
+    client = make_client(connection_timeout=0.2, request_timeout=0.3)
+    calls = {
+        COMPLETE: lambda: client.generate([[1]]),
+        "/openapi.json": lambda: client.generate([[1]], images=[picture("red")]),
+        "/reset_prefix_cache": client.reset_prefix_cache,
+    }
+    with pytest.raises(ServerError, match=message.format(url=stub.url, path=path)):
+        calls.get(path, lambda: client.update_weights(weights(1.0)))()
+    assert tries is None or stub.paths().count(path) == tries
 
 
 RIGHT = choices([[1]], 1)[0]
@@ -270,49 +265,50 @@ RIGHT = choices([[1]], 1)[0]
 @pytest.mark.parametrize(
     "answer",
     [
-        b"<html>proxy error</html>",
-        b'{"choices": [{"index"',
-        [],
-        {},
-        {"choices": []},
+        *(b"<html>proxy error</html>", b'{"choices": [{"index"', [], {}, {"choices": []}),
         {"choices": [RIGHT, RIGHT | {"index": 1}]},
-        {"choices": [RIGHT | {"index": 3}]},
-        {"choices": [RIGHT | {"token_ids": None}]},
-        {"choices": [RIGHT | {"token_ids": []}]},
-        {"choices": [RIGHT | {"token_ids": ["7", "8"]}]},
-        {"choices": [RIGHT | {"prompt_token_ids": [1, 1]}]},
-        {"choices": [RIGHT | {"logprobs": None}]},
-        {"choices": [RIGHT | {"logprobs": {"token_logprobs": [-1.0]}}]},
-        {"choices": [RIGHT | {"logprobs": {"token_logprobs": [-1.0, "x"]}}]},
     ],
 )
 def test_malformed_answers(make_client, stub, answer):
+    assert_refused(make_client(), stub, answer, stub.url)
+
+
+def assert_refused(client, stub, answer, message, **options):
+    """Assert that ``answer`` is an error that is not asked for again."""
     stub.script[COMPLETE] = [(200, answer)]
-    with pytest.raises(ServerError, match=stub.url):
-        make_client().generate([[1]])
+    with pytest.raises(ServerError, match=message):
+        client.generate([[1]], **options)
     assert stub.paths().count(COMPLETE) == 1
+
+
+def drawn(*values, **more):
+    return {"logprobs": {"token_logprobs": list(values)} | more}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"index": 3}, "index"),
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": []}, "0 tokens, expected 1 to max_tokens = 2"),
+        ({"token_ids": ["7", "8"]}, "token id '7'"),
         ({"token_ids": [7, -1]}, "token id -1, expected 0 <= id < 16"),
         ({"token_ids": [7, 16]}, "token id 16, expected 0 <= id < 16"),
         ({"token_ids": [7, True]}, "token id True"),
         ({"token_ids": [7, 7, 7]}, "3 tokens, expected 1 to max_tokens = 2"),
-        ({"logprobs": {"token_logprobs": [0.5, None]}}, "log-probability 0.5, expected at most 0"),
-        ({"logprobs": {"token_logprobs": [float("inf"), -1.0]}}, "log-probability inf"),
-        (
-            {"logprobs": RIGHT["logprobs"] | {"top_logprobs": [{"token_id:16": -1.0}, {}]}},
-            "token id 16",
-        ),
+        ({"prompt_token_ids": [1, 1]}, "prompt"),
+        ({"logprobs": None}, "log"),
+        (drawn(-1.0), "log"),
+        (drawn(-1.0, "x"), "log"),
+        (drawn(0.5, None), "log-probability 0.5, expected at most 0"),
+        (drawn(float("inf"), -1.0), "log-probability inf"),
+        (drawn(-1.0, -1.0, top_logprobs=[{"token_id:16": -1.0}, {}]), "token id 16"),
     ],
 )
-def test_values_that_cannot_be(make_client, stub, changes, message):
-    stub.script[COMPLETE] = [(200, {"choices": [RIGHT | changes]})]
-    logprobs = len(changes.get("logprobs", {})) - 1 if "logprobs" in changes else 0
-    with pytest.raises(ServerError, match=message):
-        make_client(vocab_size=16).generate([[1]], max_tokens=2, logprobs=logprobs)
+def test_choices_that_cannot_be(make_client, stub, changes, message):
+    options = {"max_tokens": 2, "logprobs": int("top_logprobs" in str(changes))}
+    answer = {"choices": [RIGHT | changes]}
+    assert_refused(make_client(vocab_size=16), stub, answer, message, **options)
 
 
 def test_unknown_logprobs_are_nan(make_client, stub):
@@ -400,64 +396,35 @@ def test_large_weights_are_cut_into_files(make_client, tmp_path, monkeypatch):
     assert [list(load_file(file)) for file in files] == [["0", "1"], ["2", "3"], ["4"]]
 
 
-def test_a_server_without_weight_updates(make_client, stub):
-    stub.script["/pause?mode=keep"] = [(404, {"detail": "Not Found"})]
-    with pytest.raises(ServerError, match="grpo-train serve"):
-        make_client().update_weights(weights(1.0))
-
-
 def test_a_server_of_older_versions_of_trl(make_client, stub):
     stub.script["/health"] = [(307, b"")]
     with pytest.raises(ServerError, match=r"/health: got 307: ''. `grpo-train serve --model"):
         make_client()
 
 
-def test_a_folder_that_the_server_does_not_see(make_client, stub):
-    stub.script["/collective_rpc"] = [(500, {"error": "Repo id must be"})] * 9
-    with pytest.raises(ServerError, match=r"Repo id .*does the server see the folder .*weights"):
-        make_client().update_weights(weights(1.0))
+def test_a_server_that_restarts_gets_the_weights_first(make_client, stub):
+    """Before it is asked, while it answers, and while it loads."""
 
-
-def test_a_running_request_holds_the_cache(make_client, stub):
-    stub.script["/reset_prefix_cache"] = [(200, {"success": False})] * 9
-    with pytest.raises(ServerError, match="requests are running"):
-        make_client().reset_prefix_cache()
-
-
-def test_a_restarted_server_gets_the_weights_first(make_client, stub):
-    client = make_client()
-    client.update_weights(weights(1.0))
-    stub.version = "default"  # what a new process says
-    before = len(stub.asked)
-    client.generate([[1]])
-    assert stub.paths()[before:] == ["/weight_info", *UPDATE, COMPLETE]
-    assert stub.loaded == stub.loaded[:1] * 2
-
-
-def test_a_server_that_dies_while_it_answers(make_client, stub):
-    def die():
-        stub.version = "default"
-        return 500, {"error": "EngineCore encountered an issue"}
+    def die(*answer):
+        stub.version = "default"  # what a new process says
+        return answer
 
     client = make_client()
+    for died, paths in (
+        ({}, ["/weight_info", *UPDATE, COMPLETE]),
+        ({COMPLETE: BUSY}, ["/weight_info", COMPLETE, "/weight_info", *UPDATE, COMPLETE]),
+    ):
+        client.update_weights(weights(1.0))
+        stub.script |= {path: [lambda answer=answer: die(*answer)] for path, answer in died.items()}
+        stub.version = stub.version if died else "default"
+        before = len(stub.asked)
+        assert client.generate([[1]])["completion_ids"] == [[7, 0]]
+        assert stub.paths()[before:] == paths
+        assert stub.loaded[-1] == stub.loaded[-2]
+    stub.script["/collective_rpc"] = [lambda: die(200, {})]
+    before = len(stub.loaded)
     client.update_weights(weights(1.0))
-    stub.script[COMPLETE] = [die]
-    before = len(stub.asked)
-    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
-    again = ["/weight_info", *UPDATE, COMPLETE]
-    assert stub.paths()[before:] == ["/weight_info", COMPLETE, *again]
-
-
-def test_a_server_that_dies_while_it_loads(make_client, stub):
-    def die():
-        stub.version = "default"
-        return 200, {}
-
-    stub.script["/collective_rpc"] = [die]
-    client = make_client()
-    client.update_weights(weights(1.0))
-    assert stub.paths().count("/collective_rpc") == 2
-    assert not stub.version.endswith("-loading")
+    assert len(stub.loaded) == before + 1 and not stub.version.endswith("-loading")
 
 
 def test_a_server_that_is_gone_for_a_while(make_client, stub):

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.rollout import Completions, Sampling, ServerError, TransformersEngine
 from grpo_trainer.rollout.sampling import vllm_params
+from tests.support.batches import BatchTrainer
 from tests.support.trainer import BackgroundEngine, mask_ids
 from tests.support.vllm_stub import choices
-from tests.trainer.rollout.test_rollout_client import COMPLETE, make_client, stub  # noqa: F401
+from tests.trainer.rollout.test_rollout_client import COMPLETE
 
 FILTERS = [
     {"top_k": 3},
@@ -52,16 +52,12 @@ def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
 
 
 def test_the_loss_takes_probabilities_over_the_sampling_mask(sharp, make_trainer):
-    def make(steps: int) -> GRPOTrainer:
-        return make_trainer(
-            model=copy.deepcopy(sharp), use_sampling_mask=True, top_k=5, top_p=0.9, temperature=0.8,
-            beta=0.1, num_iterations=2, max_steps=steps, save_strategy="steps", save_steps=1,
-            lr_scheduler_type="constant",
-        )  # fmt: skip
-
-    trainer = make(1)
+    trainer = make_trainer(
+        model=copy.deepcopy(sharp), kind=BatchTrainer, use_sampling_mask=True, top_k=5, top_p=0.9,
+        temperature=0.8, beta=0.1, num_iterations=2, max_steps=1,
+    )  # fmt: skip
     trainer.train()
-    [batch] = trainer._buffer
+    [batch] = trainer.batches
     with torch.no_grad():
         logits = sharp(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits / 0.8
     rows, expected = batch.sampling_mask, torch.zeros(batch.target.numel())
@@ -77,11 +73,6 @@ def test_the_loss_takes_probabilities_over_the_sampling_mask(sharp, make_trainer
     assert row["ratio/max"] == pytest.approx(1, abs=1e-4)
     assert row["kl"] == pytest.approx(0, abs=1e-5)
 
-    resumed = make(2)
-    resumed.train(resume_from_checkpoint=True)
-    again = resumed._buffer[0].sampling_mask
-    assert again.indices.equal(rows.indices) and again.bounds.equal(rows.bounds)
-
 
 class FilteringEngine(BackgroundEngine):
     """Samples by filters, and may keep to itself what they left."""
@@ -95,43 +86,38 @@ class FilteringEngine(BackgroundEngine):
         return found if self._reports else found._replace(sampling_mask=None)
 
 
-@pytest.fixture
-def train(make_trainer, policy, tokenizer):
-    def run(reports: bool, **changes) -> GRPOTrainer:
-        engine = FilteringEngine(tokenizer, copy.deepcopy(policy), reports)
-        trainer = make_trainer(engine=engine, top_k=2, **changes)
-        trainer.train()
-        return trainer
-
-    return run
-
-
 @pytest.mark.parametrize("use", [True, False])
-def test_the_policy_and_the_engine_mean_the_same(train, use):
+def test_the_policy_and_the_engine_mean_the_same(make_trainer, policy, tokenizer, use):
+    engine = FilteringEngine(tokenizer, copy.deepcopy(policy), reports=use)
+    trainer = make_trainer(engine=engine, top_k=2, use_sampling_mask=use)
+    trainer.train()
     name = "sampling/sampling_logp_difference/max"
-    trainer = train(reports=use, use_sampling_mask=use)
     differences = [row[name] for row in trainer.state.log_history if "loss" in row]
     assert max(differences) < 1e-5 if use else min(differences) > 0.1
 
 
-def test_an_engine_that_does_not_report_them(train):
+def test_an_engine_that_does_not_report_them(make_trainer, tokenizer):
+    engine = FilteringEngine(tokenizer, None, reports=False)
     with pytest.raises(ValueError, match="use_sampling_mask: .*none from FilteringEngine"):
-        train(reports=False, use_sampling_mask=True)
+        make_trainer(engine=engine, top_k=2, use_sampling_mask=True).train()
 
 
-def test_wrong_settings(make_args, tokenizer, policy):
-    def sampling(**changes) -> Sampling:
-        return Sampling.from_config(make_args(use_sampling_mask=True, **changes), tokenizer)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "use_sampling_mask: expected top_k >= 1 .*got 0"),
+        ({"top_k": 5, "generation_kwargs": {"top_k": 0}}, "expected top_k >= 1 .*got 0"),
+        ({"top_k": 5, "use_transformers_continuous_batching": True}, "continuous_batching"),
+        ({"top_k": 5, "generation_kwargs": {"typical_p": 0.5}}, "expected no typical_p"),
+    ],
+)
+def test_wrong_settings(make_args, tokenizer, policy, changes, message):
+    def generate() -> None:
+        sampling = Sampling.from_config(make_args(use_sampling_mask=True, **changes), tokenizer)
+        TransformersEngine(lambda: policy, tokenizer).generate([[3]], sampling)
 
-    with pytest.raises(ValueError, match="use_sampling_mask: expected top_k >= 1 .*got 0"):
-        sampling()
-    with pytest.raises(ValueError, match="use_sampling_mask: expected top_k >= 1 .*got 0"):
-        sampling(top_k=5, generation_kwargs={"top_k": 0})
-    with pytest.raises(ValueError, match="use_sampling_mask: .*continuous_batching"):
-        sampling(top_k=5, use_transformers_continuous_batching=True)
-    wrong = sampling(top_k=5, generation_kwargs={"typical_p": 0.5})
-    with pytest.raises(ValueError, match="generation_kwargs: expected no typical_p"):
-        TransformersEngine(lambda: policy, tokenizer).generate([[3]], wrong)
+    with pytest.raises(ValueError, match=message):
+        generate()
 
 
 def test_the_warning_names_the_way_out(make_args):
@@ -140,13 +126,12 @@ def test_the_warning_names_the_way_out(make_args):
 
 
 def test_in_vllms_words(make_args, tokenizer):
-    args = make_args(use_vllm=True, top_k=3, use_sampling_mask=True)
-    assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == 11  # room for ties
-    args = make_args(use_vllm=True, top_k=100, use_sampling_mask=True)
-    assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == len(tokenizer)
+    for top_k, logprobs in ((3, 11), (100, len(tokenizer))):  # room for ties
+        args = make_args(use_vllm=True, top_k=top_k, use_sampling_mask=True)
+        assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == logprobs
 
 
-def test_what_a_server_answers(make_client, stub):  # noqa: F811
+def test_what_a_server_answers(make_client, stub):
     def answer(sets):
         made = choices([[1]], 1)
         made[0]["logprobs"]["top_logprobs"] = sets
