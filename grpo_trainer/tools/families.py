@@ -45,7 +45,8 @@ def _tags(pattern: str) -> dict[str, Any]:
 
     Whatever else stands in a call matches without a key, which is an error: the turn is text.
     """
-    parser = {"tag_pattern": rf"{pattern}|\S", "value_parser": {"name": "text"}}
+    values = {"name": "text", "args": {"strip": False}}  # indentation may be part of a text
+    parser = {"tag_pattern": rf"{pattern}|\S", "value_parser": values}
     return _CALL | {"content": "xml-inline", "content_args": parser}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
@@ -21,19 +24,20 @@ from grpo_trainer.tools.template import ToolTemplate
 
 CHATML, LLAMA = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
 XML = (
-    "<tool_call>\n<function={}>\n<parameter=city>\n{}\n</parameter>\n<parameter=days>\n3\n"
+    "<tool_call>\n<function={}>\n<parameter=city>\n{}\n</parameter>\n<parameter=days>\n{}\n"
     "</parameter>\n<parameter=where>\n{}\n</parameter>\n</function>\n</tool_call>"
 )
 GLM = (
     "<tool_call>{}\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+    "<arg_value>{}</arg_value>\n<arg_key>where</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
 )
-GEMMA = '<|tool_call>call:{}{{city:<|"|>{}<|"|>,days:3,where:{}}}<tool_call|>'
-LFM = "<|tool_call_start|>[{}(city='{}', days=3, where={})]<|tool_call_end|>"
+GEMMA = "<|tool_call>call:{}{{city:{},days:{},where:{}}}<tool_call|>"
+LFM = "<|tool_call_start|>[{}(city={}, days={}, where={})]<|tool_call_end|>"
 OSS = (
     "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
-    '{{"city": "{}", "days": 3, "where": {}}}<|call|>'
+    '{{"city": {}, "days": {}, "where": {}}}<|call|>'
 )
+LLAMA_CALL = '{{"name": "{}", "parameters": {{"city": {}, "days": {}, "where": {}}}}}<|eot_id|>'
 THOUGHT = "<think>\nhm\n</think>\n\n"
 # family -> marks of its chat template, how its turns begin and end, a call, a thought, an answer
 FAMILIES: dict[str, tuple[str, str, str, str, str, str]] = {
@@ -53,14 +57,22 @@ FAMILIES: dict[str, tuple[str, str, str, str, str, str]] = {
         "<|channel|>analysis<|message|>hm<|end|>", "<|channel|>final<|message|>{}",
     ),
     "Llama 3.1": (
-        '{"name": "parameters":  <|start_header_id|>', LLAMA, "<|eot_id|>",
-        '{{"name": "{}", "parameters": {{"city": "{}", "days": 3, "where": {}}}}}<|eot_id|>', "",
-        "{}",
+        '{"name": "parameters":  <|start_header_id|>', LLAMA, "<|eot_id|>", LLAMA_CALL, "", "{}",
     ),
 }  # fmt: skip
-# how a nested value and a call that cannot be read are written
-WHERE = {"Gemma 4": '{a:[1,<|"|>x, y<|"|>]}', "LFM2.5": '{"a": [1, "x, y"]}'}
-BROKEN = {"Gemma 4": '{a:[1,<|"|>'}
+
+
+def as_gemma(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+# how families write values, where it is not as JSON, and texts, where it is not as other values
+WRITES = {GEMMA: as_gemma, LFM: repr}
+PLAIN_TEXTS = (XML, GLM)
 
 
 def look(city: str, days: int, where: dict) -> str:
@@ -103,26 +115,55 @@ def read(family: str, text: str) -> Any:
     return parser.read(text + ("" if text.endswith(end) else end), end, start, SCHEMAS)
 
 
-def call(family: str, city: str = "12", where: str | None = None) -> str:
-    written = where or WHERE.get(family, '{"a": [1, "x, y"]}')
-    return FAMILIES[family][3].format("look", city, written)
+def call(family: str, city: str = "12", days: int = 3, where: Any = ARGUMENTS["where"]) -> str:
+    """Write a call; text in place of ``where`` stands as it is."""
+    form = FAMILIES[family][3]
+    write = WRITES.get(form, json.dumps)
+    place = where if isinstance(where, str) else write(where)
+    return form.format("look", city if form in PLAIN_TEXTS else write(city), days, place)
+
+
+def both_calls(family: str, one: str, other: str) -> str:
+    if family == "LFM2.5":  # in one pair of brackets
+        return one.replace("]<|tool_call_end|>", ", ") + other.removeprefix("<|tool_call_start|>[")
+    return one + "\n" * (family != "gpt-oss") + other
+
+
+# texts have no marks, for which a family has special tokens
+TEXTS = st.text(st.characters(exclude_characters="<|", exclude_categories=("Cs",)), max_size=12)
+KEYS = st.text("abc_", min_size=1, max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | TEXTS,
+    lambda each: st.lists(each, max_size=2) | st.dictionaries(KEYS, each, max_size=2),
+    max_leaves=4,
+)
+CALLS = st.builds(
+    dict, city=TEXTS, days=st.integers(-99, 99), where=st.dictionaries(KEYS, VALUES, max_size=2)
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls(family: str) -> None:
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(first=CALLS, second=CALLS)
+def test_calls(family: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """What is written can be read, behind a thought and beside another call."""
     thought = FAMILIES[family][4]
-    message = read(family, thought + call(family))
-    assert message["tool_calls"] == [tool_call("look", ARGUMENTS)]
+    message = read(family, thought + call(family, **first))
+    assert message["tool_calls"] == [tool_call("look", first)]
     assert message["content"] == "" and message.get("reasoning_content", "hm") == "hm"
     assert ("reasoning_content" in message) == bool(thought)
-    if family == "Llama 3.1":  # whose template writes one call a turn
-        return
-    both = read(family, thought + call(family) + "\n" * (family != "gpt-oss") + call(family, "B"))
-    if family == "LFM2.5":  # in one pair of brackets
-        text = call(family).replace("]<|tool_call_end|>", ", ") + call(family, "B")
-        both = read(family, thought + text.replace(", <|tool_call_start|>[", ", "))
-    wanted = [tool_call("look", ARGUMENTS | {"city": city}) for city in ("12", "B")]
-    assert both["tool_calls"] == wanted
+    if family != "Llama 3.1":  # whose template writes one call a turn
+        both = both_calls(family, call(family, **first), call(family, **second))
+        wanted = [tool_call("look", first), tool_call("look", second)]
+        assert read(family, thought + both)["tool_calls"] == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_space_around_a_text_is_part_of_it(family: str) -> None:
+    """As of a line of code."""
+    text = FAMILIES[family][4] + call(family, city="    return 1\n")
+    [found] = read(family, text)["tool_calls"]
+    assert found["function"]["arguments"]["city"] == "    return 1\n"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,7 +173,10 @@ def test_text(family: str) -> None:
     assert message["content"] == "Hello, 3 < 4." and not message.get("tool_calls")
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f][3] not in (XML, GLM)])
+BROKEN = {"Gemma 4": '{a:[1,<|"|>'}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f][3] not in PLAIN_TEXTS])
 def test_a_call_that_cannot_be_read_is_text(family: str) -> None:
     message = read(family, call(family, where=BROKEN.get(family, '{"a": [1')))
     assert message is None or not message.get("tool_calls")
@@ -154,11 +198,7 @@ def test_arguments_that_are_not_closed_are_text(gone: str) -> None:
 # family -> what a mark that is never closed, or never opened, can be made of
 PARTS = {
     "gpt-oss": (
-        "<|channel|>commentary",
-        " to=functions.look",
-        "<|message|>",
-        "<|call|>",
-        "<|end|>",
+        "<|channel|>commentary", " to=functions.look", "<|message|>", "<|call|>", "<|end|>",
     ),
     "Gemma 4": ("<|tool_call>call:", "look{city:", '<|"|>', "<tool_call|>", "<eos>", "<channel|>"),
     "Qwen 3.5": ("<tool_call>\n", "<function=look>", "<parameter=city>", "</parameter>", "<think>"),
@@ -166,8 +206,8 @@ PARTS = {
     "LFM2.5": ("<|tool_call_start|>[", "look(city=", "]<|tool_call_end|>", "<think>"),
     "Llama 3.1": ('{"name": "look", "parameters": ', '{"name": "', "<|eot_id|>", "}"),
     "plain": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
-}
-LONG = 100_000
+}  # fmt: skip
+LONG = 40_000
 
 
 @pytest.mark.parametrize("family", PARTS)
