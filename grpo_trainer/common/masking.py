@@ -14,13 +14,15 @@ _USER = re.compile(r"(?<=://)[^/?#\s]*@")  # and password, in a URL
 def masked(value: Any, name: str = "", named: bool = True) -> Any:
     """Return ``value`` with ``<NAME>`` in place of what is called a token, a password or the like.
 
-    Dictionaries and lists are copied, and URLs lose user and password. Without ``named`` None takes
-    the place, as if it had not been given: for settings that somebody may load.
+    Dictionaries, lists and tuples are copied, and URLs lose user and password. Without ``named``
+    None takes the place, as if it had not been given: for settings that somebody may load.
     """
-    if isinstance(value, dict):
-        return {key: masked(item, str(key), named) for key, item in value.items()}
-    if isinstance(value, list):
-        return [masked(item, name, named) for item in value]
+    if isinstance(value, dict):  # all that is in a secret is one
+        names = {key: name if _SECRET.search(name) else str(key) for key in value}
+        return {key: masked(item, names[key], named) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [masked(item, name, named) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if value is None or isinstance(value, bool):  # token=True: the one that is stored
         return value
     if _SECRET.search(name):

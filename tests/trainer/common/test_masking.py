@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import HfApi, RepoUrl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from grpo_trainer import GRPOTrainer
@@ -23,7 +25,7 @@ URL = f"http://user:{PRIVATE}@127.0.0.1:8000"
 
 
 def test_what_is_masked():
-    settings = {
+    plain = {
         "token": PRIVATE,
         "nested": {"Authorization": PRIVATE, "API-key": PRIVATE, "all": [{"my_secret": PRIVATE}]},
         "password": 1234,
@@ -34,8 +36,8 @@ def test_what_is_masked():
         "use_auth_token": True,
         "hub_token": None,
     }
-    before = copy.deepcopy(settings)
-    assert masked(settings) == settings | {
+    before = copy.deepcopy(plain)
+    assert masked(plain) == plain | {
         "token": "<TOKEN>",
         "nested": {
             "Authorization": "<AUTHORIZATION>",
@@ -45,7 +47,36 @@ def test_what_is_masked():
         "password": "<PASSWORD>",
         "url": "http://***@127.0.0.1:8000",
     }
-    assert settings == before
+    assert plain == before
+
+
+SECRETS = st.sampled_from(["token", "hub_token", "API-key", "my_secret", "Authorization"])
+HARMLESS = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text("ab/:@ ", max_size=6)
+ANYTHING = st.recursive(
+    st.sampled_from([PRIVATE, 12345, URL]),
+    lambda each: (
+        st.lists(each, max_size=3)
+        | st.tuples(each)
+        | st.dictionaries(st.text("ab"), each, max_size=3)
+    ),
+)
+SETTINGS = st.recursive(
+    HARMLESS | st.just(URL) | st.dictionaries(SECRETS, ANYTHING, min_size=1, max_size=2),
+    lambda each: (
+        st.lists(each, max_size=3)
+        | st.tuples(each)
+        | st.dictionaries(st.text("ab"), each, max_size=3)
+    ),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(SETTINGS)
+def test_wherever_a_secret_stands_it_is_masked(value):
+    for named in (True, False):
+        found = masked(value, named=named)
+        assert PRIVATE not in repr(found) and "12345" not in repr(found)
+        assert masked(found, named=named) == found
 
 
 def test_settings_as_text(make_args):
@@ -89,11 +120,11 @@ def test_what_a_run_leaves(make_args, dataset, tmp_path, monkeypatch):
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     write_policy(tmp_path / "model", seed=0)
-    settings = SECRET_SETTINGS | {"push_to_hub": True, "log_completions": True}
-    settings |= {"write_report": True, "save_strategy": "steps", "save_steps": 1}
+    changes = SECRET_SETTINGS | {"push_to_hub": True, "log_completions": True}
+    changes |= {"write_report": True, "save_strategy": "steps", "save_steps": 1}
 
     def run(resume: bool) -> GRPOTrainer:
-        args = make_args(max_steps=1 + resume, lr_scheduler_type="constant", **settings)
+        args = make_args(max_steps=1 + resume, lr_scheduler_type="constant", **changes)
         trainer = GRPOTrainer(str(tmp_path / "model"), digits_reversal_reward, args, dataset)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
