@@ -106,6 +106,11 @@ def then(*turns):
     return lambda text: turns[len(results(text))]
 
 
+def once(turn: str):
+    """Return a script: ``turn``, however often it calls tools, and then no more."""
+    return lambda text: "ok" if results(text) else turn
+
+
 class ScriptedEngine(RolloutEngine):
     """A policy that says what ``script`` says of the text so far; None: it never stops.
 

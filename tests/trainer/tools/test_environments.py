@@ -7,10 +7,11 @@ import threading
 import pytest
 from datasets import Dataset
 
-from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.tools import Environments, make_toolbox
-from tests.support.tools import Play, add, answers, call, make_trainer, question, results
-from tests.support.vision import picture, tiny_model, tiny_processor
+from tests.support.batches import BatchTrainer
+from tests.support.tools import Play, add, answers, call, make_trainer, question, results, then
+from tests.support.vision import picture
+from tests.trainer.test_vision import make as make_vision
 
 
 class Counter:
@@ -119,11 +120,7 @@ def test_what_hangs_in_an_environment_stays_in_it():
             """Block forever."""
             release.wait()
 
-    play = Play(
-        lambda text: "end" if results(text) else call("wait"),
-        environments=Hangs,
-        tool_timeout=0.05,
-    )
+    play = Play(then(call("wait"), "end"), environments=Hangs, tool_timeout=0.05)
     try:
         [first], [second] = (play().columns["environments"] for _ in range(2))
     finally:
@@ -167,14 +164,21 @@ def test_wrong_environments(factory, message):
         Environments(factory, make_toolbox([add]))
 
 
-def test_wrong_observations():
-    play = Play(lambda text: "", environments=Shows)
-    for wrong, got in ((3, "3"), (["text"], r"\['text'\]"), ([{"text": "x"}], r"\[{'text'")):
-        with pytest.raises(ValueError, match=f"Shows.reset: expected text, a list of .* got {got}"):
-            play({"prompt": question(), "what": wrong})
-    for prompt in ("text", [{"role": "user"}], [{"role": "user", "content": ["text"]}]):
-        with pytest.raises(ValueError, match="prompt: expected messages, the last one with a cont"):
-            play({"prompt": prompt, "what": "more"})
+@pytest.mark.parametrize(
+    ("prompt", "what", "message"),
+    [
+        (question(), 3, "Shows.reset: expected text, a list of .* got 3"),
+        (question(), ["text"], r"Shows.reset: expected text, a list of .* got \['text'\]"),
+        (question(), [{"text": "x"}], r"Shows.reset: expected text, a list of .* got \[{'text'"),
+        *(
+            (prompt, "more", "prompt: expected messages, the last one with a content")
+            for prompt in ("text", [{"role": "user"}], [{"role": "user", "content": ["text"]}])
+        ),
+    ],
+)
+def test_wrong_observations(prompt, what, message):
+    with pytest.raises(ValueError, match=message):
+        Play(then(""), environments=Shows)({"prompt": prompt, "what": what})
 
 
 class Shows(Lamp):
@@ -211,41 +215,34 @@ def test_an_image_that_reset_shows(tmp_path):
         def get_reward(self) -> float:
             return 1.0
 
-    args = GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, max_steps=1, num_generations=2, bf16=False,
-        per_device_train_batch_size=2, max_completion_length=2, report_to="none",
-        save_strategy="no", disable_tqdm=True, write_report=False,
-    )  # fmt: skip
-    trainer = GRPOTrainer(
-        tiny_model("llava"), None, args, processing_class=tiny_processor("llava"),
-        environment_factory=Paints,
+    trainer = make_vision(
+        "llava", tmp_path, None, BatchTrainer, train_dataset=None, environment_factory=Paints,
     )  # fmt: skip
     trainer.train()
-    assert trainer._buffer[0].inputs["pixel_values"].shape[0] == 2
+    assert trainer.batches[0].inputs["pixel_values"].shape[0] == 4
 
 
 def test_training_on_the_environments_rewards(make_args):
     rows = Dataset.from_list([{"prompt": question(str(n)), "start": n} for n in range(6)])
-    seen = []
 
     def lengths(environments, completions, **kwargs):
-        seen.append({type(one).__name__ for one in environments})
+        assert {type(one) for one in environments} == {Counter}
         return [float(index) for index, _ in enumerate(completions)]
 
-    def train(reward_funcs, **changes):
-        args = make_args(max_completion_length=300, shuffle_dataset=False, **changes)
-        trainer = make_trainer(args, rows, step_script, reward_funcs, environment_factory=Counter)
-        trainer.train()
-        assert [tool.__name__ for tool in trainer.tools] == ["step"]
-        return [row for row in trainer.state.log_history if "loss" in row]
+    def make(weights):
+        args = make_args(
+            max_completion_length=300, max_steps=3, shuffle_dataset=False, reward_weights=weights
+        )
+        return make_trainer(args, rows, step_script, lengths, environment_factory=Counter)
 
-    alone = train(None, max_steps=3)
-    assert [row["rewards/Counter/mean"] for row in alone] == [2.0, 3.0, 6.0]
-    assert [row["reward"] for row in alone] == [2.0, 3.0, 6.0]
-    both = train(lengths, max_steps=1, reward_weights=[1.0, 0.5])[0]
-    assert both["reward"] == 1.5 + 0.5 * 2.0 and seen == [{"Counter"}]
+    trainer = make([1.0, 0.5])
+    trainer.train()
+    assert [tool.__name__ for tool in trainer.tools] == ["step"]
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["rewards/Counter/mean"] for row in logs] == [2.0, 3.0, 6.0]
+    assert [row["reward"] for row in logs] == [1.5 + 0.5 * n for n in (2.0, 3.0, 6.0)]
     with pytest.raises(ValueError, match="reward_weights: expected 2 values"):
-        train(lengths, reward_weights=[1.0])
+        make([1.0])
 
 
 class Sums:
@@ -266,7 +263,7 @@ class Sums:
 def test_prompts_by_the_environment_alone(make_args, rows, number):
     seen = []
     trainer = make_trainer(
-        make_args(max_completion_length=300, max_steps=2, per_device_train_batch_size=8),
+        make_args(max_completion_length=300, max_steps=1, per_device_train_batch_size=8),
         rows,
         lambda text: "end",
         lambda prompts, **_: [float(bool(seen.append(prompt))) for prompt in prompts],
@@ -274,26 +271,23 @@ def test_prompts_by_the_environment_alone(make_args, rows, number):
     )
     trainer.train()
     assert [type(one) for one in trainer.environments] == [Sums] * 8 and trainer.tools == []
-    assert seen == [[{"role": "user", "content": f"double {number}"}]] * 16
+    assert seen == [[{"role": "user", "content": f"double {number}"}]] * 8
     assert trainer.state.log_history[0]["rewards/Sums/mean"] == number
 
 
-def test_where_the_environment_cannot_make_the_prompts(make_args):
-    rows = Dataset.from_list([{"number": 5}])
-
-    def make(rows=None, factory=Sums, **changes):
-        return make_trainer(make_args(**changes), rows, environment_factory=factory)
-
-    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on"):
-        make(max_steps=-1).train()
-    with pytest.raises(ValueError, match="train_dataset: expected prompts to train on"):
-        make(factory={"sums": Sums}).train()
-    for changes in ({"remove_unused_columns": True}, {"dynamic_prompts_fn": print}):
-        with pytest.raises(ValueError, match="train_dataset: expected a `prompt` column"):
-            make(rows, **changes)
+NUMBERS = Dataset.from_list([{"number": 5}])
 
 
-def test_some_reward_is_needed(make_args):
-    rows = Dataset.from_list([{"prompt": question()}])
-    with pytest.raises(ValueError, match="reward_funcs: expected at least one"):
-        make_trainer(make_args(), rows, environment_factory=Lamp)
+@pytest.mark.parametrize(
+    ("rows", "factory", "changes", "message"),
+    [
+        (None, Sums, {"max_steps": -1}, "train_dataset: expected prompts to train on"),
+        (None, {"sums": Sums}, {}, "train_dataset: expected prompts to train on"),
+        (NUMBERS, Sums, {"remove_unused_columns": True}, "train_dataset: expected a `prompt` col"),
+        (NUMBERS, Sums, {"dynamic_prompts_fn": print}, "train_dataset: expected a `prompt` column"),
+        (Dataset.from_list([{"prompt": question()}]), Lamp, {}, "reward_funcs: expected at least"),
+    ],
+)
+def test_where_environments_lack_something(make_args, rows, factory, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_args(**changes), rows, environment_factory=factory).train()

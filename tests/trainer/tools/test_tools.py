@@ -7,21 +7,28 @@ import json
 import math
 import sys
 import threading
+from itertools import chain, takewhile
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from grpo_trainer.tools import make_toolbox
 from grpo_trainer.tools.run import Call, Outcome, ToolRunner
 from tests.support.tools import (
+    PAIRS,
     Play,
     add,
     answers,
     call,
     make_tool_tokenizer,
+    once,
     question,
     results,
     then,
 )
+
+TURN = call("add", a=1, b=1)
 
 
 def counts(sampled):
@@ -64,31 +71,48 @@ def test_two_rounds_token_by_token():
     ]
 
 
-def test_earlier_turns_keep_their_tokens():
-    """Encoding the text again would split a token that the policy drew whole."""
+PIECES = st.sampled_from([*PAIRS, "1", "2", "x", " ", TURN])
+TURNS = st.lists(st.lists(PIECES, max_size=4), max_size=2)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@example([[["12", TURN]]])
+@given(st.lists(TURNS, min_size=1, max_size=3))
+def test_tokens_of_the_policy_are_kept_as_drawn(rows):
+    """Encoding the text of earlier turns again would split a token that was drawn whole."""
     tokenizer = make_tool_tokenizer()
-    whole = tokenizer.convert_tokens_to_ids("12")
-    turn = [whole, *tokenizer.encode(call("add", a=1, b=1) + "<|end|>")]
-    assert tokenizer.encode(tokenizer.decode(turn)) != turn
-    play = Play(then(turn, "yes"), tokenizer=tokenizer)
-    [rollout] = play().rollouts
-    assert rollout.completion_ids[: len(turn)] == turn
-    (_, first), (asked, second) = play.engine.asked
-    start = rollout.prompt_ids + turn
-    assert asked[0][: len(start)] == start
-    assert (first, second) == (500, 500 - (len(asked[0]) - len(rollout.prompt_ids)))
 
+    def drawn(pieces):
+        whole = [tokenizer.convert_tokens_to_ids(piece) for piece in PAIRS]
+        pieces = [*pieces, "<|end|>"]
+        ids = [[whole[PAIRS.index(p)]] if p in PAIRS else tokenizer.encode(p) for p in pieces]
+        return list(chain(*ids))
 
-def test_rows_end_when_they_end():
+    # a row goes on for as long as its turns call the tool
+    rows = [[*takewhile(lambda turn: TURN in turn, turns), ["x"]] for turns in rows]
+    asked = [len(turns) for turns in rows]
+    made = [0] * len(rows)
+
     def script(text):
-        wanted = int(text.split("user\n")[1][0])
-        return call("add", a=wanted, b=0) if len(results(text)) < wanted else "end"
+        row = int(text.split("user\n")[1][0])
+        made[row] += 1
+        return drawn(rows[row][made[row] - 1])
 
-    play = Play(script)
-    sampled = play(*({"prompt": question(str(n))} for n in (0, 2, 1)))
-    assert [len(prompts) for prompts, _ in play.engine.asked] == [3, 2, 1]
-    assert [len(rollout.completion) for rollout in sampled.rollouts] == [1, 5, 3]
-    assert counts(sampled) == (3, 0)
+    play = Play(script, tokenizer=tokenizer, max_completion_length=4096)
+    sampled = play(*({"prompt": question(str(row))} for row in range(len(rows))))
+    assert made == asked  # a row ends when it ends
+    assert [len(prompts) for prompts, _ in play.engine.asked] == [
+        sum(count > step for count in asked) for step in range(max(asked))
+    ]
+    for rollout, turns in zip(sampled.rollouts, rows, strict=True):
+        pairs = zip(rollout.completion_ids, rollout.by_policy, strict=True)
+        assert [token for token, own in pairs if own] == list(chain(*map(drawn, turns)))
+        assert len(answers(rollout)) == sum(turn.count(TURN) for turn in turns)
+    for prompts, room in play.engine.asked:
+        starts = [rollout.prompt_ids + rollout.completion_ids for rollout in sampled.rollouts]
+        assert all(any(ids == whole[: len(ids)] for whole in starts) for ids in prompts)
+        prompt = min(len(rollout.prompt_ids) for rollout in sampled.rollouts)
+        assert room <= 4096 - (min(map(len, prompts)) - prompt)
 
 
 def test_async_tools_run_together_and_answers_keep_their_order():
@@ -104,8 +128,8 @@ def test_async_tools_run_together_and_answers_keep_their_order():
         both.set()
         return "two"
 
-    turn = call("first") + call("add", a=1, b=1) + call("second")
-    play = Play(lambda text: "ok" if results(text) else turn, tools=(add, first, second))
+    turn = call("first") + TURN + call("second")
+    play = Play(once(turn), tools=(add, first, second))
     [rollout] = play().rollouts
     assert answers(rollout) == ["one", "2", "two"]
 
@@ -128,12 +152,12 @@ def test_errors_are_answers():
     turn = "".join(
         [
             call("fails", kind="x"), call("fails", kind="exit"), call("later"), call("missing"),
-            call("add", a=1), call("add", a=1, b=1),
+            call("add", a=1), TURN,
         ]
     )  # fmt: skip
     for timeout in (None, 5.0):
         play = Play(
-            lambda text: "ok" if results(text) else turn,
+            once(turn),
             tools=(add, fails, later),
             tool_timeout=timeout,
             max_completion_length=900,
@@ -190,7 +214,7 @@ def test_half_a_surrogate_pair():
         return "\ud801"
 
     turn = call("echo", text="\ud800") + call("\udfff", a="\ud800")
-    [rollout] = Play(lambda text: "ok" if results(text) else turn, tools=(echo,))().rollouts
+    [rollout] = Play(once(turn), tools=(echo,))().rollouts
     assert answers(rollout) == ["\\ud801", "{'error': 'Tool \\\\udfff not found.'}"]
     json.dumps(rollout.completion, ensure_ascii=False).encode()
 
@@ -206,7 +230,7 @@ def test_an_answer_without_room_is_not_tokenised_whole():
         """Write a book."""
         return "x" * 10**6
 
-    play = Play(then(call("book") * 2, "ok"), tools=(book,))
+    play = Play(once(call("book") * 2), tools=(book,))
     rendered = []
     apply = play.tokenizer.apply_chat_template
     play.tokenizer.apply_chat_template = lambda messages, **options: (
@@ -230,8 +254,8 @@ def test_time_limit():
         await asyncio.Event().wait()
         return ""
 
-    turn = call("hangs") + call("waits") + call("add", a=1, b=1)
-    script, tools = (lambda text: "ok" if results(text) else turn), (add, hangs, waits)
+    turn = call("hangs") + call("waits") + TURN
+    script, tools = (once(turn)), (add, hangs, waits)
     play = Play(script, tools, tool_timeout=0.05)
     try:
         sampled = play()
@@ -241,37 +265,18 @@ def test_time_limit():
     assert answers(sampled.rollouts[0]) == [late, late, "2"] and counts(sampled) == (3, 2)
 
 
-def test_iterations_are_limited():
-    play = Play(lambda text: call("add", a=1, b=1), max_tool_calling_iterations=2)
-    sampled = play()
+@pytest.mark.parametrize("limit", [0, 2])
+def test_iterations_are_limited(limit):
+    sampled = Play(lambda text: TURN, max_tool_calling_iterations=limit)()
     [rollout] = sampled.rollouts
-    assert [message["role"] for message in rollout.completion] == ["assistant", "tool"] * 2 + [
-        "assistant"
-    ]
-    assert "tool_calls" in rollout.completion[-1]
-    assert counts(sampled) == (2, 0) and not rollout.truncated
-
-
-def test_calls_are_not_made_with_no_iteration():
-    def refuse(a: int, b: int) -> int:
-        """Never called.
-
-        Args:
-            a: one number.
-            b: the other.
-        """
-        raise AssertionError
-
-    script = call("refuse", a=1, b=1)
-    sampled = Play(lambda text: script, tools=(refuse,), max_tool_calling_iterations=0)()
-    [rollout] = sampled.rollouts
-    assert [message["role"] for message in rollout.completion] == ["assistant"]
-    assert rollout.completion[0]["tool_calls"][0]["function"]["name"] == "refuse"
-    assert counts(sampled) == (0, 0) and not rollout.truncated and all(rollout.env_mask)
+    roles = [message["role"] for message in rollout.completion]
+    assert roles == ["assistant", "tool"] * limit + ["assistant"]
+    assert rollout.completion[-1]["tool_calls"][0]["function"]["name"] == "add"
+    assert counts(sampled) == (limit, 0) and not rollout.truncated
 
 
 def test_an_answer_that_leaves_no_room_is_rolled_back():
-    script = then(call("add", a=1, b=1), "ok")
+    script = then(TURN, "ok")
     whole = Play(script)().rollouts[0]
     answer_ends = len(whole.env_mask) - whole.env_mask[::-1].index(0)
     called = whole.env_mask.index(0)
@@ -288,9 +293,8 @@ def test_an_answer_that_leaves_no_room_is_rolled_back():
 
 
 def test_a_turn_that_is_cut_calls_nothing():
-    turn = call("add", a=1, b=1)
-    length = len(make_tool_tokenizer().encode(turn))
-    sampled = Play(lambda text: turn, max_completion_length=length)()
+    length = len(make_tool_tokenizer().encode(TURN))
+    sampled = Play(lambda text: TURN, max_completion_length=length)()
     assert sampled.rollouts[0].truncated and counts(sampled) == (0, 0)
     assert "tool_calls" in sampled.rollouts[0].completion[0]
 
@@ -300,8 +304,8 @@ def test_turns_stay_within_the_positions():
 
     def script(text):
         if "long" in text:
-            return "ok" if results(text) else call("add", a=1, b=1)
-        return "y" * 150 if results(text) else "x" * 20 + call("add", a=1, b=1)
+            return "ok" if results(text) else TURN
+        return "y" * 150 if results(text) else "x" * 20 + TURN
 
     rows = [{"prompt": question("long" * 30)}, {"prompt": question("s")}]
     play = Play(script, context=400, max_completion_length=230)
@@ -318,7 +322,7 @@ def test_turns_stay_within_the_positions():
         '<tool_call>{"name": "add"}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         "<tool_call>[]</tool_call>",
-        call("add", a=1, b=1) + "<tool_call>{</tool_call>",
+        TURN + "<tool_call>{</tool_call>",
     ],
 )
 def test_a_call_that_cannot_be_read_is_text(turn):
