@@ -22,15 +22,9 @@ from tests.support.vllm_stub import StubServer, choices, slowly
 COMPLETE = "/v1/completions"
 CHAT = "/v1/chat/completions"
 UPDATE = [
-    "/pause?mode=keep",
-    "/update_weight_version",
-    "/collective_rpc",
-    "/reset_encoder_cache",
-    "/reset_prefix_cache",
-    "/weight_info",
-    "/update_weight_version",
-    "/resume",
-]
+    "/pause?mode=keep", "/update_weight_version", "/collective_rpc", "/reset_encoder_cache",
+    "/reset_prefix_cache", "/weight_info", "/update_weight_version", "/resume",
+]  # fmt: skip
 
 
 def weights(value: float):
