@@ -11,7 +11,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch check bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized check bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -43,6 +43,11 @@ test-fast: $(VENV)/.dev
 # the oldest torch, in an environment of its own; where it cannot be installed this says so
 test-torch: $(VENV)/.dev
 	tests/torch_compat.sh .venv-torch $(BIN)/python
+
+# the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer; where g++ has none this
+# says so
+test-sanitized: $(VENV)/.dev
+	tests/sanitized/run.sh build/sanitized $(BIN)/python
 
 # real DeepSpeed, in an environment of its own; where it cannot be installed this says so
 test-sharded: $(VENV)/.dev
