@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ from grpo_trainer.model.adapters import (
 # arguments of from_pretrained that say where a model is, and those that are an adapter's own
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _OF_ADAPTER = ("revision", "subfolder")
+# not there, no connection, broken, more than weights
+_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError)
 
 
 def load_policy(
@@ -113,7 +116,7 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
             with hub_or_cache(base):
                 model = _auto_class(base, settings).from_pretrained(base, **settings)
             return with_saved_adapter(model, name, where)
-    except (OSError, ValueError, SafetensorError) as error:  # not there, no connection, broken
+    except _UNREADABLE as error:
         raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
     except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
         if not any(repr(key) in str(error) for key in own):
