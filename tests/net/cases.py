@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 LOGITS = ("plain", "flat", "peaked", "certain", "offset", "minus_inf", "large_hidden")
 DRIFTS = ("small", "none", "zero", "huge")
 ADVANTAGES = ("sequence", "token", "some_zero", "all_zero")
-ROLLOUTS = ("absent", "given", "unknown", "weights")
+ROLLOUTS = ("absent", "given", "unknown", "far", "weights")
 MEMORIES = ("contiguous", "gaps", "transposed", "sliced")
 TRAINED = ("all", "hidden", "head", "weight", "bias", "lora")
 ENTRIES = ("function", "module", "fused_head", "composed")
@@ -59,6 +59,7 @@ class Case:
     logit_scale: float = 1.0
     row_temperature: bool = False
     lora: int = 0  # rank
+    factors: str = "same"  # dtype of the adapter, by default the head's
     tied: bool = False  # the hidden states are rows of the weight
     sampling_mask: bool = False
     trained: str = "all"
@@ -73,6 +74,7 @@ class Case:
     activation_bytes: int | None = None
     bounded: bool = False
     main_grad: bool = False
+    told: bool = False  # what the loss is multiplied with, for the buffer
     threads: int = 1
     ranks: int = 1  # as threads
     shared: str = "vocab"  # by the ranks: the vocabulary, or the tokens of each sequence
@@ -188,13 +190,14 @@ def cases(
         backend=backend,
         lengths=tuple(draw(lengths)),
         depth=draw(st.sampled_from((4, 1, 3, 8, 16, 33))),
-        vocab=draw(st.sampled_from((7, 2, 3, 16, 31, 53, 64, 129, 300))),
+        vocab=draw(st.sampled_from((7, 1, 2, 3, 16, 31, 53, 64, 129, 300))),
         logits=draw(_mostly(*LOGITS)),
         memory=draw(_mostly(*MEMORIES)),
         bias=draw(st.booleans()),
         softcap=draw(_mostly(None, 2.0, 30.0)),
         logit_scale=draw(_mostly(1.0, 0.25, 1.5)),
         lora=draw(_mostly(0, 1, 3)),
+        factors=draw(_mostly("same", "float32", "bfloat16", "float64")),
         sampling_mask=draw(_mostly(False, True)),
         precision=draw(_mostly("fp32", "input")),
         batch_invariant=draw(_mostly(False, True)),
@@ -216,6 +219,7 @@ def cases(
     if ranks > 1:
         values |= dict(ranks=2, shared="vocab" if not loss else draw(_mostly("vocab", "sequences")))
         values |= dict(tied=False, bounded=False, entry="function", twist="none")
+        values["vocab"] = max(2, values["vocab"])
         values["threads"] = 1
         if values["shared"] == "sequences":
             values["packed"] = False
@@ -253,6 +257,7 @@ def _of_loss(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dict[st
         and not values["tied"]
         and values["trained"] in ("all", "head", "weight")
         and draw(_mostly(False, True)),
+        told=draw(st.booleans()),
     )
     return found
 

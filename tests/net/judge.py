@@ -89,7 +89,7 @@ class Judge:
     def _floor(self, name: str, value: Tensor) -> float:
         dtype = value.dtype
         if name.startswith("d"):
-            dtype = self.multiplied
+            dtype = max(self.multiplied, dtype, key=_FLOOR.__getitem__)
         if self.case.precision == "input":
             dtype = self.multiplied
         # the (T, r) product of an adapter is rounded, too

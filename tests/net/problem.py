@@ -100,8 +100,10 @@ def make_problem(case: Case) -> Problem:
             bias[absent & (torch.rand(case.vocab, generator=generator) < 0.5)] = -torch.inf
         leaves["bias"] = bias.to(dtype)
     if case.lora:
-        leaves["a"] = normal(case.lora, case.depth, scale=0.5 / hidden_scale).to(dtype)
-        leaves["b"] = normal(case.vocab, case.lora, scale=0.5).to(dtype)
+        factors = dtype if case.factors == "same" else getattr(torch, case.factors)
+        a = normal(case.lora, case.depth, scale=0.5 / hidden_scale)
+        b = normal(case.vocab, case.lora, scale=0.5)
+        leaves["a"], leaves["b"] = (x.to(dtype).to(factors).to(dtype).to(factors) for x in (a, b))
     embedded = None
     if case.tied:
         embedded = torch.randint(0, case.vocab, shape, generator=generator)
@@ -179,8 +181,8 @@ def _logprobs(case: Case, problem: Problem, normal) -> dict[str, Tensor]:
         fields["old_logprobs"] = near(size)
     if case.settings.get("beta"):
         fields["ref_logprobs"] = near(max(size, 0.3))
-    if case.rollout in ("given", "unknown"):
-        rollout = near(0.1)
+    if case.rollout in ("given", "unknown", "far"):
+        rollout = near(40.0 if case.rollout == "far" else 0.1)
         if case.rollout == "unknown":
             rollout.flatten()[::3] = torch.nan
         fields["rollout_logprobs"] = rollout

@@ -176,11 +176,13 @@ def _loss(case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, A
     hidden, options = posed.leaves["hidden"], _options(case)
     if buffer is not None:
         options["main_grad"] = buffer
+        options["gradient_scale"] = SCALE if case.told else None
     head = dict(logit_scale=case.logit_scale, softcap=case.softcap)
     settings = dict(loss_type=case.loss_type, **case.settings)
     if case.entry == "module":
+        of_call = ("main_grad", "gradient_scale")
         module = FusedLinearGRPOLoss(
-            **settings, **head, **{n: x for n, x in options.items() if n != "main_grad"}
+            **settings, **head, **{n: x for n, x in options.items() if n not in of_call}
         )
         return module(
             hidden,
@@ -191,7 +193,7 @@ def _loss(case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, A
             cu_seqlens=posed.cu_seqlens if case.packed else None,
             bias=posed.leaves.get("bias"),
             lora=_lora(case, posed),
-            main_grad=buffer,
+            **{n: x for n, x in options.items() if n in of_call},
             **_fields(posed),
         )
     group = {n: x for n, x in shared.items() if n == "sequence_group"}
