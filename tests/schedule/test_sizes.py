@@ -1,0 +1,72 @@
+"""Cases of ``tests/net`` at the sizes of large models, and where the host reads no values."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import grpo_kernels.batch.host as host
+from grpo_kernels import TokenBatch
+from tests.net.cases import Case
+from tests.net.checks import check
+from tests.net.test_net import ON_CPUS, assert_none_fails
+
+LONG = 9000  # tokens, more than twice what a tile takes below
+WHOLE_SEQUENCES = (
+    ("gspo", {}),
+    ("luspo", {}),
+    ("gmpo", {}),
+    ("vespo", {"rollout_correction_mode": "token_truncate"}),
+    ("dapo", {"rollout_correction_mode": "sequence_truncate", "rollout_correction_max": 1.1}),
+)
+
+
+@pytest.mark.usefixtures("narrow_slices")
+def test_a_backward_in_slices_of_the_vocabulary() -> None:
+    assert_none_fails(100, 80, ON_CPUS)
+
+
+def test_tiles_whose_rows_are_longer_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where rows start at multiples of 128 bytes."""
+    for name in ("sweep", "recompute"):
+        place = sys.modules[f"grpo_kernels.engine.{name}"]
+        monkeypatch.setattr(place, "row_pitch", lambda columns, dtype, device: columns + 11)
+    assert_none_fails(101, 80, ON_CPUS)
+
+
+def test_a_host_that_would_have_to_wait_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where no row without a gradient is left out after the forward."""
+    monkeypatch.setattr(host, "reading_is_free", lambda x: False)
+    assert_none_fails(102, 60, ON_CPUS)
+
+
+@pytest.mark.parametrize("loss_type,settings", WHOLE_SEQUENCES)
+@pytest.mark.parametrize("tile_rows,schedule", [(4096, "auto"), (LONG + 100, "one_pass")])
+def test_a_sequence_beside_its_tile(
+    loss_type: str, settings: dict, tile_rows: int, schedule: str
+) -> None:
+    case = Case(
+        loss_type=loss_type,
+        settings={"beta": 0.04, **settings},
+        lengths=(5, LONG, 0, 1),
+        rollout="given",
+        packed=True,
+        vocab=11,
+        tile_rows=tile_rows,
+        schedule=schedule,
+    )
+    check(case)
+
+
+def test_padded_to_65536() -> None:
+    target = torch.randint(0, 11, (2, 65536))
+    mask = torch.ones(2, 65536, dtype=torch.bool)
+    mask[1, 40000:] = False
+    batch = TokenBatch.from_padded(target, torch.tensor([1.0, -1.0]), mask)
+    assert batch.lengths == (65536, 40000)
+    assert torch.equal(batch.target, torch.cat([target[0], target[1, :40000]]))
+    assert batch.rows is not None and int(batch.rows[-1]) == 65536 + 39999
+    assert torch.equal(batch.segments.sum(torch.ones(105536)), torch.tensor([65536.0, 40000.0]))
+    assert batch.narrow(65530, 65540).lengths == (6, 4)
