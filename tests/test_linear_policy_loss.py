@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import (
+    HeadLoRA,
     LossConfig,
+    SamplingMask,
     available_backends,
     explain,
     linear_policy_loss,
@@ -78,6 +80,43 @@ def test_a_long_sequence_on_a_gpu_and_in_triton(
     assert_exact(problem, config, device, torch.float32, schedule=schedule, **options)
 
 
+def run_part(part: str, posed: Problem, **options: Any) -> dict[str, Tensor]:
+    """Run a loss whose batch or head has one more part."""
+    fields: dict[str, Any] = {}
+    leaves = {"hidden": posed.hidden, "weight": posed.weight}
+    if part == "lora":
+        steps = torch.arange(2 * 21).remainder(7).to(posed.weight) / 8 - 0.375
+        leaves |= {"a": steps[:32].view(2, 16).clone(), "b": steps.view(21, 2).clone()}
+        a, b = (leaves[name].requires_grad_() for name in "ab")
+        options["lora"] = HeadLoRA(a=a, b=b, scaling=0.5)
+    elif part == "sampling_mask":
+        ids = (posed.target[..., None] + torch.arange(0, 18, 2, device=posed.target.device)) % 21
+        fields["sampling_mask"] = SamplingMask.from_padded(ids)
+    elif part == "rollout_weights":
+        fields = dict(rollout_logprobs=None, rollout_weights=posed.mask * 0.75 + 0.5)
+    elif part == "main_grad" and options["backend"] != "reference":
+        options["main_grad"] = torch.zeros_like(posed.weight, dtype=torch.float32)
+    config = make_config("dapo", epsilon=0.01)  # clips about half of the tokens
+    found = run(posed, config, posed.batch(**fields), leaves=leaves, **options)
+    buffer = options.get("main_grad")
+    return dict(found) if buffer is None else {**found, "dweight": buffer}
+
+
+@pytest.mark.parametrize("part", ("lora", "sampling_mask", "rollout_weights", "main_grad"))
+@pytest.mark.parametrize("dtype", FLOOR)
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("backend,device", targets("cpu", "chunked"))
+def test_parts_of_a_loss_on_a_gpu_and_in_triton(
+    part: str, dtype: torch.dtype, schedule: str, backend: str, device: torch.device
+) -> None:
+    problem = make_problem(3, 4, vocab_size=21)
+    exact = run_part(part, problem, backend="reference")
+    eager = run_part(part, problem.to(device, dtype), backend="reference")
+    with poisoned_allocations():
+        got = run_part(part, problem.to(device, dtype), backend=backend, schedule=schedule)
+    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype])
+
+
 def test_fp16_gradients_survive_a_tiny_loss() -> None:
     """Weights of 1e-6 would underflow as fp16 logit gradients; GradScaler comes after the op."""
     problem = make_problem()
@@ -131,6 +170,8 @@ def test_plans_say_what_runs() -> None:
     assert (fits.schedule, fits.scope) == ("one_pass", "sequence")
     long = plan(LossConfig(loss_type="gspo"), max_workspace_bytes=53 * 4 * (longest - 1))
     assert long.schedule == "two_pass" and "does not fit" in str(long)
+    a, b = torch.zeros(7, 16), torch.zeros(53, 7)
+    assert "LoRA of rank 7" in str(plan(LossConfig(), lora=HeadLoRA(a=a, b=b, scaling=1.0)))
     gate = plan(LossConfig(top_entropy_quantile=0.5))
     assert gate.schedule == "two_pass" and gate.scope == "batch"
     with pytest.raises(ValueError, match="schedule: 'one_pass' cannot run"):

@@ -70,14 +70,11 @@ def assert_equal(got: list[Tensor], other: list[Tensor], **tolerance: float) -> 
 
 @both
 @pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("autocast", (False, True))
-def test_model_and_loss_inside_a_checkpoint(
-    schedule: str, use_reentrant: bool, autocast: bool
-) -> None:
+def test_model_and_loss_inside_a_checkpoint(schedule: str, use_reentrant: bool) -> None:
     """The recomputation runs under the autocast of the forward."""
     model = Model(schedule)
     x, batch = posed()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         model(x, batch).backward()
         gradients = model.gradients()
         loss = checkpoint(model, x.requires_grad_(), batch, use_reentrant=use_reentrant)
@@ -88,91 +85,46 @@ def test_model_and_loss_inside_a_checkpoint(
 
 @both
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_autocast(schedule: str, dtype: torch.dtype, device: str) -> None:
-    model, gradients = expected(schedule, device)
-    with torch.autocast(device, dtype=dtype):
-        loss = model(*posed(device))
-    loss.backward()
-    for value, exact in zip(model.gradients(), gradients, strict=True):
-        assert value.dtype == torch.float32
-        assert relative_error(value, exact) < 0.05
-
-
-@both
-@pytest.mark.parametrize("device", DEVICES)
 def test_grad_scaler(schedule: str, device: str) -> None:
     """fp16 autocast: gradients come back unscaled, and a step that overflows is left out."""
     model, gradients = expected(schedule, device)
-    x, batch = posed(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**16, growth_interval=1)
-    with torch.autocast(device, dtype=torch.float16):
-        loss = model(x, batch)
-    scaler.scale(loss).backward()
+
+    def backward(factor: float) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.float16):
+            loss = model(*posed(device))
+        scaler.scale(loss * torch.full((), factor, device=device)).backward()
+        return model.head.weight.detach().clone()
+
+    before = backward(1.0)
     scaler.unscale_(optimizer)
-    got = [parameter.grad.clone() for parameter in model.parameters()]
-    for value, exact in zip(got, gradients, strict=True):
-        assert relative_error(value, exact) < 0.02
-    before = model.head.weight.detach().clone()
+    for parameter, exact in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad.dtype == torch.float32
+        assert relative_error(parameter.grad, exact) < 0.02
     scaler.step(optimizer)
     scaler.update()
     assert not torch.equal(model.head.weight, before) and scaler.get_scale() == 2.0**17
 
-    optimizer.zero_grad()
-    before = model.head.weight.detach().clone()
-    overflowing = torch.full((), 1e38, device=device)
-    with torch.autocast(device, dtype=torch.float16):
-        loss = model(x, batch)
-    scaler.scale(loss * overflowing).backward()
+    before = backward(1e38)
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(model.head.weight, before) and scaler.get_scale() == 2.0**16
 
 
 @both
-def test_gradients_add_to_those_that_are_there(schedule: str) -> None:
-    model, gradients = expected(schedule)
-    x, batch = posed()
-    for _ in range(3):
-        (model(x, batch) / 2).backward()
-    assert_equal(model.gradients(), [1.5 * x for x in gradients])
-
-
-@both
-def test_one_backward_for_two_losses(schedule: str) -> None:
+def test_losses_add_up(schedule: str) -> None:
+    """Two of them in one backward, others in backwards of their own; none in inference."""
     model, gradients = expected(schedule)
     x, batch = posed()
     (model(x, batch) + 2 * model(x, batch)).backward()
-    assert_equal(model.gradients(), [3 * x for x in gradients])
-
-
-@both
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_no_graph_no_gradients(schedule: str, mode: Callable) -> None:
-    model, _ = expected(schedule)
-    loss = model(*posed())
-    with mode():
-        other = model(*posed())
-    assert not other.requires_grad
-    torch.testing.assert_close(other, loss.detach())
-
-
-@both
-@pytest.mark.parametrize("wanted", ("hidden", "weight", "bias"))
-def test_each_input_alone_gets_its_gradient(schedule: str, wanted: str) -> None:
-    problem = make_problem().to("cpu", torch.float32)
-
-    def gradient(*names: str) -> Tensor:
-        leaves = {name: getattr(problem, name).detach() for name in ("hidden", "weight", "bias")}
-        for name in names:
-            leaves[name].requires_grad_()
-        out = linear_policy_loss(batch=problem.batch(), config=CONFIG, schedule=schedule, **leaves)
-        out.loss.backward()
-        assert all((leaf.grad is not None) == (name in names) for name, leaf in leaves.items())
-        return leaves[wanted].grad  # type: ignore[return-value]
-
-    torch.testing.assert_close(gradient(wanted), gradient("hidden", "weight", "bias"))
+    for _ in range(3):
+        (model(x, batch) / 2).backward()
+    assert_equal(model.gradients(), [4.5 * x for x in gradients])
+    with torch.inference_mode():
+        loss = model(x, batch)
+    torch.testing.assert_close(loss, model(x, batch).detach())
 
 
 def worker(rank: int, folder: str) -> None:
@@ -181,17 +133,18 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     problem = make_problem().to("cpu", torch.float32)
     mine = slice(2 * rank, 2 * rank + 2)
-    logprobs = {name: value[mine] for name, value in problem.logprobs.items()}
-    part = Problem(
-        problem.hidden[mine], problem.weight, problem.bias, problem.target[mine],
-        problem.mask[mine], problem.advantages[mine], logprobs,
-    )  # fmt: skip
-    batch = part.batch(num_items_in_batch=17.0 / 2)
+    batch = TokenBatch.from_padded(
+        problem.target[mine],
+        problem.advantages[mine],
+        problem.mask[mine],
+        num_items_in_batch=17.0 / 2,
+        **{name: value[mine] for name, value in problem.logprobs.items()},
+    )
     for schedule in SCHEDULES:
         model = DistributedDataParallel(Model(schedule))
         for _ in range(2):  # the second fills buckets that are known
             model.zero_grad()
-            model(part.hidden.detach(), batch).backward()
+            model(problem.hidden[mine].detach(), batch).backward()
         torch.save(model.module.gradients(), f"{folder}/{schedule}{rank}.pt")
     dist.destroy_process_group()
 
@@ -250,34 +203,34 @@ def test_the_reference_has_second_derivatives() -> None:
     )
 
 
+TRANSFORMS: dict[str, Callable[[Callable, Tensor], object]] = {
+    "grad": lambda function, x: torch.func.grad(function)(x),
+    "vjp": lambda function, x: torch.func.vjp(function, x),
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "vmap": lambda function, x: torch.func.vmap(function)(torch.stack([x, x])),
+    "jacrev": lambda function, x: torch.func.jacrev(function)(x),
+    "hessian": lambda function, x: torch.func.hessian(function)(x),
+}
+COMPILED = (("one_pass", "jvp"), ("two_pass", "grad"), ("logprobs", "vmap"))
+
+
 @KINDS
-@pytest.mark.parametrize("transform", ("grad", "vjp", "jvp", "vmap", "jacrev", "hessian"))
+@pytest.mark.parametrize("transform", TRANSFORMS)
 def test_functional_transforms_are_refused(kind: str, transform: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    function, x = scalar(kind, problem), problem.hidden.detach()
     with pytest.raises(ValueError, match=r"hidden: expected a plain tensor, .* torch.func"):
-        transformed(transform, function, x)
-
-
-def transformed(name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> object:
-    if name == "jvp":
-        return torch.func.jvp(function, (x,), (torch.ones_like(x),))
-    if name == "vjp":
-        return torch.func.vjp(function, x)
-    return getattr(torch.func, name)(function)(torch.stack([x, x]) if name == "vmap" else x)
+        TRANSFORMS[transform](scalar(kind, problem), problem.hidden.detach())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind,transform", (("one_pass", "jvp"), ("two_pass", "grad"), ("logprobs", "vmap"))
-)
+@pytest.mark.parametrize("kind,transform", COMPILED)
 def test_functional_transforms_are_refused_when_compiled(kind: str, transform: str) -> None:
     torch._dynamo.reset()
     problem = make_problem().to("cpu", torch.float32)
-    function, x = scalar(kind, problem), problem.hidden.detach()
-    compiled = torch.compile(lambda x: transformed(transform, function, x), backend="aot_eager")
+    function, run = scalar(kind, problem), TRANSFORMS[transform]
+    compiled = torch.compile(lambda x: run(function, x), backend="aot_eager")
     with pytest.raises(ValueError, match=r"hidden: expected a plain tensor, .* torch.func"):
-        compiled(x)
+        compiled(problem.hidden.detach())
 
 
 @KINDS
