@@ -14,7 +14,6 @@ from grpo_kernels import (
     LossConfig,
     PolicyLossOutput,
     SamplingMask,
-    TokenBatch,
     linear_logprobs,
     linear_policy_loss,
 )
@@ -89,27 +88,6 @@ def test_logprobs_compiled_are_eager_ones(dtype: torch.dtype) -> None:
     assert graphs() <= 2  # one for the first length, one for all others
 
 
-def test_logprobs_of_a_sampling_mask_compiled() -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    sampling_mask = SamplingMask.from_padded(torch.randint(0, 53, (*problem.target.shape, 5)))
-
-    def function(hidden: Tensor) -> Tensor:
-        out = linear_logprobs(
-            hidden,
-            problem.weight,
-            problem.target,
-            outputs=("masked_logprobs",),
-            sampling_mask=sampling_mask,
-        )
-        assert out.masked_logprobs is not None
-        return out.masked_logprobs
-
-    def gradient(function: Callable) -> Tensor:
-        return torch.autograd.grad(function(problem.hidden).sum(), problem.hidden)[0]
-
-    assert torch.equal(gradient(whole(function)), gradient(function))
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> None:
@@ -123,73 +101,55 @@ def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> No
     assert graphs() <= (2 if torch.__version__ >= "2.13" else 4)  # older ones compile each loss
 
 
-def test_skipped_rows_batch_scope_and_a_workspace_compiled() -> None:
+def sampled_from(problem: Problem) -> SamplingMask:
+    return SamplingMask.from_padded(torch.randint(0, 53, (*problem.target.shape, 5)))
+
+
+PARTS: dict[str, Callable[[Problem], tuple[dict, dict, dict]]] = {  # settings, batch, options
+    "skipped": lambda p: ({}, {"advantages": p.advantages * torch.tensor([1, 0, 1, 0])}, {}),
+    "measured": lambda p: ({}, {"advantages": p.advantages * 0}, {"metric_rows": "active"}),
+    "gated": lambda p: ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, {}, {}),
+    "tiles": lambda p: ({}, {}, {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
+    "sampling mask": lambda p: ({}, {"sampling_mask": sampled_from(p)}, {}),
+    "adapter": lambda p: (
+        {},
+        {},
+        {"lora": HeadLoRA(a=torch.randn(3, 16), b=torch.randn(53, 3), scaling=0.3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_a_loss_compiled(part: str) -> None:
     problem = make_problem().to("cpu", torch.float32)
-    some = problem.batch(advantages=problem.advantages * torch.tensor([1.0, 0.0, 1.0, 0.0]))
-    function = whole(loss_of)
-    for batch, config, options in (
-        (some, LossConfig(rollout_correction_mode=None), {}),
-        (some, LossConfig(rollout_correction_mode=None), {"metric_rows": "active"}),
-        (problem.batch(), LossConfig(top_entropy_quantile=0.5, entropy_coef=0.1), {}),
-        (problem.batch(), LossConfig(), {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
-    ):
-        assert_same_bits(function, loss_of, problem, config, batch, **options)
-
-
-def test_adapter_on_the_head_compiled() -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    a, b = torch.randn(3, 16, requires_grad=True), torch.randn(53, 3, requires_grad=True)
-    batch, config = problem.batch(), LossConfig(rollout_correction_mode=None)
-
-    def function(hidden: Tensor) -> Tensor:
-        lora = HeadLoRA(a=a, b=b, scaling=0.3)
-        weight = problem.weight.detach()
-        return linear_policy_loss(hidden, weight, batch, config, lora=lora).loss
-
-    def gradients(function: Callable) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(problem.hidden), (problem.hidden, a, b))
-
-    for got, expected in zip(gradients(whole(function)), gradients(function), strict=True):
-        assert torch.equal(got, expected)
-
-
-class Model(nn.Module):
-    """A policy with its loss: what a user compiles as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 53, bias=False)
-
-    def forward(self, inputs: Tensor, batch: TokenBatch, config: LossConfig) -> Tensor:
-        hidden = self.layer(inputs).tanh()
-        return linear_policy_loss(hidden, self.head.weight, batch, config).loss
+    settings, fields, options = PARTS[part](problem)
+    config, leaves = LossConfig(**settings), {"hidden": problem.hidden, "weight": problem.weight}
+    if part == "adapter":
+        lora = options["lora"]
+        leaves |= {"a": lora.a.requires_grad_(), "b": lora.b.requires_grad_()}
+    batch = problem.batch(**fields)
+    assert_same_bits(whole(loss_of), loss_of, problem, config, batch, leaves=leaves, **options)
 
 
 def test_inductor_compiles_model_and_loss_in_one_graph() -> None:
-    problem, model = make_problem().to("cpu", torch.float32), Model()
-    args = (problem.hidden.detach(), problem.batch(), LossConfig())
-    model(*args).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
+    problem, layer, head = (
+        make_problem().to("cpu", torch.float32),
+        nn.Linear(16, 16),
+        nn.Linear(16, 53),
+    )
+    batch, config, x = problem.batch(), LossConfig(), problem.hidden.detach()
+
+    def loss_of_model() -> Tensor:
+        return linear_policy_loss(layer(x).tanh(), head.weight, batch, config).loss
+
+    leaves = (layer.weight, layer.bias, head.weight)
+    expected = loss_of_model()
     with torch._inductor.config.patch(compile_threads=1):  # faster than to start more
-        loss = torch.compile(model, fullgraph=True)(*args)
-        loss.backward()
-    assert torch.equal(loss, model(*args))
-    for parameter, other in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, other)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_autocast_compiled(schedule: str) -> None:
-    problem = make_problem().to("cpu", torch.float32)
-
-    def function(*args: object, **kwargs: object) -> PolicyLossOutput:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_of(*args, **kwargs)  # type: ignore[arg-type]
-
-    got = assert_same_bits(whole(function), function, problem, LossConfig(), schedule=schedule)
-    assert got["dweight"].dtype == torch.float32
+        loss = torch.compile(loss_of_model, fullgraph=True)()
+        assert torch.equal(loss, expected)
+        pairs = zip(*(torch.autograd.grad(x, leaves) for x in (loss, expected)), strict=True)
+        for got, other in pairs:
+            torch.testing.assert_close(got, other)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -226,25 +186,24 @@ def test_repeated_backward_of_a_compiled_loss(schedule: str) -> None:
         torch.testing.assert_close(getattr(problem, name.removeprefix("d")).grad, value)
 
 
-def test_compiled_without_grad() -> None:
+def test_results_of_a_compiled_loss() -> None:
+    """Its metrics merge, it runs without gradients, and what it saves may be moved."""
     problem = make_problem().to("cpu", torch.float32)
     args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
-    function = whole(loss_of)
-    expected = function(*args)  # and no backward
+    function, expected = whole(loss_of), loss_of(*args)
+    got = function(*args)
+    merged, other = (Metrics.merge([out.metrics, out.metrics]) for out in (got, expected))
+    assert list(merged) == list(other) and repr(got.metrics) == repr(expected.metrics)
+    for name in other:
+        assert torch.equal(merged[name].nan_to_num(), other[name].nan_to_num()), name
     with torch.no_grad():
         out = function(*args)
     assert not out.loss.requires_grad and "entropy" in out.metrics
-    torch.testing.assert_close(out.loss, expected.loss.detach())
-
-
-def test_metrics_of_compiled_losses_merge() -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
-    got, expected = whole(loss_of)(*args).metrics, loss_of(*args).metrics
-    merged, other = Metrics.merge([got, got]), Metrics.merge([expected, expected])
-    assert list(merged) == list(other) and repr(got) == repr(expected)
-    for name in other:
-        assert torch.equal(merged[name].nan_to_num(), other[name].nan_to_num()), name
+    torch.testing.assert_close(out.loss, got.loss.detach())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        moved = function(*args).loss
+    of_moved, right = (torch.autograd.grad(x, problem.weight)[0] for x in (moved, expected.loss))
+    assert torch.equal(of_moved, right)
 
 
 def test_errors_come_through_the_compiler() -> None:
@@ -254,12 +213,3 @@ def test_errors_come_through_the_compiler() -> None:
     without = problem.batch(ref_logprobs=None)
     with pytest.raises(ValueError, match="ref_logprobs: expected"):
         whole(loss_of)(problem.hidden, problem.weight, without, LossConfig(beta=0.1))
-
-
-def test_saved_tensors_may_be_moved() -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
-    expected = torch.autograd.grad(loss_of(*args).loss, problem.weight)[0]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-        loss = whole(loss_of)(*args).loss
-    assert torch.equal(torch.autograd.grad(loss, problem.weight)[0], expected)
