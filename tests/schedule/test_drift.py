@@ -1,6 +1,6 @@
 """Training by policy gradients for 200 steps: the entropy stays where eager fp32 logits lead it.
 
-Sampled runs part for ever after one different token, so nobody samples here but an actor. All
+Sampled runs part for ever after one different token, so nobody samples here but eager fp32. All
 others train on its rollouts, step by step the same tokens and advantages, and a difference of
 their entropies is a difference of their gradients alone.
 """
@@ -140,25 +140,10 @@ def train(head: Head, device: torch.device, rollouts: list[Rollout] | None = Non
     return torch.stack(entropies).cpu()
 
 
-def dithered(hidden: Tensor, head: Tensor, batch: TokenBatch) -> Tensor:
-    """Compute eager with gradients as noisy as bf16's: the actor, on nobody's side."""
-
-    def noisy(gradient: Tensor) -> Tensor:
-        noise = torch.rand(gradient.shape, generator=generator).to(gradient)
-        return gradient * (1 + (noise - 0.5) / 256)
-
-    generator = torch.Generator().manual_seed(batch.target.sum().item())
-    leaves = hidden * 1, head * 1
-    for leaf in leaves:
-        leaf.register_hook(noisy)
-    return eager(*leaves, batch)
-
-
 @functools.cache
 def exact(device: torch.device) -> tuple[Tensor, list[Rollout]]:
-    """Return the entropies of eager fp32, and the rollouts that the actor sampled."""
+    """Return the entropies of eager fp32, and the rollouts that it sampled."""
     rollouts: list[Rollout] = []
-    train(dithered, device, rollouts)
     return train(eager, device, rollouts), rollouts
 
 
@@ -176,10 +161,6 @@ def test_entropy_does_not_drift(backend: str, device: torch.device) -> None:
     curve, _ = exact(device)
     assert curve[-20:].mean() < curve[0] - 0.3, "this policy learns nothing"
     assert max(drift(fused(backend), device)) < BAND
-
-
-def test_noise_alone_stays_within_the_band(device: torch.device) -> None:
-    assert max(drift(dithered, device)) < BAND
 
 
 def test_rounded_logits_leave_the_band(device: torch.device) -> None:
