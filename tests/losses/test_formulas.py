@@ -90,19 +90,6 @@ def test_k3_keeps_its_digits(dtype: torch.dtype, rtol: float) -> None:
     torch.testing.assert_close(gradient.double(), exact.expm1(), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("tau,drift", [(1.0, 4.0), (20.0, -4.0)])
-def test_sapo_keeps_the_digits_of_its_slope(tau: float, drift: float) -> None:
-    logprobs = torch.linspace(0, drift, 50).requires_grad_()
-    old, target = torch.zeros(1, 50), torch.zeros(1, 50).long()
-    batch = TokenBatch.from_padded(target, torch.ones(1), old_logprobs=old)
-    config = LossConfig(loss_type="sapo", sapo_temperature_pos=tau)
-    (gradient,) = torch.autograd.grad(policy_loss(logprobs, batch, config).loss, logprobs)
-    ratio = logprobs.detach().double().exp()
-    x = tau * (ratio - 1)
-    exact = -4 * x.sigmoid() * (-x).sigmoid() * ratio / 50
-    torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=0)
-
-
 def uneven() -> tuple[Tensor, TokenBatch]:
     logprobs = torch.zeros(4, dtype=torch.float64)
     batch = TokenBatch.from_packed(
@@ -210,25 +197,3 @@ def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:
     assert set(merged) == set(whole)
     for name, value in whole.items():
         torch.testing.assert_close(merged[name], value, msg=name)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_logprobs_in_the_layout_of_the_batch(packed: bool) -> None:
-    """They give what those of the valid tokens give, and get no gradient anywhere else."""
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    target, advantages = torch.zeros_like(mask, dtype=torch.int64), torch.tensor([1.0, -2.0])
-    values = torch.linspace(-2, -0.5, 6, dtype=torch.float64).view(2, 3)
-    values = values.masked_fill(~mask, math.nan)
-    batch = TokenBatch.from_padded(target, advantages, mask)
-    if packed:
-        cu_seqlens = torch.tensor([0, 3, 6])
-        batch = TokenBatch.from_packed(target.view(-1), advantages, cu_seqlens, mask.view(-1))
-        mask, values = mask.view(-1), values.view(-1)
-    given, tokens = values.clone().requires_grad_(), values[mask].requires_grad_()
-    config = LossConfig(entropy_coef=0.1)
-    loss, metrics = policy_loss(given, batch, config, -values)
-    expected = policy_loss(tokens, batch, config, -values[mask])
-    assert loss == expected.loss and metrics["entropy"] == expected.metrics["entropy"]
-    loss.backward()
-    expected.loss.backward()
-    assert torch.equal(given.grad, torch.zeros_like(values).masked_scatter(mask, tokens.grad))
