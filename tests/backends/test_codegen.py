@@ -192,41 +192,38 @@ def test_on_policy_ratio_is_exactly_one(device: torch.device) -> None:
     assert torch.equal(loss, -advantage) and torch.equal(dlp, -advantage)
 
 
-def test_in_place_operations_on_own_values(device: torch.device) -> None:
-    def fn(x: Tensor) -> tuple[Tensor]:
-        y = x * 2
-        y.add_(1).mul_(x)
-        return (y.masked_fill_(x > 0.5, -1.0),)
+def _in_place(x: Tensor) -> tuple[Tensor]:
+    y = x * 2
+    y.add_(1).mul_(x)
+    return (y.masked_fill_(x > 0.5, -1.0),)
 
-    assert_as_torch(fn, vectors(1, device), PointwiseKernel.trace(fn, 1))
+
+FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "in place, of own values": _in_place,
+    "flags": lambda x: (x + 1, x > 0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_vectors(name: str, device: torch.device) -> None:
+    """Of any length, apart in memory and at one place of it."""
+    kernel = PointwiseKernel.trace(FUNCTIONS[name], 1)
+    pairs = torch.randn(20, 2, device=device)
+    for x in (*(pairs.new_ones(n) for n in (0, 1, 1024)), pairs[:, 1], pairs[0, 0].expand(20)):
+        for got, want in zip(kernel(x), FUNCTIONS[name](x), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_constants_need_no_input(device: torch.device) -> None:
+    kernel = PointwiseKernel.trace(lambda x: (torch.zeros_like(x), torch.full_like(x, 1e-40)), 1)
+    assert all(not value.any() for value in kernel(torch.ones(5, device=device)))
 
 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 def test_traces_and_runs_without_gradients(mode: Callable[[], Any], device: torch.device) -> None:
     with mode():
         kernel = PointwiseKernel.trace(with_gradient(lambda lp: lp * lp), 1)
-        lp = torch.ones(5, device=device)
-        assert kernel(lp)[1].tolist() == [2.0] * 5
-
-
-@pytest.mark.parametrize("length", (0, 1, 1024))
-def test_lengths(length: int, device: torch.device) -> None:
-    kernel = PointwiseKernel.trace(lambda x: (x + 1, x > 0), 1)
-    x = torch.randn(length, device=device)
-    got = kernel(x)
-    assert torch.equal(got[0], x + 1) and torch.equal(got[1], x > 0)
-
-
-def test_strided_and_expanded_inputs(device: torch.device) -> None:
-    kernel = PointwiseKernel.trace(lambda x, y: (x * y,), 2)
-    x = torch.randn(20, 2, device=device)[:, 1]
-    y = torch.tensor(3.0, device=device).expand(20)
-    assert torch.equal(kernel(x, y)[0], x * 3)
-
-
-def test_constants_need_no_input(device: torch.device) -> None:
-    kernel = PointwiseKernel.trace(lambda x: (torch.zeros_like(x), torch.full_like(x, 1e-40)), 1)
-    assert all(not value.any() for value in kernel(torch.ones(5, device=device)))
+        assert kernel(torch.ones(5, device=device))[1].tolist() == [2.0] * 5
 
 
 SCALE = torch.tensor(2.0)
@@ -264,15 +261,19 @@ def test_what_cannot_be_traced_is_named(name: str) -> None:
         PointwiseKernel.trace(fn, 1)
 
 
-def test_unsuitable_arguments_are_named(device: torch.device) -> None:
-    for names in (("a", "a"), ("a",), ("a", "out0"), ("a", "b c")):
-        with pytest.raises(ValueError, match="names: expected 2"):
-            PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=names)
+@pytest.mark.parametrize("names", (("a", "a"), ("a",), ("a", "out0"), ("a", "b c")))
+def test_unsuitable_names(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="names: expected 2"):
+        PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=names)
+
+
+def test_unsuitable_inputs_are_named(device: torch.device) -> None:
     kernel = PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=("a", "b"))
     x = torch.ones(3, device=device)
-    with pytest.raises(ValueError, match="inputs: expected 2, got 1"):
-        kernel(x)
-    with pytest.raises(ValueError, match=r"b: expected \(3,\)"):
-        kernel(x, x[:2])
-    with pytest.raises(ValueError, match="b: expected"):
-        kernel(x, x.double())
+    for inputs, message in (
+        ((x,), "inputs: expected 2, got 1"),
+        ((x, x[:2]), r"b: expected \(3,\)"),
+        ((x, x.double()), "b: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel(*inputs)

@@ -10,49 +10,48 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels import HeadLoRA
 from grpo_kernels.backends.base import EXTRAS, RowStats
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.testing import poisoned_allocations
-from tests.backends.conftest import LinearTarget
-from tests.support.linear_problems import (
+from tests.backends.conftest import Kernels
+from tests.backends.problems import (
     BF16,
     DTYPES,
     FP16,
     FP32,
+    PLAIN,
+    SPECIAL_ROWS,
+    TRANSFORMS,
+    head_problem,
     logits_of,
-    problem,
     same,
     statistics,
+    transform_of,
 )
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-
-SHAPES = [(1, 33, 17), (5, 2, 129), (17, 64, 1024), (49, 100, 1025), (33, 300, 2500)]
-TRANSFORMS = {
-    "temperature": Transform(temperature=0.7),
-    "scale": Transform(logit_scale=0.25, temperature=1.3),
-    "softcap": Transform(softcap=5.0),
-    "all": Transform(logit_scale=1.5, softcap=4.0, temperature=0.6),
-}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("small_tiles"),  # Triton's
+]
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest, linear: LinearTarget) -> torch.dtype:
-    if request.param == FP32 and not linear.native:
+def dtype(request: pytest.FixtureRequest, kernels: Kernels) -> torch.dtype:
+    if request.param == FP32 and not kernels.native:
         pytest.skip("Triton's forward is for 16 bits")
-    if request.param == FP16 and linear.interpreted and request.function is not test_transforms:
+    if request.param == FP16 and kernels.interpreted and request.function is not test_transforms:
         pytest.skip("one dtype is enough for the slow interpreter")
     return request.param
 
 
 def check(
-    linear: LinearTarget, hidden: Tensor, head: Head, target: Tensor, precision: str = "fp32"
+    kernels: Kernels, hidden: Tensor, head: Head, target: Tensor, precision: str = "fp32"
 ) -> RowStats:
     """Check statistics against fp64: at most twice eager's error, plus roundings of the largest."""
     with poisoned_allocations():
-        stats = linear(hidden, head, target, precision)
-        lean = linear(hidden, head, target, precision, extras=False)
+        stats, lean = (kernels.linear(hidden, head, target, precision, x) for x in (True, False))
     assert all(getattr(lean, name) is None for name in EXTRAS) and same(lean, stats)
     exact, eager = (
         statistics(logits_of(hidden, head, precision, wide), target, head.transform)
@@ -66,193 +65,215 @@ def check(
         slack = 2e-7 * exact.max_logit.abs().max().clamp(min=10)
         assert error <= 2 * allowed + slack, f"{name}: error {error:.3e}, eager's {allowed:.3e}"
     assert stats.lse.dtype == torch.float64 and (stats.entropy >= 0).all()
+    logits = logits_of(hidden, head, precision, torch.float64)
+    first, second = logits.topk(min(2, logits.shape[1])).values[:, [0, -1]].unbind(-1)
+    clear = (first - second > 1e-4) | (logits.shape[1] == 1)
+    assert torch.equal(stats.is_top1[clear], exact.is_top1[clear])
     return stats
 
 
 def posed(
-    linear: LinearTarget, tokens: int, depth: int, columns: int, *options: Any, **named: Any
+    kernels: Kernels, tokens: int, depth: int, columns: int, *options: Any, **named: Any
 ) -> tuple[Tensor, Head, Tensor]:
-    """Return ``problem``; the interpreter, which is slow, gets a small one."""
-    if linear.interpreted:
+    """Return a problem; the interpreter, which is slow, gets a small one."""
+    if kernels.interpreted:
         tokens, depth, columns = min(tokens, 35), min(depth, 24), min(columns, 150)
-    return problem(tokens, depth, columns, *options, **named, device=linear.device)
+    return head_problem(tokens, depth, columns, *options, **named, device=kernels.device)
 
 
-def assert_top1(stats: RowStats, hidden: Tensor, head: Head, target: Tensor) -> None:
-    logits = logits_of(hidden, head, "fp32", torch.float64)
-    first, second = logits.topk(min(2, logits.shape[1])).values[:, [0, -1]].unbind(-1)
-    clear = (first - second > 1e-4) | (logits.shape[1] == 1)
-    assert torch.equal(stats.is_top1[clear], (logits.argmax(-1) == target)[clear])
+# the last ones have several chunks of tokens, and a depth beyond one block
+SHAPES = [
+    (1, 33, 17), (5, 2, 129), (17, 64, 1024), (49, 100, 1025), (33, 300, 2500),
+    (511, 40, 300), (513, 40, 300), (3, 1111, 200),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_matches_fp64(linear, shape, dtype, bias):
-    if linear.interpreted and shape[2] > 150:
+def test_matches_fp64(kernels, shape, dtype):
+    if kernels.interpreted and shape[2] > 150:
         pytest.skip("as test_transforms")
-    hidden, head, target = posed(linear, *shape, dtype, bias)
-    assert_top1(check(linear, hidden, head, target), hidden, head, target)
+    check(kernels, *posed(kernels, *shape, dtype))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 33])
 @pytest.mark.parametrize("columns", [1, 17, 64, 129])
 @pytest.mark.parametrize("depth", [1, 5, 32])
-def test_odd_shapes(linear, tokens, columns, depth):
-    hidden, head, target = posed(linear, tokens, depth, columns, BF16, False)
-    assert_top1(check(linear, hidden, head, target), hidden, head, target)
+def test_odd_shapes(kernels, tokens, columns, depth):
+    check(kernels, *posed(kernels, tokens, depth, columns, BF16, False))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_no_tokens(kernels, dtype):
+    hidden, head, target = posed(kernels, 0, 8, 30, dtype)
+    found = kernels.linear(hidden, head, target, "fp32", True)
+    assert [x.shape for x in found[:7]] == [(0,)] * 7
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_transforms(linear, transform, dtype, bias):
-    hidden, head, target = posed(linear, 53, 40, 200, dtype, bias)
-    check(linear, hidden, replace(head, transform=transform), target)
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_temperature_per_row(linear, dtype, softcap):
-    temperature = torch.tensor([0.1, 0.5, 1.0, 1.5, 3.0, 100.0], device=linear.device)
-    hidden, head, target = posed(linear, 6, 40, 1500, dtype)
-    check(linear, hidden, replace(head, transform=Transform(1.0, softcap, temperature)), target)
+def test_transforms(kernels, name, dtype, bias):
+    hidden, head, target = posed(kernels, 53, 40, 200, dtype, bias)
+    transform = transform_of(name, len(hidden), kernels.device)
+    check(kernels, hidden, replace(head, transform=transform), target)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_input_precision_rounds_product_and_sum(linear, dtype, bias):
+def test_input_precision_rounds_product_and_sum(kernels, dtype, bias):
     """Products are exact here, so that every order of summation rounds to the same logit."""
     if dtype == FP32:
         pytest.skip("nothing is rounded")
-    hidden, head, target = posed(linear, 15, 40, 500, dtype, bias)
+    hidden, head, target = posed(kernels, 15, 40, 500, dtype, bias)
     hidden, weight = ((32 * x.float()).round().div(32).to(dtype) for x in (hidden, head.weight))
-    for transform in (Transform(), TRANSFORMS["scale"]):
-        head = replace(head, weight=weight, transform=transform)
-        check(linear, hidden, head, target, "input")
-        exact = linear(hidden, head, target, extras=False)
-        assert not same(exact, linear(hidden, head, target, "input", extras=False))
+    for name in ("plain", "scale"):
+        head = replace(head, weight=weight, transform=transform_of(name, 15, kernels.device))
+        check(kernels, hidden, head, target, "input")
+        rounded, exact = (
+            kernels.linear(hidden, head, target, precision, False)
+            for precision in ("input", "fp32")
+        )
+        assert not same(exact, rounded)
+
+
+@pytest.mark.parametrize("kind", [name for name in SPECIAL_ROWS if "absent" not in name])
+def test_special_rows(kernels, kind):
+    """Each hidden state picks its row out of the weight."""
+    logits, target = SPECIAL_ROWS[kind]()
+    columns = kernels.size(logits.shape[1], 300)
+    weight = logits.gather(1, target[:, None]).repeat(1, columns + 1)
+    weight[:, 1:] = logits[:, -columns:]
+    weight = weight.t().to(kernels.device, FP32 if kernels.native else BF16)
+    hidden = torch.eye(len(logits), device=kernels.device).to(weight.dtype)
+    place = torch.where(target < logits.shape[1] - columns, 0, target - logits.shape[1])
+    head, target = Head(weight, None, PLAIN), (place % (columns + 1)).to(kernels.device)
+    exact = statistics(logits_of(hidden, head, "fp32", torch.float64), target, PLAIN).logp
+    stats = check(kernels, hidden, head, target)
+    if kind == "nearly certain" and kernels.native:  # no digits are lost beside the 1 of the target
+        torch.testing.assert_close(stats.logp.double(), exact, rtol=1e-6, atol=1e-15)
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
-def test_size_of_logits(linear, dtype, size):
+def test_size_of_logits(kernels, dtype, size):
     if dtype == FP16 and size > 100:
         pytest.skip("beyond fp16")
-    check(linear, *posed(linear, 7, 64, 1100, dtype, size=size))
+    check(kernels, *posed(kernels, 7, 64, 1100, dtype, size=size))
 
 
 @pytest.mark.parametrize("offset", [-3e4, 3e4])
-def test_offset_logits(linear, dtype, offset):
-    hidden, head, target = posed(linear, 20, 24, 90, dtype)
-    check(linear, hidden, replace(head, bias=torch.full_like(head.bias, offset)), target)
+def test_a_large_bias(kernels, dtype, offset):
+    hidden, head, target = posed(kernels, 20, 24, 90, dtype)
+    check(kernels, hidden, replace(head, bias=torch.full_like(head.bias, offset)), target)
 
 
-def test_rising_logits_move_the_maximum_in_every_block(linear):
-    last = 300 if linear.interpreted else 5010
-    weight = torch.linspace(-300, 40, last + 1, device=linear.device)[:, None].bfloat16()
-    head, one = Head(weight, None, Transform()), torch.ones(2, 1, device=linear.device).bfloat16()
-    for hidden, target in (
-        (one, [last, last - 10]),
-        (one * torch.tensor([[1.0], [-1.0]]).to(one), [last, 0]),
-    ):
-        check(linear, hidden, head, torch.tensor(target, device=linear.device))
-
-
-@pytest.mark.parametrize("lead", [12.0, 16.6, 20.0, 60.0, 200.0])
-def test_probability_near_one(linear, dtype, lead):
-    """The native ones lose no digits beside the 1 of the largest term."""
-    columns = 150 if linear.interpreted else 1003
-    weight, place = torch.randn(columns, 1), columns - 3
-    weight[place] = weight.max() + lead
-    weight = weight.to(linear.device, dtype)
-    hidden = torch.ones(4, 1, dtype=dtype, device=linear.device)
-    target = torch.full((4,), place, device=linear.device)
-    stats = check(linear, hidden, Head(weight, None, Transform()), target)
-    if linear.native:
-        exact = weight[:, 0].double().log_softmax(0)[place]
-        torch.testing.assert_close(stats.logp.double(), exact.expand(4), rtol=1e-6, atol=1e-15)
-
-
-@pytest.mark.parametrize("transform", [Transform(), Transform(softcap=3.0)])
-def test_top1_is_the_first_of_equal_maxima(linear, transform):
-    columns = 300 if linear.interpreted else 5000
+@pytest.mark.parametrize("transform", [PLAIN, Transform(softcap=3.0)])
+def test_top1_is_the_first_of_equal_maxima(kernels, transform):
+    columns = kernels.size(5000, 300)
     first, second, last = columns // 2, columns // 2 + 1, columns - 20
-    weight = torch.zeros(columns, 1, dtype=BF16, device=linear.device)
+    weight = torch.zeros(columns, 1, dtype=BF16, device=kernels.device)
     weight[[first, second, last]] = 1.0
-    target = torch.tensor([first, second, last, 0], device=linear.device)
-    hidden = torch.ones(4, 1, dtype=BF16, device=linear.device)
-    stats = linear(hidden, Head(weight, None, transform), target)
+    target = torch.tensor([first, second, last, 0], device=kernels.device)
+    hidden = torch.ones(4, 1, dtype=BF16, device=kernels.device)
+    stats = kernels.linear(hidden, Head(weight, None, transform), target, "fp32", True)
     assert stats.is_top1.tolist() == [True, False, False, False]
 
 
-def test_no_tokens(linear, dtype):
-    hidden, head, target = posed(linear, 0, 8, 30, dtype)
-    assert [x.shape for x in linear(hidden, head, target)[:7]] == [(0,)] * 7
-
-
-def test_infinite_bias(linear, dtype):
-    hidden, head, target = posed(linear, 4, 40, 1500, dtype)
+def test_infinite_bias(kernels, dtype):
+    hidden, head, target = posed(kernels, 4, 40, 1500, dtype)
     bias = head.bias.clone()
     columns = len(bias)
     lost = columns * 2 // 3
     bias[:lost] = -math.inf
     target[:] = torch.tensor([0, columns - 9, columns - 9, columns - 1])
-    stats = linear(hidden, replace(head, bias=bias), target)
+    stats = kernels.linear(hidden, replace(head, bias=bias), target, "fp32", True)
     rest = replace(head, weight=head.weight[lost:], bias=bias[lost:])
-    exact = check(linear, hidden, rest, (target - lost).clamp(min=0))
+    exact = check(kernels, hidden, rest, (target - lost).clamp(min=0))
     assert stats.logp[0] == -math.inf and (stats.min_logit == -math.inf).all()
     for name in ("entropy", "lse", "max_logit", "sum_sq_probs"):
         torch.testing.assert_close(getattr(stats, name), getattr(exact, name))
     torch.testing.assert_close(stats.logp[1:], exact.logp[1:])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_nan_stays_in_its_row(linear, dtype, bad, softcap):
-    if bad == math.inf and softcap:
-        pytest.skip("a softcap makes it finite")
-    hidden, head, target = posed(linear, 33, 40, 300, dtype)
+@pytest.mark.parametrize("bad,softcap", [(math.nan, None), (math.nan, 5.0), (math.inf, None)])
+def test_nan_stays_in_its_row(kernels, dtype, bad, softcap):
+    hidden, head, target = posed(kernels, 33, 40, 300, dtype)
     head = replace(head, transform=Transform(softcap=softcap))
-    clean = linear(hidden, head, target)
+    clean = kernels.linear(hidden, head, target, "fp32", True)
     hidden[5, -1] = bad
-    stats = linear(hidden, head, target)
-    others = torch.arange(33, device=linear.device) != 5
+    stats = kernels.linear(hidden, head, target, "fp32", True)
+    others = torch.arange(33, device=kernels.device) != 5
     for before, after in zip(clean[:7], stats[:7], strict=True):
         assert torch.equal(before[others], after[others])
         assert after.dtype == torch.bool or after[5].isnan()
 
 
-def test_strides(linear, dtype):
-    hidden, head, target = posed(linear, 19, 24, 1100, dtype)
-    expected = linear(hidden, head, target)
+def test_strides(kernels, dtype):
+    hidden, head, target = posed(kernels, 19, 24, 1100, dtype)
+    each = torch.linspace(0.5, 1.5, 19, device=kernels.device)
+    head = replace(head, transform=Transform(temperature=each))
+    expected = kernels.linear(hidden, head, target, "fp32", True)
 
     def embedded(x: Tensor) -> Tensor:
         """Copy it to between NaNs, in rows that start at odd places."""
         storage = x.new_full((2 * x.shape[0], x.shape[1] + 5), math.nan)
         return storage[::2, 3 : 3 + x.shape[1]].copy_(x)
 
+    def apart(x: Tensor) -> Tensor:
+        return x.repeat_interleave(2)[::2]
+
     transposed = head.weight.t().contiguous().t()
-    assert same(expected, linear(embedded(hidden), head, target))
-    assert same(expected, linear(hidden, replace(head, weight=transposed), target))
-    strided = replace(head, weight=embedded(head.weight), bias=head.bias.repeat_interleave(2)[::2])
-    got = check(linear, embedded(hidden), strided, target)
-    assert not linear.native or same(expected, got)
-    check(linear, embedded(hidden)[:1], strided, target[:1])
+    for other in (
+        (embedded(hidden), head, target),
+        (hidden, replace(head, weight=transposed), target),
+        (hidden, replace(head, transform=Transform(temperature=apart(each))), apart(target)),
+    ):
+        assert same(expected, kernels.linear(*other, "fp32", True))
+    strided = replace(head, weight=embedded(head.weight), bias=apart(head.bias))
+    got = check(kernels, embedded(hidden), strided, target)
+    assert not kernels.native or same(expected, got)
+    check(kernels, embedded(hidden)[:1], strided.rows(slice(1)), target[:1])
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("precision", ["fp32", "input"])
-def test_same_bits_for_any_threads_and_batch(linear, dtype, precision):
-    tokens, depth, columns = (600, 70, 3000) if linear.native else (70, 24, 150)
-    hidden, head, target = problem(tokens, depth, columns, dtype, device=linear.device)
-    temperature = torch.rand(tokens, device=linear.device) + 0.5
+def test_same_bits_for_any_threads_and_batch(kernels, dtype, precision):
+    tokens, depth, columns = (600, 70, 3000) if kernels.native else (70, 24, 150)
+    hidden, head, target = head_problem(tokens, depth, columns, dtype, device=kernels.device)
+    temperature = torch.rand(tokens, device=kernels.device) + 0.5
     head = replace(head, transform=Transform(temperature=temperature))
 
     def run(rows: slice | Tensor, threads: int) -> RowStats:
         torch.set_num_threads(threads)
-        return linear(hidden[rows], head.rows(rows), target[rows], precision)
+        return kernels.linear(hidden[rows], head.rows(rows), target[rows], precision, True)
 
     whole = run(slice(None), 1)
-    for threads in (1, 2, 3) if linear.native else ():
+    for threads in (1, 2, 3) if kernels.native else ():
         assert same(whole, run(slice(None), threads))
-    order = torch.randperm(tokens, device=linear.device)
-    more = torch.arange(tokens + 10, device=linear.device) % tokens
+    order = torch.randperm(tokens, device=kernels.device)
+    more = torch.arange(tokens + 10, device=kernels.device) % tokens
     ends = (slice(0, 1), slice(3, 4), slice(tokens - 1, tokens), slice(1, tokens - 20))
     for rows in (order, order[:50], more, *ends):
         assert same(whole.rows(rows), run(rows, 2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "input"])
+@pytest.mark.parametrize("rank", [None, 1, 8, 19])
+def test_logits_along_with_their_statistics(kernels, dtype, precision, rank):
+    """Without an adapter and with one; several chunks of tokens and blocks of the vocabulary."""
+    if not kernels.native:
+        pytest.skip("Triton forms none")
+    rounding = {FP32: 1e-6, BF16: 1e-2, FP16: 1e-3}[dtype if precision == "input" else FP32]
+    for tokens, depth, columns in ((1, 3, 1), (17, 33, 131), (531, 20, 1027)):
+        hidden, head, target = head_problem(tokens, depth, columns, dtype)
+        head = replace(head, transform=Transform(softcap=4.0, temperature=0.7))
+        if rank is not None:
+            a, b = torch.randn(rank, depth), torch.randn(columns, rank)
+            head = replace(head, lora=HeadLoRA(a=a, b=b, scaling=0.3))
+        storage = torch.full((tokens, columns + 3), math.nan)
+        logits = storage[:, :columns]
+        stats = kernels.linear(hidden, head, target, precision, True, logits)
+        assert same(stats, kernels.linear(hidden, head, target, precision, True))
+        assert storage[:, columns:].isnan().all()
+        exact = logits_of(hidden, head, precision, torch.float64)
+        assert (logits.double() - exact).abs().max() < rounding * exact.abs().max()
+        expected = statistics(logits.double(), target, head.transform)
+        for name in ("logp", "entropy", "lse"):
+            error = (getattr(stats, name) - getattr(expected, name)).abs().max()
+            assert error < 1e-5 * getattr(expected, name).abs().max() + 1e-6

@@ -73,12 +73,15 @@ def test_a_tuned_entry_is_used_for_its_kind_only(hopper: None) -> None:
     assert row_config("stats", BF16, 151936, CPU) == DEFAULT_ROW_CONFIG
 
 
-def test_rows_of_a_chunk(hopper: None) -> None:
+def test_rows_of_a_chunk(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were tuned; others take 256 MiB, in blocks of a GEMM."""
     assert chunk_rows(151936, BF16, "fp32", GPU, None) == 2048
-    # others take 256 MiB, in blocks of a GEMM
     assert chunk_rows(151936, BF16, "input", GPU, None) == 768
     assert chunk_rows(32000, BF16, "fp32", GPU, None) == 2048
     assert chunk_rows(1 << 20, BF16, "fp32", GPU, None) == 256
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it can be asked all the same
+    assert device_class(GPU) == "cuda"
+    assert chunk_rows(151936, BF16, "fp32", GPU, None) == 256
 
 
 def test_tiles_of_a_gpu_have_few_sizes_and_aligned_rows() -> None:
@@ -100,12 +103,6 @@ def test_tiles_of_a_gpu_have_few_sizes_and_aligned_rows() -> None:
     assert output_view(tile, BF16).stride(0) * BF16.itemsize % 128 == 0
 
 
-def test_a_gpu_can_be_asked_about_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_class(GPU) == "cuda"
-    assert chunk_rows(151936, BF16, "fp32", GPU, None) == 256
-
-
 def test_amd_devices_go_by_their_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -124,19 +121,10 @@ def test_a_wave_has_64_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DEFAULT_ROW_CONFIG.on("sm_120") == DEFAULT_ROW_CONFIG == DEFAULT_ROW_CONFIG.on("gfx1100")
 
 
-def test_vocabulary_classes() -> None:
+def test_classes_of_heads() -> None:
     sizes = {32000: "small", 128256: "medium", 151936: "medium", 256000: "large", 262144: "large"}
     assert {size: vocabulary_class(size) for size in sizes} == sizes
-
-
-def test_tiles_are_powers_of_two() -> None:
-    tuned = [RowConfig(*value) for value in tiles.ROW_CONFIGS.values()]
-    for config in [DEFAULT_ROW_CONFIG, *tuned]:
-        for size in (config.num_warps, config.depth, config.columns(FP32)):
-            assert size > 0 and size & (size - 1) == 0
-    for (_, kernel, bits, vocabulary), _ in tiles.ROW_CONFIGS.items():
-        assert kernel in tiles.ROW_KERNELS and bits in (16, 32)
-        assert vocabulary in ("small", "medium", "large")
+    assert [width_class(x) for x in (1, 896, 2560, 4096)] == ["narrow"] * 3 + ["wide"]
 
 
 ROWS_KEY = ("sm_90", "stats", 16, "medium")
@@ -196,12 +184,7 @@ def test_every_launch_of_a_tile_names_it(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- of the fused GEMM
 
 
-OTHERS = {
-    "columns": 32000,
-    "softcap": True,
-    "logits": BF16,
-    "device": CPU,
-}
+OTHERS = {"columns": 32000, "softcap": True, "logits": BF16, "device": CPU}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -227,10 +210,6 @@ def test_tiles_of_one_subtile_cover_the_same_split() -> None:
     assert one.of_one_subtile() == one
 
 
-def test_width_classes() -> None:
-    assert [width_class(x) for x in (1, 896, 2560, 4096)] == ["narrow"] * 3 + ["wide"]
-
-
 # shared memory of a block, KiB
 SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 SHARED |= {"sm_110": 227, "sm_120": 99, "sm_121": 99, "gfx942": 64}
@@ -244,15 +223,27 @@ def test_the_tile_of_a_named_device_fits_into_its_shared_memory(device: str) -> 
     assert config != default_config("any other")
 
 
+def assert_powers_of_two(*sizes: int) -> None:
+    assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
+
+
 def test_configs_are_powers_of_two() -> None:
+    tuned = [RowConfig(*values) for values in tiles.ROW_CONFIGS.values()]
+    for config in (DEFAULT_ROW_CONFIG, *tuned):
+        assert_powers_of_two(config.num_warps, config.depth, config.columns(FP32))
     devices = (*SHARED, "any other")
     tuned = [LinearConfig(*values) for values in linear_tiles.LINEAR_CONFIGS.values() if values]
     for config in (*map(default_config, devices), UNALIGNED_CONFIG, TUNED, *tuned):
-        for name in ("block_t", "block_v", "block_d", "num_warps", "subtiles", "tiles"):
-            size = getattr(config, name)
-            assert size > 0 and size & (size - 1) == 0
+        assert_powers_of_two(config.block_t, config.block_v, config.block_d)
+        assert_powers_of_two(config.num_warps, config.subtiles, config.tiles)
         assert config.subtiles in (1, 2) and {config.descriptors, config.flat} <= {0, 1}
         assert {config.persistent, config.specialized} <= {0, 1}
-    for _, kernel, bits, width, vocabulary in linear_tiles.LINEAR_CONFIGS:
-        assert kernel in LINEAR_KERNELS and bits in (16, 32) and width in ("narrow", "wide")
-        assert vocabulary in ("small", "medium", "large")
+
+
+def test_keys_of_the_tables() -> None:
+    assert all(len(key) == 4 for key in tiles.ROW_CONFIGS)
+    assert all(len(key) == 5 for key in linear_tiles.LINEAR_CONFIGS)
+    for key in (*tiles.ROW_CONFIGS, *linear_tiles.LINEAR_CONFIGS):
+        _, kernel, bits, *width, vocabulary = key
+        assert kernel in (LINEAR_KERNELS if width else tiles.ROW_KERNELS) and bits in (16, 32)
+        assert {*width} <= {"narrow", "wide"} and vocabulary in ("small", "medium", "large")

@@ -1,0 +1,148 @@
+"""What only native kernels have: the ends of their memory, threads, and too little of either."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels.backends.cpu import NATIVE_ENTRIES, NATIVE_LINEAR
+from grpo_kernels.backends.entries import Entries
+from grpo_kernels.head import Head, Transform
+from tests.backends.conftest import ISAS
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages and limits of Linux"),
+    pytest.mark.skipif(not ISAS, reason="no native kernels"),
+]
+CSRC = Path(__file__).parents[2] / "csrc"
+
+_GUARDED = """
+import ctypes, itertools, mmap, sys, torch
+from grpo_kernels.backends.cpu.linear import NativeLinear
+from grpo_kernels.head import Head, HeadLoRA, Transform
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+def at_the_end(x):  # of a mapping, before a page that cannot be read
+    pages = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    assert libc.mprotect(whole.data_ptr() + pages, mmap.PAGESIZE, 0) == 0
+    return whole[pages - x.nbytes : pages].view(x.dtype).view(x.shape).copy_(x)
+
+dtypes = (torch.float32, torch.bfloat16, torch.float16)
+for rank, dtype in itertools.product(range(int(sys.argv[1])), dtypes):
+    linear = NativeLinear(rank)
+    for tokens, depth, columns in ((1, 1, 1), (3, 33, 17), (17, 100, 1025), (50, 257, 130)):
+        hidden, weight = (at_the_end(torch.randn(n, depth).to(dtype)) for n in (tokens, columns))
+        target = at_the_end(torch.randint(columns, (tokens,)))
+        bias = at_the_end(torch.randn(columns).to(dtype))
+        logits = at_the_end(torch.empty(tokens, columns))
+        linear(hidden, Head(weight, bias, Transform()), target, "fp32", True, logits)
+        lora = HeadLoRA(a=torch.randn(8, depth), b=at_the_end(torch.randn(columns, 8)))
+        linear(hidden, Head(weight, bias, Transform(), lora), target, "fp32", True, logits)
+print("done")
+"""
+# there is no room for the stacks of all 64 threads
+_CRAMPED = """
+import mmap, resource, torch
+from grpo_kernels.backends.cpu.linear import NATIVE_LINEAR
+from grpo_kernels.head import Head, Transform
+
+hidden, head = torch.randn(64, 64), Head(torch.randn(5000, 64), None, Transform())
+target = torch.arange(64)
+expected = NATIVE_LINEAR(hidden, head, target, "fp32", False)
+torch.set_num_threads(64)
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20),) * 2)
+found = NATIVE_LINEAR(hidden, head, target, "fp32", False)
+assert torch.equal(found.logp, expected.logp)
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(_GUARDED, id="touches nothing beyond its arguments"),
+        pytest.param(_CRAMPED, id="works where no thread can be started"),
+    ],
+)
+def test_in_a_process(program: str) -> None:
+    words = [sys.executable, "-c", program, str(len(ISAS))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr
+
+
+@contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """Limit the process to ``more`` further bytes of addresses."""
+    import resource
+
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * mmap.PAGESIZE
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_out_of_memory_is_torchs_error() -> None:
+    columns = 1 << 28  # rows of one storage: their sums alone would take 600 MB
+    head = Head(torch.zeros(1, 8).expand(columns, 8), None, Transform())
+    hidden, target = torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64)
+    message = f"grpo_linear: can't allocate memory to work on 64 rows of {columns} logits"
+    with at_most(64 << 20), pytest.raises(torch.OutOfMemoryError, match=message):
+        NATIVE_LINEAR(hidden, head, target, "fp32", False)
+    few = Head(torch.zeros(9, 8), None, Transform())
+    assert NATIVE_LINEAR(hidden, few, target, "fp32", False).logp.isfinite().all()
+
+
+def test_so_is_that_of_products_with_entries() -> None:
+    entries = Entries(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3),
+                      torch.ones(2, dtype=torch.int32), *torch.zeros(3, 2))  # fmt: skip
+    out = torch.empty(1 << 28, 0)  # where its rows' entries begin would take 2 GB
+    message = "grpo_transposed_matmul: can't allocate memory to work on 2 rows of 3 entries"
+    with at_most(64 << 20), pytest.raises(torch.OutOfMemoryError, match=message):
+        NATIVE_ENTRIES.transposed_matmul(entries, torch.ones(2), torch.empty(2, 0), out, False)
+
+
+_STARVED = """
+#include "threads.h"
+
+int main() {
+  std::atomic<int> done{0};
+  try {
+    grpo::share(8, 4, [&](const auto& next) {
+      for (int64_t item; (item = next()) < 8; ++done) {
+        if (item == 3) throw std::bad_alloc();
+      }
+    });
+  } catch (const std::bad_alloc&) {
+    return done == 7 ? 0 : 1;
+  }
+  return 2;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or not CSRC.exists(), reason="no compiler")
+def test_a_starved_thread_is_noticed_once_all_have_ended(tmp_path: Path) -> None:
+    source, program = tmp_path / "starved.cpp", tmp_path / "starved"
+    source.write_text(_STARVED)
+    subprocess.run(
+        ["g++", "-std=c++17", "-pthread", f"-I{CSRC}", str(source), "-o", str(program)], check=True
+    )
+    assert subprocess.run([str(program)], check=False).returncode == 0
