@@ -1,156 +1,83 @@
-"""LoRA on the head: values and gradients against fp64 autograd on the merged weight."""
+"""LoRA on the head: what generated cases do not reach, the op, memory, explanations, bad input."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import (
-    HeadLoRA,
-    SamplingMask,
-    available_backends,
-    linear_logprobs,
-)
-from grpo_kernels.head import mkl
+from grpo_kernels import HeadLoRA, available_backends, explain_logprobs, linear_logprobs
+from grpo_kernels.engine import Rows, RunOptions
+from grpo_kernels.head import Head, Transform, mkl
 from grpo_kernels.testing import assert_all_as_exact_as, poisoned_allocations, relative_error
-from tests.support.heads import HEADS, head_options
-from tests.support.lora_problems import NAMES, LoRAProblem, lora_problem
-from tests.support.targets import targets
+from tests.support.lora_problems import NAMES, LoRAProblem, largest_allocation, lora_problem
+from tests.support.op_checks import check_backward, check_forward
 
-# the interpreter runs Triton's kernels slowly: a few small cases stand for all, see test_triton
 BACKENDS = [name for name in available_backends() if name not in ("reference", "triton")]
-TRITON = "triton" in available_backends()
-OUTPUTS = ("logprobs", "entropy", "lse", "sum_sq_probs", "max_logit", "min_logit")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1e-3}
+SEVERAL_TILES = {"max_workspace_bytes": 53 * 4 * 5}
 
 
 def run(
     posed: LoRAProblem,
-    head: str = "plain",
     merged: bool = False,
-    through: Sequence[str] = ("logprobs", "entropy"),
-    **kwargs: object,
+    outputs: tuple[str, ...] = ("logprobs", "entropy"),
+    **options: object,
 ) -> dict[str, Tensor]:
-    """Return all outputs, and the gradients of a random combination of some."""
+    """Return some outputs, and the gradients of a random combination of them."""
     problem = posed.problem
     target = torch.where(problem.mask, problem.target, -100)
     out = linear_logprobs(
         problem.hidden, posed.merged if merged else problem.weight, target, bias=problem.bias,
-        lora=None if merged else posed.lora, outputs=OUTPUTS,
-        **head_options(head, target), **kwargs,
+        lora=None if merged else posed.lora, outputs=outputs, softcap=3.0, **options,
     )  # type: ignore[arg-type]  # fmt: skip
-    generator = torch.Generator().manual_seed(5)
-    outer = torch.randn((2, *problem.target.shape), generator=generator).to(target.device)
-    pairs = zip(outer, through, strict=False)
-    loss = torch.stack([factor * getattr(out, name) for factor, name in pairs]).sum()
-    wanted = {name: x for name, x in zip(NAMES, posed.leaves, strict=True) if x.requires_grad}
-    gradients = torch.autograd.grad(loss, list(wanted.values()))
-    return {
-        **{name: getattr(out, name) for name in OUTPUTS},
-        **dict(zip(wanted, gradients, strict=True)),
-    }
+    found = {name: getattr(out, name) for name in outputs}
+    outer = torch.randn(len(found), *target.shape, generator=torch.Generator().manual_seed(5))
+    total = sum((x * factor).sum() for x, factor in zip(found.values(), outer, strict=True))
+    return found | dict(zip(NAMES, torch.autograd.grad(total, posed.leaves), strict=True))
 
 
 def assert_accurate(
-    posed: LoRAProblem,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    head: str = "plain",
-    factors: torch.dtype = torch.float32,
-    through: Sequence[str] = ("logprobs", "entropy"),
-    **kwargs: object,
+    posed: LoRAProblem, dtype: torch.dtype, factors: torch.dtype = torch.float32, **options: object
 ) -> None:
-    exact = run(posed, head, merged=True, through=through, backend="reference")
-    precision = kwargs.get("precision", "fp32")
-    half = posed.to(device, dtype, factors)
-    eager = run(half, head, through=through, backend="reference", precision=precision)
+    outputs = {"outputs": options.pop("outputs", ("logprobs", "entropy"))}
+    exact = run(posed, merged=True, backend="reference", **outputs)
+    half = posed.to("cpu", dtype, factors)
+    eager = run(half, backend="reference", **outputs)
     with poisoned_allocations():
-        got = run(half, head, through=through, **kwargs)
-    value_floor = FLOOR[dtype] if precision == "input" else 2e-6
-    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], value_floor)
-
-
-@pytest.mark.parametrize("backend,device", targets("triton"))
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", ("fp32", "input"))
-def test_backends_match_fp64(
-    narrow_slices: None,
-    backend: str,
-    device: torch.device,
-    head: str,
-    dtype: torch.dtype,
-    precision: str,
-) -> None:
-    tile = 53 * 4 * 5  # five rows
-    assert_accurate(
-        lora_problem(), dtype, device, head,
-        backend=backend, precision=precision, max_workspace_bytes=tile,
-    )  # fmt: skip
-
-
-@pytest.mark.skipif(not TRITON, reason="no Triton on this machine")
-@pytest.mark.parametrize(
-    "dtype,precision",
-    ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.float16, "input")),
-)
-def test_triton(narrow_slices: None, dtype: torch.dtype, precision: str) -> None:
-    posed = lora_problem(sequences=2, length=3, hidden_size=8, vocab_size=37)
-    tile = 37 * 4 * 2  # two rows
-    assert_accurate(
-        posed, dtype, "cpu", "softcapped",
-        backend="triton", precision=precision, max_workspace_bytes=tile,
-    )  # fmt: skip
+        got = run(half, **outputs, **options)
+    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], 2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factors", (torch.bfloat16, torch.float16, torch.float64))
 def test_factors_of_any_dtype(backend: str, dtype: torch.dtype, factors: torch.dtype) -> None:
-    assert_accurate(lora_problem(), dtype, factors=factors, backend=backend)
-
-
-@pytest.mark.parametrize("backend,device", targets("triton"))
-@pytest.mark.parametrize("vocab_size,rank", ((1, 1), (2, 5), (31, 8), (1000, 1), (129, 17)))
-@pytest.mark.parametrize("rows", (1, 3))
-def test_odd_shapes(
-    backend: str, device: torch.device, vocab_size: int, rank: int, rows: int
-) -> None:
-    shape = dict(sequences=rows, length=1, hidden_size=5, vocab_size=vocab_size)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert_accurate(lora_problem(rank, **shape), dtype, device, backend=backend)
-
-
-@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", (0, 3))
-def test_nothing_to_do(backend: str, dtype: torch.dtype, rows: int) -> None:
-    posed = lora_problem(sequences=1, length=rows).to("cpu", dtype, torch.float32)
-    target = torch.full((1, rows), -100)
-    with poisoned_allocations():
-        out = linear_logprobs(
-            posed.problem.hidden, posed.problem.weight, target, lora=posed.lora, backend=backend
-        )
-        assert out.logprobs is not None
-        out.logprobs.sum().backward()
-    for x in (posed.lora.a, posed.lora.b, posed.problem.weight):
-        assert torch.equal(x.grad, torch.zeros_like(x))
+    assert_accurate(lora_problem(rank=17), dtype, factors, backend=backend, **SEVERAL_TILES)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size,scaling", ((1e-8, 0.75), (1e4, 1e-4)))
+@pytest.mark.parametrize("kept", (False, True))
+def test_gradients_of_factors_that_fp16_does_not_hold(
+    backend: str, size: float, scaling: float, kept: bool
+) -> None:
+    """Kept logits have a factor a row beside the scale that fp16 needs."""
+    posed = lora_problem(size=size)
+    posed = replace(posed, lora=replace(posed.lora, scaling=scaling))
+    options = dict(outputs=("logprobs",), activation_bytes=1 << 20) if kept else {}
+    assert_accurate(posed, torch.float16, backend=backend, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_frozen_base(backend: str, dtype: torch.dtype) -> None:
-    posed = lora_problem().to("cpu", dtype, torch.float32)
-    whole, got = run(posed, backend=backend), run(posed.frozen(), backend=backend)
-    assert set(whole) - set(got) == {"dweight", "dbias"}
-    assert all(torch.equal(value, whole[name]) for name, value in got.items())
-    first = replace(posed.frozen(), lora=replace(posed.lora, b=posed.lora.b.detach()))
-    assert torch.equal(run(first, backend=backend)["da"], whole["da"])
+def test_where_torch_brings_no_product_with_fp32_sums(
+    narrow_slices: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(mkl, "available", lambda dtype: False)
+    assert_accurate(lora_problem(), dtype, backend="chunked", **SEVERAL_TILES)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,36 +87,16 @@ def test_updates_below_the_weights_resolution_count(backend: str, dtype: torch.d
     half = posed.to("cpu", dtype, torch.float32)
     merged = half.merged.detach().to(dtype)
     assert (merged == half.problem.weight).float().mean() > 0.95
-    zero = replace(posed.lora, b=torch.zeros_like(posed.lora.b).requires_grad_())
-    changes = [
-        run(one, merged=exact, backend=name)["logprobs"].detach().double()
-        - run(LoRAProblem(one.problem, replace(one.lora, b=zero.b.to(one.lora.b))),
-              merged=exact, backend=name)["logprobs"].detach().double()
-        for one, exact, name in ((half, False, backend), (posed, True, "reference"))
-    ]  # fmt: skip
+
+    def change(one: LoRAProblem, **options: object) -> Tensor:
+        zero = replace(one.lora, b=torch.zeros_like(one.lora.b).requires_grad_())
+        both = (run(x, **options)["logprobs"] for x in (one, replace(one, lora=zero)))
+        return torch.sub(*(x.detach().double() for x in both))
+
+    exact = change(posed, merged=True, backend="reference")
     # what is left is the rounding of fp32 log-probabilities of about 4
-    assert changes[1].abs().max() > 5e-6
-    torch.testing.assert_close(*changes, rtol=1e-2, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("size", (1e-8, 1e4))
-def test_fp16_gradients_of_factors_that_fp16_does_not_hold(backend: str, size: float) -> None:
-    posed = lora_problem(size=size)
-    if size > 1:  # keeps the logits small
-        posed = replace(posed, lora=replace(posed.lora, scaling=1e-4))
-    assert_accurate(posed, torch.float16, backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", (1e-8, 0.3))
-def test_kept_logits(backend: str, dtype: torch.dtype, size: float) -> None:
-    """Each row has a factor of its own, beside the scale that fp16 needs."""
-    assert_accurate(
-        lora_problem(size=size), dtype, "cpu", "softcapped", through=["logprobs"],
-        backend=backend, activation_bytes=1 << 20,
-    )  # fmt: skip
+    assert exact.abs().max() > 5e-6
+    torch.testing.assert_close(change(half, backend=backend), exact, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -205,45 +112,17 @@ def test_autocast_leaves_the_factors_alone(backend: str, dtype: torch.dtype) -> 
         assert relative_error(value, expected[name]) <= FLOOR[dtype], name
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_sampling_masks(backend: str, dtype: torch.dtype) -> None:
-    posed = lora_problem()
-    logits = (posed.problem.hidden @ posed.merged.t() + posed.problem.bias).detach()
-    sampling_mask = SamplingMask.from_padded(logits.topk(12).indices)
-
-    def masked_logprobs(one: LoRAProblem, **options: object) -> dict[str, Tensor]:
-        problem = one.problem
-        out = linear_logprobs(
-            problem.hidden, options.pop("weight", problem.weight), problem.target,
-            bias=problem.bias, sampling_mask=sampling_mask, outputs=("masked_logprobs",), **options,
-        )  # type: ignore[arg-type]  # fmt: skip
-        assert out.masked_logprobs is not None
-        gradients = torch.autograd.grad(out.masked_logprobs.sum(), one.leaves)
-        named = dict(zip(NAMES, gradients, strict=True))
-        return {"masked_logprobs": out.masked_logprobs.detach(), **named}
-
-    exact = masked_logprobs(posed, weight=posed.merged, backend="reference")
-    half = posed.to("cpu", dtype, torch.float32)
-    eager = masked_logprobs(half, lora=half.lora, backend="reference")
-    got = masked_logprobs(half, lora=half.lora, backend=backend)
-    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], 2e-6)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_invariance(backend: str, dtype: torch.dtype) -> None:
+def test_bits_of_a_row_in_more_rows_than_a_block(backend: str, dtype: torch.dtype) -> None:
     posed = lora_problem(sequences=1, length=300, hidden_size=40, vocab_size=131, rank=4)
     posed = posed.to("cpu", dtype, torch.float32)
     hidden, target = posed.problem.hidden[0], posed.problem.target[0]
 
     def rows(part: slice) -> Tensor:
-        out = linear_logprobs(
-            hidden[part], posed.problem.weight, target[part], bias=posed.problem.bias,
-            lora=posed.lora, backend=backend, batch_invariant=True,
-        )  # fmt: skip
-        assert out.logprobs is not None
-        return out.logprobs.detach()
+        args = (hidden[part], posed.problem.weight, target[part])
+        options = dict(lora=posed.lora, backend=backend, batch_invariant=True)
+        return linear_logprobs(*args, bias=posed.problem.bias, **options).logprobs
 
     whole = rows(slice(0, 300))
     for part in (slice(0, 1), slice(7, 12), slice(280, 300)):
@@ -253,31 +132,85 @@ def test_batch_invariance(backend: str, dtype: torch.dtype) -> None:
 def test_strided_factors() -> None:
     posed = lora_problem().to("cpu", torch.float32, torch.float32)
     a, b = (x.detach().t().contiguous().t().requires_grad_() for x in (posed.lora.a, posed.lora.b))
-    assert not a.is_contiguous() and not b.is_contiguous()
-    strided = LoRAProblem(posed.problem, replace(posed.lora, a=a, b=b))
+    strided = replace(posed, lora=replace(posed.lora, a=a, b=b))
     for backend in BACKENDS:
         expected = run(posed, backend=backend)
         for name, value in run(strided, backend=backend).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_gradcheck() -> None:
-    posed = lora_problem(sequences=1, length=3, hidden_size=3, vocab_size=7, rank=2)
+@pytest.mark.parametrize("scaling", (1.0, -0.5))
+def test_joined_adapters_are_their_sum(scaling: float) -> None:
+    first = lora_problem(rank=2).lora
+    second = replace(lora_problem(rank=5).lora, scaling=scaling)
+    joined = HeadLoRA.joined([first, second])
+    assert joined is not None and joined.rank == 7
+    torch.testing.assert_close(
+        joined.scaling * joined.b @ joined.a,
+        sum(one.scaling * one.b @ one.a for one in (first, second)),
+    )
+    assert joined.a.requires_grad and joined.b.requires_grad
+    assert HeadLoRA.joined([first]) is first and HeadLoRA.joined([]) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(backend: str) -> None:
+    posed = lora_problem(sequences=1, length=5).to("cpu", torch.float32, torch.float32)
+    problem = posed.problem
+    head = Head(problem.weight, problem.bias, Transform(temperature=1.5), posed.lora)
+    rows = Rows(hidden=problem.hidden[0], head=head, target=problem.target[0])
+    options = RunOptions(backend=backend, max_workspace_bytes=2 * 53 * 4)
+    check_forward(rows, options)
+    check_backward(rows, options, (torch.randn(5), None, None), (True, False, False, True, True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_weight_sized_tensor(backend: str) -> None:
+    posed = lora_problem(sequences=1, length=3, hidden_size=64, vocab_size=999, rank=4)
+    posed = posed.to("cpu", torch.float32, torch.float32).frozen()
     problem = posed.problem
 
-    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor):
-        out = linear_logprobs(
-            hidden, weight, problem.target, bias=bias, lora=HeadLoRA(a=a, b=b, scaling=0.7),
-            softcap=4.0, outputs=("logprobs", "entropy"), backend="chunked",
-        )  # fmt: skip
-        return out.logprobs, out.entropy
+    def run(weight: Tensor, lora: HeadLoRA | None) -> int:
+        with largest_allocation() as seen:
+            args = (problem.hidden, weight, problem.target)
+            linear_logprobs(*args, lora=lora, backend=backend).logprobs.sum().backward()
+        return seen.elements
 
-    assert torch.autograd.gradcheck(outputs, posed.leaves)
+    assert 0 < run(problem.weight, posed.lora) < problem.weight.numel() / 2
+    assert posed.lora.a.grad is not None and posed.lora.b.grad is not None
+    assert run(posed.merged, None) >= problem.weight.numel()  # of its gradient
 
 
-def test_where_torch_brings_no_product_with_fp32_sums(
-    narrow_slices: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mkl, "available", lambda dtype: False)
-    for dtype in DTYPES:
-        assert_accurate(lora_problem(), dtype, backend="chunked", max_workspace_bytes=53 * 4 * 5)
+def test_explain_says_it() -> None:
+    posed = lora_problem().to("cpu", torch.bfloat16, torch.float32)
+    head = (posed.problem.hidden, posed.problem.weight)
+    assert "LoRA of rank 3" in explain_logprobs(*head, lora=posed.lora).fingerprint
+    assert "LoRA" not in explain_logprobs(*head).fingerprint
+    if "triton" in available_backends():
+        tiled = explain_logprobs(*head, lora=posed.lora, backend="triton")
+        assert tiled.forward.startswith("logits tile")
+
+
+A, B = torch.zeros(3, 16), torch.zeros(53, 3)
+
+
+@pytest.mark.parametrize(
+    "lora,message",
+    [
+        ((A, B), "lora: expected a HeadLoRA or None, got tuple"),
+        (HeadLoRA(a=A[:, 1:], b=B), r"lora\.a: expected shape \(r, 16\), r > 0, got \(3, 15\)"),
+        (HeadLoRA(a=A[:0], b=B), r"lora\.a: expected shape .* got \(0, 16\)"),
+        (HeadLoRA(a=A[0], b=B), r"lora\.a: expected shape .* got \(16,\)"),
+        (HeadLoRA(a=A, b=B[1:]), r"lora\.b: expected shape \(53, 3\) .* got \(52, 3\)"),
+        (HeadLoRA(a=A, b=B[:, :2]), r"lora\.b: expected shape \(53, 3\) .* got \(53, 2\)"),
+        (HeadLoRA(a=A.long(), b=B), r"lora\.a: expected one of torch\.float32.* got torch\.int64"),
+        (HeadLoRA(a=A, b=None), r"lora\.b: expected a tensor, got NoneType"),
+        (HeadLoRA(a=A, b=B.to("meta")), r"lora\.b: expected device cpu .* got meta"),
+        (HeadLoRA(a=A, b=B, scaling=float("nan")), r"lora\.scaling: expected a finite number"),
+        (HeadLoRA(a=A, b=B, scaling=None), r"lora\.scaling: expected a finite number"),
+    ],
+)
+def test_wrong_adapters(lora: object, message: str) -> None:
+    args = (torch.zeros(2, 16), torch.zeros(53, 16), torch.zeros(2).long())
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(*args, lora=lora)  # type: ignore[arg-type]
