@@ -17,24 +17,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MKLDNN, CUBLAS = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 
-def _medium() -> None:
-    torch.set_float32_matmul_precision("medium")
-
-
-def _new_switches() -> None:
-    MKLDNN.fp32_precision = "bf16"
-    CUBLAS.fp32_precision = "tf32"
-
-
-def _one_for_all() -> None:
-    torch.backends.fp32_precision = "tf32"
-
-
 SWITCHES: dict[str, Callable[[], None]] = {
-    "medium": _medium,
-    "per backend": _new_switches,
-    "for all": _one_for_all,
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "per backend": lambda: (_set(MKLDNN, "bf16"), _set(CUBLAS, "tf32")),
+    "for all": lambda: _set(torch.backends, "tf32"),
 }
+
+
+def _set(switch: object, precision: str) -> None:
+    switch.fp32_precision = precision  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +69,7 @@ def test_the_switches_do_something() -> None:
     """Else the test above would show nothing."""
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     exact = a @ b
-    _medium()
+    SWITCHES["medium"]()
     if torch.equal(a @ b, exact):
         pytest.skip("this CPU multiplies fp32 matrices in fp32 only")
     with matmul_precision(CPU, "fp32"):
@@ -108,13 +99,8 @@ def test_switches_are_restored(switch: str, device: torch.device) -> None:
             assert not CUBLAS.allow_bf16_reduced_precision_reduction
             assert not CUBLAS.allow_fp16_reduced_precision_reduction
     assert state() == before
-
-    def fail() -> None:
-        with matmul_precision(device, "fp32"):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    with pytest.raises(KeyError), matmul_precision(device, "fp32"):
+        raise KeyError
     assert state() == before
     if switch == "medium":  # the older functions still answer
         assert torch.get_float32_matmul_precision() == "medium"
@@ -122,7 +108,7 @@ def test_switches_are_restored(switch: str, device: torch.device) -> None:
 
 
 def test_an_inherited_switch_stays_inherited() -> None:
-    _one_for_all()
+    SWITCHES["for all"]()
     for device in (CPU, CUDA):
         with matmul_precision(device, "fp32"):
             pass

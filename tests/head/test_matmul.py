@@ -1,0 +1,117 @@
+"""What products are made of: oneMKL's GEMMs with fp32 results, ends of rows, huge pages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels.backends.base import output_view
+from grpo_kernels.head import clear_row_ends, matmul, mkl
+from grpo_kernels.head.matmul import with_clear_row_ends
+
+BACKENDS = [name for name in available_backends() if name != "reference"]
+DTYPES = [
+    pytest.param(dtype, marks=pytest.mark.skipif(not mkl.available(dtype), reason="no such MKL"))
+    for dtype in (torch.bfloat16, torch.float16)
+]
+SHAPES = [(1, 1, 1), (3, 5, 7), (33, 17, 70), (64, 1, 9), (1, 40, 3), (5, 4, 0), (0, 3, 2)]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool, gap: int) -> Tensor:
+    """Return random values in either layout, ``gap`` unused elements behind each row of memory."""
+    shape = (columns, rows) if transposed else (rows, columns)
+    memory = torch.full((shape[0], shape[1] + gap), math.nan, dtype=dtype)
+    memory[:, : shape[1]] = torch.randn(shape)
+    x = memory[:, : shape[1]]
+    return x.t() if transposed else x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_mkl_equals_fp64(dtype: torch.dtype, shape: tuple[int, int, int], accumulate: bool) -> None:
+    rows, columns, depth = shape
+    for transposed_a, transposed_b, gap in itertools.product((False, True), (False, True), (0, 3)):
+        a = matrix(rows, depth, dtype, transposed_a, gap)
+        b = matrix(depth, columns, dtype, transposed_b, gap)
+        out = matrix(rows, columns, torch.float32, False, gap)
+        exact = a.double() @ b.double() + (out.double() if accumulate else 0)
+        assert mkl.matmul(a, b, out, accumulate) is out
+        # only the fp32 sums round: a 16-bit result would be off by 1e-3
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mkl_with_any_strides(dtype: torch.dtype) -> None:
+    """Gaps in both dimensions, rows in one place, overlapping rows: BLAS has no name for these."""
+    memory = torch.randn(20, 30).to(dtype)
+    for x in (memory[::2, ::3], memory[:1].expand(10, 30), memory.view(-1).unfold(0, 10, 3)):
+        for a, b in ((x, x.t()), (x.t(), x)):
+            out = mkl.matmul(a, b, torch.empty(a.shape[0], b.shape[1]))
+            torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_dtypes_that_mkl_does_not_have() -> None:
+    assert not mkl.available(torch.float64) and not mkl.available(torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("outputs", (("logprobs",), ("logprobs", "rank")))
+@pytest.mark.parametrize("precision", ("fp32", "input"))
+def test_nan_stays_in_its_row(backend: str, outputs: tuple[str, ...], precision: str) -> None:
+    """Of such sizes torch's 16-bit GEMM on a CPU reads from the next row."""
+    hidden, weight = torch.randn(33, 33).bfloat16(), torch.randn(257, 33).bfloat16()
+    hidden[16] = math.nan
+    out = linear_logprobs(
+        hidden, weight, torch.arange(33), outputs=outputs, precision=precision, backend=backend
+    )
+    assert out.logprobs.isnan().nonzero().flatten().tolist() == [16]
+
+
+@pytest.mark.parametrize("columns", [1, 5, 31, 33, 257, 1000, 1024])
+def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
+    narrowed = output_view(torch.full((32, columns), math.nan), torch.bfloat16)
+    narrowed.normal_()
+    before = narrowed.clone()
+    clear_row_ends(narrowed)
+    assert torch.equal(narrowed, before)
+    weight = torch.randn(columns, 32).bfloat16()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the kernel that reads past the end
+    try:
+        product = torch.mm(narrowed, weight)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(product, torch.mm(before, weight))
+
+
+def test_only_rows_that_a_product_reads_beyond_are_copied() -> None:
+    for columns, dtype in ((32, torch.bfloat16), (64, torch.float16), (33, torch.float32)):
+        x = torch.zeros(3, columns, dtype=dtype)
+        assert with_clear_row_ends(x) is x
+    x = torch.randn(3, 33).bfloat16()
+    copy = with_clear_row_ends(x)
+    assert torch.equal(copy, x) and copy.stride() == (64, 1)
+    assert not copy.as_strided((3, 31), (64, 1), 33).any()
+
+
+@pytest.mark.parametrize("elements", [0, 1, matmul.MIN_BYTES, matmul.MIN_BYTES + 12345])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_tensor_on_huge_pages_stays_what_it_is(elements: int, offset: int) -> None:
+    values = torch.empty(elements + offset, dtype=torch.uint8)[offset:]
+    assert matmul.on_huge_pages(values) is values
+    values.fill_(7)
+    assert (values == 7).all()
+
+
+def test_a_platform_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(matmul.mmap, "MADV_HUGEPAGE", raising=False)
+    matmul._madvise.cache_clear()
+    values = torch.empty(matmul.MIN_BYTES, dtype=torch.uint8)
+    assert matmul.on_huge_pages(values) is values
+    matmul._madvise.cache_clear()
