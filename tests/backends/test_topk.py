@@ -133,23 +133,3 @@ def test_explain_says_that_there_is_a_tile() -> None:
     plan = explain_logprobs(hidden, weight, tiled=True)
     assert "tile" in plan.forward and "a tile of logits: some of what" in str(plan)
     assert "a tile of logits" not in str(explain_logprobs(hidden, weight))
-
-
-@pytest.mark.parametrize(
-    "outputs,top_k,message",
-    [
-        (("topk_logprobs",), None, "top_k: expected a number of ids .* 'topk_logprobs'"),
-        (("logprobs", "topk_indices"), None, "top_k: expected a number .* 'topk_indices'"),
-        (("rank",), 3, "top_k: expected None without one of the outputs topk_logprobs, .* got 3"),
-        (("topk_indices",), 0, r"top_k: expected 1 to 9 \(V\), got 0"),
-        (("topk_indices",), 10, r"top_k: expected 1 to 9 \(V\), got 10"),
-        (("topk_indices",), 2.0, "top_k: expected an int, got 2.0"),
-        (("topk_indices",), True, "top_k: expected an int, got True"),
-        (("ranks",), None, "outputs: expected a tuple of names among .*rank, .* got"),
-    ],
-)
-def test_bad_requests(outputs: tuple[str, ...], top_k: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        linear_logprobs(
-            torch.ones(2, 4), torch.ones(9, 4), torch.tensor([1, 2]), outputs=outputs, top_k=top_k
-        )

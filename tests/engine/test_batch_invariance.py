@@ -175,19 +175,6 @@ def test_plans_say_what_the_mode_costs() -> None:
             plan_of(torch.bfloat16, "triton", schedule="one_pass")
 
 
-def test_where_it_cannot_be_had() -> None:
-    hidden, weight, target = torch.ones(2, 4), torch.ones(9, 4), torch.tensor([1, 2])
-    with pytest.raises(
-        ValueError, match="batch_invariant: expected False with backend 'reference'"
-    ):
-        linear_logprobs(hidden, weight, target, backend="reference", batch_invariant=True)
-    with pytest.raises(ValueError, match="max_workspace_bytes: expected room for 16 rows of"):
-        linear_logprobs(
-            hidden, weight, target, backend="chunked", batch_invariant=True,
-            max_workspace_bytes=15 * 9 * 4,
-        )  # fmt: skip
-
-
 def some_logprobs(rows: int = 3, columns: int = 9, invariant: bool = True, **given: object) -> None:
     hidden, weight = torch.randn(rows, 4), torch.randn(columns, 4)
     target = torch.zeros(rows, dtype=torch.int64)

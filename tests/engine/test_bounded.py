@@ -15,7 +15,6 @@ from grpo_kernels import (
     Bounded,
     HeadLoRA,
     LossConfig,
-    SamplingMask,
     TokenBatch,
     explain,
     explain_logprobs,
@@ -316,44 +315,3 @@ def test_explain() -> None:
         assert str(backward) in text  # in the fingerprint
         plan = explain(*of_loss, backward=backward)
         assert plan.schedule == "one_pass" and in_a_loss in str(plan)
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        (dict(tolerance=0.0), "tolerance: expected a float in"),
-        (dict(tolerance="small"), "tolerance: expected a float in"),
-        (dict(slots=0), "slots: expected an int of at least 1"),
-        (dict(seed=-1), "seed: expected an int in"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Bounded(**options)
-
-
-MASK = SamplingMask.from_padded(torch.zeros(8, 1, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        (dict(backward="fast"), "backward: expected 'exact' or a Bounded, got 'fast'"),
-        (
-            dict(backward=Bounded(), outputs=("masked_logprobs",), sampling_mask=MASK),
-            "backward: expected 'exact' for masked_logprobs",
-        ),
-        (dict(outputs=("entries",)), "outputs: expected entries, gradient_error"),
-    ],
-)
-def test_bad_requests(options: dict[str, Any], message: str) -> None:
-    hidden, weight = torch.zeros(8, 4), torch.zeros(9, 4)
-    with pytest.raises(ValueError, match=message):
-        linear_logprobs(hidden, weight, torch.zeros(8).long(), **options)
-
-
-def test_a_loss_with_an_entropy_bonus_is_refused() -> None:
-    batch = TokenBatch.from_padded(torch.zeros(2, 4).long(), torch.ones(2))
-    args = (torch.zeros(2, 4, 3), torch.zeros(9, 3), batch, LossConfig(entropy_coef=0.1))
-    with pytest.raises(ValueError, match="backward: expected 'exact', since the gradient through"):
-        linear_policy_loss(*args, backward=Bounded())

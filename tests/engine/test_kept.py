@@ -129,11 +129,3 @@ def test_opcheck(of_head: bool) -> None:
     check_forward(rows, options)
     needs = (True, of_head, False, False, False)
     check_backward(rows, options, (torch.randn(5), None, None), needs)
-
-
-@pytest.mark.parametrize("bad", (-1, 1.5, True, "all"))
-def test_bad_activation_bytes(bad: object) -> None:
-    with pytest.raises(ValueError, match="^activation_bytes: expected"):
-        linear_logprobs(
-            torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2).long(), activation_bytes=bad
-        )
