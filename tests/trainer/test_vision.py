@@ -299,79 +299,52 @@ def text_model() -> Any:
     return tiny_model()
 
 
+def questions(prompt: Any, **columns: Any) -> Dataset:
+    return Dataset.from_list([{"prompt": prompt} | columns] * 4)
+
+
 def asking(content: Any, **columns: Any) -> Dataset:
     """Return rows of one question with ``content``."""
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": content}]} | columns] * 4)
+    return questions([{"role": "user", "content": content}], **columns)
 
 
 UNREADABLE = dataset().cast_column("image", ImageColumn(decode=False))
 UNREADABLE = UNREADABLE.map(lambda row: {"image": {"bytes": b"none", "path": None}})
-# family, what is wrong with a run, the argument that is named, and how it goes on
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("gemma3", {"processing_class": "llava"}, "processing_class: .* a LlavaProcessor, with whose"),
-    ("qwen3_vl", {"processing_class": "llava"}, "processing_class: .* a LlavaProcessor, with wh"),
-    ("llava", {"model": partial(tiny_model, "llava", image_token_index=7)}, "in which token 7 sta"),
-    ("llava", {"model": text_model}, "expected the processor of Qwen2ForCausalLM"),
-    *(
-        (
-            "llava",
-            {"processing_class": tiny_processor("llava").tokenizer, "train_dataset": rows},
-            "train_dataset: expected no images without a processor",
-        )
-        for rows in map(dataset, ("image", "images", None))
-    ),
+LLAVA = tiny_processor("llava")
+IMAGE_FREE = "train_dataset: expected no images without a processor"
+OTHER = "train_dataset: expected prompts of text and images, got .* of type"
+# what is wrong with a run, and what names it; the family is llava
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"family": "gemma3", "processing_class": LLAVA}, "a LlavaProcessor, with whose"),
+    ({"family": "qwen3_vl", "processing_class": LLAVA}, "a LlavaProcessor, with whose"),
+    ({"model": partial(tiny_model, "llava", image_token_index=7)}, "in which token 7 stand"),
+    ({"model": text_model}, "expected the processor of Qwen2ForCausalLM"),
+    ({"processing_class": LLAVA.tokenizer}, IMAGE_FREE),
+    ({"processing_class": LLAVA.tokenizer, "train_dataset": dataset("images")}, IMAGE_FREE),
+    ({"processing_class": LLAVA.tokenizer, "train_dataset": dataset(None)}, IMAGE_FREE),
+    ({"processing_class": with_template("llava", "?")}, "writes <image> for each image, 1 in all"),
+    ({"train_dataset": UNREADABLE}, "images: expected .* one that cannot be read in"),
+    ({"train_dataset": questions("?", image=picture(0))}, "prompt: expected messages .* in row 2"),
+    ({"train_dataset": asking([{"type": "audio", "audio": "a.wav"}])}, f"{OTHER} 'audio'"),
+    ({"train_dataset": asking([{"image": picture(0)}, {"text": "?"}])}, f"{OTHER} None"),
+    ({"train_dataset": asking(["?"])}, r"train_dataset: expected parts of .*, got '\?'"),
     (
-        "llava",
-        {"processing_class": with_template("llava", "{{ messages[0].role }}")},
-        "expected a chat template that writes <image> for each image, 1 in all",
-    ),
-    ("llava", {"train_dataset": UNREADABLE}, "images: expected .* one that cannot be read in"),
-    (
-        "llava",
-        {"train_dataset": Dataset.from_dict({"prompt": ["?"] * 4, "image": [picture(0)] * 4})},
-        "prompt: expected messages in a row with images, got text in row 2",
-    ),
-    (
-        "llava",
-        {"train_dataset": asking([{"type": "audio", "audio": "a.wav"}])},
-        "train_dataset: expected prompts of text and images, got .* of type 'audio'",
-    ),
-    (
-        "llava",
-        {"train_dataset": asking([{"image": picture(0)}, {"text": "?"}])},
-        "train_dataset: expected prompts of text and images, got .* of type None",
-    ),
-    ("llava", {"train_dataset": asking(["?"])}, r"train_dataset: expected parts of .*, got '\?'"),
-    (
-        "llava",
         {"train_dataset": asking("<image>\n?", image=picture(0))},
         "prompt: expected no <image> in a text .an image goes where a message has",
     ),
+    ({"train_dataset": questions("<image>?")}, "prompt: expected no <image> in a text"),
     (
-        "llava",
-        {"train_dataset": Dataset.from_dict({"prompt": ["<image>?"] * 4})},
-        "prompt: expected no <image> in a text",
-    ),
-    (
-        "llava",
         {"settings": {"use_transformers_continuous_batching": True}},
         "use_transformers_continuous_batching: expected prompts of text, got images",
     ),
-    (
-        "llava",
-        {"rollout_func": lambda prompts, trainer: {}},
-        "rollout_func: expected prompts of text, got images",
-    ),
+    ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func: expected prompts of text"),
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "message"), WRONG)
+@pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_what_is_wrong_is_said_before_anything_is_generated(
-    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    if changes.get("processing_class") == "llava":
-        changes = {"processing_class": tiny_processor("llava")}
-    if "model" in changes:
-        changes = {"model": changes["model"]()}
+    model = {name: value() for name, value in changes.items() if name == "model"}
     with pytest.raises(ValueError, match=message):
-        make(family, tmp_path, **changes).train()
+        make(**{"family": "llava", "folder": tmp_path} | changes | model).train()
