@@ -106,8 +106,13 @@ def sampled_from(problem: Problem) -> SamplingMask:
 
 
 PARTS: dict[str, Callable[[Problem], tuple[dict, dict, dict]]] = {  # settings, batch, options
-    "skipped": lambda p: ({}, {"advantages": p.advantages * torch.tensor([1, 0, 1, 0])}, {}),
+    "skipped": lambda p: ({}, {"advantages": p.advantages * torch.tensor([0, 1, 0, 1])}, {}),
     "measured": lambda p: ({}, {"advantages": p.advantages * 0}, {"metric_rows": "active"}),
+    "gated and skipped": lambda p: (
+        {"top_entropy_quantile": 0.5},
+        {"advantages": p.advantages * torch.tensor([0, 1, 0, 1])},
+        {"schedule": "two_pass"},
+    ),
     "gated": lambda p: ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, {}, {}),
     "tiles": lambda p: ({}, {}, {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
     "sampling mask": lambda p: ({}, {"sampling_mask": sampled_from(p)}, {}),

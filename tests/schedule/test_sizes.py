@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_a_sequence_beside_its_tile(
         schedule=schedule,
     )
     check(case)
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize(
+    "part",
+    ({}, {"lora": 3}, {"sampling_mask": True}, {"main_grad": True}, {"tile_rows": 2}),
+    ids=str,
+)
+def test_fp16_gradients_of_a_huge_ratio(part: dict, schedule: str) -> None:
+    """Those of the logits would be infinite in fp16; the scale falls between two tiles."""
+    schedule = "auto" if "tile_rows" in part else schedule
+    case = Case(dtype="float16", drift="huge", lengths=(17, 9), advantages="token", **part)
+    check(replace(case, schedule=schedule, activation_bytes=0))
 
 
 def test_padded_to_65536() -> None:
