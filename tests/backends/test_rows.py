@@ -110,8 +110,8 @@ def test_matches_fp64(kernels, shape, dtypes):
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_transforms(kernels, name, dtypes, with_entropy):
-    transform = transform_of(name, 6, kernels.device)
-    tile = tile_of(kernels, *random_rows(6, 1007, dtypes[0], spread=8.0), transform)
+    transform = transform_of(name, 12, kernels.device)
+    tile = tile_of(kernels, *random_rows(12, 1007, dtypes[0], spread=8.0), transform)
     check(kernels, tile, dtypes[1], with_entropy)
 
 

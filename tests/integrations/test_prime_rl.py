@@ -202,7 +202,7 @@ def test_a_ratio_per_sequence(host: Host) -> None:
     torch.testing.assert_close(found, own_loss(inputs, "dapo", **settings))
 
 
-@pytest.mark.parametrize("name", [*(set(LOSSES) - set(SUMMED)), "ppo"])
+@pytest.mark.parametrize("name", [*sorted({*LOSSES} - {*SUMMED}), "ppo"])
 def test_losses_that_do_not_sum(name: str) -> None:
     with pytest.raises(ValueError, match="loss_type: expected one of"):
         prime_rl.loss_fn(name)
