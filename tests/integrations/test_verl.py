@@ -7,8 +7,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,28 +155,22 @@ def _number(metric: Any) -> float:
 PER_SAMPLE = torch.tensor([0.7, 1.0, 1.3, 0.9])  # verl's fused heads refuse it, not full logits
 
 
-def given(mode: str, config: Any) -> tuple[Any, ...]:
-    return (*[torch.ones(1, 1)] * 4, mode, config)
-
-
-def registered(mode: str, loss_type: str, config: Any = None, **settings: Any) -> Any:
+def call_own(loss_type: str, mode: str = "token-mean", scale: Any = None, **settings: Any) -> Any:
     """Call a loss of ours by verl's registry."""
     ours.register_policy_loss("own", LossConfig(loss_type=loss_type, **settings))
-    return get_policy_loss_fn("own")(*given(mode, actor() if config is None else config))
+    config, ones = actor(), torch.ones(1, 1)
+    config.global_batch_info["loss_scale_factor"] = scale
+    return get_policy_loss_fn("own")(ones, ones, ones, ones, mode, config)
 
 
-def another_length() -> FSDPActorConfig:
-    config = actor()
-    config.global_batch_info["loss_scale_factor"] = 9
-    return config
+@ours.enabled()
+def patch_for_another_backend() -> None:
+    monkey_patch.patch_forward_with_backends(tiny_model(), True, "cce")
 
 
-def while_on(call: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> None:
-        with ours.enabled():
-            call()
-
-    return run
+@ours.enabled()
+def reduce() -> None:
+    kernel.linear_cross_entropy(*[torch.ones(1, 1)] * 3, 1.0, "mean")
 
 
 ADAPTER = Adapter(
@@ -193,23 +188,17 @@ ADAPTER = Adapter(
     default={"bf16": True},
     switch=ours.SWITCH,
     refused={
-        "impl_backend: expected one of torch, liger, triton": while_on(
-            lambda: monkey_patch.patch_forward_with_backends(tiny_model(), True, "cce")
+        "impl_backend: expected one of torch, liger, triton": patch_for_another_backend,
+        "reduction: expected 'none', got 'mean'": reduce,
+        "name: expected one that verl does not have yet": partial(
+            ours.register_policy_loss, "vanilla", LossConfig()
         ),
-        "reduction: expected 'none', got 'mean'": while_on(
-            lambda: kernel.linear_cross_entropy(*[torch.ones(1, 1)] * 3, 1.0, "mean")
-        ),
-        "name: expected one that verl does not have yet": lambda: ours.register_policy_loss(
-            "vanilla", LossConfig()
-        ),
-        "beta: expected 0": lambda: registered("token-mean", "dapo", beta=0.1),
-        "entropy_coef: expected 0": lambda: registered("token-mean", "dapo", entropy_coef=0.1),
-        "top_entropy_quantile: expected 1": lambda: registered(
-            "token-mean", "dapo", top_entropy_quantile=0.5
-        ),
-        "loss_agg_mode: expected 'seq-mean-token-mean'": lambda: registered("token-mean", "grpo"),
-        "loss_scale_factor: expected None or max_completion_length": lambda: registered(
-            "seq-mean-token-sum-norm", "dr_grpo", another_length(), max_completion_length=8
+        "beta: expected 0": partial(call_own, "dapo", beta=0.1),
+        "entropy_coef: expected 0": partial(call_own, "dapo", entropy_coef=0.1),
+        "top_entropy_quantile: expected 1": partial(call_own, "dapo", top_entropy_quantile=0.5),
+        "loss_agg_mode: expected 'seq-mean-token-mean'": partial(call_own, "grpo"),
+        "loss_scale_factor: expected None or max_completion_length": partial(
+            call_own, "dr_grpo", "seq-mean-token-sum-norm", scale=9, max_completion_length=8
         ),
     },
 )
