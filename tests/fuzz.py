@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 
 from tests.net.cases import Case, cases
 from tests.net.checks import check
@@ -53,7 +54,7 @@ def _options(case: Case) -> Iterator[str]:
         yield f"{name}={case.settings[name]!r}"
 
 
-def find(number: int, count: int, backends: tuple[str, ...], ranks: int, seen: Coverage) -> str:
+def find(number: int, count: int, of: st.SearchStrategy[Case], seen: Coverage) -> str:
     """Check ``count`` cases of a seed; return what to print of a failure, or nothing."""
     failed: list[Case] = []
 
@@ -67,7 +68,7 @@ def find(number: int, count: int, backends: tuple[str, ...], ranks: int, seen: C
         report_multiple_bugs=False,
         print_blob=False,
     )
-    @given(cases(backends, ranks))
+    @given(of)
     def every(case: Case) -> None:
         if not failed:
             seen.add(case)
@@ -92,12 +93,14 @@ def main() -> int:
     parser.add_argument("--backend", default="auto,cpu,chunked,reference", help="names, by commas")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="of each case")
     parser.add_argument("--stop", type=int, default=1000, help="after so many seeds that failed")
+    parser.add_argument("--compiled", action="store_true", help="each also by torch.compile")
     args = parser.parse_args()
+    of = cases(tuple(args.backend.split(",")), args.ranks, args.compiled)
     warnings.simplefilter("ignore")
     seen, findings, start = Coverage(), 0, time.monotonic()
     for block, done in enumerate(range(0, args.cases, BLOCK)):
         number, count = args.seed + block, min(BLOCK, args.cases - done)
-        failure = find(number, count, tuple(args.backend.split(",")), args.ranks, seen)
+        failure = find(number, count, of, seen)
         if failure:
             findings += 1
             print(f"\n--- --seed {number}\n{failure}\n", flush=True)

@@ -27,6 +27,7 @@ TWISTS = (
     "split",
     "checkpoint",
     "no_grad",
+    "compile",  # of cases that are drawn for it: it takes a second
 )
 LOSSES = (*oracle.CLIPPED, "cispo", "sapo", "vespo", "gmpo", "pg", "topr")
 
@@ -76,6 +77,7 @@ class Case:
     main_grad: bool = False
     told: bool = False  # what the loss is multiplied with, for the buffer
     threads: int = 1
+    compiled: bool = False
     ranks: int = 1  # as threads
     shared: str = "vocab"  # by the ranks: the vocabulary, or the tokens of each sequence
     twist: str = "none"
@@ -174,7 +176,10 @@ OUTPUTS = (
 
 @st.composite
 def cases(
-    draw: Callable[[st.SearchStrategy], Any], backends: tuple[str, ...], ranks: int = 1
+    draw: Callable[[st.SearchStrategy], Any],
+    backends: tuple[str, ...],
+    ranks: int = 1,
+    compiled: bool = False,
 ) -> Case:
     """Draw a case, hardly ever one that a documented rule refuses."""
     loss = draw(_mostly(True, False))
@@ -205,7 +210,7 @@ def cases(
         threads=draw(_mostly(1, 2, 3)),
         tile_rows=draw(st.sampled_from((None, 1, 3, 16, 17))),
         autocast=draw(_mostly(False, False, False, True)) and dtype != "float64",
-        twist=draw(_mostly(*TWISTS)),
+        twist=draw(_mostly(*TWISTS[:-1])),
     )
     trained = [name for name in TRAINED if values.get(name, True)]
     values["trained"] = draw(_mostly(*trained))
@@ -216,6 +221,8 @@ def cases(
         values |= _of_loss(draw, values, has_tiles)
     else:
         values |= _of_logprobs(draw, values, has_tiles)
+    if compiled:
+        values |= dict(entry="function", twist="compile", main_grad=False)
     if ranks > 1:
         values |= dict(ranks=2, shared="vocab" if not loss else draw(_mostly("vocab", "sequences")))
         values |= dict(tied=False, bounded=False, entry="function", twist="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,8 @@ def check(case: Case) -> None:
     torch.set_num_threads(case.threads)
     try:
         problem = make_problem(case)
-        with poisoned_allocations():
+        # a mode that dynamo refuses
+        with nullcontext() if case.twist == "compile" else poisoned_allocations():
             got = _accepted(case, problem)
             if got is not None:
                 Judge(case, problem).judge(got)
@@ -118,6 +120,14 @@ def _no_grad(case: Case, problem: Problem, got: Found) -> None:
         Judge(frozen, problem).judge(Found(found.values, {}))
 
 
+def _compile(case: Case, problem: Problem, got: Found) -> None:
+    """Compare; the compiler multiplies gradients itself, which rounds them once more."""
+    torch._dynamo.reset()
+    compiled = run(replace(case, compiled=True), problem)
+    assert_same_bits(Found(got.values, {}), Found(compiled.values, {}))
+    Judge(case, problem).judge(compiled)
+
+
 def _nothing(case: Case, problem: Problem, got: Found) -> None:
     """Do nothing: the second run, if there is one, is in :func:`run`."""
 
@@ -130,4 +140,5 @@ TWISTS = {
     "split": _split,
     "checkpoint": _nothing,
     "no_grad": _no_grad,
+    "compile": _compile,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -218,7 +219,8 @@ def _loss(case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, A
         )
         return policy_loss(getattr(found, name), batch, config, found.entropy)
     shard = shared.get("vocab_shard")
-    return linear_policy_loss(hidden, _head(case, posed, shard), batch, config, **options)
+    function = _entry(case, linear_policy_loss)
+    return function(hidden, _head(case, posed, shard), batch, config, **options)
 
 
 def logprobs(
@@ -240,13 +242,21 @@ def logprobs(
         out = _layer(case, posed)(hidden, target, **options)
     else:
         shard = (shared or {}).get("vocab_shard")
-        out = linear_logprobs(hidden, _head(case, posed, shard), target, **options)
+        function = _entry(case, linear_logprobs)
+        out = function(hidden, _head(case, posed, shard), target, **options)
     keep = posed.keep[rows]
     values = {name: getattr(out, name)[keep] for name in case.outputs}
     for name in ("logprobs", "entropy", "masked_logprobs"):
         if name in case.outputs:
             assert not getattr(out, name)[~keep].any(), f"{name}: expected 0 without a target"
     return values, objective_of(values)
+
+
+def _entry(case: Case, function: Callable) -> Callable:
+    """Return a function of the library as the case calls it: compiled, as one graph."""
+    if not case.compiled:
+        return function
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 def autocast(case: Case) -> contextlib.AbstractContextManager:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from grpo_kernels import available_backends
 from tests.fuzz import Coverage, find
+from tests.net.cases import cases
 
 ON_CPUS = ("auto", "cpu", "chunked", "reference")
 
 
-def assert_none_fails(number: int, count: int, backends: tuple[str, ...], ranks: int = 1) -> None:
-    failure = find(number, count, backends, ranks, Coverage())
+def assert_none_fails(number: int, count: int, *of: Any, **kind: Any) -> None:
+    failure = find(number, count, cases(*of, **kind), Coverage())
     assert not failure, failure
 
 
@@ -23,6 +26,12 @@ def test_generated_cases(number: int) -> None:
 @pytest.mark.parametrize("number", range(4))
 def test_cases_on_two_ranks(number: int) -> None:
     assert_none_fails(number, 40, ON_CPUS[:3], ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(2))
+def test_cases_compiled(number: int) -> None:
+    assert_none_fails(number, 12, ON_CPUS[:3], compiled=True)
 
 
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
