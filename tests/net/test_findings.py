@@ -34,6 +34,16 @@ FINDINGS = {
         backend="chunked",
         schedule="two_pass",
     ),
+    "a row's bits changed with its place, of an adapter where D is no multiple of 8": Case(
+        seed=430,
+        outputs=("logprobs",),
+        lengths=(23,),
+        packed=True,
+        depth=33,
+        lora=3,
+        batch_invariant=True,
+        twist="split",
+    ),
     "threads as ranks waited for one another in the metrics of a sequence group": Case(
         ranks=2, shared="sequences"
     ),

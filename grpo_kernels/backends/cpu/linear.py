@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ class NativeHeadRows(NativeRows, FormsLogits):
         return self._linear(hidden, head, target, "fp32", extras, out)
 
 
-# Rows for which torch forms the small factor of an update at a time: always as many, so that a
-# row's bits are its own. A power of two, as blocks of vectors are.
+# Rows for which torch forms the small factor of an update at a time: always as many, and each
+# begins where a vector does, so that a row's bits are its own. MKL's depend on a row's alignment.
 _FACTOR_ROWS = 256
 _LANES = 16  # tokens of the widest vector
 _RANK_STEP = 8  # kRankStep of csrc/linear.h
@@ -107,17 +107,16 @@ class _LowRank:
     def of(hidden: Tensor, head: Head) -> _LowRank | None:
         if head.lora is None:
             return None
-        lora = head.lora.wide(hidden.dtype)
+        lora, (count, depth) = head.lora.wide(hidden.dtype), hidden.shape
+        aligned = replace(lora, a=pad(lora.a, (0, -depth % _LANES)))
         missing = -lora.rank % _RANK_STEP
         outer = pad(lora.b, (0, missing)) if missing else lora.b.contiguous()
-        inner = hidden.new_zeros(
-            outer.shape[1], -(-hidden.shape[0] // _LANES) * _LANES, dtype=torch.float32
-        )
-        block = hidden.new_zeros(_FACTOR_ROWS, hidden.shape[1], dtype=torch.float32)
-        for start in range(0, hidden.shape[0], _FACTOR_ROWS):
+        inner = hidden.new_zeros(outer.shape[1], -(-count // _LANES) * _LANES, dtype=torch.float32)
+        block = hidden.new_zeros(_FACTOR_ROWS, aligned.a.shape[1], dtype=torch.float32)
+        for start in range(0, count, _FACTOR_ROWS):
             part = hidden[start : start + _FACTOR_ROWS]
-            block[: part.shape[0]] = part
-            factor = lora.inner(block)[: part.shape[0]]
+            block[: part.shape[0], :depth] = part
+            factor = aligned.inner(block)[: part.shape[0]]
             inner[: lora.rank, start : start + part.shape[0]] = factor.t()
         return _LowRank(inner.detach(), outer.detach())
 
