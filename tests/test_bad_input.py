@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import grpo_kernels.batch.host as host
 from grpo_kernels import (
     Bounded,
     FusedLinearGRPOLoss,
@@ -89,7 +90,9 @@ def right(name: str) -> dict[str, Any]:
         "linear_logprobs": rows
         | {"target": target, "temperature": torch.ones(2, 3), "top_k": 3}
         | {"outputs": ("logprobs", "topk_indices"), "backend": "chunked"},
-        "linear_policy_loss": rows | loss | {"main_grad": torch.zeros(9, 4)},
+        "linear_policy_loss": rows
+        | loss
+        | {"main_grad": torch.zeros(9, 4), "gradient_scale": 0.5},
         "explain": rows | loss,
         "explain_logprobs": rows,
         "policy_loss": {
@@ -104,6 +107,7 @@ def right(name: str) -> dict[str, Any]:
         "context_parallel_rows": {
             "cu_seqlens": torch.tensor([0, 4, 8]), "rank": 1, "size": 2, "layout": "head_tail",
         },
+        "from_csr": {"indices": ids, "offsets": offsets},
         "Bounded": {"tolerance": 1e-3, "slots": 8, "exact_weight": True, "seed": 3},
         "LossConfig": {
             "loss_type": "dapo", "beta": 0.1, "importance_sampling_level": "token",
@@ -128,6 +132,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "next_token_targets": next_token_targets,
     "check_next_token_targets": check_next_token_targets,
     "context_parallel_rows": context_parallel_rows,
+    "from_csr": SamplingMask.from_csr,
     "Bounded": Bounded,
     "LossConfig": LossConfig,
 }
@@ -137,7 +142,9 @@ ACCEPTED = {
     ("next_token_targets", "input_ids"): {"ids below 0", "ids too large"},  # it looks at places
     ("check_next_token_targets", "input_ids"): {"ids below 0", "ids too large"},
     ("explain_logprobs", "hidden"): {"no first dimension"},  # any (..., D)
+    ("from_csr", "indices"): {"ids too large"},  # for any vocabulary
     ("linear_logprobs", "temperature"): {"integers"},
+    ("linear_policy_loss", "gradient_scale"): {"-1"},
     ("warm_up", "weight"): {"another device"},
     ("LossConfig", "max_completion_length"): {"1.5"},
     ("LossConfig", "entropy_coef"): {"-1"},
@@ -257,6 +264,10 @@ def loss(**overrides: object) -> object:
     return _without_options("linear_policy_loss", linear_policy_loss, "batch config", overrides)
 
 
+def buffered(buffer: Tensor, **options: object) -> object:
+    return loss(weight=leaf(9, 4), main_grad=buffer, **options)
+
+
 def _without_options(name: str, function: Callable, also: str, overrides: dict) -> object:
     given = right(name)
     return function(
@@ -265,49 +276,120 @@ def _without_options(name: str, function: Callable, also: str, overrides: dict) 
 
 
 WEIGHT, TARGET = torch.randn(9, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+WIDE, TIED = torch.zeros(9, 4), leaf(9, 4)
+IDS, MASKED = torch.arange(3), ("masked_logprobs",)
+FAR, NONE = SamplingMask.from_lists([[53]] * 6), SamplingMask.from_lists([[]] * 6)
 HOT = Head(WEIGHT, transform=Transform(temperature=2.0))
-ENTROPY = LossConfig(entropy_coef=0.1)
+ENTROPY, GATED = LossConfig(entropy_coef=0.1), LossConfig(top_entropy_quantile=0.5)
 
 # call -> the argument that is named, and what makes the case
 CASES: list[tuple[Callable[[], object], str, str]] = [
-    (lambda: batch(target=TARGET - 3), "target", "ids >= 0 .*, got -103"),
+    # a batch
     (lambda: batch(mask=torch.full((2, 3), 0.5)), "mask", "bool or 0 and 1"),
-    (lambda: batch(mask=torch.full((2, 3), -torch.inf)), "mask", "bool or 0 and 1"),
     (lambda: batch(mask=TARGET), "mask", "bool or 0 and 1"),
     (lambda: batch(rollout_logprobs=torch.full((2, 3), -torch.inf)), "rollout_logprobs", "finite"),
+    (lambda: batch(rollout_weights=torch.full((2, 3), -1.0)), "rollout_weights", "finite .* >= 0"),
     (lambda: batch(num_items_in_batch=torch.ones(2)), "num_items_in_batch", r"got shape \(2,\)"),
     (lambda: batch(gradient_accumulation_steps=0), "gradient_accumulation_steps", ">= 1"),
     (lambda: batch(old_logprob=torch.zeros(2, 3)), "old_logprob", "expected one of"),
+    (lambda: batch(lengths=[2, 2]), "lengths", r"\(3, 2\) for these tensors, got \(2, 2\)"),
+    (lambda: batch(active_lengths=[3, 2]), "lengths", "valid tokens that active_lengths are of"),
+    (lambda: batch(lengths=[3, 2], active_lengths=[3, 3]), "active_lengths", "at most"),
     (lambda: packed(0, 3, 5), "cu_seqlens", "T = 6"),
     (lambda: packed(0, 9, 6), "cu_seqlens", "rising"),
+    # a sampling mask
+    (lambda: SamplingMask.from_csr(IDS, torch.tensor([0, 4, 3])), "offsets", "1 of them falling"),
+    (lambda: SamplingMask.from_lists([[3], [True]]), "ids", "expected integers, got True"),
+    (lambda: SamplingMask.from_lists([[2**62]]), "ids", r"token ids in \[0, .* got 46116"),
+    (lambda: SamplingMask.from_padded(IDS), "ids", r"a \(\.\.\., K\) integer tensor"),
+    (lambda: SamplingMask.from_padded(IDS[None].half()), "ids", "int32 or int64"),
+    (lambda: SamplingMask.from_padded(IDS[None] - 4), "ids", r"\[0, .* got -4"),
+    (lambda: logprobs(sampling_mask=IDS, outputs=MASKED), "sampling_mask", "a SamplingMask of 6"),
+    (lambda: logprobs(outputs=MASKED), "sampling_mask", "output 'masked_logprobs', got None"),
+    (lambda: logprobs(sampling_mask=FAR, outputs=MASKED), "sampling_mask", r"\[0, 9\), got 53"),
+    # log-probabilities
     (lambda: logprobs(weight=WEIGHT[:0]), "weight", r"V, D >= 1, got \(0, 4\)"),
     (lambda: logprobs(weight=WEIGHT.double()), "weight", "expected dtype torch.float32"),
-    (lambda: logprobs(target=TARGET.abs() + 6), "target", r"in \[0, 9\) .* got 106"),
     (lambda: logprobs(target=TARGET.int()), "target", "torch.int64"),
     (lambda: logprobs(temperature=0.0), "temperature", "number > 0, got 0.0"),
-    (lambda: logprobs(temperature="hot"), "temperature", "number > 0, got 'hot'"),
-    (lambda: logprobs(temperature=torch.ones(2)), "temperature", r"shape \(2, 3"),
     (lambda: logprobs(temperature=torch.zeros(2, 3)), "temperature", "values > 0"),
     (lambda: logprobs(temperature=torch.ones(2, 3, requires_grad=True)), "temperature", "gradient"),
     (lambda: logprobs(softcap=0.0), "softcap", "> 0, or None"),
     (lambda: logprobs(logit_scale=0.0), "logit_scale", "> 0, got 0.0"),
     (lambda: logprobs(precision="tf32"), "precision", "fp32 tensors on a CUDA device"),
-    (lambda: logprobs(outputs="logprobs"), "outputs", "tuple of names"),
     (lambda: logprobs(outputs=()), "outputs", "tuple of names"),
+    (lambda: logprobs(outputs=("entries",)), "outputs", "entries, gradient_error"),
+    (lambda: logprobs(outputs=("topk_indices",)), "top_k", "a number of ids"),
+    (lambda: logprobs(outputs=("rank",), top_k=3), "top_k", "None without one of the outputs"),
+    (lambda: logprobs(outputs=("topk_indices",), top_k=10), "top_k", r"1 to 9 \(V\), got 10"),
     (lambda: logprobs(max_workspace_bytes=3), "max_workspace_bytes", "at least 36"),
-    (lambda: logprobs(max_workspace_bytes=True), "max_workspace_bytes", "an int or None"),
+    (
+        lambda: logprobs(batch_invariant=True, backend="chunked", max_workspace_bytes=15 * 9 * 4),
+        "max_workspace_bytes",
+        "room for 16 rows",
+    ),
     (lambda: logprobs(weight=HOT), "weight", "Head of temperature 1, .* got 2.0"),
+    (
+        lambda: logprobs(backward=Bounded(), sampling_mask=NONE, outputs=MASKED),
+        "backward",
+        "'exact' for masked_logprobs",
+    ),
+    # a loss
     (lambda: loss(weight=HOT), "weight", "Head of temperature 1, .* got 2.0"),
     (lambda: loss(batch=batch(target=TARGET.abs())), "target", r"in \[0, 9\) .* 100"),
     (lambda: loss(config=LossConfig(beta=0.1)), "ref_logprobs", "got None"),
+    (lambda: loss(config=ENTROPY, backward=Bounded()), "backward", "since the gradient through"),
+    (lambda: loss(config=GATED, metric_rows="active"), "metric_rows", "'all' for a loss whose"),
     (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None beside a Head"),
     (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None beside a Head"),
     (lambda: loss(weight=Head(WEIGHT), logit_scale=2.0), "logit_scale", "1.0 beside a Head"),
+    (
+        lambda: loss(
+            config=LossConfig(rollout_correction_mode="token_mask"),
+            batch=batch(rollout_weights=torch.ones(2, 3), rollout_logprobs=torch.zeros(2, 3)),
+        ),
+        "rollout_weights",
+        "None where rollout_correction",
+    ),
+    (
+        lambda: loss(
+            config=LossConfig(loss_type="vespo"), batch=batch(rollout_logprobs=torch.zeros(2, 3))
+        ),
+        "rollout_correction_mode",
+        "vespo .* 'token_mask'",
+    ),
+    (lambda: buffered(WIDE.half()), "main_grad", "dtype torch.float32"),
+    (lambda: buffered(torch.zeros(4, 9).t()), "main_grad", "a non-contiguous one"),
+    (lambda: buffered(leaf(9, 4)), "main_grad", "a tensor that needs no"),
+    (lambda: loss(weight=TIED, main_grad=TIED.detach()), "main_grad", "a buffer of its own"),
+    (lambda: loss(weight=WEIGHT, main_grad=WIDE), "main_grad", "None for a weight"),
+    (lambda: buffered(WIDE, backend="reference"), "main_grad", "eager reference"),
+    (lambda: loss(gradient_scale=1.0), "gradient_scale", "None without"),
     (lambda: policy_loss(torch.zeros(5).half(), batch(), LossConfig()), "logprobs", "float32"),
     (lambda: policy_loss(torch.zeros(4), batch(), ENTROPY), "logprobs", r"\(5,\) .* or \(2, 3\)"),
     (lambda: policy_loss(torch.zeros(5), batch(), ENTROPY), "entropy", "got None"),
+    # settings
     (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom", "a setting of dapo"),
     (lambda: FusedLinearGRPOLoss(loss_type="ppo"), "loss_type", "one of bnpo, cispo"),
+    (lambda: LossConfig(epsilon=1.0), "epsilon", r"\[0, 1\), got 1.0"),
+    (lambda: LossConfig(temperature=0.0), "temperature", "a finite number > 0"),
+    (lambda: LossConfig(delta=0), "delta", "> 0"),
+    (lambda: LossConfig(dual_clip=1.0), "dual_clip", "> 1"),
+    (lambda: LossConfig(top_entropy_quantile=0.0), "top_entropy_quantile", r"\(0, 1\]"),
+    (lambda: LossConfig(rollout_correction_min=3.0), "rollout_correction_min", "below"),
+    (lambda: LossConfig(loss_type="dr_grpo"), "max_completion_length", "the constant length"),
+    (lambda: LossConfig(loss_type="sapo", delta=2.0), "delta", "a setting of sapo"),
+    (lambda: LossConfig(loss_type="pg", epsilon=0.2), "epsilon", r"a setting of pg \(none\)"),
+    *(
+        (
+            lambda name=name: LossConfig(loss_type=name, importance_sampling_level="sequence"),
+            "importance_sampling_level",
+            name,
+        )
+        for name in ("gmpo", "vespo")
+    ),
+    # warming up
+    (lambda: warm_up(WEIGHT, LossConfig(), inputs=["logprobs"]), "inputs", "some of old_logprobs"),
 ]
 
 
@@ -317,6 +399,26 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
 def test_examples(call: Callable[[], object], argument: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: .*{message}"):
         call()
+
+
+@pytest.mark.parametrize(
+    "target,advantages,counts,message",
+    [
+        (1, 1.0, [2, 2], "lengths: expected another sum"),
+        (1, float("nan"), [2, 1], "finite values"),
+        (-7, 1.0, [2, 1], "target: expected ids >= 0"),
+        (99, 1.0, [2, 1], r"target: expected ids in \[0, 9\)"),
+    ],
+)
+def test_with_counts_values_are_checked_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, target: int, advantages: float, counts: list, message: str
+) -> None:
+    monkeypatch.setattr(host, "reading_is_free", lambda x: False)
+
+    ids, each = torch.full((2, 3), target), torch.full((2,), advantages)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    with pytest.raises(RuntimeError, match=message):
+        loss(batch=TokenBatch.from_padded(ids, each, mask, lengths=counts))
 
 
 def test_nan_on_masked_tokens_is_no_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from grpo_kernels.batch import host
 from grpo_kernels.engine import MainGrad
 from grpo_kernels.head import check_local, on_huge_pages, stats_dtype
+from grpo_kernels.losses import check_number
 
 _ROUNDING = 1e-6  # of a scale that was multiplied together in fp32
 
@@ -72,9 +72,7 @@ def main_grad_of(
         return None
     _check_buffer(buffer, weight, stats_dtype(dtype))
     if gradient_scale is not None:
-        number = isinstance(gradient_scale, int | float) and not isinstance(gradient_scale, bool)
-        if not number or not math.isfinite(gradient_scale):
-            raise ValueError(f"gradient_scale: expected a finite float, got {gradient_scale!r}")
+        check_number("gradient_scale", gradient_scale)
         gradient_scale = float(gradient_scale)
     return MainGradBuffer(buffer=buffer[:columns], gradient_scale=gradient_scale)
 
