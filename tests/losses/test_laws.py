@@ -67,11 +67,6 @@ def test_generated_cases_have_every_loss() -> None:
     assert set(cases.LOSSES) == set(LOSSES)
 
 
-def test_every_loss_names_its_source() -> None:
-    for name, loss in LOSSES.items():
-        assert loss.source, name
-
-
 def test_cispo_warns_below_one() -> None:
     with pytest.warns(UserWarning, match="raw upper bound"):
         LossConfig(loss_type="cispo")
