@@ -1,4 +1,4 @@
-"""What products are made of: oneMKL's GEMMs with fp32 results, ends of rows, huge pages."""
+"""What products are made of: oneMKL's GEMMs with fp32 results, and the ends of rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.backends.base import output_view
-from grpo_kernels.head import clear_row_ends, matmul, mkl
-from grpo_kernels.head.matmul import with_clear_row_ends
+from grpo_kernels.head import mkl
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 DTYPES = [
@@ -56,10 +54,6 @@ def test_mkl_with_any_strides(dtype: torch.dtype) -> None:
             torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_dtypes_that_mkl_does_not_have() -> None:
-    assert not mkl.available(torch.float64) and not mkl.available(torch.float32)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("outputs", (("logprobs",), ("logprobs", "rank")))
 @pytest.mark.parametrize("precision", ("fp32", "input"))
@@ -71,47 +65,3 @@ def test_nan_stays_in_its_row(backend: str, outputs: tuple[str, ...], precision:
         hidden, weight, torch.arange(33), outputs=outputs, precision=precision, backend=backend
     )
     assert out.logprobs.isnan().nonzero().flatten().tolist() == [16]
-
-
-@pytest.mark.parametrize("columns", [1, 5, 31, 33, 257, 1000, 1024])
-def test_products_see_nothing_behind_narrowed_rows(columns: int) -> None:
-    narrowed = output_view(torch.full((32, columns), math.nan), torch.bfloat16)
-    narrowed.normal_()
-    before = narrowed.clone()
-    clear_row_ends(narrowed)
-    assert torch.equal(narrowed, before)
-    weight = torch.randn(columns, 32).bfloat16()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the kernel that reads past the end
-    try:
-        product = torch.mm(narrowed, weight)
-    finally:
-        torch.set_num_threads(threads)
-    torch.testing.assert_close(product, torch.mm(before, weight))
-
-
-def test_only_rows_that_a_product_reads_beyond_are_copied() -> None:
-    for columns, dtype in ((32, torch.bfloat16), (64, torch.float16), (33, torch.float32)):
-        x = torch.zeros(3, columns, dtype=dtype)
-        assert with_clear_row_ends(x) is x
-    x = torch.randn(3, 33).bfloat16()
-    copy = with_clear_row_ends(x)
-    assert torch.equal(copy, x) and copy.stride() == (64, 1)
-    assert not copy.as_strided((3, 31), (64, 1), 33).any()
-
-
-@pytest.mark.parametrize("elements", [0, 1, matmul.MIN_BYTES, matmul.MIN_BYTES + 12345])
-@pytest.mark.parametrize("offset", [0, 1])
-def test_a_tensor_on_huge_pages_stays_what_it_is(elements: int, offset: int) -> None:
-    values = torch.empty(elements + offset, dtype=torch.uint8)[offset:]
-    assert matmul.on_huge_pages(values) is values
-    values.fill_(7)
-    assert (values == 7).all()
-
-
-def test_a_platform_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(matmul.mmap, "MADV_HUGEPAGE", raising=False)
-    matmul._madvise.cache_clear()
-    values = torch.empty(matmul.MIN_BYTES, dtype=torch.uint8)
-    assert matmul.on_huge_pages(values) is values
-    matmul._madvise.cache_clear()

@@ -1,9 +1,8 @@
-"""LossConfig refuses what cannot work, by name."""
+"""Losses of a user's own, and configs by their numbers; bad settings: tests/test_bad_input.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import pickle
 
@@ -23,27 +22,6 @@ from grpo_kernels.losses import (
     config as configs,
 )
 from grpo_kernels.losses.surrogates import Clip
-
-
-@pytest.mark.parametrize(
-    "fields,scope",
-    [
-        ({}, "token"),
-        ({"loss_type": "gspo"}, "sequence"),
-        ({"loss_type": "vespo"}, "sequence"),
-        ({"importance_sampling_level": "sequence_token"}, "sequence"),
-        ({"off_policy_mask_threshold": 0.1}, "sequence"),
-        ({"top_entropy_quantile": 0.2}, "batch"),
-    ],
-)
-def test_scope(fields: dict[str, object], scope: str) -> None:
-    assert LossConfig(**fields).scope() == scope
-
-
-def test_rollout_correction_widens_the_scope_only_with_rollouts() -> None:
-    assert LossConfig().scope(has_rollout=False) == "token"
-    assert LossConfig().scope(has_rollout=True) == "sequence"
-    assert LossConfig(rollout_correction_mode="token_mask").scope(has_rollout=True) == "token"
 
 
 def test_registration_refuses_taken_and_unknown_names() -> None:
@@ -91,19 +69,6 @@ def test_settings_and_surrogates_of_other_losses_are_refused() -> None:
         LossConfig(power=3.0)
     with pytest.raises(ValueError, match="surrogate: expected a Clip for dapo, got Power"):
         LossConfig(surrogate=Power())
-
-
-def test_a_config_is_found_by_its_number_as_long_as_it_lives() -> None:
-    config = LossConfig(beta=0.125, epsilon=0.125)
-    other = LossConfig(beta=0.125)
-    assert LossConfig.of_number(config.number) is config
-    assert LossConfig.of_number(other.number) is other
-    assert dataclasses.replace(other, epsilon=0.125) == config
-    number = other.number
-    del other
-    gc.collect()
-    with pytest.raises(KeyError):
-        LossConfig.of_number(number)
 
 
 def test_a_config_of_another_process_gets_a_number_of_this_one(
