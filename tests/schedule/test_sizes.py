@@ -6,10 +6,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 import grpo_kernels.batch.host as host
-from grpo_kernels import TokenBatch
 from tests.net.cases import Case
 from tests.net.checks import check
 from tests.net.test_net import ON_CPUS, assert_none_fails
@@ -72,15 +70,3 @@ def test_fp16_gradients_of_a_huge_ratio(part: dict, schedule: str) -> None:
     schedule = "auto" if "tile_rows" in part else schedule
     case = Case(dtype="float16", drift="huge", lengths=(17, 9), advantages="token", **part)
     check(replace(case, schedule=schedule, activation_bytes=0))
-
-
-def test_padded_to_65536() -> None:
-    target = torch.randint(0, 11, (2, 65536))
-    mask = torch.ones(2, 65536, dtype=torch.bool)
-    mask[1, 40000:] = False
-    batch = TokenBatch.from_padded(target, torch.tensor([1.0, -1.0]), mask)
-    assert batch.lengths == (65536, 40000)
-    assert torch.equal(batch.target, torch.cat([target[0], target[1, :40000]]))
-    assert batch.rows is not None and int(batch.rows[-1]) == 65536 + 39999
-    assert torch.equal(batch.segments.sum(torch.ones(105536)), torch.tensor([65536.0, 40000.0]))
-    assert batch.narrow(65530, 65540).lengths == (6, 4)
