@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import SamplingMask, linear_logprobs
-from grpo_kernels.testing import assert_all_as_exact_as, poisoned_allocations
+from grpo_kernels import HeadLoRA, SamplingMask, linear_logprobs
+from grpo_kernels.testing import assert_all_as_exact_as, make_problem, poisoned_allocations
 from tests.support.lora_problems import NAMES, LoRAProblem, lora_problem
 from tests.support.targets import targets
 
@@ -23,6 +23,8 @@ class Way:
     frozen: bool = False  # the base of the head
     adapter: bool = False
     masked: bool = False
+    size: float = 0.3  # of the factors
+    scaling: float = 0.75
 
 
 WAYS = {
@@ -33,6 +35,11 @@ WAYS = {
     "slices of a row": Way(dict(activation_bytes=0, max_workspace_bytes=COLUMNS * 4)),
     "an adapter": Way(adapter=True),
     "an adapter, dlogits kept": Way(dict(activation_bytes=1 << 20), adapter=True, frozen=True),
+    "tiny factors": Way(adapter=True, size=1e-8),
+    "huge factors": Way(adapter=True, size=1e4, scaling=1e-4),
+    "huge factors, dlogits kept": Way(
+        dict(activation_bytes=1 << 20), adapter=True, size=1e4, scaling=1e-4
+    ),
     "sampling masks": Way(masked=True),
 }
 
@@ -66,10 +73,72 @@ def run(posed: LoRAProblem, way: Way, exact: bool = False, **options: object) ->
 def test_equals_fp64(
     narrow_slices: None, backend: str, device: torch.device, name: str, dtype: torch.dtype
 ) -> None:
-    posed, way = lora_problem(vocab_size=COLUMNS), WAYS[name]
+    way = WAYS[name]
+    posed = lora_problem(size=way.size, vocab_size=COLUMNS)
+    posed = replace(posed, lora=replace(posed.lora, scaling=way.scaling))
     half = posed.to(device, dtype, torch.float32)
     exact = run(posed, way, exact=True, backend="reference")
     eager = run(half, way, backend="reference")
     with poisoned_allocations():
         got = run(half, way, backend=backend, **way.options)
     assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], 2e-6)
+
+
+@pytest.mark.parametrize("backend,device", targets())
+@pytest.mark.parametrize("of_head", (False, True))
+def test_a_row_without_a_softmax_counts_where_it_has_a_gradient(
+    backend: str, device: torch.device, of_head: bool
+) -> None:
+    problem = make_problem().to(device, torch.float32)
+    hidden = problem.hidden.detach().clone()
+    hidden[0, 1] = torch.nan
+    hidden.requires_grad_()
+    weight = problem.weight.detach().requires_grad_(of_head)
+    for dlogp, spoilt in ((0.0, False), (1.0, True)):
+        out = linear_logprobs(
+            hidden, weight, problem.target, backend=backend, activation_bytes=1 << 20
+        )
+        factor = torch.ones_like(out.logprobs)
+        factor[0, 1] = dlogp
+        inputs = (hidden, weight) if of_head else (hidden,)
+        gradients = torch.autograd.grad(out.logprobs, inputs, factor)
+        assert gradients[0][0, 1].isnan().all() == spoilt
+        assert gradients[0][1:].isfinite().all()
+        assert all(x.isfinite().all() != spoilt for x in gradients[1:])
+
+
+def test_ways_to_build_a_sampling_mask() -> None:
+    lists = [[7, 2, 7], [], [0]]
+    built = [
+        SamplingMask.from_lists(lists),
+        SamplingMask.from_padded(torch.tensor([[7, 2, 7], [-1, -1, -1], [-1, 0, -1]])),
+        SamplingMask.from_csr(torch.tensor([7, 2, 7, 0]), torch.tensor([0, 3, 3, 4])),
+        SamplingMask.from_csr(torch.tensor([7, 2, 7, 0]).int(), torch.tensor([0, 3, 3, 4]).int()),
+    ]
+    for sampling_mask in built:
+        assert (
+            sampling_mask.indices.tolist() == [2, 7, 0]
+            and sampling_mask.indices.dtype == torch.int64
+        )
+        assert sampling_mask.offsets.tolist() == sampling_mask.bounds.tolist() == [0, 2, 2, 3]
+        assert (
+            sampling_mask.num_rows == 3
+            and sampling_mask.max_id == 7
+            and sampling_mask.rows.tolist() == [0, 0, 2]
+        )
+    empty = SamplingMask.from_lists([[], []])
+    assert empty.num_rows == 2 and empty.indices.numel() == 0
+
+
+@pytest.mark.parametrize("scaling", (1.0, -0.5))
+def test_joined_adapters_are_their_sum(scaling: float) -> None:
+    first = lora_problem(rank=2).lora
+    second = replace(lora_problem(rank=5).lora, scaling=scaling)
+    joined = HeadLoRA.joined([first, second])
+    assert joined is not None and joined.rank == 7
+    torch.testing.assert_close(
+        joined.scaling * joined.b @ joined.a,
+        sum(one.scaling * one.b @ one.a for one in (first, second)),
+    )
+    assert joined.a.requires_grad and joined.b.requires_grad
+    assert HeadLoRA.joined([first]) is first and HeadLoRA.joined([]) is None

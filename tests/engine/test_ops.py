@@ -1,0 +1,73 @@
+"""torch's own checks of the torch.library ops: schema, fakes and autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from grpo_kernels import Bounded, SamplingMask, available_backends
+from grpo_kernels.backends import Wanted
+from grpo_kernels.engine import (
+    Rows,
+    RunOptions,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
+)
+from grpo_kernels.engine.kept import NOTHING
+from grpo_kernels.engine.ops import _flat, _forward_call
+from grpo_kernels.head import Head, Transform
+from tests.support.lora_problems import lora_problem
+
+
+@dataclass(frozen=True)
+class Call:
+    options: dict[str, Any] = field(default_factory=lambda: dict(max_workspace_bytes=2 * 53 * 4))
+    wanted: Wanted = Wanted()  # noqa: RUF009
+    needs: tuple[bool, ...] = (True, True, False, False, False)
+    adapter: bool = False
+    masked: bool = False
+
+
+CALLS = {
+    "statistics": Call(wanted=Wanted(extras=True)),
+    "rank": Call(wanted=Wanted(True, True, 0)),
+    "top k": Call(wanted=Wanted(True, False, 3)),
+    "an adapter": Call(adapter=True, needs=(True, False, False, True, True)),
+    "sampling masks": Call(masked=True),
+    "logits kept": Call(dict(activation_bytes=1 << 20)),
+    "entries kept": Call(dict(backward=Bounded(slots=64, exact_weight=False))),
+}
+
+
+@pytest.mark.parametrize(
+    "backend,name",
+    [("chunked", name) for name in CALLS]
+    + [(name, "statistics") for name in available_backends() if name in ("cpu", "triton")],
+)
+def test_opcheck(backend: str, name: str) -> None:
+    call = CALLS[name]
+    posed = lora_problem(sequences=1, length=5).to("cpu", torch.float32, torch.float32)
+    problem = posed.problem
+    transform, lora = Transform(temperature=1.5), posed.lora if call.adapter else None
+    members = SamplingMask.from_lists([[], [7], [52, 3, 3], list(range(53)), [0]])
+    rows = Rows(
+        hidden=problem.hidden[0],
+        head=Head(problem.weight, problem.bias, transform, lora),
+        target=problem.target[0],
+        sampling_mask=members if call.masked else None,
+    )
+    options = RunOptions(backend=backend, **call.options)
+    for needs in ([False] * 5, [True] * 5):
+        opcheck(linear_logprobs_forward, (*_flat(rows, options), *call.wanted, needs))
+    flat = [x.detach() if isinstance(x, Tensor) else x for x in _flat(rows, options)]
+    call_of_forward = (*flat, *call.wanted, list(call.needs))
+    *found, kept = linear_logprobs_forward(*call_of_forward)
+    outer = (None, None, torch.randn(5)) if call.masked else (torch.randn(5), None, None)
+    for keeps in {NOTHING, _forward_call(call_of_forward)[-1].what}:
+        given = (*flat, *found[:3], *outer, kept, keeps, list(call.needs))
+        opcheck(linear_logprobs_backward, given)
