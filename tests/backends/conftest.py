@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -100,11 +99,3 @@ def device(device: torch.device) -> torch.device:
     if device.type == "cpu" and not knobs.runtime.interpret:
         pytest.skip("the interpreter is off")
     return device
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Let a test set the number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

@@ -95,17 +95,12 @@ def head_problem(
     return hidden.to(device), Head(weight.to(device), own_bias, PLAIN), target.to(device)
 
 
-def logits_of(hidden: Tensor, head: Head, precision: str, wide: torch.dtype) -> Tensor:
-    """Return raw logits computed in ``wide``, rounded where ``precision`` says so."""
+def logits_of(hidden: Tensor, head: Head, wide: torch.dtype) -> Tensor:
+    """Return raw logits computed in ``wide``."""
     logits = hidden.to(wide) @ head.weight.to(wide).t()
-    if head.lora is not None:
-        a, b = head.lora.a.to(wide), head.lora.b.to(wide)
-        logits = logits + head.lora.scaling * (hidden.to(wide) @ a.t()) @ b.t()
-    if precision == "input":
-        logits = logits.to(hidden.dtype)
     if head.bias is not None:
-        logits = logits + head.bias.to(logits.dtype)
-    return logits.to(wide)
+        logits = logits + head.bias.to(wide)
+    return logits
 
 
 def statistics(logits: Tensor, target: Tensor, transform: Transform) -> RowStats:

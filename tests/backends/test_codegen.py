@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.triton.codegen import PointwiseKernel, UntraceableError
-from grpo_kernels.batch import Segments
-from grpo_kernels.losses import LOSSES, LossConfig, TokenInputs, run_stage
 from grpo_kernels.losses.kl import KL_ESTIMATORS
-from grpo_kernels.losses.surrogates import Clip
 
 ULP = torch.finfo(torch.float32).eps / 2
 TINY = torch.finfo(torch.float32).tiny
@@ -95,6 +91,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs,
     "clamp": lambda x: x.clamp(-0.3, 0.7),
     "clamp_min": lambda x: x.clamp(min=0.1),
+    "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)),
+    "minimum": lambda x: torch.minimum(x, torch.zeros_like(x)),
     "exp": torch.exp,
     "k3": KL_ESTIMATORS["k3"],
     "k3, derivative": lambda x: with_gradient(KL_ESTIMATORS["k3"])(x)[1],
@@ -120,110 +118,6 @@ def test_operation_at_extremes(name: str, device: torch.device) -> None:
     x = torch.cat([special, *vectors(1, device), *vectors(1, device, scale=1e-4)])
     kernel = PointwiseKernel.trace(lambda x: (UNARY[name](x),), 1)
     assert_as_torch(lambda x: (UNARY[name](x),), [x], kernel, relative=True)
-
-
-def _configs() -> dict[str, LossConfig]:
-    """Return every registered loss of token scope, plain and with the options of the stage."""
-    extras = {"beta": 0.04, "entropy_coef": 0.01}
-    correction = {"rollout_correction_mode": "token_mask", "rollout_correction_min": 0.5}
-    configs = {}
-    for name, loss in LOSSES.items():
-        common = {"loss_type": name, "max_completion_length": 9}
-        if "epsilon_high" in loss.settings:
-            common["epsilon_high"] = 1.2
-        configs[name] = LossConfig(**common)
-        bounds = {"delta": 1.5, "dual_clip": 3.0} if loss.surrogate is Clip else {}
-        for estimator in ("k1", "k2", "k3", "abs"):
-            options = {**common, **extras, **bounds, **correction}
-            configs[f"{name}-{estimator}"] = LossConfig(**options, kl_estimator=estimator)
-    return {k: c for k, c in configs.items() if "token" in (c.scope(True), c.scope(False))}
-
-
-class _NoSegments(Segments):
-    def __init__(self) -> None: ...
-
-    def sum(self, values: Tensor) -> Tensor:
-        raise AssertionError("a token-scope loss reduced over a sequence")
-
-    mean = expand = sum
-
-
-def _stage(config: LossConfig) -> Callable[..., tuple[Tensor, ...]]:
-    segments = _NoSegments()
-
-    def stage(lp, entropy, advantage, weight, entropy_weight, old, ref, *rollout):
-        x = TokenInputs(
-            lp, entropy, advantage, weight, entropy_weight, old, ref, *(rollout or (None,))
-        )
-        return tuple(vector for vector in run_stage(x, segments, config) if vector is not None)
-
-    return stage
-
-
-def posed(key: str, device: torch.device) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Return a registered loss with its derivative, and its inputs."""
-    config = _configs()[key]
-    count = 8 if config.scope(True) == "token" else 7  # with rollout log-probabilities, or without
-    inputs = vectors(count, device, scale=0.5)
-    inputs[3], inputs[4] = inputs[3].abs(), inputs[4].abs()
-    return _stage(config), inputs
-
-
-@pytest.mark.parametrize("key", _configs())
-def test_registered_loss(key: str, device: torch.device) -> None:
-    fn, inputs = posed(key, device)
-    assert_as_torch(fn, inputs, PointwiseKernel.trace(fn, len(inputs)))
-
-
-@pytest.mark.parametrize("key", ("dapo-k3", "sapo-k1", "cispo-k2", "topr-abs"))
-def test_nan_spreads_as_in_torch(key: str, device: torch.device) -> None:
-    fn, inputs = posed(key, device)
-    kernel = PointwiseKernel.trace(fn, len(inputs))
-    for position in (0, 2, 5, 6):  # log-probabilities: the policy's, old and reference; advantage
-        with_nan = [x.clone() for x in inputs]
-        with_nan[position][3] = float("nan")
-        assert_as_torch(fn, with_nan, kernel)
-
-
-def test_on_policy_ratio_is_exactly_one(device: torch.device) -> None:
-    fn = with_gradient(lambda lp, advantage: -(lp - lp.detach()).exp() * advantage)
-    lp, advantage = vectors(2, device, scale=30)
-    loss, dlp = PointwiseKernel.trace(fn, 2)(lp, advantage)
-    assert torch.equal(loss, -advantage) and torch.equal(dlp, -advantage)
-
-
-def _in_place(x: Tensor) -> tuple[Tensor]:
-    y = x * 2
-    y.add_(1).mul_(x)
-    return (y.masked_fill_(x > 0.5, -1.0),)
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "in place, of own values": _in_place,
-    "flags": lambda x: (x + 1, x > 0),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_vectors(name: str, device: torch.device) -> None:
-    """Of any length, apart in memory and at one place of it."""
-    kernel = PointwiseKernel.trace(FUNCTIONS[name], 1)
-    pairs = torch.randn(20, 2, device=device)
-    for x in (*(pairs.new_ones(n) for n in (0, 1, 1024)), pairs[:, 1], pairs[0, 0].expand(20)):
-        for got, want in zip(kernel(x), FUNCTIONS[name](x), strict=True):
-            assert torch.equal(got, want)
-
-
-def test_constants_need_no_input(device: torch.device) -> None:
-    kernel = PointwiseKernel.trace(lambda x: (torch.zeros_like(x), torch.full_like(x, 1e-40)), 1)
-    assert all(not value.any() for value in kernel(torch.ones(5, device=device)))
-
-
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_traces_and_runs_without_gradients(mode: Callable[[], Any], device: torch.device) -> None:
-    with mode():
-        kernel = PointwiseKernel.trace(with_gradient(lambda lp: lp * lp), 1)
-        assert kernel(torch.ones(5, device=device))[1].tolist() == [2.0] * 5
 
 
 SCALE = torch.tensor(2.0)
@@ -259,21 +153,3 @@ def test_what_cannot_be_traced_is_named(name: str) -> None:
     fn, message = UNTRACEABLE[name]
     with pytest.raises(UntraceableError, match=message):
         PointwiseKernel.trace(fn, 1)
-
-
-@pytest.mark.parametrize("names", (("a", "a"), ("a",), ("a", "out0"), ("a", "b c")))
-def test_unsuitable_names(names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="names: expected 2"):
-        PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=names)
-
-
-def test_unsuitable_inputs_are_named(device: torch.device) -> None:
-    kernel = PointwiseKernel.trace(lambda x, y: (x + y,), 2, names=("a", "b"))
-    x = torch.ones(3, device=device)
-    for inputs, message in (
-        ((x,), "inputs: expected 2, got 1"),
-        ((x, x[:2]), r"b: expected \(3,\)"),
-        ((x, x.double()), "b: expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            kernel(*inputs)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import mmap
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_kernels.backends.cpu import NATIVE_ENTRIES, NATIVE_LINEAR
-from grpo_kernels.backends.entries import Entries
+from grpo_kernels.backends import cpu
+from grpo_kernels.backends.cpu import NATIVE_LINEAR
+from grpo_kernels.backends.cpu.entries import NativeEntries
+from grpo_kernels.backends.cpu.linear import NativeHeadRows, NativeLinear
 from grpo_kernels.head import Head, Transform
 from tests.backends.conftest import ISAS
+from tests.net.test_net import assert_none_fails
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages and limits of Linux"),
     pytest.mark.skipif(not ISAS, reason="no native kernels"),
 ]
-CSRC = Path(__file__).parents[2] / "csrc"
 
 _GUARDED = """
 import ctypes, itertools, mmap, sys, torch
@@ -84,6 +84,17 @@ def test_in_a_process(program: str) -> None:
     assert done.stdout.strip() == "done", done.stderr
 
 
+@pytest.mark.parametrize("rank", range(len(ISAS)), ids=ISAS)
+def test_generated_cases_of_every_instruction_set(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Those of other tests run what is best here."""
+    monkeypatch.setattr(cpu, "NATIVE_HEAD_ROWS", NativeHeadRows(rank))
+    monkeypatch.setattr(cpu, "NATIVE_LINEAR", NativeLinear(rank))
+    monkeypatch.setattr(cpu, "NATIVE_ENTRIES", NativeEntries(rank))
+    assert_none_fails(103, 60, ("cpu",))
+
+
 @contextmanager
 def at_most(more: int) -> Iterator[None]:
     """Limit the process to ``more`` further bytes of addresses."""
@@ -108,41 +119,3 @@ def test_out_of_memory_is_torchs_error() -> None:
         NATIVE_LINEAR(hidden, head, target, "fp32", False)
     few = Head(torch.zeros(9, 8), None, Transform())
     assert NATIVE_LINEAR(hidden, few, target, "fp32", False).logp.isfinite().all()
-
-
-def test_so_is_that_of_products_with_entries() -> None:
-    entries = Entries(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3),
-                      torch.ones(2, dtype=torch.int32), *torch.zeros(3, 2))  # fmt: skip
-    out = torch.empty(1 << 28, 0)  # where its rows' entries begin would take 2 GB
-    message = "grpo_transposed_matmul: can't allocate memory to work on 2 rows of 3 entries"
-    with at_most(64 << 20), pytest.raises(torch.OutOfMemoryError, match=message):
-        NATIVE_ENTRIES.transposed_matmul(entries, torch.ones(2), torch.empty(2, 0), out, False)
-
-
-_STARVED = """
-#include "threads.h"
-
-int main() {
-  std::atomic<int> done{0};
-  try {
-    grpo::share(8, 4, [&](const auto& next) {
-      for (int64_t item; (item = next()) < 8; ++done) {
-        if (item == 3) throw std::bad_alloc();
-      }
-    });
-  } catch (const std::bad_alloc&) {
-    return done == 7 ? 0 : 1;
-  }
-  return 2;
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("g++") is None or not CSRC.exists(), reason="no compiler")
-def test_a_starved_thread_is_noticed_once_all_have_ended(tmp_path: Path) -> None:
-    source, program = tmp_path / "starved.cpp", tmp_path / "starved"
-    source.write_text(_STARVED)
-    subprocess.run(
-        ["g++", "-std=c++17", "-pthread", f"-I{CSRC}", str(source), "-o", str(program)], check=True
-    )
-    assert subprocess.run([str(program)], check=False).returncode == 0

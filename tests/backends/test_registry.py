@@ -12,32 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels import available_backends
 from grpo_kernels.backends import (
     BACKEND_VARIABLE,
-    BACKENDS,
     choose_backend,
-    chunk_rows,
     triton_install,
     why_backend,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def test_available_backends_end_with_the_ones_that_run_everywhere() -> None:
-    assert available_backends()[-2:] == ("chunked", "reference")
-
-
-def test_the_interpreter_is_never_chosen_by_itself() -> None:
-    assert choose_backend("auto", CPU, torch.float32).name in ("cpu", "chunked")
-
-
-def test_fp64_takes_the_torch_path_and_says_why() -> None:
-    chosen = choose_backend("auto", CPU, torch.float64)
-    assert chosen.name == "chunked"
-    reasons = why_backend(chosen, "auto", CPU, torch.float64)
-    assert any("fp64" in reason for reason in reasons)
 
 
 def test_argument_beats_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,20 +56,6 @@ def test_missing_native_library_is_announced_once(
     cpu.announce_absence.cache_clear()
 
 
-def test_tile_fits_the_workspace() -> None:
-    assert chunk_rows(1000, torch.float32, "fp32", CPU, 1000 * 4 * 200) == 192
-    assert chunk_rows(1000, torch.bfloat16, "fp32", CPU, 1000 * 4 * 7) == 7
-    assert chunk_rows(1000, torch.bfloat16, "input", CPU, 1000 * 2 * 7) == 7
-    with pytest.raises(ValueError, match="max_workspace_bytes: expected at least 4000"):
-        chunk_rows(1000, torch.float32, "fp32", CPU, 3999)
-
-
-def test_backends_are_loaded_lazily() -> None:
-    assert set(BACKENDS) == {"triton", "cpu", "chunked", "reference"}
-    logprobs = linear_logprobs(torch.randn(2, 3), torch.randn(4, 3), torch.tensor([0, 1])).logprobs
-    assert logprobs.shape == (2,)
-
-
 Patch = pytest.MonkeyPatch
 
 
@@ -102,7 +71,8 @@ def hopper(monkeypatch: Patch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     set_driver(monkeypatch, object())
-    set_capability(monkeypatch, 9, 0)
+    properties = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for function in cached:
         function.cache_clear()
     yield
@@ -114,11 +84,6 @@ def set_driver(monkeypatch: Patch, active: object) -> None:
     from triton.runtime import driver
 
     monkeypatch.setattr(type(driver), "active", active)
-
-
-def set_capability(monkeypatch: Patch, major: int, minor: int) -> None:
-    properties = SimpleNamespace(major=major, minor=minor)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 def not_installed(monkeypatch: Patch) -> None:
@@ -171,19 +136,6 @@ def test_a_gpu_without_triton(
         warnings.simplefilter("error")
         assert choose_backend("auto", GPU, torch.float32) is chosen
     assert why_backend(chosen, "auto", GPU, torch.bfloat16)[0].startswith(f"not triton: {reason}")
-
-
-@pytest.mark.usefixtures("hopper")
-def test_bf16_on_a_gpu_without_it(monkeypatch: Patch) -> None:
-    assert choose_backend("auto", GPU, torch.bfloat16).name == "triton"
-    set_capability(monkeypatch, 7, 5)
-    reason = "bf16 takes a device of compute capability 8.0, and this is sm_75"
-    with pytest.raises(ValueError, match=f"backend: 'triton' cannot run: {reason}"):
-        choose_backend("triton", GPU, torch.bfloat16)
-    chosen = choose_backend("auto", GPU, torch.bfloat16)
-    assert chosen.name == "chunked"
-    assert why_backend(chosen, "auto", GPU, torch.bfloat16)[0] == f"not triton: {reason}"
-    assert choose_backend("auto", GPU, torch.float16).name == "triton"
 
 
 def test_the_oldest_triton_is_the_declared_one() -> None:

@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import available_backends, explain_logprobs, linear_logprobs
-from grpo_kernels.backends import Wanted, topk
-from grpo_kernels.engine import Rows, RunOptions
-from grpo_kernels.head import Head, Transform
-from grpo_kernels.testing import make_problem, poisoned_allocations
+from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels.testing import poisoned_allocations
 from tests.support.heads import HEADS, head_options
-from tests.support.op_checks import check_forward
 from tests.support.targets import targets
 
 OUTPUTS = ("rank", "topk_logprobs", "topk_indices", "is_top1", "logprobs", "mean_logit")
@@ -69,21 +65,6 @@ def test_equal_scores_stand_in_the_order_of_their_ids(
         assert out.entropy is None and out.topk_logprobs.dtype == out.logprobs.dtype
 
 
-@pytest.mark.parametrize("backend", [name for name in ALL if name != "reference"])
-def test_blocks_and_tiles_change_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem(1, 7, 5, 31).to("cpu", torch.float32)
-    names = ("rank", "topk_indices")
-
-    def run(**options: object) -> list[Tensor]:
-        args = (problem.hidden, problem.weight, problem.target)
-        out = linear_logprobs(*args, top_k=4, outputs=names, backend=backend, **options)
-        return [out.rank, out.topk_indices]
-
-    whole = run()
-    monkeypatch.setattr(topk, "_CPU_ELEMENTS", 2 * 31)
-    assert all(map(torch.equal, run(max_workspace_bytes=31 * 4 * 3), whole))
-
-
 @pytest.mark.parametrize("backend", ALL)
 def test_unusual_scores(backend: str) -> None:
     """Saturated ones and signed zeros are equal, -inf comes last."""
@@ -105,31 +86,3 @@ def test_a_row_without_a_softmax_has_no_order(backend: str, bad: list[float]) ->
     )  # fmt: skip
     assert out.rank.tolist() == [-1] and out.topk_indices.tolist() == [[-1] * 4]
     assert not out.is_top1 and out.topk_logprobs.isnan().all()
-
-
-def test_few_finite_scores_of_many() -> None:
-    bias = torch.full((1000,), -INFINITY)
-    bias[[999, 500, 17]] = torch.tensor([1.0, 2.0, 1.0])
-    out = linear_logprobs(
-        torch.zeros(1, 2), torch.zeros(1000, 2), torch.tensor([3]), bias=bias, top_k=6,
-        outputs=OUTPUTS, backend="chunked",
-    )  # fmt: skip
-    assert out.topk_indices.tolist() == [[500, 17, 999, 0, 1, 2]]
-    assert out.rank.item() == 6
-
-
-@pytest.mark.parametrize("backend", [name for name in ALL if name != "reference"])
-@pytest.mark.parametrize("rank,top_k", ((True, 0), (False, 3)))
-def test_opcheck(backend: str, rank: bool, top_k: int) -> None:
-    problem = make_problem(1, 5, values_in=torch.float32).to("cpu", torch.float32)
-    head = Head(problem.weight, problem.bias, Transform(temperature=1.5))
-    rows = Rows(hidden=problem.hidden[0], head=head, target=problem.target[0])
-    options = RunOptions(backend=backend, max_workspace_bytes=2 * 53 * 4)
-    check_forward(rows, options, Wanted(True, rank, top_k))
-
-
-def test_explain_says_that_there_is_a_tile() -> None:
-    hidden, weight = torch.zeros(2, 4), torch.zeros(9, 4)
-    plan = explain_logprobs(hidden, weight, tiled=True)
-    assert "tile" in plan.forward and "a tile of logits: some of what" in str(plan)
-    assert "a tile of logits" not in str(explain_logprobs(hidden, weight))

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every target, without spills and within shared memory."""
+"""Every Triton kernel compiles for every target, and warm_up compiles all that steps launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,19 +16,75 @@ pytest.importorskip("triton")
 
 from tests.backends.compile_gate import command, fits
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+LINEAR = {"linear_stats_kernel": 1, "_merge_splits_kernel": 1}
+FUSED = {"_row_loss_kernel": 1, "_scale_kernel": 2, "_dlogits_kernel": 1}
 
 
-@pytest.mark.slow
+def environment(**variables: str) -> dict[str, str]:
+    """Return that of a process without the interpreter, which replaces triton.jit at import."""
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | variables
+
+
+def two_processes(folder: Path, fate: str) -> list[dict[str, Any] | None]:
+    """Run ``warm_up_processes``; return what each says, None of one that was killed."""
+    variables = environment(TRITON_CACHE_DIR=str(folder / "cache"), OMP_NUM_THREADS="1")
+    words = [sys.executable, "-m", "tests.backends.warm_up_processes", str(folder)]
+    processes = [
+        subprocess.Popen(
+            [*words, str(rank), fate], stdout=subprocess.PIPE, cwd=ROOT, env=variables, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate()[0] for process in processes]
+    return [json.loads(each.splitlines()[-1]) if each else None for each in said]
+
+
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942"))
 def test_kernels_compile(target: str) -> None:
-    # the interpreter replaces triton.jit at import, so compilation needs a process without it
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    run = subprocess.run(command(target), capture_output=True, text=True, env=environment, cwd=ROOT)
+    run = subprocess.run(
+        command(target), capture_output=True, text=True, env=environment(), cwd=ROOT
+    )
     assert run.returncode == 0, run.stderr
     listed, *results = map(json.loads, run.stdout.splitlines())
     compiled = {result["kernel"] for result in results}
     assert set(listed["kernels"]) <= compiled, "a kernel without a case in gate_cases.py"
     for result in results:
         assert fits(result), result
+
+
+def test_warm_up_compiles_what_steps_of_any_number_of_rows_launch() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.backends.warm_up_steps"],
+        capture_output=True, text=True, cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found and {name: case for name, case in found.items() if any(case.values())} == {}
+
+
+def test_one_process_of_a_machine_compiles_for_all(tmp_path: Path) -> None:
+    first, second = two_processes(tmp_path, "works")
+    assert first is not None and first["error"] is None
+    assert Counter(first["compiled"]) == Counter({**LINEAR, **FUSED})
+    assert second is not None and second["error"] is None
+    assert second["compiled"] == [] and set(second["found"]) == set(first["compiled"])
+
+
+@pytest.mark.parametrize(
+    ("fate", "error"),
+    [("gets a bad argument", "schedule: expected one of"), ("cannot compile", "no compiler")],
+)
+def test_nobody_waits_for_a_process_that_failed(tmp_path: Path, fate: str, error: str) -> None:
+    first, second = two_processes(tmp_path, fate)
+    assert first is not None and first["error"].startswith(error) and first["compiled"] == []
+    assert second is not None and second["error"] is None
+    assert Counter(second["compiled"]) == Counter(LINEAR)
+
+
+def test_a_process_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    first, second = two_processes(tmp_path, "is killed")
+    assert first is None
+    assert second is not None and second["error"] and second["compiled"] == []

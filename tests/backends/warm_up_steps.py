@@ -1,4 +1,4 @@
-"""What warm_up and training steps would compile: ``python -m tests.backends.warm_up_steps CASE...``
+"""What warm_up and training steps would compile: ``python -m tests.backends.warm_up_steps``
 
 prints a JSON object by case, in a process without ``TRITON_INTERPRET``; see :class:`Found`.
 """
@@ -107,13 +107,10 @@ CASES = {
 
 @dataclass
 class Found:
-    """Kernels and how many variants of each."""
+    """Where warm_up and the steps after it differ."""
 
-    warm: dict[str, int]  # compiled by warm_up
-    step: dict[str, int]  # launched by a step of few rows
     missing: dict[str, list[str]]  # by call: kernels that a step compiles after warm_up
     unused: dict[str, int]  # compiled by warm_up for no step
-    digests: list[str]  # of what warm_up compiles
 
 
 def run(case: Case, found: fake_driver.Variants) -> Found:
@@ -125,18 +122,16 @@ def run(case: Case, found: fake_driver.Variants) -> Found:
         found.clear()
         warm_up(head, config, dtype=case.dtype, inputs=case.inputs, **options)
         warm = dict(found)
-        assert all(x is None or x.grad is None for x in head.tensors)
+        assert warm and all(x is None or x.grad is None for x in head.tensors)
         launched: fake_driver.Variants = {}
-        missing, step = {}, None
+        missing = {}
         for call, variants in _calls(case, head, config, options, found):
             more = [name for digest, name in variants.items() if digest not in warm]
             if more:
                 missing[call] = more
-            step = dict(Counter(variants.values())) if step is None else step
             launched |= variants
     unused = Counter(name for digest, name in warm.items() if digest not in launched)
-    assert step is not None
-    return Found(dict(Counter(warm.values())), step, missing, dict(unused), sorted(warm))
+    return Found(missing, dict(unused))
 
 
 def _calls(
@@ -173,5 +168,5 @@ if __name__ == "__main__":
     for module in ("sweep", "recompute"):  # rows of a tile as on a GPU, of tensors on a CPU
         place = sys.modules[f"grpo_kernels.engine.{module}"]
         place.row_pitch = lambda columns, dtype, _: row_pitch(columns, dtype, torch.device("cuda"))
-    results = {name: run(CASES[name], variants) for name in sys.argv[1:] or CASES}
+    results = {name: run(case, variants) for name, case in CASES.items()}
     print(json.dumps({name: dataclasses.asdict(each) for name, each in results.items()}))

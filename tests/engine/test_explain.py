@@ -68,10 +68,8 @@ LOSS_SAYS = {
     "rows of zero advantage: not computed": dict(metric_rows="active"),
     "keeps entries": dict(backward=Bounded()),
     "2 GEMMs in all": dict(backward=Bounded()),
-    "1 GEMM in all": dict(backward=Bounded(exact_weight=False)),
     "logits are formed again": dict(schedule="two_pass", activation_bytes=0),
     "would keep dlogits": dict(schedule="two_pass"),
-    "3 GEMMs in all": dict(schedule="two_pass", activation_bytes=1 << 20),
 }
 
 

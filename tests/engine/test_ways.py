@@ -115,17 +115,10 @@ def test_ways_to_build_a_sampling_mask() -> None:
         SamplingMask.from_csr(torch.tensor([7, 2, 7, 0]), torch.tensor([0, 3, 3, 4])),
         SamplingMask.from_csr(torch.tensor([7, 2, 7, 0]).int(), torch.tensor([0, 3, 3, 4]).int()),
     ]
-    for sampling_mask in built:
-        assert (
-            sampling_mask.indices.tolist() == [2, 7, 0]
-            and sampling_mask.indices.dtype == torch.int64
-        )
-        assert sampling_mask.offsets.tolist() == sampling_mask.bounds.tolist() == [0, 2, 2, 3]
-        assert (
-            sampling_mask.num_rows == 3
-            and sampling_mask.max_id == 7
-            and sampling_mask.rows.tolist() == [0, 0, 2]
-        )
+    for mask in built:
+        assert mask.indices.tolist() == [2, 7, 0] and mask.indices.dtype == torch.int64
+        assert mask.offsets.tolist() == mask.bounds.tolist() == [0, 2, 2, 3]
+        assert (mask.num_rows, mask.max_id, mask.rows.tolist()) == (3, 7, [0, 0, 2])
     empty = SamplingMask.from_lists([[], []])
     assert empty.num_rows == 2 and empty.indices.numel() == 0
 
