@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, IterableDataset
 
 from grpo_trainer import DatasetMixtureConfig, TrlParser, get_dataset
 from grpo_trainer.scripts import DatasetConfig
@@ -20,18 +20,22 @@ def _in_tmp_path(tmp_path, monkeypatch):
         Dataset.from_list(rows).to_json(f"{name}.jsonl")
 
 
-def mixture(**changes) -> DatasetMixtureConfig:
-    columns = ["prompt", "answer"]
-    items = [{"path": f"{name}.jsonl", "columns": columns} for name in "ab"]
+def mixture(fractions=(None, None), **changes) -> DatasetMixtureConfig:
+    items = [
+        {"path": f"{name}.jsonl", "columns": ["prompt", "answer"], "fraction": fraction}
+        for name, fraction in zip("ab", fractions, strict=True)
+    ]
     return DatasetMixtureConfig(datasets=items, **changes)
 
 
-def test_one_after_the_other():
-    loaded = get_dataset(mixture())
-    assert isinstance(loaded, DatasetDict) and list(loaded) == ["train"]
-    assert loaded["train"].column_names == ["prompt", "answer"]
-    names = [row["prompt"] for row in loaded["train"]]
-    assert names == [*(f"a{i}" for i in range(8)), *(f"b{i}" for i in range(4))]
+def test_fractions():
+    for fractions, taken in (((None, None), (8, 4)), ((1, 1), (4, 4)), ((1, 0), (8, 0))):
+        loaded = get_dataset(mixture(fractions))["train"]
+        assert loaded.column_names == ["prompt", "answer"]
+        names = [
+            f"{name}{i}" for name, count in zip("ab", taken, strict=True) for i in range(count)
+        ]
+        assert list(loaded["prompt"]) == names
 
 
 def test_a_split_for_evaluation():
@@ -42,34 +46,20 @@ def test_a_split_for_evaluation():
         assert (len(loaded["train"]), len(loaded["test"])) == (12 - rows, rows)
 
 
-def test_fractions():
-    config = mixture()
-    for item, fraction in zip(config.datasets, (1, 1), strict=True):
-        item.fraction = fraction
-    names = [row["prompt"] for row in get_dataset(config)["train"]]
-    assert names == [*(f"a{i}" for i in range(4)), *(f"b{i}" for i in range(4))]
-    config.datasets[1].fraction = 0
-    assert len(get_dataset(config)["train"]) == 8
-
-
-def test_streaming():
-    loaded = get_dataset(mixture(streaming=True))["train"]
-    assert isinstance(loaded, IterableDataset) and len(list(loaded)) == 12
-
-
 def test_formats_and_options():
-    item = DatasetConfig(path="json", data_files=["a.jsonl"], split="train[:2]")
-    assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == 2
-    item = DatasetConfig(path="a.jsonl", split="test[2:3]")  # a file is any split
-    assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == 1
+    streamed = get_dataset(mixture(streaming=True))["train"]
+    assert isinstance(streamed, IterableDataset) and len(list(streamed)) == 12
+    for item, rows in (
+        ({"path": "json", "data_files": ["a.jsonl"], "split": "train[:2]"}, 2),
+        ({"path": "a.jsonl", "split": "test[2:3]"}, 1),  # a file is any split
+    ):
+        assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == rows
 
 
 def test_in_a_file_and_on_the_command_line():
-    Path("run.yaml").write_text(
-        "datasets:\n  - path: a.jsonl\n    columns: [prompt]\n  - {path: b.jsonl, split: train}\n"
-        "test_split_size: 0.5\n"
-    )
-    [config] = TrlParser(DatasetMixtureConfig).parse_args_and_config(["--config", "run.yaml"])
+    Path("run.yaml").write_text("datasets: [{path: a.jsonl, columns: [prompt]}, {path: b.jsonl}]")
+    words = ["--config", "run.yaml", "--test_split_size", "0.5"]
+    [config] = TrlParser(DatasetMixtureConfig).parse_args_and_config(words)
     assert config.datasets == [
         DatasetConfig(path="a.jsonl", columns=["prompt"]),
         DatasetConfig(path="b.jsonl"),
@@ -80,30 +70,31 @@ def test_in_a_file_and_on_the_command_line():
     assert [item.path for item in config.datasets] == ["a.jsonl", "b.jsonl"] and config.streaming
 
 
-def test_what_cannot_be_mixed():
-    path = {"path": "a.jsonl"}
-    for items, message in (
+PATH = {"path": "a.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
         ([], "datasets: expected at least one, got none"),
         ([{"name": "x"}], "datasets: expected a path, and beside it some of path, name, .* got"),
-        ([path | {"colums": ["a"]}], "datasets: expected a path, and beside it .*colums"),
-        ([path | {"columns": ["a", "prompt"]}], "expected columns of 'a.jsonl', got a"),
-        ([path | {"fraction": 1}, path], "a fraction > 0 for all of them or for none, got 1, None"),
-        ([path | {"fraction": -1}], "datasets: expected a fraction > 0"),
-        ([{"path": "missing.jsonl"}], "dataset 'missing.jsonl': no such file"),
-        (
-            [{"path": "a.jsonl", "name": "x", "data_files": "b.jsonl"}],
-            "dataset 'a.jsonl': expected a file alone, got config 'x', data_files 'b.jsonl'",
-        ),
-        ([{"path": None}], "datasets: expected str as path, got None"),
-        ([path | {"split": None}], "datasets: expected str as split, got None"),
-        ([path | {"columns": "prompt"}], "datasets: expected .*list.* as columns, got 'prompt'"),
-        ([path | {"fraction": "0.5"}], "datasets: expected .* as fraction, got '0.5'"),
-        ([path, {"path": "other.jsonl"}], "datasets: expected columns of the same types"),
-    ):
-        Dataset.from_list([{"prompt": 1}]).to_json("other.jsonl")
-        with pytest.raises(ValueError, match=message):
-            get_dataset(DatasetMixtureConfig(datasets=items))
+        ([PATH | {"colums": ["a"]}], "datasets: expected a path, and beside it .*colums"),
+        ([PATH | {"columns": ["a", "prompt"]}], "expected columns of 'a.jsonl', got a"),
+        ([PATH | {"fraction": 1}, PATH], "a fraction > 0 for all of them or for none, got 1, None"),
+        ([PATH | {"fraction": -1}], "datasets: expected a fraction > 0"),
+        ([PATH | {"name": "x"}], "dataset 'a.jsonl': expected a file alone, got config 'x'"),
+        ([PATH | {"columns": "prompt"}], "datasets: expected .*list.* as columns, got 'prompt'"),
+        ([PATH, {"path": "other.jsonl"}], "datasets: expected columns of the same types"),
+    ],
+)
+def test_what_cannot_be_mixed(items, message):
+    Dataset.from_list([{"prompt": 1}]).to_json("other.jsonl")
+    with pytest.raises(ValueError, match=message):
+        get_dataset(DatasetMixtureConfig(datasets=items))
+
+
+def test_what_cannot_be_streamed():
     with pytest.raises(ValueError, match="datasets: expected no fraction with streaming"):
-        DatasetMixtureConfig(datasets=[path | {"fraction": 1}], streaming=True)
+        DatasetMixtureConfig(datasets=[PATH | {"fraction": 1}], streaming=True)
     with pytest.raises(ValueError, match="test_split_size: expected None with streaming, got 2"):
-        get_dataset(DatasetMixtureConfig(datasets=[path], streaming=True, test_split_size=2))
+        get_dataset(DatasetMixtureConfig(datasets=[PATH], streaming=True, test_split_size=2))
