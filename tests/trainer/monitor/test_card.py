@@ -10,7 +10,6 @@ from huggingface_hub import HfApi, ModelCard, RepoUrl
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.monitor import CARD_NAME
-from grpo_trainer.monitor.model_card import may_write
 from tests.support.trainer import adapted
 
 
@@ -30,25 +29,8 @@ def test_card_has_the_recipe(make_trainer):
     for words in (
         "`dr_grpo` (Dr. GRPO, arXiv:2503.20783)", "beta = 0.04", "epsilon_high = 0.3",
         "`digits_reversal_reward`", "`owner/prompts`, 25 prompts", "4 per prompt", "| torch |",
-        "shao2024deepseekmath", "eprint = {2503.20783}", "1 process |",
     ):  # fmt: skip
         assert words in text, words
-    assert "The loss dr_grpo" not in text  # no paper has that title
-
-
-def test_what_an_upload_says(make_trainer):
-    trainer = make_trainer(loss_type="grpo")
-    trainer.create_model_card(
-        model_name="mine", dataset_name="owner/prompts", tags=["math", "grpo"]
-    )
-    text = (Path(trainer.args.output_dir) / CARD_NAME).read_text()
-    card = ModelCard(text)
-    assert "# mine" in text and card.data.model_name == "mine"
-    assert "`owner/prompts`, 25 prompts" in text and card.data.datasets == ["owner/prompts"]
-    assert "math" in card.data.tags and card.data.tags.count("grpo") == 1
-    assert text.count("```bibtex") == 1
-    with pytest.raises(TypeError, match="language"):
-        trainer.create_model_card(language="en")
 
 
 def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
@@ -68,6 +50,8 @@ def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
     assert repository == "me/mine"
     assert card.data.model_name == "mine" and card.data.datasets == ["owner/prompts"]
     assert {"math", "grpo"} <= set(card.data.tags) and "| 1, learning rate" in text
+    with pytest.raises(TypeError, match="language"):
+        trainer.create_model_card(language="en")
 
 
 def test_an_edited_card_stays(make_trainer, caplog):
@@ -76,7 +60,6 @@ def test_an_edited_card_stays(make_trainer, caplog):
     card = ModelCard(saved(trainer))
     card.data.tags.append("mine")  # uploads and other libraries add tags
     card.save(path)
-    assert may_write(path.parent)
     trainer.train()
     assert (path.parent / "checkpoint-1" / CARD_NAME).exists()
     assert "| 1, learning rate" in saved(trainer)  # written again, with the steps
@@ -87,30 +70,16 @@ def test_an_edited_card_stays(make_trainer, caplog):
         assert "was edited: it stays as it is" in caplog.text
 
 
-@pytest.mark.parametrize("peft", [False, True])
-def test_a_folder_in_its_place_stays(make_trainer, policy, caplog, peft):
-    trainer = make_trainer(model=adapted(policy) if peft else policy, max_steps=1)
-    folder = Path(trainer.args.output_dir) / CARD_NAME
-    (folder / "mine").mkdir(parents=True)
-    trainer.train()
-    trainer.save_model()
-    assert (folder / "mine").exists() and (folder.parent / "training_args.bin").exists()
-    assert "README.md is no file: it stays as it is" in caplog.text
-
-
-def test_card_of_an_adapter(make_args, policy, tokenizer, dataset):
-    peft = pytest.importorskip("peft")
-    trainer = GRPOTrainer(
-        policy,
-        lambda completions, **_: [0.0] * len(completions),
-        make_args(),
-        dataset,
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
-    )
+def test_card_of_an_adapter(make_trainer, policy, caplog):
+    trainer = make_trainer(model=adapted(policy, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     text = saved(trainer)
     assert "this is a LORA adapter" in text and ModelCard(text).data.library_name == "peft"
     assert saved(trainer) == text  # peft added lines of its own in between
+    folder = Path(trainer.args.output_dir) / CARD_NAME
+    folder.unlink()
+    folder.mkdir()
+    trainer.save_model()
+    assert folder.is_dir() and "README.md is no file: it stays as it is" in caplog.text
 
 
 def test_a_card_that_fails_does_not_cost_the_model(make_trainer, monkeypatch, caplog):

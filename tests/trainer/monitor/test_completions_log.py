@@ -12,7 +12,6 @@ from huggingface_hub import HfApi, RepoUrl, constants
 from pyarrow import parquet
 
 from grpo_trainer.monitor import OWN_COLUMNS
-from grpo_trainer.monitor.completions import as_text
 
 
 @pytest.mark.parametrize("unique", [False, True])
@@ -28,13 +27,18 @@ def test_extra_columns_and_unique_prompts(make_trainer, unique):
         log_unique_prompts=unique,
         max_steps=1,
         gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
     )
     trainer.train()
-    table = Dataset.from_parquet(
-        str(next(Path(trainer.args.output_dir).glob("completions/*.parquet")))
+    folder = Path(trainer.args.output_dir) / "completions"
+    table, evaluated = (
+        Dataset.from_parquet(str(folder / f"{name}_00001.parquet"))
+        for name in ("completions", "eval_completions")
     )
     prompts = table["prompt"]
     assert len(table) == (2 if unique else 8) and len(set(prompts)) == 2
+    assert len(evaluated) == (4 if unique else 16) and len(set(evaluated["prompt"])) == 4
     assert table["length"] == table["reward"] == table["rewards/digits"]
     assert set(table.column_names) == {*OWN_COLUMNS, "rewards/digits", "length"} - {"images"}
     assert all(1 <= count <= 4 for count in table["tokens"]) and set(table["step"]) == {1}
@@ -92,17 +96,6 @@ def test_what_cannot_be_written_does_not_end_the_run(make_trainer, caplog):
         assert str(folder) in warning and f"the run goes on without: {error}" in warning
 
 
-def test_completions_of_evaluations(make_trainer, capsys):
-    changes = {"eval_strategy": "steps", "eval_steps": 1, "num_completions_to_print": 1}
-    trainer = make_trainer(log_completions=True, max_steps=1, **changes)
-    trainer.train()
-    folder = Path(trainer.args.output_dir) / "completions"
-    table = Dataset.from_parquet(str(folder / "eval_completions_00001.parquet"))
-    assert len(table) == 16 and len(set(table["prompt"])) == 4
-    shown = capsys.readouterr().out
-    assert shown.count("eval completions at step 1") == 1
-
-
 @pytest.fixture
 def hub(monkeypatch):
     """Return what is asked of a hub that takes everything."""
@@ -127,8 +120,7 @@ UPLOADS = dict(log_completions=True, num_completions_to_print=0, log_completions
 def test_completions_are_uploaded(make_trainer, hub):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "hub_private_repo": True}
     trainer = make_trainer(**UPLOADS, hub_token="mine", **settings)
-    for _ in range(2):
-        trainer.train()
+    trainer.train()
     trainer._uploads.stop()
     folder = Path(trainer.args.output_dir) / "completions"
     names = ["completions_00001", "completions_00002", "eval_completions_00002"]
@@ -169,13 +161,3 @@ def test_columns_that_are_taken(make_trainer):
 
         with pytest.raises(RuntimeError, match="log_extra: expected a new column"):
             make_trainer(reward, max_steps=1).train()
-
-
-def test_messages_as_text():
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-    ]
-    text = as_text(messages)
-    assert text.startswith('assistant: {"type": "function"') and text.endswith("tool: 2")

@@ -8,41 +8,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback
 
-from grpo_trainer.common import printable
 from grpo_trainer.monitor.completions import completion_table
-from grpo_trainer.monitor.live import LiveView, show_progress, sparkline
-from grpo_trainer.monitor.progress import PlainProgress, Snapshot, duration, line
+from grpo_trainer.monitor.live import LiveView
+from grpo_trainer.monitor.progress import PlainProgress
 
 
 def terminal(**options: Any) -> Console:
     file = io.StringIO()
     return Console(file=file, force_terminal=True, width=100, height=40, record=True, **options)
-
-
-SNAPSHOT = Snapshot(
-    step=30,
-    steps=120,
-    seconds_left=3723.4,
-    numbers={"reward": "0.31 \u00b1 0.2", "kl": "0.01"},
-    tokens_per_second=1234.5,
-    memory_bytes=3 << 30,
-    shares={"generate": 0.5, "loss": 0.499},
-)
-
-
-def test_line():
-    assert line(SNAPSHOT) == (
-        "step 30/120  reward 0.31 \u00b1 0.2  kl 0.01  1,234 tok/s  3.0 GiB  generate 50%  "
-        "loss 50%  1:02:03 left"
-    )
-    assert duration(59.6) == "0:01:00"
-
-
-def test_sparkline():
-    assert sparkline([0.0, 0.5, 1.0]) == "\u2581\u2585\u2588"
-    assert sparkline([2.0, 2.0]) == "\u2581\u2581"
 
 
 def test_live_view_of_a_run(make_trainer):
@@ -55,9 +29,7 @@ def test_live_view_of_a_run(make_trainer):
     last = [row for row in trainer.state.log_history if "reward" in row][-1]
     assert "step 3/3" in text and "0:00:00 left" in text
     assert f"reward {last['reward']:.3g} \u00b1 {last['reward_std']:.2g}" in text
-    for word in ("kl ", "entropy ", "clipped ", "length ", "tokens/s ", "memory ", "GiB"):
-        assert word in text, word
-    assert re.search(r"\u25a0 generate \d+%", text) and re.search(r"\u25a0 loss \d+%", text)
+    assert f"kl {last['kl']:.3g}" in text
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -115,36 +87,6 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog):
     assert "rewards/" not in console.export_text()  # one reward function is the total
 
 
-def test_which_view_is_shown(make_trainer):
-    trainer = make_trainer(disable_tqdm=False)
-
-    def kinds(trainer) -> list[type]:
-        return [type(item) for item in trainer.callback_handler.callbacks]
-
-    assert ProgressCallback not in kinds(trainer) and PlainProgress in kinds(trainer)  # no terminal
-    quiet = make_trainer(model=trainer.model.__class__(trainer.model.config))
-    assert PlainProgress not in kinds(quiet) and PrinterCallback in kinds(quiet)
-    quiet.add_callback(ProgressCallback)
-    show_progress(quiet, terminal())
-    assert LiveView in kinds(quiet)
-
-
-@pytest.mark.parametrize("markup", ["[red]", "[/]", "a [link=x]b"])
-def test_completions_as_a_table(markup):
-    rows = [
-        {"prompt": "1 + 1 =", "completion": f"2 {markup}", "tokens": 3, "truncated": False,
-         "rewards/right": 1.0, "rewards/short": None, "reward": 1.5, "advantage": 0.7, "level": 3},
-        {"prompt": "x" * 500, "completion": "", "tokens": 1, "truncated": True,
-         "rewards/right": float("nan"), "rewards/short": 0.5, "reward": 0.5, "advantage": -0.7},
-    ]  # fmt: skip
-    console = terminal(color_system=None)
-    console.print(completion_table(rows, "completions at step 3"))
-    text = console.export_text()
-    for words in ("completions at step 3", "right", "short", "level", "+0.70", "-0.70", "..."):
-        assert words in text, words
-    assert markup.split()[0] in text and "truncated" not in text
-
-
 @pytest.mark.parametrize("column", ["prompt", "completion", "a column"])
 def test_texts_do_not_command_the_terminal(column):
     console = terminal(color_system=None)
@@ -153,7 +95,3 @@ def test_texts_do_not_command_the_terminal(column):
     shown = console.file.getvalue()
     assert re.search("[^\n -~\u2500-\u257f]", shown) is None  # but letters and the frame
     assert r"\x1b]0;title\x07\x1b[2J\r\x9b8m\x7f\u202e\u2066" in shown
-
-
-def test_printable():
-    assert printable("a\tb\n\u200d\u05d0 \ud800") == "a\tb\n\u200d\u05d0 \\ud800"
