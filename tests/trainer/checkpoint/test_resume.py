@@ -17,7 +17,6 @@ from peft import LoraConfig
 from grpo_trainer import GRPOConfig
 from grpo_trainer.checkpoint import CheckpointError, StartError, run_settings
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
-from tests.support import left_behind
 from tests.support.trainer import logged, parameters
 from tests.trainer.checkpoint import features
 from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, alike, harder
@@ -104,20 +103,9 @@ def test_what_is_trained_otherwise_is_refused(make, checkpoint):
 
 
 def test_a_part_that_is_gone_is_refused(make):
-    changes = {"peft_config": LORA, "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups"}
-    make(**changes).train()
-    for gone in ("peft_config", "dynamic_prompts_form"):
-        left = {name: value for name, value in changes.items() if name != gone}
-        with pytest.raises(ValueError, match=f"was written with {gone}.* = .*, got "):
-            make(**left).train(resume_from_checkpoint=True)
-
-
-def test_other_processes_are_refused(make, checkpoint, monkeypatch):
-    trainer = make(max_steps=3)
-    other = trainer.settings() | {"number of processes": 77}
-    monkeypatch.setattr(trainer, "settings", lambda: other)
-    with pytest.raises(ValueError, match="was written with number of processes = 1, got 77"):
-        trainer.train(resume_from_checkpoint=True)
+    make(peft_config=LORA).train()
+    with pytest.raises(ValueError, match="was written with peft_config.* = .*, got "):
+        make().train(resume_from_checkpoint=True)
 
 
 def test_what_may_change_changes(make, checkpoint, tmp_path):
@@ -224,19 +212,18 @@ def test_the_best_checkpoint_stays_and_a_finished_run_ends_with_it(make, out):
     assert torch.equal(parameters(resumed.model), parameters(trainer.model))
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed writing file")]
-)
-def test_full_disk(make, out, monkeypatch, error):
+def test_full_disk(make, out, monkeypatch):
     trainer = make(max_steps=3)
     save = torch.save
 
     def full(value, path, **kwargs):
         if trainer.state.global_step == 2 and "optimizer" in str(path):
-            raise error
+            raise OSError(errno.ENOSPC, "No space left on device")
         save(value, path, **kwargs)
 
-    message = f"checkpoint-2 could not .*: .*{error.args[-1]}.* MiB were free.*: checkpoint-1$"
+    message = (
+        "checkpoint-2 could not .*: .*No space left on device.* MiB were free.*: checkpoint-1$"
+    )
     with monkeypatch.context() as patches:
         patches.setattr(torch, "save", full)
         with pytest.raises(CheckpointError, match=message):
@@ -245,20 +232,6 @@ def test_full_disk(make, out, monkeypatch, error):
     resumed = make(max_steps=3)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-
-
-def test_a_checkpoint_that_is_not_ours_does_not_count(make, out):
-    (out / "checkpoint-90").mkdir(parents=True)
-    make(max_steps=3, save_total_limit=1, overwrite_output_dir=True).train()
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-3", "checkpoint-90"]
-
-
-def test_the_same_checkpoint_is_written_again(make, checkpoint):
-    names = sorted(path.name for path in checkpoint.parent.iterdir())
-    before = left_behind.checkpoint(checkpoint)
-    make(seed=7, overwrite_output_dir=True).train()
-    assert sorted(path.name for path in checkpoint.parent.iterdir()) == names
-    assert left_behind.checkpoint(checkpoint)["optimizer.pt"] != before["optimizer.pt"]
 
 
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json"])
@@ -276,21 +249,6 @@ def test_what_another_run_has_left_stays(make, checkpoint, out, tmp_path, left):
     trainer.args.overwrite_output_dir = True
     trainer.train(**resumed)
     assert (out / "checkpoint-3").exists()
-
-
-def test_a_trainer_may_train_again(make):
-    """What it has saved itself is its own, and it starts with a generation batch of its own."""
-    steps = []
-
-    def reward(completions, trainer_state, **kwargs):
-        steps.append(trainer_state.global_step)
-        return [0.0] * len(completions)
-
-    trainer = make(reward_funcs=reward, num_iterations=2, max_steps=3, save_strategy="no")
-    trainer.save_model()
-    trainer.train()
-    trainer.train()
-    assert steps == [0, 2, 0, 2]
 
 
 def test_two_runs_do_not_share_a_folder(make, out):
@@ -312,12 +270,8 @@ def test_two_runs_do_not_share_a_folder(make, out):
     assert not list(out.glob("*.lock"))
 
 
-def test_a_folder_that_cannot_be_locked(make, monkeypatch, caplog):
-    def no_locks(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    trainer = make(max_steps=1)
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    trainer.train()
-    assert "cannot be locked, so nothing keeps other runs out" in caplog.text
-    assert trainer.state.global_step == 1
+def test_a_checkpoint_that_was_to_be_replaced_comes_back(make, checkpoint):
+    checkpoint.rename(checkpoint.with_name("incomplete-checkpoint-2-replaced"))
+    trainer = make(max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in logged(trainer)] == [1, 2, 3]

@@ -74,25 +74,27 @@ class _Killed(BaseException):
     pass
 
 
-def test_a_save_that_does_not_end_leaves_the_old_model(make_trainer, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(_Killed(), _Killed), (OSError(errno.ENOSPC, "No space left"), CheckpointError)],
+)
+def test_a_save_that_does_not_end_leaves_the_old_model(make_trainer, monkeypatch, error, raised):
+    def full(*args, **kwargs):
+        raise error
+
     trainer = make_trainer(max_steps=1)
     folder = Path(trainer.args.output_dir)
     trainer.save_model()
     before = parameters(trainer.model)
     trainer.train()
-    errors = {_Killed: _Killed(), CheckpointError: OSError(errno.ENOSPC, "No space left on device")}
-    for raised, error in errors.items():
-
-        def full(*args, error=error, **kwargs):
-            raise error
-
-        with monkeypatch.context() as patches:
-            patches.setattr(torch, "save", full)  # the last file, when the weights are written
-            with pytest.raises(raised):
-                trainer.save_model()
-        left = AutoModelForCausalLM.from_pretrained(folder)
-        assert torch.equal(parameters(left), before)
-    assert not (folder / "incomplete-model").exists()  # it would fill the disk
+    with monkeypatch.context() as patches:
+        patches.setattr(torch, "save", full)  # the last file, when the weights are written
+        with pytest.raises(raised):
+            trainer.save_model()
+    assert torch.equal(parameters(AutoModelForCausalLM.from_pretrained(folder)), before)
+    # it would fill the disk
+    assert (folder / "incomplete-model").exists() == (raised is _Killed)
     trainer.save_model()
     after = parameters(AutoModelForCausalLM.from_pretrained(folder))
     assert torch.equal(after, parameters(trainer.model)) and not torch.equal(after, before)
+    assert not (folder / "incomplete-model").exists()

@@ -97,6 +97,35 @@ def test_config_file_and_reward_beside_the_data():
     assert len(trainer.eval_dataset) == 4 and len(trainer.train_dataset) + 4 == 25 + 8
 
 
+PRESSING = """
+import signal
+
+def reward(completion_ids, trainer_state, **kwargs):
+    if trainer_state.global_step == 0:
+        signal.raise_signal(signal.SIGINT)
+    return [0.0] * len(completion_ids)
+"""
+
+
+def test_a_run_that_is_ended_goes_on(capfd):
+    write_module("pressing", PRESSING)
+    run = arguments(reward_funcs="pressing.reward", max_steps=2, save_strategy="steps")
+    with pytest.raises(SystemExit) as end:
+        main(run)
+    assert end.value.code == 130
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "grpo-train: stopped after step 1; newest checkpoint: out/checkpoint-1; "
+        "--resume_from_checkpoint true, in Python train(resume_from_checkpoint=True), "
+        "goes on from it"
+    )
+    main([*run, "--resume_from_checkpoint", "true"])
+    names = ("model.safetensors", "trainer_state.json", "report.html")
+    for name in names:  # as if it had been killed after its last checkpoint
+        Path("out", name).unlink()
+    main([*run, "--resume_from_checkpoint", "true"])
+    assert all(Path("out", name).exists() for name in names)
+
+
 def test_installed_modules_come_before_those_beside_the_data(tmp_path, monkeypatch):
     installed = tmp_path / "site-packages"
     installed.mkdir()
