@@ -87,7 +87,7 @@ def make_trainer(make_args, policy, tokenizer, dataset):
         named = isinstance(changes.get("rollout_engine"), str)  # a field of the config, too
         taken = (own - {"rollout_engine"} if named else own) & changes.keys()
         given |= {name: changes.pop(name) for name in taken}
-        model = model if model is not None else policy
-        return kind(model, reward_funcs, make_args(**changes), **given)
+        given.setdefault("args", make_args(**changes))
+        return kind(model if model is not None else policy, reward_funcs, **given)
 
     return make

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import ProcessorMixin, TrainingArguments
 
 from grpo_trainer.demo.policy import make_tokenizer
 from tests.support.trainer import BackgroundEngine, adapted, lengths_reward
@@ -17,6 +18,12 @@ LORA = dict(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 TUNED = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
 HEAD_WITH_DROPOUT = LORA | dict(target_modules=["lm_head"], lora_dropout=0.1)
 OVERLAP = {"overlap_generation": True}
+
+
+class Processor(ProcessorMixin):
+    """Of images and text."""
+
+    def __init__(self) -> None: ...
 
 
 async def later(prompts: Any, trainer: Any) -> None: ...
@@ -59,8 +66,16 @@ def integrated(given: Any) -> dict[str, Any]:
     return {}
 
 
-def prompted(prompt: str) -> dict[str, Any]:
-    return {"train_dataset": Dataset.from_list([{"prompt": prompt}] * 4)}
+def prompted(prompt: Any, **columns: Any) -> dict[str, Any]:
+    return {"train_dataset": Dataset.from_list([{"prompt": prompt} | columns] * 4)}
+
+
+def shown(*parts: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+TEXT, IMAGE = {"type": "text", "text": "1="}, {"type": "image", "text": ""}
+NO_PROCESSOR = "train_dataset: expected no images without a processor as processing_class, got"
 
 
 # changes, or what makes them of the policy, the tokenizer and the dataset -> the message
@@ -103,6 +118,13 @@ REFUSED = [
     ({"peft_config": peft.LoraConfig(**HEAD_WITH_DROPOUT)}, r"lora_dropout=0\.1"),
     (with_ref, "no adapter named 'ref'"),
     (integrated, r"PeftModel\.from_pretrained"),
+    ({"args": {"output_dir": "out"}}, "args: expected a grpo_trainer.GRPOConfig, got a builtins.d"),
+    ({"args": TrainingArguments("out", use_cpu=True)}, "args: .*got a transformers.TrainingArg"),
+    ({"processing_class": "gpt2"}, "processing_class: .*a tokenizer or a processor, got a bu"),
+    ({"processing_class": Processor()}, "processing_class: .*with a tokenizer, got a Processor"),
+    (prompted("1=", image="a"), NO_PROCESSOR),
+    (prompted("1=", images=["a"]), NO_PROCESSOR),
+    (prompted(shown(TEXT, IMAGE)), NO_PROCESSOR),
 ]  # fmt: skip
 # what only training finds
 UNTRAINABLE = [
@@ -110,13 +132,14 @@ UNTRAINABLE = [
     (prompted("1" * 61),
      r"prompt: expected at most 60 tokens \(the model's 64 positions less max_completion_length = "
      r"4\), got 61 tokens from '111"),
+    ({"train_dataset": None}, "train_dataset: .*prompts to train on .* got None"),
     (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
      "overlap_generation: .*reports log-probabilities"),
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[row[1][:50] for row in REFUSED])
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:50])
 def test_it_is_refused(make_trainer, policy, tokenizer, dataset, changes, message) -> None:
     if callable(changes):
         changes = changes(SimpleNamespace(policy=policy, tokenizer=tokenizer, dataset=dataset))
@@ -124,7 +147,9 @@ def test_it_is_refused(make_trainer, policy, tokenizer, dataset, changes, messag
         make_trainer(lengths_reward, **changes)
 
 
-@pytest.mark.parametrize(("changes", "message"), UNTRAINABLE, ids=["empty", "long", "unreported"])
+@pytest.mark.parametrize(
+    ("changes", "message"), UNTRAINABLE, ids=["empty", "long", "none", "unreported"]
+)
 def test_it_cannot_be_trained_on(make_trainer, changes, message) -> None:
     trainer = make_trainer(lengths_reward, **changes)
     with pytest.raises(ValueError, match=message):
