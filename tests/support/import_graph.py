@@ -111,28 +111,13 @@ def _reach(graph: Graph, start: str) -> set[str]:
     return seen
 
 
-def floors(graph: Graph) -> int:
-    """Return the nodes on the longest way down; those of a circle are one."""
-    one = {node: group[0] for group in circles(graph) for node in group}
-    merged: dict[str, set[str]] = {}
-    for node, below in graph.items():
-        top = one.get(node, node)
-        merged.setdefault(top, set()).update({one.get(each, each) for each in below} - {top})
-
-    @cache
-    def height(node: str) -> int:
-        return 1 + max(map(height, merged.get(node, ())), default=0)
-
-    return max(map(height, merged))
-
-
 def main() -> None:
     for package in PACKAGES[:2]:
         graph, rooms = module_graph(package), room_graph(package)
         lines = sum(len(modules()[name].read_text().splitlines()) for name in graph)
         arrows = sum(map(len, rooms.values()))
-        print(f"// {package}: {len(graph)} files, {lines} lines, {len(rooms)} rooms on", end=" ")
-        print(f"{floors(rooms)} floors, {arrows} arrows, {len(circles(graph))} circles of files")
+        print(f"// {package}: {len(graph)} files, {lines} lines, {len(rooms)} rooms,", end=" ")
+        print(f"{arrows} arrows, {len(circles(graph))} circles of files")
         print(f"digraph {package} {{")
         for name, below in sorted(rooms.items()):
             print(f'  "{name}" -> {{{" ".join(f"{chr(34)}{b}{chr(34)}" for b in sorted(below))}}};')
