@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
 from grpo_kernels.losses.gates import CORRECTION_MODES
-from grpo_trainer import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, TrlParser
+from grpo_trainer import DatasetMixtureConfig, GRPOConfig, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config.old_names import OldNames
@@ -91,66 +92,67 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_loss_in_an_own_loop(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    input_ids = torch.randint(0, 50, (4, 9))
-    names: dict[str, Any] = {
+@pytest.fixture
+def names(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the blocks of kernels take as given."""
+    weight = torch.randn(50, 16, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    ids = torch.randint(0, 50, (4, 9))
+    advantages = torch.tensor([1.0, -1.0, 0.5, 0.0])
+    return {
+        "torch": torch,
+        "TokenBatch": TokenBatch,
+        "linear_policy_loss": linear_policy_loss,
         "model": model,
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
         "prompt_length": 4,
-        "completion_ids": input_ids[:, 4:],
-        "completion_mask": torch.ones(4, 5),
-        "advantages": torch.randn(4),
-        "old_logprobs": -torch.rand(4, 5),
-        "ref_logprobs": -torch.rand(4, 5),
-    }
-    exec(python_block(README, "FusedLinearGRPOLoss("), names)
-    assert names["loss"].isfinite()
-    assert names["metrics"]["kl"].isfinite()
-    assert all(p.grad is not None for p in model.parameters())
-    exec(python_block(README, "explain("), names)
-    assert "one_pass" in capsys.readouterr().out
-    names |= {"logits": torch.randn(4, 5, 50, requires_grad=True), "old_logprobs": None}
-    exec(python_block(KERNELS, " policy_loss("), names)
-    assert names["logits"].grad.any()
-
-
-@pytest.mark.parametrize("text", [README, KERNELS], ids=["README", "kernels"])
-def test_logprobs(model: PreTrainedModel, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    target = torch.randint(0, 50, (4, 5))
-    names: dict[str, Any] = {
-        "model": model,
-        "hidden": torch.randn(4, 5, 16),
-        "weight": model.lm_head.weight,
-        "completion_ids": target,
-        "target": target,
+        "completion_ids": ids[:, 4:],
+        "target": ids[:, 4:],
         "mask_ids": torch.randint(-1, 50, (4, 5, 3)),
-    }
-    exec(python_block(text, "linear_logprobs("), names)
-    assert names["out"].masked_logprobs.shape == target.shape
-    assert (names["out"].masked_logprobs <= 0).all()
-    assert text is README or "numerics" in capsys.readouterr().out
-
-
-def test_warm_up() -> None:
-    exec(python_block(KERNELS, "warm_up("), {"torch": torch, "weight": torch.randn(50, 16)})
-
-
-def test_lora_on_the_head() -> None:
-    names: dict[str, Any] = {
+        "completion_mask": torch.ones(4, 5),
+        "mask": torch.ones(4, 5),
+        "lengths": [5, 5, 5, 5],
+        "active_lengths": [5, 5, 5, 0],
+        "advantages": advantages,
+        "old_logprobs": None,
+        "ref_logprobs": -torch.rand(4, 5),
+        "logits": torch.randn(4, 5, 50, requires_grad=True),
+        "hidden": torch.randn(4, 5, 16),
+        "weight": weight,
+        "vocab_size": 50,
         "lora_a": torch.nn.Linear(16, 3, bias=False),
         "lora_b": torch.nn.Linear(3, 50, bias=False),
         "alpha": 6,
         "rank": 3,
-        "linear_policy_loss": linear_policy_loss,
-        "hidden": torch.randn(2, 3, 16),
-        "weight": torch.randn(50, 16),
-        "batch": TokenBatch.from_padded(torch.randint(0, 50, (2, 3)), torch.tensor([1.0, -1.0])),
+        "batch": TokenBatch.from_padded(ids[:, 4:], advantages),
         "config": LossConfig(),
+        "scaler": torch.amp.GradScaler("cpu"),
     }
-    exec(python_block(KERNELS, "HeadLoRA("), names)
-    names["loss"].backward()
-    assert all(names[name].weight.grad.any() for name in ("lora_a", "lora_b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "left"),
+    [
+        (README, ["FusedLinearGRPOLoss(", "explain("], "model.lm_head.weight"),
+        (README, ["linear_logprobs("], None),
+        (KERNELS, [" policy_loss("], "logits"),
+        (KERNELS, ["linear_logprobs("], None),
+        (KERNELS, ["warm_up("], None),
+        (KERNELS, ["HeadLoRA("], "lora_b.weight"),
+        (KERNELS, ["active_lengths=", "main_grad="], "weight"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, list) else "",
+)
+def test_kernels(names: dict[str, Any], text: str, parts: list[str], left: str | None) -> None:
+    for part in parts:
+        exec(python_block(text, part), names)
+    if "HeadLoRA(" in parts:
+        names["loss"].backward()
+    if left is not None:
+        assert operator.attrgetter(left)(SimpleNamespace(**names)).grad.any()
+    if "out" in names:
+        assert (names["out"].masked_logprobs <= 0).all()
 
 
 def test_which_backward(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,67 +165,39 @@ def test_which_backward(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == said
 
 
-def test_counts_and_a_buffer_for_the_gradient() -> None:
-    weight = torch.randn(50, 16, requires_grad=True)
-    weight.grad = torch.zeros_like(weight)
-    names: dict[str, Any] = {
-        "TokenBatch": TokenBatch,
-        "linear_policy_loss": linear_policy_loss,
-        "completion_ids": torch.randint(0, 50, (2, 3)),
-        "advantages": torch.tensor([1.0, 0.0]),
-        "mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
-        "lengths": [2, 1],
-        "active_lengths": [2, 0],
-        "hidden": torch.randn(2, 3, 16),
-        "weight": weight,
-        "config": LossConfig(),
-        "scaler": torch.amp.GradScaler("cpu"),
-    }
-    for mentioning in ("active_lengths=", "main_grad="):
-        exec(python_block(KERNELS, mentioning), names)
-    assert weight.grad.any()
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
-def test_sequences_over_several_ranks() -> None:
-    cu_seqlens = torch.tensor([0, 4, 10])
-    names: dict[str, Any] = {
+def test_sequences_over_several_ranks(names: dict[str, Any], group: dist.ProcessGroup) -> None:
+    names |= {
         "input_ids": torch.randint(0, 50, (10,)),
-        "cu_seqlens": cu_seqlens,
+        "cu_seqlens": torch.tensor([0, 4, 10]),
         "completion_mask": torch.ones(10),
         "advantages": torch.tensor([1.0, -1.0]),
         "old_logprobs": -torch.rand(10),
         "run_model": torch.nn.Embedding(50, 16),
-        "weight": torch.randn(50, 16, requires_grad=True),
         "config": LossConfig(loss_type="gspo"),
+        "cp_group": group,
     }
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        names["cp_group"] = dist.group.WORLD
-        exec(python_block(KERNELS, "sequence_group="), names)
-    finally:
-        dist.destroy_process_group()
+    exec(python_block(KERNELS, "sequence_group="), names)
     assert names["loss"].isfinite() and names["weight"].grad.any()
-    assert names["batch"].num_tokens == 8
 
 
-def test_sharded_heads(model: PreTrainedModel) -> None:
-    input_ids, config = torch.randint(0, 50, (2, 6)), LossConfig(loss_type="dapo")
-    batch = TokenBatch.from_padded(input_ids[:, 1:], torch.tensor([1.0, -1.0]))
-    names: dict[str, Any] = dict(model=model, input_ids=input_ids, batch=batch, config=config)
-    own = model.lm_head.weight
+def test_sharded_heads(names: dict[str, Any], group: dist.ProcessGroup) -> None:
+    ids, own = names["input_ids"], names["model"].lm_head.weight
+    names["batch"] = TokenBatch.from_padded(ids[:, 1:], names["advantages"])
     exec(python_block(SHARDING, "import FusedHead"), names)
-    assert model.lm_head.weight is own and names["logits"].shape == (2, 5, 50)
-    right = names["logits"].log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    right = names["logits"].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(names["logprobs"], right)
     loss = names["loss"]
-    names |= dict(weight=own, vocab_size=50)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        names["tp_group"] = dist.group.WORLD
-        exec(python_block(SHARDING, "import VocabShard"), names)
-    finally:
-        dist.destroy_process_group()
+    names |= {"weight": own, "tp_group": group}
+    exec(python_block(SHARDING, "import VocabShard"), names)
     torch.testing.assert_close(names["loss"], loss)
+    assert names["model"].lm_head.weight is own
 
 
 @pytest.fixture
@@ -237,22 +211,13 @@ def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedL
     del sys.modules["own_loss"]
 
 
-def test_a_loss_of_ones_own(own_loss: NamedLoss, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "power_clip", own_loss)
-    with pytest.raises(ValueError, match="power: expected a number > 0, got 0"):
-        LossConfig(loss_type="power_clip", power=0)
-
-
 def test_trainer(folder: Path) -> None:
     names: dict[str, Any] = {}
     exec(python_block(README, "GRPOTrainer(").replace('output_dir="out"', TINY), names)
     assert names["trainer"].state.global_step == 1
-
-
-def test_trainer_with_an_asynchronous_reward(folder: Path) -> None:
-    dataset = load_prompts("prompts.jsonl")
-    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer, "dataset": dataset}
-    exec(python_block(TRAINER, "async def").replace('output_dir="out"', TINY), names)
+    names |= {"dataset": load_prompts("prompts.jsonl")}
+    tiny = TINY.replace('"out"', '"other"')
+    exec(python_block(TRAINER, "async def").replace('output_dir="out"', tiny), names)
     names["trainer"].train()
     assert "judged/best" in names["trainer"].state.log_history[0]
 
@@ -326,19 +291,15 @@ def test_the_client_of_a_server(model, tmp_path, monkeypatch):
     server.close()
 
 
-def test_a_script_for_trl(monkeypatch):
+def test_a_script_for_trl(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sys.argv", ["train.py", "--output_dir", "out", "--lora_r", "8", "--use_peft"]
     )
     namespace: dict[str, Any] = {}
     exec(python_block(TRAINER, "TrlParser("), namespace)
     assert namespace["model_args"].lora_r == 8 and namespace["training_args"].output_dir == "out"
-
-
-def test_a_mixture_in_a_file(tmp_path):
     [block] = [block for block in blocks(TRAINER, "yaml") if "datasets:" in block]
     (tmp_path / "run.yaml").write_text(block)
-    [mixture] = TrlParser(DatasetMixtureConfig).parse_args_and_config(
-        ["--config", str(tmp_path / "run.yaml")]
-    )
+    words = ["--config", str(tmp_path / "run.yaml")]
+    [mixture] = TrlParser(DatasetMixtureConfig).parse_args_and_config(words)
     assert [item.fraction for item in mixture.datasets] == [0.7, 0.3]
