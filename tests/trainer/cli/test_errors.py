@@ -37,9 +37,7 @@ def fails(capsys):
 # changes of a run's arguments -> what is said before anything is loaded
 EARLY = [
     ({"model_name_or_path": None}, "--model_name_or_path is required"),
-    ({"model_name_or_path": "./missing"}, "--model_name_or_path: no folder './missing'"),
     ({"model_name_or_path": "checkpoint-3"}, "--model_name_or_path: no folder 'checkpoint-3'"),
-    ({"learning_rate": "fast"}, "argument --learning_rate"),
     (
         {"dtype": "bfloat16", "model_init_kwargs": '{"dtype": "float16"}'},
         "dtype: expected it once, got 'bfloat16' and 'float16' in model_init_kwargs",
@@ -57,7 +55,6 @@ EARLY = [
 # changes -> what is said when data, rewards and the model are loaded
 LATE = [
     ({"dataset_name": "missing.jsonl"}, "dataset 'missing.jsonl': no such file"),
-    ({"dataset_name": "missing/hub-dataset"}, "'missing/hub-dataset' cannot be loaded"),
     ({"dataset_name": "hostile.csv"}, "got columns \\x1b[2Jquestion"),
     ({"dataset_name": "empty.jsonl"}, "dataset 'empty.jsonl': expected rows, got an empty file"),
     ({"dataset_name": "broken.jsonl"}, "JSON parse error"),
@@ -66,7 +63,6 @@ LATE = [
     ({"dataset_name": "long.jsonl"}, "expected at most 60 tokens"),
     ({"reward_funcs": "no_such_reward"}, "reward_funcs: expected"),
     ({"reward_funcs": "judge"}, "1 label"),
-    ({"model_name_or_path": "missing/hub-model"}, "'missing/hub-model' cannot be loaded"),
     ({"model_name_or_path": "folder"}, "no config.json"),
     ({"model_name_or_path": "damaged"}, "model 'damaged' cannot be loaded"),
     ({"model_name_or_path": "mute"}, "processing_class: expected a tokenizer"),
@@ -74,7 +70,6 @@ LATE = [
     ({"reward_funcs": "unbound.f"}, "NameError: name 'z' is not defined (unbound.py, line 2)"),
     ({"tools": "needs.f"}, "No module named 'not_there' (needs.py, line 1)"),
     ({"import_modules": "script"}, "module 'script' cannot be imported: SystemExit: 0 (script.py"),
-    ({"reward_funcs": "syntax.f"}, "SyntaxError: invalid syntax (syntax.py, line 1)"),
 ]
 
 
@@ -91,7 +86,6 @@ def places(a_room, tmp_path_factory) -> Path:
         "deep.jsonl": f'{{"prompt": {"[" * 3000}{"]" * 3000}}}',
         "broken.parquet": "PAR",
         "long.jsonl": json.dumps({"prompt": "1" * 100, "answer": "1"}),
-        "syntax.py": "def reward(:",
         "unbound.py": "x = 1\ny = z",
         "needs.py": "import not_there",
         "script.py": "raise SystemExit(0)",
@@ -139,26 +133,19 @@ def test_a_launcher_inside_a_launcher(fails, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "one_line"),
-    [
-        (CheckpointError("disk full"), True),
-        (ServerError("gone"), True),
-        (PermissionError(13, "Permission denied", "out/table"), True),
-        (OSError("of no file"), False),
-        (ValueError("of another package"), False),
-    ],
+    "error", [CheckpointError("disk full"), ServerError("gone"), PermissionError(13, "no", "out/a")]
 )
-def test_errors_of_a_running_training(fails, monkeypatch, error, one_line):
-    def train(self, **_):
-        raise error
-
-    monkeypatch.setattr(cli.GRPOTrainer, "train", train)
-    if one_line:
-        assert str(error) in fails(arguments())
-        return
-    with pytest.raises(type(error)) as raised:
+def test_errors_of_a_running_training(fails, monkeypatch, error):
+    monkeypatch.setattr(cli.GRPOTrainer, "train", lambda *_, **__: raises(error))
+    assert str(error) in fails(arguments())
+    theirs = ValueError("of another package")
+    monkeypatch.setattr(cli.GRPOTrainer, "train", lambda *_, **__: raises(theirs))
+    with pytest.raises(ValueError, match="of another package"):
         main(arguments())
-    assert raised.value is error
+
+
+def raises(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("name", ["model_name_or_path", "dataset_name", "reward_funcs"])

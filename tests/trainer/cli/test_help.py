@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -39,11 +38,9 @@ def test_answers_import_nothing_heavy(words, code, said):
 
 
 def test_the_version(capsys):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert left.value.code == 0
-    assert re.fullmatch(r"grpo-train \d+\.\d+\.\d+\n", capsys.readouterr().out)
-    helping.answer(["--generation_kwargs", "--not an option", "--run_name", "-1"])  # values
+    assert capsys.readouterr().out.startswith("grpo-train ")
 
 
 def test_options_of_other_packages_are_none_that_are_misspelled(tmp_path, monkeypatch):
