@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,12 @@ def saved(trainer: GRPOTrainer) -> str:
 
 def test_card_has_the_recipe(make_trainer):
     trainer = make_trainer(loss_type="dr_grpo", beta=0.04, epsilon_high=0.3, max_steps=1)
-    trainer.recipe = replace(trainer.recipe, model="owner/base", dataset="owner/prompts")
     trainer.train()
     text = saved(trainer)
-    card = ModelCard(text)
-    assert card.data.base_model == "owner/base" and card.data.library_name == "transformers"
-    assert {"grpo", "dr_grpo"} <= set(card.data.tags)
+    assert {"grpo", "dr_grpo"} <= set(ModelCard(text).data.tags)
     for words in (
         "`dr_grpo` (Dr. GRPO, arXiv:2503.20783)", "beta = 0.04", "epsilon_high = 0.3",
-        "`digits_reversal_reward`", "`owner/prompts`, 25 prompts", "4 per prompt", "| torch |",
+        "`digits_reversal_reward`", "25 prompts", "4 per prompt", "| torch |",
     ):  # fmt: skip
         assert words in text, words
 

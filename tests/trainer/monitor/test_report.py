@@ -143,20 +143,16 @@ def test_names_and_values_are_no_markup(tmp_path):
 
 
 def test_page_of_two_runs(sick_run, tmp_path, capsys):
-    other = run(tmp_path / "other", "other run", reward=lambda step: 0.3)
-    record = json.loads((tmp_path / "other" / "run.json").read_text())
-    record["settings"]["beta"] = 0.5
-    (tmp_path / "other" / "run.json").write_text(json.dumps(record))
+    """One was killed, and is read from its last checkpoint."""
+    other = tmp_path / "other" / "checkpoint-5"
+    other.mkdir(parents=True)
+    (other / "trainer_state.json").write_text(json.dumps({"log_history": history()}))
     path = tmp_path / "two.html"
-    cli.main(["report", str(sick_run.folder), str(other.folder), "--out", str(path)])
+    cli.main(["report", str(sick_run.folder), str(other.parent), "--out", str(path)])
     assert capsys.readouterr().out.strip() == str(path)
     page = open_page(path, tmp_path)
     assert_drawn(page, dark=False)
-    text = visible(page)
-    assert text.count("Worth a look") == 1
-    assert re.search(r"Settings that differ\s+run\s+other run\s+beta\s+0.1\s+0.5", text)
-    assert lines(page) >= 2 * 5
-    assert "999999" not in text  # on an axis: equal values would not be equal when smoothed
+    assert visible(page).count("Worth a look") == 1 and lines(page) >= 2 * 5
 
 
 def test_the_browser_tells_what_is_wrong(tmp_path):
@@ -212,17 +208,6 @@ def test_wrong_input(tmp_path, capsys):
         load_run(tmp_path)
     with pytest.raises(ValueError, match="has logged something, got 'r'"):
         render([RunRecord(name="r", history=[])])
-
-
-def test_runs_of_one_name_and_a_run_that_was_killed(tmp_path):
-    for name in ("a", "b"):
-        folder = tmp_path / name / "trained" / "checkpoint-5"
-        folder.mkdir(parents=True)
-        state = json.dumps({"log_history": history()})
-        (folder / "trainer_state.json").write_text(state)
-    runs = [str(tmp_path / name / "trained") for name in ("a", "b")]
-    cli.main(["report", *runs, "--out", str(tmp_path / "two.html")])
-    assert all(name in (tmp_path / "two.html").read_text() for name in runs)
 
 
 def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
