@@ -57,20 +57,15 @@ def test_the_loss_is_computed_by_the_subclass(make_trainer):
     assert losses[1] - losses[0] == pytest.approx(7.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", _INSTEAD)
+@pytest.mark.parametrize("name", [*_INSTEAD, *CALLED])
 def test_what_nobody_would_call_is_refused(make_trainer, name):
-    kind = type("Mine", (GRPOTrainer,), {name: lambda self, *given: None})
-    with pytest.raises(ValueError, match=rf"Mine\.{name}: expected no such method; \w+"):
-        make_trainer(kind=kind)
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_a_signature_that_cannot_be_called_is_refused(make_trainer, name):
     kind = type("Mine", (GRPOTrainer,), {name: lambda self, one, *, two: None})
-    message = (
-        rf"Mine\.{name}: expected a method that takes \({', '.join(CALLED[name])}\), got \(self"
+    said = (
+        "no such method"
+        if name in _INSTEAD
+        else rf"a method that takes \({CALLED.get(name, ())[0]}"
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"Mine\.{name}: expected {said}"):
         make_trainer(kind=kind)
 
 
@@ -79,15 +74,11 @@ def test_the_names_are_those_of_trl():
     assert all(hasattr(trl.GRPOTrainer, name) for name in (*CALLED, *_INSTEAD))
 
 
-@pytest.mark.parametrize(
-    ("answer", "got"), [(torch.zeros(4), r"\(4,\)"), ([[1.0]] * 4, "list"), (None, "NoneType")]
-)
-def test_rewards_of_another_shape(make_trainer, answer, got):
+def test_rewards_of_another_shape(make_trainer):
     class Wrong(GRPOTrainer):
         def _calculate_rewards(self, *given: Any) -> Any:
-            return answer
+            return torch.zeros(4)
 
-    with pytest.raises(
-        ValueError, match=rf"_calculate_rewards: expected a tensor of \(4, 1\).*{got}"
-    ):
+    message = r"_calculate_rewards: expected a tensor of \(4, 1\).*\(4,\)"
+    with pytest.raises(ValueError, match=message):
         make_trainer(kind=Wrong, max_steps=1).train()

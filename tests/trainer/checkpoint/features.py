@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, interleave_datasets
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, MixtralConfig
-from transformers import Qwen3ForSequenceClassification as Judge
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
@@ -47,10 +46,6 @@ def noisy_reward(completion_ids, **kwargs):
 def alike(completions, **kwargs):
     """Return rewards whose mean is the same in each step."""
     return [float(row) for row, _ in enumerate(completions)]
-
-
-def sometimes(completion_ids, **kwargs):
-    return [float(ids[0]) if ids[0] % 2 else None for ids in completion_ids]
 
 
 def trainer(changes: Changes, folder: Path) -> GRPOTrainer:
@@ -108,32 +103,12 @@ def stream(**changes: Any) -> Changes:
     return {"train_dataset": rows.to_iterable_dataset().shuffle(7, buffer_size=4)} | changes
 
 
-def mixed() -> Changes:
-    """Return rows drawn by chance from two streams."""
-    parts = [[{"prompt": f"{i}{end}="} for i in range(9)] for end in (1, 2)]
-    streams = [Dataset.from_list(part).to_iterable_dataset() for part in parts]
-    return {"train_dataset": interleave_datasets(streams, probabilities=[0.7, 0.3], seed=1)}
-
-
 def talking(completions, log_extra, log_metric, **kwargs):
     """Return rewards, and log something beside them."""
     rewards = [float(len(text)) + random.random() for text in completions]
     log_extra("noted", rewards)
     log_metric("talked", rewards[0])
     return rewards
-
-
-def rewards() -> Changes:
-    """Return a function, one that does not always apply, and a model."""
-    tokenizer = make_tokenizer()
-    config = make_policy(tokenizer, seed=0).config
-    config.num_labels = 1
-    torch.manual_seed(1)
-    return {
-        "reward_funcs": [noisy_reward, sometimes, Judge(config)],
-        "reward_processing_classes": [None, None, tokenizer],
-        "reward_weights": [1.0, 0.5, 2.0],
-    }
 
 
 def harder(prompts, completions, rewards, metas):
@@ -237,7 +212,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "the dataset's order": {"shuffle_dataset": False},
     "streamed rows": stream,
     "streamed rows, replaced": lambda: stream(dynamic_sampling=True, num_iterations=2),
-    "mixed streams": mixed,
     "dynamic sampling": {"dynamic_sampling": True, "max_resampling_rounds": 3, "logging_steps": 3},
     "curriculum of groups": {
         "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups", "num_iterations": 3,
@@ -245,7 +219,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "curriculum of samples": {"dynamic_prompts_fn": hint, "num_iterations": 4},
     "curriculum, replaced": {"dynamic_prompts_fn": hint, "dynamic_sampling": True},
     # what generates
-    "filters": FILTERS | {"repetition_penalty": 1.2, "mask_truncated_completions": True},
     "sampling mask": FILTERS | {"use_sampling_mask": True, "beta": 0.1, "num_iterations": 2},
     "continuous batching": {
         "use_transformers_continuous_batching": True,
@@ -266,12 +239,8 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "images": lambda: images(num_iterations=2, beta=0.1),
     "images, some skipped": lambda: images(bad=2, on_bad_image="skip"),
     # rewards, the loss and its schedules
-    "several rewards": rewards,
     "a reward that logs": {"reward_funcs": talking, "logging_steps": 3},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
-    "entropy": {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
-    "batch statistics": {"scale_rewards": "batch", "loss_type": "dr_grpo", "num_iterations": 2},
-    "sequence ratios": {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 2.0},
     "mixture of experts": experts,
     "bounded backward": {"backward_tolerance": 2e-3},
     # what else moves
@@ -281,7 +250,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "adafactor": {"optim": "adafactor"},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
     "bf16": {"bf16": True},
-    "fp32 head": {"bf16": True, "cast_lm_head_to_fp32": True},
     "dropout": lambda: dropout(gradient_checkpointing=True, num_iterations=2),
     "noise": {"neftune_noise_alpha": 5.0},
     "evaluation": EVALUATED,
@@ -295,7 +263,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "adapter": adapter,
     "adapter with dropout": lambda: adapter(lora_dropout=0.3, target_modules=["q_proj"], beta=0.1),
     "pissa": lambda: adapter(init_lora_weights="pissa", beta=0.1),
-    "dora": lambda: adapter(use_dora=True, target_modules=["q_proj"], beta=0.1),
     "adapter, whole head": lambda: adapter(target_modules=".*q_proj", modules_to_save=["lm_head"]),
     "a trained adapter": lambda: adapter(trained=True, beta=0.1),
 }  # fmt: skip
