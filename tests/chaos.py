@@ -4,8 +4,8 @@
 
 A run is started, ended by a signal, and started again with ``--resume_from_checkpoint true``, until
 it is through; then another one, until so many were ended. What each leaves must be what the
-undisturbed run leaves, to the bit. Most starts are forks of this process, which has imported
-everything and done nothing; some are processes of their own.
+undisturbed run leaves, to the bit. Each start is a fork of this process, which has imported
+everything and done nothing.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ SETTINGS: dict[str, Any] = {
 }
 # as they are sent; a second Ctrl-C follows the first after a moment
 WAYS = ((signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGINT))
-NEW_PROCESSES = 0.1  # share of the starts, by a command
-IMPORTS = 8.0  # seconds that such a start takes longer, roughly
 PATIENCE = 120.0  # seconds until a start counts as one that hangs
 NOTICE = "this step ends and is saved first"
 
@@ -90,7 +88,7 @@ class Run:
         self.folder, self.out = folder, folder / "out"
         folder.mkdir()
 
-    def start(self, new_process: bool = False) -> int:
+    def start(self) -> int:
         """Start it, or go on from its newest checkpoint; return the id of the process."""
         argv = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
         if list(self.out.glob("checkpoint-*")):
@@ -98,7 +96,7 @@ class Run:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         child = os.fork()
         if child == 0:
-            self._become(argv, new_process)
+            self._become(argv)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         return child
 
@@ -121,7 +119,7 @@ class Run:
         """Return the step of the newest checkpoint."""
         return max((int(path.name[11:]) for path in self.out.glob("checkpoint-*")), default=0)
 
-    def _become(self, argv: list[str], new_process: bool) -> NoReturn:
+    def _become(self, argv: list[str]) -> NoReturn:
         """Be the process that trains."""
         code: Any = 1
         try:
@@ -131,9 +129,6 @@ class Run:
             os.chdir(self.folder)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-            if new_process:
-                os.environ["PYTHONPATH"] = str(ROOT)  # where the reward is
-                os.execv(sys.executable, [sys.executable, "-m", "grpo_trainer.cli", *argv])
             grpo_train(argv)
             code = 0
         except SystemExit as end:
@@ -161,11 +156,9 @@ def disturb(run: Run, chance: random.Random, kills: int, seconds: float) -> tupl
     """End ``run`` up to ``kills`` times on its way; return how often, and what was not kept."""
     done = 0
     while True:
-        new_process = chance.random() < NEW_PROCESSES
         way = chance.choice(WAYS) if done < kills else ()
-        latest = seconds + (IMPORTS if new_process else 0.0)
-        delays = [chance.uniform(0, latest), chance.uniform(0, 0.2)][: len(way)]
-        end = run.end(run.start(new_process), way, delays)
+        delays = [chance.uniform(0, seconds), chance.uniform(0, 0.2)][: len(way)]
+        end = run.end(run.start(), way, delays)
         problem = broken_promise(end, way, run)
         if problem is not None:
             return done + 1, [problem, end.output[-1500:]]

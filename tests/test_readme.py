@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+import grpo_trainer
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.backends.registry import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
@@ -267,6 +268,17 @@ def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def test_what_scripts_for_trl_import_is_here_and_there() -> None:
+    trl = pytest.importorskip("trl")
+    text = TRAINER.partition("### Scripts written for TRL\n")[2]
+    named = code(text.partition(" and the rewards of")[0]) - {"trl"}
+    named -= {"grpo_trainer", "VLLMClient"}  # theirs is deeper inside
+    assert len(named) > 5
+    assert [
+        name for name in named if not hasattr(trl, name) or not hasattr(grpo_trainer, name)
+    ] == []
 
 
 def test_settings_are_fields() -> None:

@@ -103,14 +103,6 @@ def stream(**changes: Any) -> Changes:
     return {"train_dataset": rows.to_iterable_dataset().shuffle(7, buffer_size=4)} | changes
 
 
-def talking(completions, log_extra, log_metric, **kwargs):
-    """Return rewards, and log something beside them."""
-    rewards = [float(len(text)) + random.random() for text in completions]
-    log_extra("noted", rewards)
-    log_metric("talked", rewards[0])
-    return rewards
-
-
 def harder(prompts, completions, rewards, metas):
     """Let the first prompt grow; the others make room for the dataset's next."""
     return [f"9{prompts[0]}"[-6:], *[None] * (len(prompts) - 1)]
@@ -139,40 +131,6 @@ def agents(**changes: Any) -> Changes:
         "rollout_engine": tools.ScriptedEngine(tokenizer, script, by_row=True),
         "max_completion_length": 250,
     } | changes
-
-
-class Counter:
-    """Counts from its row's number; the reward is also by chance."""
-
-    def reset(self, start: int, **row: object) -> str:
-        self._value = start + random.randrange(3)
-        return f" at {self._value}"
-
-    def add(self, a: int, b: int) -> int:
-        """Count.
-
-        Args:
-            a: one number.
-            b: the other.
-        """
-        self._value += a + b
-        return self._value
-
-    def get_reward(self) -> float:
-        return self._value + random.random()
-
-
-def completed(prompts, trainer):
-    """Return completions by chance, half of whose tokens are somebody else's."""
-    ids = [[3 + random.randrange(9), 4, 5, 1] for _ in prompts]
-    encoded = trainer.processing_class(prompts)["input_ids"]
-    return {
-        "prompt_ids": encoded,
-        "completion_ids": ids,
-        "logprobs": [[-1.0, None, -1.0, None]] * len(ids),
-        "env_mask": [[1, 0, 1, 0]] * len(ids),
-        "luck": [random.random() for _ in ids],
-    }
 
 
 def encoded(picture) -> bytes:
@@ -234,12 +192,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
     ),
     "tools": lambda: agents(tools=[tools.add], num_iterations=3, logging_steps=3),
-    "environments": lambda: agents(environment_factory=Counter, reward_funcs=None),
-    "a function that completes": {"rollout_func": completed, "num_iterations": 2},
     "images": lambda: images(num_iterations=2, beta=0.1),
     "images, some skipped": lambda: images(bad=2, on_bad_image="skip"),
     # rewards, the loss and its schedules
-    "a reward that logs": {"reward_funcs": talking, "logging_steps": 3},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
     "mixture of experts": experts,
     "bounded backward": {"backward_tolerance": 2e-3},

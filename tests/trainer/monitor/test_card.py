@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub import ModelCard
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.monitor import CARD_NAME
@@ -27,25 +27,10 @@ def test_card_has_the_recipe(make_trainer):
         "`digits_reversal_reward`", "25 prompts", "4 per prompt", "| torch |",
     ):  # fmt: skip
         assert words in text, words
-
-
-def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
-    uploaded = []
-
-    def upload(api, repo_id, folder_path, **kwargs):
-        uploaded.append((repo_id, (Path(folder_path) / CARD_NAME).read_text()))
-
-    made = RepoUrl("https://huggingface.co/me/mine")
-    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **kwargs: made)
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    trainer = make_trainer(hub_model_id="me/mine", max_steps=1)
-    trainer.train()
-    trainer.push_to_hub(dataset_name="owner/prompts", tags="math")
-    [(repository, text)] = uploaded
-    card = ModelCard(text)
-    assert repository == "me/mine"
-    assert card.data.model_name == "mine" and card.data.datasets == ["owner/prompts"]
-    assert {"math", "grpo"} <= set(card.data.tags) and "| 1, learning rate" in text
+    trainer.create_model_card(model_name="mine", dataset_name="owner/prompts", tags="math")
+    data = ModelCard.load(Path(trainer.args.output_dir) / CARD_NAME).data
+    assert data.model_name == "mine" and data.datasets == ["owner/prompts"]
+    assert {"math", "grpo"} <= set(data.tags)
     with pytest.raises(TypeError, match="language"):
         trainer.create_model_card(language="en")
 
