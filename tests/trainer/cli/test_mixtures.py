@@ -46,11 +46,8 @@ def test_a_split_for_evaluation():
 def test_formats_and_options():
     streamed = get_dataset(mixture(streaming=True))["train"]
     assert isinstance(streamed, IterableDataset) and len(list(streamed)) == 12
-    for item, rows in (
-        ({"path": "json", "data_files": ["a.jsonl"], "split": "train[:2]"}, 2),
-        ({"path": "a.jsonl", "split": "test[2:3]"}, 1),  # a file is any split
-    ):
-        assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == rows
+    item = {"path": "json", "data_files": ["a.jsonl"], "split": "train[:2]"}
+    assert len(get_dataset(DatasetMixtureConfig(datasets=[item]))["train"]) == 2
 
 
 PATH = {"path": "a.jsonl"}

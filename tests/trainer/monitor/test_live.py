@@ -62,20 +62,6 @@ def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
         assert re.findall(r"(?<!eval )step (\d)/3", text) == ["2", "3"]  # what came last, too
 
 
-def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog):
-    class Broken(PlainProgress):
-        def show(self, snapshot):
-            raise OSError("the terminal is gone")
-
-    trainer, console = make_trainer(), terminal(color_system=None)
-    for view in (Broken(terminal()), PlainProgress(console)):
-        trainer.add_callback(view)
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert caplog.text.count("the terminal is gone") == 1
-    assert "rewards/" not in console.export_text()  # one reward function is the total
-
-
 @pytest.mark.parametrize("column", ["prompt", "completion", "a column"])
 def test_texts_do_not_command_the_terminal(column):
     console = terminal(color_system=None)
