@@ -175,18 +175,11 @@ def test_unknown_arguments():
     assert (of_file, of_line) == (["--strange", "2", "3"], ["--other", "4"])
 
 
-@pytest.mark.parametrize(
-    ("name", "right"),
-    [
-        ("torch_dtype", "dtype"),
-        ("model", "model_name_or_path"),
-        ("vllm_dtype", "vllm_engine_kwargs"),
-    ],
-)
-def test_hints_name_the_right_field(name, right):
+def test_hints_name_the_right_field():
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
-    with pytest.raises(ValueError, match=rf"--{name}: .* \(is it {right}\?\)"):
-        parser.parse_args_and_config([f"--{name}", "x"])
+    for name, right in {"model": "model_name_or_path", "vllm_dtype": "vllm_engine_kwargs"}.items():
+        with pytest.raises(ValueError, match=rf"--{name}: .* \(is it {right}\?\)"):
+            parser.parse_args_and_config([f"--{name}", "x"])
 
 
 def test_every_flag_is_one():

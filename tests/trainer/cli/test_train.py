@@ -56,14 +56,6 @@ def test_what_rows_of_others_may_open(monkeypatch):
     assert allowed(eval_dataset_name="owner/name") == (False, constants.HF_HUB_CACHE)
 
 
-def test_how_a_model_is_loaded():
-    named = {"dtype": "bfloat16", "attn_implementation": "eager", "model_revision": "v2"}
-    trainer = build_trainer(arguments(**named))
-    assert trainer.args.model_init_kwargs["revision"] == "v2"
-    assert trainer.model.dtype == torch.bfloat16
-    assert trainer.model.config._attn_implementation == "eager"
-
-
 def test_an_adapter_is_trained_on():
     pytest.importorskip("peft")
     new = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 2}
@@ -86,7 +78,10 @@ def test_config_file_and_reward_beside_the_data():
         "reward_funcs: [beside.one, think_format_reward]\nlearning_rate: 1e-3\nnum_generations: 2\n"
         "per_device_train_batch_size: 4\nuse_cpu: true\nbeta: 0.5\n"
     )
-    trainer = build_trainer(["--config", "run.yaml", "--num_generations", "4"])
+    named = ["--dtype", "bfloat16", "--attn_implementation", "eager"]
+    trainer = build_trainer(["--config", "run.yaml", "--num_generations", "4", *named])
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
     assert trainer.args.num_generations == 4
     assert (trainer.args.learning_rate, trainer.args.beta) == (1e-3, 0.5)
     assert trainer.reward_func_names == ["judge", "one", "think_format_reward"]
