@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages and limits of Linux"),
     pytest.mark.skipif(not ISAS, reason="no native kernels"),
 ]
+CSRC = Path(__file__).parents[2] / "csrc"
 
 _GUARDED = """
 import ctypes, itertools, mmap, sys, torch
@@ -119,3 +122,32 @@ def test_out_of_memory_is_torchs_error() -> None:
         NATIVE_LINEAR(hidden, head, target, "fp32", False)
     few = Head(torch.zeros(9, 8), None, Transform())
     assert NATIVE_LINEAR(hidden, few, target, "fp32", False).logp.isfinite().all()
+
+
+_STARVED = """
+#include "threads.h"
+
+int main() {
+  std::atomic<int> done{0};
+  try {
+    grpo::share(8, 4, [&](const auto& next) {
+      for (int64_t item; (item = next()) < 8; ++done) {
+        if (item == 3) throw std::bad_alloc();
+      }
+    });
+  } catch (const std::bad_alloc&) {
+    return done == 7 ? 0 : 1;
+  }
+  return 2;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or not CSRC.exists(), reason="no compiler")
+def test_a_starved_thread_is_noticed_once_all_have_ended(tmp_path: Path) -> None:
+    source, program = tmp_path / "starved.cpp", tmp_path / "starved"
+    source.write_text(_STARVED)
+    subprocess.run(
+        ["g++", "-std=c++17", "-pthread", f"-I{CSRC}", str(source), "-o", str(program)], check=True
+    )
+    assert subprocess.run([str(program)], check=False).returncode == 0

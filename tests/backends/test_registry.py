@@ -71,13 +71,17 @@ def hopper(monkeypatch: Patch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     set_driver(monkeypatch, object())
-    properties = SimpleNamespace(major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    set_capability(monkeypatch, 9, 0)
     for function in cached:
         function.cache_clear()
     yield
     for function in cached:
         function.cache_clear()
+
+
+def set_capability(monkeypatch: Patch, major: int, minor: int) -> None:
+    properties = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 def set_driver(monkeypatch: Patch, active: object) -> None:
@@ -136,6 +140,19 @@ def test_a_gpu_without_triton(
         warnings.simplefilter("error")
         assert choose_backend("auto", GPU, torch.float32) is chosen
     assert why_backend(chosen, "auto", GPU, torch.bfloat16)[0].startswith(f"not triton: {reason}")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_bf16_on_a_gpu_without_it(monkeypatch: Patch) -> None:
+    assert choose_backend("auto", GPU, torch.bfloat16).name == "triton"
+    set_capability(monkeypatch, 7, 5)
+    reason = "bf16 takes a device of compute capability 8.0, and this is sm_75"
+    with pytest.raises(ValueError, match=f"backend: 'triton' cannot run: {reason}"):
+        choose_backend("triton", GPU, torch.bfloat16)
+    chosen = choose_backend("auto", GPU, torch.bfloat16)
+    assert chosen.name == "chunked"
+    assert why_backend(chosen, "auto", GPU, torch.bfloat16)[0] == f"not triton: {reason}"
+    assert choose_backend("auto", GPU, torch.float16).name == "triton"
 
 
 def test_the_oldest_triton_is_the_declared_one() -> None:

@@ -17,6 +17,7 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
+from grpo_kernels.losses import Metrics
 from grpo_kernels.testing import LossRun, Problem, make_problem, run
 
 pytestmark = pytest.mark.slow
@@ -129,6 +130,41 @@ def test_inductor_compiles_model_and_loss_in_one_graph() -> None:
         pairs = zip(*(torch.autograd.grad(x, leaves) for x in (loss, expected)), strict=True)
         for got, other in pairs:
             torch.testing.assert_close(got, other)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_repeated_backward_of_a_compiled_loss(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem.weight, problem.batch(), LossConfig())
+    options = dict(bias=problem.bias, schedule=schedule)
+    expected = run(problem, args[2], args[1], scale=6.0, function=loss_of, schedule=schedule)
+    # torch's own condition for a second backward of what it compiled
+    with torch._functorch.config.patch(donated_buffer=False):
+        out = whole(loss_of)(problem.hidden, *args, **options)
+    out.loss.backward(retain_graph=True)
+    (out.loss * 5).backward()
+    for name, value in expected.gradients.items():
+        torch.testing.assert_close(getattr(problem, name.removeprefix("d")).grad, value)
+
+
+def test_results_of_a_compiled_loss() -> None:
+    """Its metrics merge, it runs without gradients, and what it saves may be moved."""
+    problem = make_problem().to("cpu", torch.float32)
+    args = (problem.hidden, problem.weight, problem.batch(), LossConfig())
+    function, expected = whole(loss_of), loss_of(*args)
+    got = function(*args)
+    merged, other = (Metrics.merge([out.metrics, out.metrics]) for out in (got, expected))
+    assert list(merged) == list(other) and repr(got.metrics) == repr(expected.metrics)
+    for name in other:
+        assert torch.equal(merged[name].nan_to_num(), other[name].nan_to_num()), name
+    with torch.no_grad():
+        out = function(*args)
+    assert not out.loss.requires_grad and "entropy" in out.metrics
+    torch.testing.assert_close(out.loss, got.loss.detach())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        moved = function(*args).loss
+    of_moved, right = (torch.autograd.grad(x, problem.weight)[0] for x in (moved, expected.loss))
+    assert torch.equal(of_moved, right)
 
 
 def test_errors_come_through_the_compiler() -> None:
