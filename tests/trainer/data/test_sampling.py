@@ -71,21 +71,3 @@ def test_evaluation_repeats_every_prompt():
     assert len(RepeatSampler(2, 3)) == 6
     rows = islice(RepeatedStream(streamed(5), 2), 4)
     assert [row["prompt"] for row in rows] == ["0", "0", "1", "1"]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_each_completion_has_columns_of_its_own(make_trainer, streaming):
-    seen = []
-
-    def reward(completions, notes, **kwargs):
-        for note in notes:
-            note["words"].append("edited")
-        seen.append(notes)
-        return [float(len(note["words"])) for note in notes]
-
-    rows = Dataset.from_list([{"prompt": f"{i}=", "notes": {"words": ["one"]}} for i in range(4)])
-    rows = rows.to_iterable_dataset() if streaming else rows
-    changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 8}
-    make_trainer(reward, train_dataset=rows, eval_dataset=rows, **changes).train()
-    assert len(seen) > 4
-    assert all(note == {"words": ["one", "edited"]} for notes in seen for note in notes)

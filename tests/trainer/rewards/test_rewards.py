@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 
 from grpo_trainer.rewards import RewardLog, resolve_rewards, score
 
@@ -48,23 +49,65 @@ def test_what_the_functions_said_of_unscored_completions(caplog):
     assert "'none' returned None, 'nan' returned NaN for 2 of 4 completions" in warning
 
 
-def test_async_functions_run_together():
-    async def slow(completions, **kwargs):
-        await asyncio.sleep(0.2)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_every_column_of_a_row_arrives(make_trainer, chat_tokenizer, kind, streaming):
+    """Beside its completions, in training and in evaluation; none shares its values with others."""
+    texts = [f"{n}7=" for n in range(5)]
+    asked = [
+        {"text": text, "messages": [{"role": "user", "content": text}]}[kind] for text in texts
+    ]
+    rows = [{"prompt": p, "number": n, "notes": {"words": [n]}} for n, p in enumerate(asked)]
+    calls = []
+
+    def reward(prompts, completions, completion_ids, number, notes, trainer_state, **others):
+        assert {"log_extra", "log_metric"} <= set(others)
+        assert prompts == [asked[n] for n in number]
+        found = [c if kind == "text" else c[0]["content"] for c in completions]
+        assert kind == "text" or completions[0][0]["role"] == "assistant"
+        decoded = [chat_tokenizer.decode(ids) for ids in completion_ids]
+        assert found == [text.removesuffix("<eos>") for text in decoded]
+        for note in notes:
+            note["words"].append("edited")
+        assert notes == [{"words": [n, "edited"]} for n in number]
+        calls.append((trainer_state.global_step, number))
+        return [float(n) for n in number]
+
+    data = Dataset.from_list(rows)
+    data = data.to_iterable_dataset() if streaming else data
+    make_trainer(
+        reward, train_dataset=data, eval_dataset=data, num_generations=2, max_steps=3,
+        eval_strategy="steps", eval_steps=3, num_generations_eval=1, shuffle_dataset=False,
+    ).train()  # fmt: skip
+    # the last prompt fills no batch of the dataset's; a stream has no end
+    third = [4, 4, 0, 0] if streaming else [0, 0, 1, 1]
+    steps = [(0, [0, 0, 1, 1]), (1, [2, 2, 3, 3]), (2, third), (3, [0, 1, 2, 3]), (3, [4])]
+    assert calls == steps
+
+
+def test_functions_run_together():
+    """Plain ones and coroutines; these in one event loop, also where another runs already."""
+    both, loops = [threading.Barrier(3, timeout=30), []]
+
+    async def later(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.to_thread(both.wait)
         return [1.0] * len(completions)
 
-    class Slow:
+    class Later:
         async def __call__(self, completions, **kwargs):
-            return await slow(completions)
+            return await later(completions)
 
-    def slow_itself(completions, **kwargs):
-        time.sleep(0.2)
+    def itself(completions, **kwargs):
+        both.wait()
         return [0.0] * len(completions)
 
-    start = time.perf_counter()
-    rewards = call([slow, slow_itself, Slow()])
-    assert rewards.tolist() == [[1.0, 0.0, 1.0]] * 2
-    assert time.perf_counter() - start < 0.39
+    async def notebook():
+        return call([later, itself, Later()])
+
+    for rewards in (call([later, itself, Later()]), asyncio.run(notebook())):
+        assert rewards.tolist() == [[1.0, 0.0, 1.0]] * 2
+    assert len(loops) == 4 and len(set(loops)) == 1 and not loops[0].is_closed()
 
 
 @pytest.mark.parametrize(
@@ -151,29 +194,6 @@ def test_a_failure_stops_the_others():
         with pytest.raises(RuntimeError, match=function.__name__):
             call([endless, function])
         assert cancelled.wait(5)
-
-
-def test_async_functions_below_a_running_loop():
-    async def notebook():
-        return call(one)
-
-    async def one(completions, **kwargs):
-        await asyncio.sleep(0)
-        return [1.0] * len(completions)
-
-    assert asyncio.run(notebook()).tolist() == [[1.0], [1.0]]
-
-
-def test_async_functions_keep_their_loop():
-    loops = []
-
-    async def keeps(completions, **kwargs):
-        loops.append(asyncio.get_running_loop())
-        return [1.0] * len(completions)
-
-    call(keeps)
-    call([keeps, keeps])
-    assert len(loops) == 3 and len(set(loops)) == 1 and not loops[0].is_closed()
 
 
 def test_names():
