@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
+from tests.support.batches import BatchTrainer
 from tests.support.trainer import CannedEngine
 
 TINY = {
@@ -27,32 +28,21 @@ QWEN2_MOE = Qwen2MoeConfig(
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, QWEN2_MOE], ids=["mixtral", "qwen2_moe"])
-def test_the_models_own_loss_is_added(make_trainer, config):
-    model = AutoModelForCausalLM.from_config(config)
-    settings = {"max_steps": 1, "learning_rate": 0.0, "router_aux_loss_coef": 0.5}
-    # equal rewards: the policy loss is 0
+@pytest.mark.parametrize(("coef", "used"), [(0.5, 0.5), (None, 0.001), (0.0, 0.0)])
+def test_the_models_own_loss_is_added(make_trainer, config, coef, used):
+    """By the weight of its config where there is no other."""
     trainer = make_trainer(
-        lambda prompts, **kwargs: [1.0] * len(prompts), model, CannedEngine(), **settings
-    )
-    trainer.train()
-    [log] = [row for row in trainer.state.log_history if "aux_loss" in row]
-    [batch] = trainer._buffer
-    with torch.no_grad():
-        output = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            output_router_logits=True,
-        )
-    assert log["aux_loss"] == pytest.approx(output.aux_loss.item(), rel=1e-5)
-    assert log["loss"] == pytest.approx(0.5 * log["aux_loss"], rel=1e-5)
-    assert log["grad_norm"] > 0
-
-
-@pytest.mark.parametrize(("coef", "expected"), [(None, 0.001), (0.0, 0.0)])
-def test_default_weight_is_the_models(make_trainer, coef, expected):
-    model = AutoModelForCausalLM.from_config(MIXTRAL)
-    trainer = make_trainer(model=model, router_aux_loss_coef=coef, max_steps=1)
-    assert trainer._router_coef == expected
+        lambda prompts, **kwargs: [1.0] * len(prompts),  # equal rewards: the policy loss is 0
+        AutoModelForCausalLM.from_config(config), CannedEngine(), BatchTrainer,
+        max_steps=1, learning_rate=0.0, router_aux_loss_coef=coef,
+    )  # fmt: skip
     trainer.train()
     [log] = [row for row in trainer.state.log_history if "loss" in row]
-    assert ("aux_loss" in log) == (expected > 0)
+    assert ("aux_loss" in log) == (log["grad_norm"] > 0) == (used > 0)
+    if used:
+        [batch] = trainer.batches
+        given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        with torch.no_grad():
+            expected = trainer.model(**given, output_router_logits=True).aux_loss.item()
+        assert log["aux_loss"] == pytest.approx(expected, rel=1e-5)
+        assert log["loss"] == pytest.approx(used * expected, rel=1e-4)
