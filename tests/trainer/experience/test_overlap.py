@@ -11,13 +11,12 @@ import pytest
 from transformers import Qwen3ForCausalLM, TrainerCallback
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.common import in_thread
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import ServerError, WeightsLostError
-from grpo_trainer.rollout.http import JsonServer
+from grpo_trainer.rollout import WeightsLostError
 from tests.support.trainer import BackgroundEngine
 from tests.support.vllm_stub import StubServer, choices
 
+COMPLETE = "/v1/completions"
 STALENESS = "sampling/staleness"
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
@@ -67,19 +66,24 @@ def test_one_generation_batch_old(make, engine):
     assert weights[0] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes, staleness",
-    [
-        ({"num_iterations": 2}, [0, 2]),
-        ({"steps_per_generation": 2, "per_device_train_batch_size": 2}, [0, 2]),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, [0, 0.5, 0.5, 0.5]),
-    ],
-)
-def test_it_is_counted_in_optimizer_steps(make, engine, changes, staleness):
-    trainer = make(engine, **({"num_generations": 2} | changes))
+def test_evaluation_is_by_the_weights_as_they_are(make, engine):
+    trainer = make(engine, eval_strategy="steps", eval_steps=1)
     trainer.train()
-    rows = trainer.state.log_history
-    assert [row[STALENESS] for row in rows if STALENESS in row] == staleness
+    name = f"eval_{DIFFERENCE}"
+    evaluated = [row[name] for row in trainer.state.log_history if name in row]
+    assert len(evaluated) == 4 and max(evaluated) < 1e-4
+    assert min(of_steps(trainer, DIFFERENCE)[1:]) > 1e-4
+
+
+def test_several_steps_of_a_batch(make, engine):
+    """Its age is in optimizer steps; ratios are those to the policy where training on it begins."""
+    trainer = make(engine, steps_per_generation=2, num_generations=2)
+    trainer.train()
+    assert [row[STALENESS] for row in trainer.state.log_history if STALENESS in row] == [0, 2]
+    ratios = of_steps(trainer, "ratio/max")
+    for first in ratios[0], ratios[2]:
+        assert first == pytest.approx(1, abs=1e-5)
+    assert ratios[1] != pytest.approx(1, abs=1e-5)
 
 
 def test_it_generates_while_the_policy_trains(make, engine):
@@ -103,25 +107,6 @@ def test_it_generates_while_the_policy_trains(make, engine):
     trainer.compute_loss, engine.work = compute_loss, work
     trainer.train()
     assert seen == ["start", "start", "start", "end"]
-
-
-def test_old_logprobs_are_of_the_policy_at_the_start_of_training(make, engine):
-    trainer = make(engine, steps_per_generation=2, num_generations=2, logging_steps=1)
-    trainer.train()
-    ratios = of_steps(trainer, "ratio/max")
-    for first in ratios[0], ratios[2]:  # steps of a batch
-        assert first == pytest.approx(1, abs=1e-5)
-    assert ratios[1] != pytest.approx(1, abs=1e-5)
-
-
-def test_evaluation_is_by_the_weights_as_they_are(make, engine):
-    trainer = make(engine, eval_strategy="steps", eval_steps=1)
-    trainer.train()
-    evaluated = [row for row in trainer.state.log_history if "eval_reward" in row]
-    assert len(evaluated) == 4
-    assert max(row[f"eval_{DIFFERENCE}"] for row in evaluated) < 1e-4
-    assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
-    assert max(of_steps(trainer, DIFFERENCE)[1:]) > 1e-4
 
 
 def test_errors_come_with_their_traceback(make, engine):
@@ -198,35 +183,37 @@ def on_a_server(stub: StubServer, **changes) -> dict:
     return settings | {"vllm_server_timeout": 5.0} | changes
 
 
-def test_a_server_that_is_silent_is_not_waited_for(make, stub):
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_server_that_is_silent_is_not_waited_for(make, stub, busy):
+    """Nor is one that is tried again and again."""
     silent = threading.Event()
-    asked = 0
 
     def answer():
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+        if len(asked()) == 3 and not busy:
             silent.wait(60)
         return 200, {"choices": choices(stub.asked[-1][1]["prompt"], 4)}
 
-    stub.script["/v1/completions"] = [answer] * 3
-    steps = 0
+    def asked():
+        return [path for path in stub.paths() if path == COMPLETE]
+
+    stub.script[COMPLETE] = [answer, answer, *[(503, b"") if busy else answer] * 99]
+    steps = []
 
     def reward(**columns):
-        nonlocal steps
-        steps += 1
-        while asked < 3 and steps == 2:
+        steps.append(len(asked()))
+        while len(steps) == 2 and len(asked()) < 3:
             time.sleep(0.01)
-        if steps == 2:
+        if len(steps) == 2:
             raise KeyboardInterrupt
         return digits_reversal_reward(**columns)
 
-    trainer = make(reward=reward, **on_a_server(stub))
+    trainer = make(reward=reward, **on_a_server(stub, vllm_server_timeout=60.0))
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert time.monotonic() - start < 30
     silent.set()
+    stub.script[COMPLETE] = [answer] * 99
     trainer.train()  # the connection is not spoiled
     assert of_steps(trainer, STALENESS)[1:] == [1, 1, 1]
     trainer.rollouts.close()
@@ -238,53 +225,10 @@ def test_a_server_that_restarts_meanwhile_gets_the_weights_it_had(make, stub):
         return 500, {"error": "EngineCore encountered an issue"}
 
     usual = [lambda: (200, {"choices": choices(stub.asked[-1][1]["prompt"], 4)})] * 2
-    stub.script["/v1/completions"] = [*usual, die]
+    stub.script[COMPLETE] = [*usual, die]
     trainer = make(**on_a_server(stub))
     trainer.train()
     assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
     folders = [folder.rpartition("-")[2] for folder in stub.loaded]
     assert folders == ["1", "2", "2", "3"]
     trainer.rollouts.close()
-
-
-def test_interrupted_requests(stub):
-    server = JsonServer(stub.url, patience=60.0)
-    stub.script["/health"] = [(503, b"")] * 99
-    errors = []
-
-    def ask():
-        try:
-            server.retrying(lambda: server.get("/health"))
-        except ServerError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while not stub.asked:
-        time.sleep(0.01)
-    with server.interrupted():
-        thread.join(10)
-    assert errors == [f"GET {stub.url}/health: interrupted"]
-    stub.script.clear()
-    assert server.get("/health") == {}
-    server.close()
-
-
-def test_interrupted_while_the_server_is_silent(stub):
-    server = JsonServer(stub.url, patience=60.0)
-    over = threading.Event()
-    stub.script["/health"] = [lambda: (over.wait(60) and 200, {})] * 8
-
-    def ask() -> str:
-        with pytest.raises(ServerError) as error:
-            server.get("/health")
-        return str(error.value)
-
-    waiting = [in_thread(ask, "a test") for _ in range(8)]
-    while len(stub.asked) < 8:
-        time.sleep(0.01)
-    with server.interrupted():
-        errors = {request.result(10) for request in waiting}
-    over.set()
-    assert errors == {f"GET {stub.url}/health: interrupted"}
-    server.close()
