@@ -16,7 +16,6 @@ from grpo_trainer.rollout import (
     Sampling,
     register_rollout_engine,
 )
-from grpo_trainer.rollout.base import runs
 from grpo_trainer.rollout.registry import ENGINES
 from grpo_trainer.rollout.sampling import vllm_params
 from tests.support.batches import BatchTrainer
@@ -41,32 +40,6 @@ def train(make_trainer):
 
 def logged(trainer: GRPOTrainer, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if "reward" in row]
-
-
-def test_sampling_of_a_config(make_args, tokenizer):
-    args = make_args(
-        temperature=0.7,
-        top_k=5,
-        generation_kwargs={"eos_token_id": [4, 5], "top_p": 0.5, "num_beams": 1},
-    )
-    sampling = Sampling.from_config(args, tokenizer)
-    assert sampling == Sampling(
-        eos_token_ids=frozenset([4, 5]),
-        max_tokens=4,
-        temperature=0.7,
-        top_p=0.5,
-        top_k=5,
-        engine_options={"num_beams": 1},
-    )
-
-
-def test_sampling_in_vllms_words(make_args, tokenizer):
-    args = make_args(use_vllm=True, generation_kwargs={"stop_token_ids": [4], "seed": 3})
-    params = vllm_params(Sampling.from_config(args, tokenizer))
-    assert params["stop_token_ids"] == [tokenizer.eos_token_id, 4] and params["seed"] == 3
-    args = make_args(use_vllm=True, generation_kwargs={"logprobs": 3})
-    with pytest.raises(ValueError, match="generation_kwargs: expected none of logprobs"):
-        vllm_params(Sampling.from_config(args, tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +69,11 @@ def test_ends_of_a_completion(
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "stop_token_ids"])
-@pytest.mark.parametrize("ids", [-1, [14], "1", [True], [[1]]])
-def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name, ids):
-    args = make_args(generation_kwargs={name: ids})
-    with pytest.raises(ValueError, match=rf"generation_kwargs\['{name}'\]: expected ids of tokens"):
-        Sampling.from_config(args, tokenizer, policy)
+def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name):
+    for ids in (-1, [14], "1", [True], [[1]]):
+        args = make_args(generation_kwargs={name: ids})
+        with pytest.raises(ValueError, match=rf"_kwargs\['{name}'\]: expected ids of tokens"):
+            Sampling.from_config(args, tokenizer, policy)
 
 
 @pytest.mark.parametrize("continuous", [False, True])
@@ -135,12 +108,6 @@ def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tok
         assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
 
 
-def test_a_group_is_one_request():
-    a, b = [1, 2], [3]
-    assert runs([a, a, b, a, b, b]) == [(a, 2), (b, 1), (a, 1), (b, 2)]
-    assert runs([]) == []
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
     engine = BackgroundEngine(tokenizer)
@@ -152,12 +119,6 @@ def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
         next(trainer.model.parameters()).mul_(0.5)  # as loading a checkpoint does
     trainer.evaluate(trainer.train_dataset.select(range(1)))
     assert engine.calls[-2:] == ["update", "generate"]
-
-
-def test_one_generation_for_several_steps_sends_once(train, tokenizer):
-    engine = BackgroundEngine(tokenizer)
-    train(engine, steps_per_generation=2, num_iterations=2, max_steps=4)
-    assert engine.calls == ["update", "generate"]
 
 
 def test_a_sleeping_engine_gets_weights_anew(policy, tokenizer, make_args):
@@ -192,8 +153,6 @@ def test_answers_are_checked(make_trainer, answer, message):
     ("changes", "weight"),
     [
         ({"vllm_importance_sampling_mode": "token_truncate"}, 2.0),
-        ({"vllm_importance_sampling_mode": "token_mask"}, 0.0),
-        ({"vllm_importance_sampling_mode": "sequence_truncate"}, 2.0),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, 0.0),
         ({"vllm_importance_sampling_correction": False}, None),
     ],
@@ -219,11 +178,6 @@ def test_correction(train, tokenizer, copied, changes, weight):
     assert (logged(trainer, "grad_norm")[-1] == 0) == (weight == 0)
 
 
-def test_engines_without_logprobs_are_not_corrected(train, tokenizer):
-    trainer = train(BackgroundEngine(tokenizer), max_steps=1)
-    assert not any("sampling/" in name for row in trainer.state.log_history for name in row)
-
-
 def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
     monkeypatch.setattr("grpo_trainer.rollout.registry.ENGINES", dict(ENGINES))
     made = []
@@ -242,32 +196,40 @@ def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
     assert made[0].sampling.engine_options == {"own_option": 1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vllm_mode": "remote"}, "vllm_mode: expected one of colocate, server; got 'remote'"),
-        ({"vllm_server_port": 70000}, "vllm_server_port: expected a number >= 1 and <= 65535"),
-        ({"vllm_server_timeout": 0}, "vllm_server_timeout: expected a number > 0, got 0"),
-        ({"vllm_weight_transfer": "pickle"}, "vllm_weight_transfer: expected one of auto, file"),
-        ({"vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization: expected"),
-        ({"vllm_mode": "server", "vllm_server_base_url": "10.0.0.1:80"}, "url: expected http://h"),
-        ({"vllm_mode": "server", "vllm_enable_sleep_mode": True}, "sleep_mode: .*='colocate'"),
-        ({"vllm_server_port": 9000}, "vllm_server_port: expected only with vllm_mode='server'"),
-        ({"cache_implementation": "static"}, "cache_implementation: expected None with use_vllm"),
-        ({"rollout_engine": "mine"}, "use_vllm, rollout_engine: expected at most one of them"),
-        (
-            {"transformers_continuous_batching_config": {"num_blocks": 64}},
-            "config: expected only w",
-        ),
-        ({"loss_type": "vespo"}, "vllm_importance_sampling_mode: expected one of token_truncate"),
-        ({"vllm_importance_sampling_clip_min": 4.0}, "sampling_clip_min: expected a number below"),
-        ({"vllm_importance_sampling_mode": "mask"}, "mode: expected one of token_truncate"),
-        ({"generation_kwargs": {"max_tokens": 5}}, "expected the field max_completion_length"),
-    ],
-)
-def test_wrong_settings(make_args, changes, message):
+# settings with use_vllm -> the message
+REFUSED = [
+    ({"vllm_weight_transfer": "pickle"}, "vllm_weight_transfer: expected one of auto, file"),
+    ({"vllm_mode": "server", "vllm_server_base_url": "10.0.0.1:80"}, "url: expected http://h"),
+    ({"vllm_mode": "server", "vllm_enable_sleep_mode": True}, "sleep_mode: .*='colocate'"),
+    ({"vllm_server_port": 9000}, "vllm_server_port: expected only with vllm_mode='server'"),
+    ({"cache_implementation": "static"}, "cache_implementation: expected None with use_vllm"),
+    ({"rollout_engine": "mine"}, "use_vllm, rollout_engine: expected at most one of them"),
+    ({"transformers_continuous_batching_config": {"num_blocks": 64}}, "config: expected only w"),
+    ({"loss_type": "vespo"}, "vllm_importance_sampling_mode: expected one of token_truncate"),
+    ({"vllm_importance_sampling_clip_min": 4.0}, "sampling_clip_min: expected a number below"),
+    ({"generation_kwargs": {"max_tokens": 5}}, "expected the field max_completion_length"),
+    ({"generation_kwargs": {"logprobs": 3}}, "generation_kwargs: expected none of logprobs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_wrong_settings(make_args, tokenizer, changes, message):
     with pytest.raises(ValueError, match=message):
-        make_args(use_vllm=True, **changes)
+        vllm_params(Sampling.from_config(make_args(use_vllm=True, **changes), tokenizer))
+
+
+def test_wrong_settings_of_continuous_batching(make_trainer):
+    field = "transformers_continuous_batching_config"
+    with pytest.raises(ValueError, match=f"{field}: .*'blocks'"):
+        make_trainer(use_transformers_continuous_batching=True, **{field: {"blocks": 64}})
+
+
+def test_settings_without_effect_are_reported(make_args):
+    with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
+        make_args(vllm_server_port=9000)
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):  # an old name
+        args = make_args(vllm_importance_sampling_cap=2.0)
+    assert args.vllm_importance_sampling_clip_max == 2.0
 
 
 @pytest.mark.parametrize(
@@ -289,22 +251,3 @@ def test_no_vllm(make_trainer, tokenizer, monkeypatch, changes, error, message):
     }
     with pytest.raises(error, match=message):
         make_trainer(use_vllm=True, **given)
-
-
-def test_settings_without_effect_are_reported(make_args):
-    with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
-        make_args(vllm_server_port=9000)
-
-
-def test_old_names(make_args):
-    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):
-        args = make_args(vllm_importance_sampling_cap=2.0)
-    assert args.vllm_importance_sampling_clip_max == 2.0
-
-
-def test_settings_of_continuous_batching(make_trainer):
-    with pytest.raises(ValueError, match="transformers_continuous_batching_config: .*'blocks'"):
-        make_trainer(
-            use_transformers_continuous_batching=True,
-            transformers_continuous_batching_config={"blocks": 64},
-        )

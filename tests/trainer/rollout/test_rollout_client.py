@@ -14,8 +14,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-import grpo_trainer
-from grpo_trainer.generation import vllm_client as trl_named
 from grpo_trainer.rollout import ServerError, VLLMClient
 from tests.support.vllm_stub import StubServer, choices, slowly
 
@@ -84,18 +82,8 @@ def asked_in(stub, path: str, by: str) -> list[dict]:
 
 
 def test_messages(make_client, stub):
-    talks = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}] * 2]
-    answer = make_client().chat(talks, n=2, temperature=0.5, max_tokens=3)
-    assert answer["prompt_ids"] == [[0], [0, 1]]
-    assert answer["completion_ids"] == [[7, 0]] * 4 and answer["logprobs"] == [[-0.5, -1.0]] * 4
-    first, second = asked_in(stub, CHAT, "messages")
-    assert [first["messages"], second["messages"]] == [talks[0], talks[1]]
-    assert first["logprobs"] is True and first["top_logprobs"] == 0
-    assert first["return_token_ids"] is True and "tools" not in first
-    assert answer == make_client().generate(talks, n=2, temperature=0.5, max_tokens=3)
+    """With their images, and what the chat template gets."""
 
-
-def test_what_the_chat_template_gets(make_client, stub):
     def add(a: int, b: int) -> int:
         """Add.
 
@@ -105,33 +93,29 @@ def test_what_the_chat_template_gets(make_client, stub):
         """
         return a + b
 
-    settings = {"tools": [add], "chat_template": "x", "chat_template_kwargs": {"level": 1}}
-    make_client().chat([[{"role": "user", "content": "one"}]], seed=3, logprobs=None, **settings)
-    [body] = asked_in(stub, CHAT, "messages")
-    assert body["tools"][0]["function"]["name"] == "add" and body["tool_choice"] == "none"
-    assert body["chat_template"] == "x" and body["chat_template_kwargs"] == {"level": 1}
-    assert body["seed"] == 3 and body["logprobs"] is False
-
-
-def test_images_in_messages(make_client, stub):
     parts = [{"type": "text", "text": "what?"}, {"type": "image", "image": picture("red")}]
     rest = [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:image/png;x"}}]
-    talk = [{"role": "user", "content": [*parts, *rest]}]
-    answer = make_client().chat([talk, talk], images=[[picture("blue")], picture("green")])
-    assert answer["prompt_ids"] == [[0, 1, 2, 3]] * 2
-    bodies = asked_in(stub, CHAT, "messages")
-    sent = [body["messages"][0]["content"] for body in bodies]
-    assert all(content[0] == parts[0] and content[3] == rest[1] for content in sent)
-    colours = [[sent_image(part["image_url"]["url"]).getpixel((0, 0)) for part in content[1:3]]
-               for content in sent]  # fmt: skip
-    assert sorted(colours) == [[(255, 0, 0), (0, 0, 255)], [(255, 0, 0), (0, 128, 0)]]
+    remote = {"type": "image", "image": None, "url": "https://example.com/a.png"}  # of a dataset
+    talks = [[{"role": "user", "content": content}] for content in ("one", [*parts, *rest, remote])]
+    answer = make_client().chat(
+        talks, images=[None, [picture("blue")]], n=2, temperature=0.5, max_tokens=3, seed=3,
+        tools=[add], chat_template="x", chat_template_kwargs={"level": 1},
+    )  # fmt: skip
+    assert answer["prompt_ids"] == [[0], [0, 1, 2, 3, 4]]
+    assert answer["completion_ids"] == [[7, 0]] * 4 and answer["logprobs"] == [[-0.5, -1.0]] * 4
+    plain, seeing = asked_in(stub, CHAT, "messages")
+    assert plain["messages"] == talks[0] and plain["seed"] == 3 and plain["n"] == 2
+    assert plain["logprobs"] is True and plain["return_token_ids"] is True
+    assert plain["tools"][0]["function"]["name"] == "add" and plain["tool_choice"] == "none"
+    assert plain["chat_template"] == "x" and plain["chat_template_kwargs"] == {"level": 1}
+    text, red, blue, *others = seeing["messages"][0]["content"]
+    assert [text, *others] == [
+        parts[0], rest[1], {"type": "image_url", "image_url": {"url": remote["url"]}},
+    ]  # fmt: skip
+    shown = [sent_image(part["image_url"]["url"]).getpixel((0, 0)) for part in (red, blue)]
+    assert shown == [(255, 0, 0), (0, 0, 255)]
     assert parts[1]["image"].size == (4, 2)  # the messages are as they were
-    stub.asked.clear()
-    part = {"type": "image", "image": None, "url": "https://example.com/a.png"}  # of a dataset
-    make_client().chat([[{"role": "user", "content": [part]}]], tools=[])
-    [body] = asked_in(stub, CHAT, "messages")
-    url = {"type": "image_url", "image_url": {"url": part["url"]}}
-    assert body["messages"][0]["content"] == [url] and "tools" not in body
+    assert make_client().generate(talks[:1], n=2)["completion_ids"] == [[7, 0]] * 2
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2], [3]], ["one two", "one"]])
@@ -166,30 +150,18 @@ def test_images_that_do_not_fit(make_client, images, message):
         make_client().chat([[{"role": "user", "content": [{"type": "image"}]}]], images=images)
 
 
-def test_without_logprobs_and_with_a_regex(make_client, stub):
-    answer = make_client().generate([[1]], logprobs=None, structured_outputs_regex="a+")
-    assert answer["logprobs"] is None
-    assert stub.asked[-1][1]["structured_outputs"] == {"regex": "a+"}
+def test_options_of_the_server(make_client, stub):
+    options = {"seed": 3, "structured_outputs_regex": "a+", "logprobs": None}
+    answer = make_client().generate([[1]], **options, generation_kwargs={"ignore_eos": True})
+    expected = {"seed": 3, "structured_outputs": {"regex": "a+"}, "ignore_eos": True}
+    assert answer["logprobs"] is None and stub.asked[-1][1].items() >= expected.items()
 
 
 def test_api_key(make_client, stub, monkeypatch):
-    make_client().generate([[1]])
-    assert {key for _, _, key in stub.asked} == {None}
-    make_client(api_key="secret").generate([[1]])
-    assert stub.asked[-1][2] == "Bearer secret"
     monkeypatch.setenv("VLLM_API_KEY", "other")
-    make_client().generate([[1]])
-    assert stub.asked[-1][2] == "Bearer other"
-
-
-def test_options_of_the_server(make_client, stub):
-    for options in (
-        {"generation_kwargs": {"seed": 3}},
-        {"seed": 3, "generation_kwargs": {"ignore_eos": True}},
-    ):
-        make_client().generate([[1]], **options)
-        sent = {"seed": options.pop("seed", 3)} | options["generation_kwargs"]
-        assert stub.asked[-1][1].items() >= sent.items()
+    for given, sent in (({}, "Bearer other"), ({"api_key": "secret"}, "Bearer secret")):
+        make_client(**given).generate([[1]])
+        assert stub.asked[-1][2] == sent
 
 
 @pytest.mark.parametrize(
@@ -234,6 +206,7 @@ def test_faults_are_retried(make_client, stub, faults, tries):
         (COMPLETE, OUT, 1, "{url}{path}: got 400: .*out of memory"),
         (COMPLETE, (503, b"no server"), None, "got 503: 'no server', for 0.2 seconds"),
         (COMPLETE, slowly(0.5), 4, "no answer within 0.3 seconds, 4 times"),
+        ("/health", (307, b""), 1, r"/health: got 307: ''. `grpo-train serve --model"),  # TRL's
         ("/openapi.json", (200, {"components": {"schemas": {}}}), 1, r"images .*: vLLM 0\.32 or l"),
         ("/pause?mode=keep", (404, {"detail": "Not Found"}), 1, "grpo-train serve"),
         ("/collective_rpc", (500, {"error": "Repo id"}), 4, "Repo id.* see the folder .*weights"),
@@ -242,158 +215,115 @@ def test_faults_are_retried(make_client, stub, faults, tries):
 )
 def test_faults_that_last_are_named(make_client, stub, path, fault, tries, message):
     stub.script[path] = [fault] * 99
-    client = make_client(connection_timeout=0.2, request_timeout=0.3)
     calls = {
-        COMPLETE: lambda: client.generate([[1]]),
-        "/openapi.json": lambda: client.generate([[1]], images=[picture("red")]),
-        "/reset_prefix_cache": client.reset_prefix_cache,
+        COMPLETE: lambda client: client.generate([[1]]),
+        "/openapi.json": lambda client: client.generate([[1]], images=[picture("red")]),
+        "/reset_prefix_cache": lambda client: client.reset_prefix_cache(),
     }
+    call = calls.get(path, lambda client: client.update_weights(weights(1.0)))
     with pytest.raises(ServerError, match=message.format(url=stub.url, path=path)):
-        calls.get(path, lambda: client.update_weights(weights(1.0)))()
+        call(make_client(connection_timeout=0.2, request_timeout=0.3))
     assert tries is None or stub.paths().count(path) == tries
 
 
 RIGHT = choices([[1]], 1)[0]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(b"<html>proxy error</html>", b'{"choices": [{"index"', [], {}, {"choices": []}),
+def told(*values, **more):
+    return {"logprobs": {"token_logprobs": list(values)} | more}
+
+
+# answers, or changes of a right choice -> what the error says
+IMPOSSIBLE = [
+    *((answer, "{url}") for answer in (
+        b"<html>proxy error</html>", b'{"choices": [{"index"', [], {"choices": []},
         {"choices": [RIGHT, RIGHT | {"index": 1}]},
-    ],
-)
-def test_malformed_answers(make_client, stub, answer):
-    assert_refused(make_client(), stub, answer, stub.url)
+    )),
+    ({"index": 3}, "index"),
+    ({"token_ids": None}, "token_ids"),
+    ({"token_ids": []}, "0 tokens, expected 1 to max_tokens = 2"),
+    ({"token_ids": ["7", "8"]}, "token id '7'"),
+    ({"token_ids": [7, -1]}, "token id -1, expected 0 <= id < 16"),
+    ({"token_ids": [7, 16]}, "token id 16, expected 0 <= id < 16"),
+    ({"token_ids": [7, True]}, "token id True"),
+    ({"token_ids": [7, 7, 7]}, "3 tokens, expected 1 to max_tokens = 2"),
+    ({"prompt_token_ids": [1, 1]}, "prompt"),
+    ({"logprobs": None}, "log"),
+    (told(-1.0), "log"),
+    (told(-1.0, "x"), "log"),
+    (told(0.5, None), "log-probability 0.5, expected at most 0"),
+    (told(float("inf"), -1.0), "log-probability inf"),
+    (told(-1.0, -1.0, top_logprobs=[{"token_id:16": -1.0}, {}]), "token id 16"),
+]  # fmt: skip
 
 
-def assert_refused(client, stub, answer, message, **options):
-    """Assert that ``answer`` is an error that is not asked for again."""
-    stub.script[COMPLETE] = [(200, answer)]
-    with pytest.raises(ServerError, match=message):
+@pytest.mark.parametrize(("answer", "message"), IMPOSSIBLE)
+def test_answers_that_cannot_be(make_client, stub, answer, message):
+    """They are errors, and are not asked for again."""
+    options = {"max_tokens": 2, "logprobs": int("top_logprobs" in str(answer))}
+    whole = not isinstance(answer, dict) or "choices" in answer
+    stub.script[COMPLETE] = [(200, answer if whole else {"choices": [RIGHT | answer]})]
+    client = make_client(vocab_size=16)
+    with pytest.raises(ServerError, match=message.format(url=stub.url)):
         client.generate([[1]], **options)
     assert stub.paths().count(COMPLETE) == 1
 
 
-def drawn(*values, **more):
-    return {"logprobs": {"token_logprobs": list(values)} | more}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"index": 3}, "index"),
-        ({"token_ids": None}, "token_ids"),
-        ({"token_ids": []}, "0 tokens, expected 1 to max_tokens = 2"),
-        ({"token_ids": ["7", "8"]}, "token id '7'"),
-        ({"token_ids": [7, -1]}, "token id -1, expected 0 <= id < 16"),
-        ({"token_ids": [7, 16]}, "token id 16, expected 0 <= id < 16"),
-        ({"token_ids": [7, True]}, "token id True"),
-        ({"token_ids": [7, 7, 7]}, "3 tokens, expected 1 to max_tokens = 2"),
-        ({"prompt_token_ids": [1, 1]}, "prompt"),
-        ({"logprobs": None}, "log"),
-        (drawn(-1.0), "log"),
-        (drawn(-1.0, "x"), "log"),
-        (drawn(0.5, None), "log-probability 0.5, expected at most 0"),
-        (drawn(float("inf"), -1.0), "log-probability inf"),
-        (drawn(-1.0, -1.0, top_logprobs=[{"token_id:16": -1.0}, {}]), "token id 16"),
-    ],
-)
-def test_choices_that_cannot_be(make_client, stub, changes, message):
-    options = {"max_tokens": 2, "logprobs": int("top_logprobs" in str(changes))}
-    answer = {"choices": [RIGHT | changes]}
-    assert_refused(make_client(vocab_size=16), stub, answer, message, **options)
-
-
 def test_unknown_logprobs_are_nan(make_client, stub):
-    values = {"token_logprobs": [None, -9999.0]}
-    stub.script[COMPLETE] = [(200, {"choices": [RIGHT | {"logprobs": values}]})]
+    stub.script[COMPLETE] = [(200, {"choices": [RIGHT | told(None, -9999.0)]})]
     [row] = make_client().generate([[1]])["logprobs"]
     assert all(value != value for value in row)
 
 
+def loaded(tmp_path) -> dict[str, torch.Tensor]:
+    """Return what the one file of weights holds."""
+    [file] = (tmp_path / "weights").rglob("*.safetensors")
+    return load_file(file)
+
+
 def test_weights_are_loaded_between_pause_and_resume(make_client, stub, tmp_path):
     client = make_client()
-    before = len(stub.asked)
-    client.update_weights(weights(1.0))
-    assert stub.paths()[before:] == UPDATE
-    assert stub.asked[before][1] == {}  # JSON: the server refuses other kinds
-    assert stub.asked[-2][1]["new_version"] == stub.version
-    [file] = (tmp_path / "weights").rglob("*.safetensors")
-    assert str(file).startswith(stub.loaded[0])
-    loaded = load_file(file)
-    assert list(loaded) == ["embed", "head", "norm"]
-    assert loaded["head"].eq(1).all() and loaded["norm"].shape == (2,)
-    client.update_weights(weights(2.0))
-    [file] = (tmp_path / "weights").rglob("*.safetensors")  # the old ones are gone
-    assert load_file(file)["embed"].eq(2).all()
+    for value in (1.0, 2.0):  # the old ones are gone
+        before = len(stub.asked)
+        client.update_weights(weights(value))
+        assert stub.paths()[before:] == UPDATE
+        assert stub.asked[-2][1]["new_version"] == stub.version
+        found, expected = loaded(tmp_path), dict(weights(value)())
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
     client.close()
     assert not list((tmp_path / "weights").iterdir())
 
 
-def test_named_parameters_go_together(make_client, stub, tmp_path):
+def test_named_parameters_go_together(make_client, stub, policy, tmp_path):
     client, value = make_client(), torch.zeros(3)
     client.update_named_param("a", value)
     value += 1  # what was taken is a copy
     client.update_named_param("b", value)
     assert not stub.loaded
     client.reset_prefix_cache()
-    assert {name: list(tensor) for name, tensor in files(tmp_path).items()} == {
-        "a": [0, 0, 0],
-        "b": [1, 1, 1],
-    }
+    assert {name: list(x) for name, x in loaded(tmp_path).items()} == {"a": [0] * 3, "b": [1] * 3}
     with client.weight_update():
         client.update_named_param("a", value * 5)
-    assert files(tmp_path)["a"].eq(5).all() and files(tmp_path)["b"].eq(1).all()
-    client.update_weights(weights(2.0))
-    client.update_named_param("head", value * 7)
-    client.generate([[1]])
-    assert list(files(tmp_path)) == ["embed", "head", "norm"]
-    assert files(tmp_path)["head"].eq(7).all() and files(tmp_path)["embed"].eq(2).all()
-    assert len(stub.loaded) == 4
-    client.update_weights(weights(3.0))
-    assert files(tmp_path)["head"].eq(3).all()
+    assert loaded(tmp_path)["a"].eq(5).all() and loaded(tmp_path)["b"].eq(1).all()
+    client.update_model_params(policy)
+    client.update_named_param("lm_head.weight", value * 7)
+    client.generate([[1]])  # with all of them, the newest
+    expected = policy.state_dict() | {"lm_head.weight": value * 7}
+    found = loaded(tmp_path)
+    assert found.keys() == expected.keys() and len(stub.loaded) == 4
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-def files(tmp_path) -> dict[str, torch.Tensor]:
-    [file] = (tmp_path / "weights").rglob("*.safetensors")
-    return load_file(file)
-
-
-def test_a_model(make_client, policy, tmp_path):
-    make_client().update_model_params(policy)
-    sent = files(tmp_path)
-    assert sent.keys() == policy.state_dict().keys()
-    assert all(sent[name].equal(value) for name, value in policy.state_dict().items())
-
-
-def test_a_communicator_that_is_not_there(stub, tmp_path):
+def test_a_communicator_that_is_not_there(stub):
     client = VLLMClient(stub.url)
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]  # nobody asks for it
     for update in (
         lambda: client.update_named_param("a", torch.ones(1)),
         lambda: client.update_weights(weights(1.0)),
     ):
         with pytest.raises(ValueError, match="init_communicator: expected to be called before"):
             update()
-    client.init_communicator(folder=tmp_path)
-    client.update_weights(weights(1.0))
-    client.close_communicator()
-    assert not list(tmp_path.iterdir())  # the files have gone
-    assert client.generate([[1]])["completion_ids"] == [[7, 0]]  # and nobody asks for them
-
-
-def test_large_weights_are_cut_into_files(make_client, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_trainer.rollout.weight_files._FILE_BYTES", 30)
-    client = make_client()
-    client.update_weights(lambda: ((str(i), torch.full((4,), float(i))) for i in range(5)))
-    files = sorted((tmp_path / "weights").rglob("*.safetensors"))
-    assert [list(load_file(file)) for file in files] == [["0", "1"], ["2", "3"], ["4"]]
-
-
-def test_a_server_of_older_versions_of_trl(make_client, stub):
-    stub.script["/health"] = [(307, b"")]
-    with pytest.raises(ServerError, match=r"/health: got 307: ''. `grpo-train serve --model"):
-        make_client()
 
 
 def test_a_server_that_restarts_gets_the_weights_first(make_client, stub):
@@ -479,7 +409,3 @@ def test_addresses():
     for host in ("127.0.0.1", "0.0.0.0"):
         with pytest.raises(ServerError, match="http://127.0.0.1:1/health"):
             VLLMClient(host=host, server_port=1)
-
-
-def test_where_users_of_trl_look_for_it():
-    assert grpo_trainer.VLLMClient is trl_named.VLLMClient is VLLMClient
