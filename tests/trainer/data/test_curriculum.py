@@ -65,24 +65,30 @@ def test_which_prompts_come_next(train, form):
     assert train(function, max_steps=len(steps), dynamic_prompts_form=form) == steps
 
 
-def test_what_a_function_of_samples_is_given(train):
+@pytest.mark.parametrize("form", STEPS)
+def test_what_a_function_is_given(train, form):
+    """Copies of the dataset's prompts with their rows: one for each sample, or for each group."""
     calls = []
 
     def record(prompts, completions, rewards, metas):
         calls.append(copy.deepcopy((prompts, completions, rewards, metas)))
-        metas[0]["answer"] = metas[1]["prompt"] = "changed"  # a copy
-        return [*["1" + prompt for prompt in prompts[:4]], None, *prompts[5:]]
+        metas[0]["answer"] = prompts[0] = "changed"
+        return [f"1{calls[-1][0][0]}"] * (len(metas) // 2) + [None] * (len(metas) // 2)
 
-    seen = train(record, max_steps=2)
+    seen = train(record, max_steps=2, dynamic_prompts_form=form)
+    assert seen == ["000= 037=", "1000= 074="]
+    first, second = {"answer": "000"}, {"answer": "730"}
     (prompts, completions, rewards, metas), (later, *_, after) = calls
-    assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
-    assert len(completions) == 8 and all(isinstance(text, str) for text in completions)
-    first, second = {"prompt": "000=", "answer": "000"}, {"prompt": "037=", "answer": "730"}
-    assert metas == [first] * 4 + [second] * 4
-    # the second prompt was returned as it is, so the dataset goes on in its place
-    assert seen[1] == "1000= 074="
-    assert later == ["000="] * 4 + ["074="] * 4  # the dataset's prompts
-    assert after[0] == {"prompt": "1000=", "answer": "000"}  # and what was completed
+    if form == "samples":
+        assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
+        assert metas == [first | {"prompt": "000="}] * 4 + [second | {"prompt": "037="}] * 4
+        assert later == ["000="] * 4 + ["074="] * 4 and after[0]["prompt"] == "1000="
+        texts = completions
+    else:
+        assert prompts == ["000=", "037="] and rewards == [1.5, 5.5] and metas == [first, second]
+        assert [len(group) for group in completions] == [4, 4] and later == ["1000=", "074="]
+        texts = [text for group in completions for text in group]
+    assert len(texts) == 8 and all(isinstance(text, str) for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -130,25 +136,6 @@ def test_hints_do_not_pile_up(make_trainer, tokenizer):
     assert len(generated) == 8 and all(ids in ends for ids in generated[1::2])
 
 
-def test_what_a_function_of_groups_is_given(train):
-    calls = []
-
-    def record(prompts, completions, rewards, metas):
-        calls.append(copy.deepcopy((prompts, completions, rewards, metas)))
-        metas[0]["answer"] = prompts[0] = "changed"  # a copy
-        return [None, None]
-
-    seen = train(record, max_steps=2, **GROUPS)
-    prompts, completions, rewards, metas = calls[0]
-    assert prompts == ["000=", "037="] and rewards == [1.5, 5.5]
-    assert metas == [{"answer": "000"}, {"answer": "730"}]
-    assert [len(group) for group in completions] == [4, 4]
-    assert all(isinstance(text, str) for group in completions for text in group)
-    # None everywhere is the dataset's order
-    assert seen[1] == "074= 111="
-    assert len(calls) == 2
-
-
 def test_once_per_generation_batch_and_never_in_evaluation(train):
     calls = []
 
@@ -159,15 +146,6 @@ def test_once_per_generation_batch_and_never_in_evaluation(train):
     changes = {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
     train(record, max_steps=4, per_device_eval_batch_size=4, **changes, **GROUPS)
     assert calls == [["000=", "037="]] * 2
-
-
-def test_a_resumed_run_has_the_same_curriculum(train, tmp_path):
-    train(harder, max_steps=1, save_strategy="steps", save_steps=1, **GROUPS)
-    folder = str(tmp_path / "out" / "checkpoint-1")
-    with pytest.raises(ValueError, match="dynamic_prompts_fn = '.*', got None"):
-        train(None, resume=folder)
-    with pytest.raises(ValueError, match="dynamic_prompts_form = 'groups', got 'samples'"):
-        train(harder, resume=folder)
 
 
 def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):

@@ -70,13 +70,6 @@ def test_where_images_of_a_column_go() -> None:
     assert colours(prompt) == [(0, 0, 0), (255, 255, 255)]
 
 
-def test_keys_without_a_value_are_left_out() -> None:
-    parts = [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]
-    [found] = with_images({"prompt": message(*parts)})
-    assert found["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parts[0]["image"] is None  # the row is as it was
-
-
 @pytest.mark.parametrize("mode", ["CMYK", "HSV", "F", "RGBA", "L", "1", "P"])
 def test_any_image_is_sent(mode: str) -> None:
     kind, _, data = data_url(picture(0).convert("RGB").convert(mode)).partition(",")

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from datasets import Dataset
 
-from grpo_trainer.data import Rollout, collate, decode_completions, encode_prompts, pad_rows
-from grpo_trainer.rollout import Sampling, TransformersEngine, cut_after_eos
+from grpo_trainer.data import decode_completions, encode_prompts
+from grpo_trainer.rollout import Sampling, TransformersEngine
 
 
 def test_plain_and_conversational(chat_tokenizer):
@@ -51,26 +50,6 @@ def test_wrong_prompts_name_their_row(make_trainer, dataset):
         setattr(trainer, name, wrong)
         with pytest.raises(ValueError, match="prompt: .* got an empty list in the row .*this one"):
             trainer.train() if name == "train_dataset" else trainer.evaluate()
-
-
-def test_cut_after_first_eos():
-    assert cut_after_eos([5, 1, 6, 1], {1}) == [5, 1]
-    assert cut_after_eos([5, 6], {1}) == [5, 6]
-
-
-def test_padding():
-    rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
-    assert pad_rows(rows, 0).tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert pad_rows(rows, 0, left=True, multiple=4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
-
-
-def test_collate_predicts_completions_only():
-    one = torch.tensor(1.0)
-    rollouts = [Rollout("", [5, 6], "", [8, 1]), Rollout("", [7], "", [9], left_out=True)]
-    batch = collate(rollouts, torch.ones(2), one, one, 0)
-    assert batch.input_ids.tolist() == [[5, 6, 8, 1], [7, 9, 0, 0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert batch.target.tolist() == [[-100, 8, 1, -100], [-100] * 4]
 
 
 def test_engine_does_not_see_the_padding(policy, tokenizer, make_args):

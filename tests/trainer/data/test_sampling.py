@@ -4,6 +4,8 @@ from itertools import islice
 
 import pytest
 from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_trainer.data import PromptStream, RepeatedStream, RepeatSampler
 
@@ -20,34 +22,28 @@ def taken(stream: PromptStream, count: int) -> list[int]:
     return [int(row["prompt"]) for row in stream.take(count)]
 
 
-def test_order_without_shuffling():
-    stream = PromptStream(numbers(5), prompts_per_batch=2)
-    # prompt 4 fills no batch
-    assert [taken(stream, 2) for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
-
-
-def test_a_pass_has_every_prompt_once_and_the_next_another_order():
-    stream = PromptStream(numbers(12), prompts_per_batch=3, seed=1)
-    first, second = taken(stream, 12), taken(stream, 12)
-    assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second
-    assert taken(PromptStream(numbers(12), 3, seed=1), 12) == first
-    assert taken(PromptStream(numbers(12), 3, seed=4), 12) != first
-
-
-@pytest.mark.parametrize("make", [numbers, streamed])
-def test_restored_stream_goes_on_where_it_stood(make):
-    stream = PromptStream(make(10), prompts_per_batch=4, seed=3)
-    taken(stream, 11)  # over the end of a pass
-    state = stream.state()
-    rest = taken(stream, 9)
-    other = PromptStream(make(10), prompts_per_batch=4, seed=3)
-    other.restore(state)
-    assert taken(other, 9) == rest
-
-
-def test_streaming_dataset_is_read_in_its_order_again_and_again():
-    assert taken(PromptStream(streamed(3), seed=1), 7) == [0, 1, 2, 0, 1, 2, 0]
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.integers(8, 20), st.integers(1, 4), st.integers(0, 9), st.integers(0, 32))
+def test_a_pass_is_a_permutation_and_the_next_another(size, batch, seed, stop):
+    """Of as many prompts as fill batches; a run that is resumed anywhere goes on in it."""
+    length = size - size % batch
+    stream = PromptStream(numbers(size), batch, seed)
+    shuffled = taken(stream, 4 * length)
+    passes = [shuffled[i * length : (i + 1) * length] for i in range(4)]
+    for found in passes:
+        assert len(set(found)) == length and set(found) <= set(range(size))
+    assert len(set(map(tuple, passes))) == 4
+    other = PromptStream(numbers(size), batch, seed + 1)
+    assert taken(other, length) != passes[0]
+    plain = PromptStream(numbers(size), batch)
+    assert taken(plain, 2 * length) == 2 * [*range(length)]
+    flowing = PromptStream(streamed(size), batch, seed)  # in its own order, with no end
+    assert taken(flowing, 4 * size) == 4 * [*range(size)]
+    for make, whole in ((numbers, shuffled), (streamed, 4 * [*range(size)])):
+        started, restored = (PromptStream(make(size), batch, seed) for _ in range(2))
+        assert taken(started, stop) == whole[:stop]
+        restored.restore(started.state())
+        assert taken(restored, 4 * length - stop) == whole[stop : 4 * length]
 
 
 def test_shuffled_streaming_dataset_gets_a_new_epoch_with_every_pass():
