@@ -8,10 +8,7 @@ import pytest
 from datasets import Dataset
 
 from grpo_trainer.tools import Environments, make_toolbox
-from tests.support.batches import BatchTrainer
 from tests.support.tools import Play, add, answers, call, make_trainer, question, results, then
-from tests.support.vision import picture
-from tests.trainer.test_vision import make as make_vision
 
 
 class Counter:
@@ -205,21 +202,6 @@ def test_blocks_that_reset_shows(content, shown, found):
     [rollout] = play({"prompt": prompt, "what": shown}).rollouts
     assert rollout.prompt == [{"role": "user", "content": found}]
     assert prompt == [{"role": "user", "content": content}]
-
-
-def test_an_image_that_reset_shows(tmp_path):
-    class Paints:
-        def reset(self, **row: object) -> list[dict[str, object]]:
-            return [{"type": "image", "image": picture(200)}, text_block("bright?")]
-
-        def get_reward(self) -> float:
-            return 1.0
-
-    trainer = make_vision(
-        "llava", tmp_path, None, BatchTrainer, train_dataset=None, environment_factory=Paints,
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.batches[0].inputs["pixel_values"].shape[0] == 4
 
 
 def test_training_on_the_environments_rewards(make_args):

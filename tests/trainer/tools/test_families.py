@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -144,6 +144,7 @@ CALLS = st.builds(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@example(first=ARGUMENTS | {"city": "    return 1\n"}, second=ARGUMENTS)
 @given(first=CALLS, second=CALLS)
 def test_calls(family: str, first: dict[str, Any], second: dict[str, Any]) -> None:
     """What is written can be read, behind a thought and beside another call."""
@@ -159,40 +160,30 @@ def test_calls(family: str, first: dict[str, Any], second: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_space_around_a_text_is_part_of_it(family: str) -> None:
-    """As of a line of code."""
-    text = FAMILIES[family][4] + call(family, city="    return 1\n")
-    [found] = read(family, text)["tool_calls"]
-    assert found["function"]["arguments"]["city"] == "    return 1\n"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_text(family: str) -> None:
     *_, thought, answer = FAMILIES[family]
     message = read(family, thought + answer.format("Hello, 3 < 4."))
     assert message["content"] == "Hello, 3 < 4." and not message.get("tool_calls")
 
 
+# family -> what is left out of a call, or stands in place of an argument, so that it is none
+CUT = {
+    **dict.fromkeys(("Qwen 3.5", "Nemotron 3"), ("</parameter>", "</function>", "</tool_call>")),
+    "GLM 4 MoE": ("</arg_key>", "</arg_value>", "<arg_value>", "</tool_call>"),
+}
 BROKEN = {"Gemma 4": '{a:[1,<|"|>'}
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f][3] not in PLAIN_TEXTS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_cannot_be_read_is_text(family: str) -> None:
-    message = read(family, call(family, where=BROKEN.get(family, '{"a": [1')))
-    assert message is None or not message.get("tool_calls")
-
-
-@pytest.mark.parametrize("gone", ["</parameter>", "</function>", "</tool_call>"])
-@pytest.mark.parametrize("family", ["Qwen 3.5", "Nemotron 3"])
-def test_tags_that_are_not_closed_are_text(family: str, gone: str) -> None:
-    text = FAMILIES[family][4] + call(family)
-    assert read(family, text.replace(gone, "", 1)) is None
-    assert read(family, "".join(text.rsplit(gone, 1))) is None
-
-
-@pytest.mark.parametrize("gone", ["</arg_key>", "</arg_value>", "<arg_value>", "</tool_call>"])
-def test_arguments_that_are_not_closed_are_text(gone: str) -> None:
-    assert read("GLM 4 MoE", call("GLM 4 MoE").replace(gone, "", 1)) is None
+    whole = FAMILIES[family][4] + call(family)
+    assert read(family, whole)["tool_calls"]
+    texts = [call(family, where=BROKEN.get(family, '{"a": [1'))] if family not in CUT else []
+    for gone in CUT.get(family, ()):
+        texts += [whole.replace(gone, "", 1), "".join(whole.rsplit(gone, 1))]
+    for text in texts:
+        message = read(family, text)
+        assert message is None or not message.get("tool_calls"), text
 
 
 # family -> what a mark that is never closed, or never opened, can be made of
@@ -280,16 +271,11 @@ def test_how_llama_may_end_and_begin_a_call() -> None:
 def test_of_no_family_or_with_a_template_of_its_own() -> None:
     plain = make_tokenizer("{{ messages }}", ["<|im_end|>"])
     assert with_response_template(plain) is plain
-    own = make_tokenizer(FAMILIES["Gemma 4"][0], ["<turn|>"])
-    own.response_template = {"fields": {}}
-    assert with_response_template(own) is own
     plain.chat_template = {"default": "{{ messages }}", "tool_use": FAMILIES["Gemma 4"][0]}
-    assert with_response_template(plain).response_template == (
-        with_response_template(
-            make_tokenizer(FAMILIES["Gemma 4"][0], ["<turn|>"])
-        ).response_template
-    )
-    plain.chat_template = None
+    assert with_response_template(plain).response_template
+    plain.response_template = {"fields": {}}
+    assert with_response_template(plain) is plain
+    plain.response_template = plain.chat_template = None
     assert with_response_template(plain) is plain
 
 

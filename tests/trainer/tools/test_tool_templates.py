@@ -14,8 +14,6 @@ def test_a_response_template_reads_calls():
         "[{{ call.function.name }}:{{ call.function.arguments | tojson }}]",
     )
     tokenizer = make_tool_tokenizer(template)
-    with pytest.raises(ValueError, match="a form of its own; set the tokenizer's response_templ"):
-        Play(then(""), tokenizer=tokenizer)
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|start|>assistant\n",
@@ -97,20 +95,12 @@ THINKS = TEMPLATE.replace(
             "tools, got one that fails: no calls",
         ),
         (TEMPLATE.replace("m.role", "m.role ~ loop.revindex"), "writes earlier turns differently"),
+        (TEMPLATE.replace("<tool_call>", "<call>"), "a form of its own; set the tokenizer's resp"),
     ],
 )
 def test_templates_without_tools(template, message):
     with pytest.raises(ValueError, match=f"processing_class: .*{message}"):
         Play(then(""), tokenizer=make_tool_tokenizer(template))
-
-
-def test_templates_that_write_empty_thoughts_into_the_last_turn():
-    script = then("[]" + call("add", a=1, b=1), "2")
-    play = Play(script, tokenizer=make_tool_tokenizer(THINKS))
-    [rollout] = play().rollouts
-    assert "<|end|>\n<|start|>tool\n2<|end|>\n<|start|>assistant\n2" in play.text(
-        rollout.completion_ids
-    )
 
 
 # a call's arguments are JSON already, and a generation prompt opens a thought
@@ -119,21 +109,48 @@ OPENS_A_THOUGHT = TEMPLATE.replace(
     """{{ '{"name": "' + call.function.name + '", "arguments": ' }}"""
     "{{ call.function.arguments + '}' }}",
 ).replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+NO_END = TEMPLATE.replace("<|end|>\n", "")
+CALL = call("add", a=1, b=1)
+ANSWERED = "\n<|start|>tool\n2<|end|>\n<|start|>assistant\n"
+# what a template does -> itself, its tokens, ids that end a turn; a turn that calls, what follows,
+# and the next turn
+TEMPLATES = {
+    "thoughts in the last turn": (THINKS, (), [2], f"[]{CALL}<|end|>", ANSWERED, "2<|end|>"),
+    "arguments as text, behind an open thought": (
+        OPENS_A_THOUGHT, TAGS, [2], f"hm</think>{CALL}<|end|>", f"{ANSWERED}<think>",
+        "so</think>2<|end|>",
+    ),
+    "a document's end behind a turn": (
+        TEMPLATE + "{% if not add_generation_prompt %}<pad>{% endif %}", (), [0, 2],
+        f"{CALL}<|end|>", ANSWERED, "2<|end|>",
+    ),
+    "no end behind a turn": (
+        NO_END, (), [1, 2], f"{CALL}{CALL}<|end|>",
+        "<|start|>tool\n2<|start|>tool\n2<|start|>assistant\n", "2<|end|>",
+    ),
+    "turns that end with what a message begins with": (
+        NO_END, (), [1, 2], f"{CALL}{CALL}<|start|>",
+        "tool\n2<|start|>tool\n2<|start|>assistant\n", "2<|start|>",
+    ),
+}  # fmt: skip
 
 
-def test_templates_that_take_arguments_as_text_and_open_a_thought():
-    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    tokenizer = make_tool_tokenizer(OPENS_A_THOUGHT, tags)
-    play = Play(then("hm</think>" + call("add", a=1, b=1), "so</think>2"), tokenizer=tokenizer)
-    [rollout] = play().rollouts
-    assert play.text(rollout.completion_ids) == (
-        f"hm</think>{call('add', a=1, b=1)}<|end|>\n<|start|>tool\n2<|end|>\n"
-        "<|start|>assistant\n<think>so</think>2<|end|>"
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_what_follows_a_turn_is_the_templates(kind):
+    """And the turns' tokens are the policy's, whatever the template would write in their place."""
+    template, tags, ends, *parts = TEMPLATES[kind]
+    tokenizer = make_tool_tokenizer(template, tags)
+    first, middle, last = (tokenizer.encode(part) for part in parts)
+    play = Play(
+        lambda text: last if results(text) else first,
+        tokenizer=tokenizer,
+        generation_kwargs={"eos_token_id": ends},
     )
-    assert [message["content"] for message in rollout.completion] == ["", "2", "2"]
-    tokenizer.chat_template = OPENS_A_THOUGHT.replace("<tool_call>", "<think").replace("+ '}'", "")
-    with pytest.raises(ValueError, match="expected tool calls that can be read"):
-        Play(then(""), tokenizer=tokenizer)
+    [rollout] = play().rollouts
+    assert play.text(rollout.completion_ids) == "".join(parts)
+    assert rollout.env_mask == [1] * len(first) + [0] * len(middle) + [1] * len(last)
+    assert not rollout.truncated and rollout.completion[-1]["content"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -153,38 +170,6 @@ def test_thoughts_are_no_content(turn, message):
     [rollout] = Play(lambda text: turn)().rollouts
     assert rollout.completion == [{"role": "assistant"} | message]
     assert rollout.env_mask == [1] * len(rollout.completion_ids)
-
-
-@pytest.mark.parametrize("end", ["<|start|>", "<|end|>"])
-def test_turns_that_end_with_what_a_message_begins_with(end):
-    """Other messages begin with one of the ends, and the template writes none behind a turn."""
-    tokenizer = make_tool_tokenizer(TEMPLATE.replace("<|end|>\n", ""))
-    begins, ends = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
-    wanted = call("add", a=1, b=2) + call("add", a=3, b=4)
-    turn = tokenizer.encode(wanted + end)
-    play = Play(
-        lambda text: tokenizer.encode("done" + end) if results(text) else turn,
-        tokenizer=tokenizer,
-        generation_kwargs={"eos_token_id": [begins, ends]},
-    )
-    [rollout] = play().rollouts
-    header = "" if end == "<|start|>" else "<|start|>"
-    parts = [wanted + end, f"{header}tool\n3<|start|>tool\n7<|start|>assistant\n", f"done{end}"]
-    assert play.text(rollout.completion_ids) == "".join(parts)
-    lengths = [len(tokenizer.encode(part)) for part in parts]
-    assert rollout.env_mask == [1] * lengths[0] + [0] * lengths[1] + [1] * lengths[2]
-    assert not rollout.truncated
-
-
-def test_templates_that_end_a_document_behind_a_turn():
-    """The turn ends before that; what follows it has no such end."""
-    template = TEMPLATE + "{% if not add_generation_prompt %}<pad>{% endif %}"
-    tokenizer, script = make_tool_tokenizer(template), then(call("add", a=1, b=1), "2")
-    play = Play(script, tokenizer=tokenizer, generation_kwargs={"eos_token_id": [0, 2]})
-    [rollout] = play().rollouts
-    assert play.text(rollout.completion_ids) == (
-        f"{script('')}<|end|>\n<|start|>tool\n2<|end|>\n<|start|>assistant\n2<|end|>"
-    )
 
 
 def test_prompts_that_are_text():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 import threading
 from itertools import chain, takewhile
 
@@ -13,8 +12,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_trainer.tools import make_toolbox
-from grpo_trainer.tools.run import Call, Outcome, ToolRunner
 from tests.support.tools import (
     PAIRS,
     Play,
@@ -134,56 +131,22 @@ def test_async_tools_run_together_and_answers_keep_their_order():
     assert answers(rollout) == ["one", "2", "two"]
 
 
-def test_errors_are_answers():
-    def fails(kind: str) -> str:
-        """Fail.
-
-        Args:
-            kind: how.
-        """
-        if kind == "exit":
-            sys.exit("bye")
-        raise KeyError(kind)
-
-    async def later() -> str:
-        """Fail later."""
-        raise OSError("gone")
-
-    turn = "".join(
-        [
-            call("fails", kind="x"), call("fails", kind="exit"), call("later"), call("missing"),
-            call("add", a=1), TURN,
-        ]
-    )  # fmt: skip
-    for timeout in (None, 5.0):
-        play = Play(
-            once(turn),
-            tools=(add, fails, later),
-            tool_timeout=timeout,
-            max_completion_length=900,
-        )
-        sampled = play()
-        found = answers(sampled.rollouts[0])
-        assert found[:4] == [
-            """{'error': "'x'"}""", "{'error': 'bye'}", "{'error': 'gone'}",
-            "{'error': 'Tool missing not found.'}",
-        ]  # fmt: skip
-        assert "missing 1 required positional argument: 'b'" in found[4]
-        assert found[5] == "2" and counts(sampled) == (6, 5)
-
-
 class MuteError(Exception):
     def __str__(self):
         raise SystemExit
 
 
+# what a tool raises -> what the policy is told
+RAISED = [
+    (KeyError("x"), "'x'"), (SystemExit("bye"), "bye"), (GeneratorExit("x"), "x"),
+    (asyncio.CancelledError("x"), "x"), (MuteError(), "MuteError"), (BaseException("x"), "x"),
+    (ValueError("\ud800"), "\ud800"), (KeyboardInterrupt("x"), "x"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("timeout", [None, 60.0])
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [(GeneratorExit("x"), "x"), (asyncio.CancelledError("x"), "x"), (MuteError(), "MuteError"),
-     (BaseException("x"), "x"), (ValueError("\ud800"), "\ud800"), (KeyboardInterrupt("x"), "x")],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "told"), RAISED)
 def test_whatever_a_tool_raises_is_an_answer(error, told, is_async, timeout):
     def fails() -> str:
         """Fail."""
@@ -193,14 +156,18 @@ def test_whatever_a_tool_raises_is_an_answer(error, told, is_async, timeout):
         """Fail later."""
         raise error
 
-    runner = ToolRunner(timeout)
-    box = make_toolbox([later if is_async else fails, add])
-    calls = [Call(name, {"a": 1, "b": 1} if name == "add" else {}, box[name]) for name in box]
+    tool = later if is_async else fails
+    turn = "".join([call(tool.__name__), call("missing"), call("add", a=1), TURN])
+    play = Play(once(turn), (add, tool), tool_timeout=timeout, max_completion_length=900)
     if isinstance(error, KeyboardInterrupt) and not is_async and timeout is None:
         with pytest.raises(KeyboardInterrupt):  # Ctrl-C
-            runner.run(calls)
+            play()
         return
-    assert runner.run(calls) == [Outcome(str({"error": told}), failed=True), Outcome("2")]
+    sampled = play()
+    first, second, third, last = answers(sampled.rollouts[0])
+    assert first == str({"error": told}) and last == "2" and counts(sampled) == (4, 3)
+    assert second == "{'error': 'Tool missing not found.'}"
+    assert "missing 1 required positional argument: 'b'" in third
 
 
 def test_half_a_surrogate_pair():
@@ -217,28 +184,6 @@ def test_half_a_surrogate_pair():
     [rollout] = Play(once(turn), tools=(echo,))().rollouts
     assert answers(rollout) == ["\\ud801", "{'error': 'Tool \\\\udfff not found.'}"]
     json.dumps(rollout.completion, ensure_ascii=False).encode()
-
-
-def test_a_call_that_is_nested_deep_is_text():
-    turn = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 1000 + "</tool_call>"
-    [rollout] = Play(lambda text: turn, max_completion_length=2000)().rollouts
-    assert rollout.completion == [{"role": "assistant", "content": turn}]
-
-
-def test_an_answer_without_room_is_not_tokenised_whole():
-    def book() -> str:
-        """Write a book."""
-        return "x" * 10**6
-
-    play = Play(once(call("book") * 2), tools=(book,))
-    rendered = []
-    apply = play.tokenizer.apply_chat_template
-    play.tokenizer.apply_chat_template = lambda messages, **options: (
-        rendered.append(sum(len(message["content"]) for message in messages))
-        or apply(messages, **options)
-    )
-    [rollout] = play().rollouts
-    assert rollout.truncated and len(rollout.completion) == 1 and max(rendered) < 10_000
 
 
 def test_time_limit():
@@ -323,9 +268,10 @@ def test_turns_stay_within_the_positions():
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         "<tool_call>[]</tool_call>",
         TURN + "<tool_call>{</tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 1000 + "</tool_call>",
     ],
 )
 def test_a_call_that_cannot_be_read_is_text(turn):
-    sampled = Play(lambda text: turn)()
+    sampled = Play(lambda text: turn, max_completion_length=2000)()
     assert sampled.rollouts[0].completion == [{"role": "assistant", "content": turn}]
     assert counts(sampled) == (0, 0)
