@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -25,7 +24,6 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.sharding import loading_whole
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -75,16 +73,6 @@ def user(*parts: Any) -> list[dict[str, Any]]:
             ],
         }
     ]
-
-
-def make_vision_trainer(family: str, args: GRPOConfig, reward: Any) -> GRPOTrainer:
-    """Return a trainer on one picture a question."""
-    asked = [{"role": "user", "content": "?"}]
-    rows = {"prompt": [asked] * 20, "image": [picture(12 * n) for n in range(20)]}
-    return GRPOTrainer(
-        tiny_model(family), reward, args, Dataset.from_dict(rows),
-        processing_class=tiny_processor(family),
-    )  # fmt: skip
 
 
 def tiny_processor(family: str) -> ProcessorMixin:

@@ -16,6 +16,7 @@ from tests.support.trainer import BackgroundEngine
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 GROUPS = {"dynamic_prompts_form": "groups"}
+MESSAGES = [{"role": "user", "content": "1"}]
 
 
 def harder(prompts, completions, rewards, metas):
@@ -98,42 +99,13 @@ def test_what_a_function_is_given(train, form):
         (["1=", "2=", "2=", "3="], "2="),
         (["1=", None, None, "3="], "037="),
         (["000=", "000=", "2=", "2="], "037="),  # the dataset's own
+        ([MESSAGES, None, MESSAGES, MESSAGES], MESSAGES),
     ],
 )
 def test_what_most_samples_of_a_prompt_got(returned, following):
-    curriculum = ask(lambda *given: returned, prompt="000=", form="samples", group_size=4)
+    prompt = [{"role": "user", "content": "0"}] if following is MESSAGES else "000="
+    curriculum = ask(lambda *given: returned, prompt=prompt, form="samples", group_size=4)
     assert curriculum.take(1) == [{"prompt": following}]
-
-
-HINTS = (" // Hint: check your color setup in GLSL", " // Next: add moving gradient effect")
-
-
-def hinted(prompts, completions, rewards, metas):
-    """Help where the reward is low, and ask for more where it is high."""
-    return [p + HINTS[r >= 0] for p, r in zip(prompts, rewards, strict=True)]
-
-
-def test_hints_do_not_pile_up(make_trainer, tokenizer):
-    """Prompts outgrew the policy's positions; of one that is too long the end is kept."""
-    seen, generated = [], []
-
-    class Watched(BackgroundEngine):
-        def generate(self, prompt_ids, sampling):
-            generated.append(prompt_ids[0])
-            return super().generate(prompt_ids, sampling)
-
-    def reward(prompts, completion_ids, **kwargs):
-        seen.append(prompts[0])
-        return [float(len(ids) - 3) for ids in completion_ids]
-
-    changes = {"max_steps": 8, "max_prompt_length": 12, "dynamic_prompts_fn": hinted}
-    make_trainer(reward, engine=Watched(tokenizer), **changes).train()
-    assert len(set(seen[::2])) == 4
-    for original, prompt in zip(seen[::2], seen[1::2], strict=True):
-        assert prompt in [original + text for text in HINTS]
-    ends = [tokenizer(text)["input_ids"][-12:] for text in HINTS]
-    assert {len(ids) for ids in generated[::2]} == {4}
-    assert len(generated) == 8 and all(ids in ends for ids in generated[1::2])
 
 
 def test_once_per_generation_batch_and_never_in_evaluation(train):
@@ -167,21 +139,6 @@ def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):
     assert asked == [["000=", "037="], ["074="], ["111="], ["037=", "111="]]
 
 
-def test_messages_stay_messages(make_trainer, chat_dataset):
-    seen = []
-
-    def reward(prompts, **kwargs):
-        seen.append(prompts[0][0]["content"])
-        return [0.0] * len(prompts)
-
-    def longer(prompts, completions, rewards, metas):
-        return [[{"role": "user", "content": f"1{prompt[0]['content']}"}] for prompt in prompts]
-
-    changes = {"max_steps": 2, "shuffle_dataset": False, "train_dataset": chat_dataset} | GROUPS
-    make_trainer(reward, dynamic_prompts_fn=longer, **changes).train()
-    assert seen == ["000", "1000"]
-
-
 def ask(function, prompt="12=", form="groups", group_size=1, **columns):
     """Return a curriculum that asked ``function`` after two prompts, or after one's samples."""
     count = max(group_size, 2)
@@ -202,7 +159,7 @@ def ask(function, prompt="12=", form="groups", group_size=1, **columns):
         ("12", "got str"),
         (None, "got NoneType"),
         ([3, "1="], "expected text or None, as the prompt is that it replaces, got 3"),
-        ([[{"role": "user", "content": "1"}]] * 2, "expected text or None"),
+        ([MESSAGES] * 2, "expected text or None"),
     ],
 )
 def test_wrong_answers(answer, message):
@@ -213,7 +170,7 @@ def test_wrong_answers(answer, message):
 
 def test_other_errors():
     with pytest.raises(ValueError, match="expected messages or None, .* got 'text'"):
-        ask(lambda *given: ["text"] * 2, prompt=[{"role": "user", "content": "1"}])
+        ask(lambda *given: ["text"] * 2, prompt=MESSAGES)
     with pytest.raises(RuntimeError, match="raised ZeroDivisionError: .* called with 2 prompts"):
         ask(lambda *given: 1 / 0)
     with pytest.raises(ValueError, match="which a checkpoint can hold, got date in 'day'"):

@@ -37,18 +37,6 @@ def test_values_and_none(answer, rewards):
     torch.testing.assert_close(found, torch.tensor(rewards)[:, None].to(found), equal_nan=True)
 
 
-def test_what_the_functions_said_of_unscored_completions(caplog):
-    def none(completions, **kwargs):
-        return [None, None, 1.0, None]
-
-    def nan(completions, **kwargs):
-        return torch.tensor([math.nan, math.nan, math.nan, 0.0])
-
-    call([none, nan], count=4)
-    [warning] = caplog.messages
-    assert "'none' returned None, 'nan' returned NaN for 2 of 4 completions" in warning
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_every_column_of_a_row_arrives(make_trainer, chat_tokenizer, kind, streaming):

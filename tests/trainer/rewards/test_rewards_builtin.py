@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import pickle
 import sys
 
 import pytest
@@ -79,22 +78,6 @@ def test_cosine_scaling(monkeypatch):
     ids = [[1] * length for length in lengths]
     given = reward(completions=TEXTS, solution=TEXTS, completion_ids=ids)
     assert given == pytest.approx([1.0, 0.75, 0.5, 0.5, -1.0, -0.75, -0.5, None])
-
-
-@pytest.mark.parametrize(
-    ("made", "name"),
-    [
-        (get_soft_overlong_punishment(10, 4), "soft_overlong_punishment_reward"),
-        (get_repetition_penalty_reward(2, -2.0), "repetition_penalty_reward"),
-        (get_cosine_scaled_reward(max_len=100), "cosine_scaled_reward"),
-    ],
-)
-def test_those_with_settings_are_pickled(made, name, monkeypatch):
-    monkeypatch.setattr(accuracy, "accuracy_reward", lambda *args: [1.0, 0.0])
-    columns = {"completions": ["a", "b"], "solution": ["a", "b"], "completion_ids": [[1] * 9, [2]]}
-    again = pickle.loads(pickle.dumps(made))
-    assert made.__name__ == again.__name__ == name
-    assert again(**columns) == made(**columns)
 
 
 @pytest.mark.parametrize(

@@ -183,50 +183,6 @@ class Shows(Lamp):
         return what
 
 
-def text_block(text):
-    return {"type": "text", "text": text}
-
-
-@pytest.mark.parametrize(
-    ("content", "shown", "found"),
-    [
-        ("q", [text_block("a"), text_block("b")], [*map(text_block, "qab")]),
-        ([text_block("q")], "a", [*map(text_block, "qa")]),
-        ([text_block("q")], [text_block("a")], [*map(text_block, "qa")]),
-        ([text_block("q")], None, [text_block("q")]),
-    ],
-)
-def test_blocks_that_reset_shows(content, shown, found):
-    play = Play(lambda text: "end", environments=Shows)
-    prompt = [{"role": "user", "content": content}]
-    [rollout] = play({"prompt": prompt, "what": shown}).rollouts
-    assert rollout.prompt == [{"role": "user", "content": found}]
-    assert prompt == [{"role": "user", "content": content}]
-
-
-def test_training_on_the_environments_rewards(make_args):
-    rows = Dataset.from_list([{"prompt": question(str(n)), "start": n} for n in range(6)])
-
-    def lengths(environments, completions, **kwargs):
-        assert {type(one) for one in environments} == {Counter}
-        return [float(index) for index, _ in enumerate(completions)]
-
-    def make(weights):
-        args = make_args(
-            max_completion_length=300, max_steps=3, shuffle_dataset=False, reward_weights=weights
-        )
-        return make_trainer(args, rows, step_script, lengths, environment_factory=Counter)
-
-    trainer = make([1.0, 0.5])
-    trainer.train()
-    assert [tool.__name__ for tool in trainer.tools] == ["step"]
-    logs = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["rewards/Counter/mean"] for row in logs] == [2.0, 3.0, 6.0]
-    assert [row["reward"] for row in logs] == [1.5 + 0.5 * n for n in (2.0, 3.0, 6.0)]
-    with pytest.raises(ValueError, match="reward_weights: expected 2 values"):
-        make([1.0])
-
-
 class Sums:
     """Says all of the prompt."""
 
@@ -265,6 +221,7 @@ NUMBERS = Dataset.from_list([{"number": 5}])
     [
         (None, Sums, {"max_steps": -1}, "train_dataset: expected prompts to train on"),
         (None, {"sums": Sums}, {}, "train_dataset: expected prompts to train on"),
+        (None, Sums, {"reward_weights": [1.0, 2.0]}, "reward_weights: expected 1"),
         (NUMBERS, Sums, {"remove_unused_columns": True}, "train_dataset: expected a `prompt` col"),
         (NUMBERS, Sums, {"dynamic_prompts_fn": print}, "train_dataset: expected a `prompt` column"),
         (Dataset.from_list([{"prompt": question()}]), Lamp, {}, "reward_funcs: expected at least"),

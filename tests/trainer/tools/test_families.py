@@ -159,13 +159,6 @@ def test_calls(family: str, first: dict[str, Any], second: dict[str, Any]) -> No
         assert read(family, thought + both)["tool_calls"] == wanted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text(family: str) -> None:
-    *_, thought, answer = FAMILIES[family]
-    message = read(family, thought + answer.format("Hello, 3 < 4."))
-    assert message["content"] == "Hello, 3 < 4." and not message.get("tool_calls")
-
-
 # family -> what is left out of a call, or stands in place of an argument, so that it is none
 CUT = {
     **dict.fromkeys(("Qwen 3.5", "Nemotron 3"), ("</parameter>", "</function>", "</tool_call>")),
@@ -229,16 +222,35 @@ def test_calls_that_are_nested_deep_are_text(family: str, deep: int) -> None:
     assert called == (deep == 2)
 
 
-def test_what_python_strings_hold() -> None:
-    text = "<|tool_call_start|>[look(city='a), b(c=1)]', where={'t': True, 'n': null}), ping()]"
-    calls = [
-        tool_call("look", {"city": "a), b(c=1)]", "where": {"t": True, "n": None}}),
-        tool_call("ping", {}),
-    ]
-    message = read("LFM2.5", "Wait, look(city=1). " + text + "<|tool_call_end|>")
-    assert message["tool_calls"] == calls and message["content"] == "Wait, look(city=1)."
-    message = read("LFM2.5", 'Say, look(city=1)" or look(it)')
-    assert message["content"] == 'Say, look(city=1)" or look(it)' and "tool_calls" not in message
+# what else a turn may look like: family, text -> content, calls
+WRITTEN = [
+    *((name, row[4] + row[5].format("Hello, 3 < 4."), "Hello, 3 < 4.", [])
+      for name, row in FAMILIES.items()),
+    (
+        "LFM2.5",
+        "Wait, look(city=1). <|tool_call_start|>"
+        "[look(city='a), b(c=1)]', where={'t': True, 'n': null}), ping()]<|tool_call_end|>",
+        "Wait, look(city=1).",
+        [("look", {"city": "a), b(c=1)]", "where": {"t": True, "n": None}}), ("ping", {})],
+    ),
+    ("LFM2.5", 'Say, look(city=1)" or look(it)', 'Say, look(city=1)" or look(it)', []),
+    ("gpt-oss", "just text", "just text", []),
+    (
+        "gpt-oss", "<|channel|>commentary<|message|>I look.<|end|>" + call("gpt-oss"), "I look.",
+        [("look", ARGUMENTS)],
+    ),
+    (
+        "Llama 3.1", "<|python_tag|>" + call("Llama 3.1").replace("eot_id", "eom_id"), "",
+        [("look", ARGUMENTS)],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), WRITTEN)
+def test_turns(family: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    message = read(family, text)
+    assert message["content"] == content
+    assert (message.get("tool_calls") or []) == [tool_call(*each) for each in calls]
 
 
 @pytest.mark.parametrize(
@@ -249,23 +261,6 @@ def test_what_python_strings_hold() -> None:
 def test_python_that_is_no_call_is_text(written: str) -> None:
     message = read("LFM2.5", f"<|tool_call_start|>[{written}]<|tool_call_end|>")
     assert message is None or not message.get("tool_calls")
-
-
-def test_channels_of_gpt_oss() -> None:
-    assert read("gpt-oss", "just text")["content"] == "just text"
-    preamble = "<|channel|>commentary<|message|>I look.<|end|>"
-    message = read("gpt-oss", preamble + call("gpt-oss"))
-    assert message["content"] == "I look."
-    assert message["tool_calls"] == [tool_call("look", ARGUMENTS)]
-
-
-def test_how_llama_may_end_and_begin_a_call() -> None:
-    text, wanted = call("Llama 3.1"), [tool_call("look", ARGUMENTS)]
-    message = read("Llama 3.1", "<|python_tag|>" + text.replace("eot_id", "eom_id"))
-    assert message["tool_calls"] == wanted and message["content"] == ""
-    seen = with_response_template(make_tokenizer(FAMILIES["Llama 3.1"][0], ["<|eot_id|>"]))
-    cut = TurnParser(seen, {0}).read(text.removesuffix("<|eot_id|>"), "", LLAMA, SCHEMAS)
-    assert cut is not None and cut["tool_calls"] == wanted
 
 
 def test_of_no_family_or_with_a_template_of_its_own() -> None:
