@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.data import MicroBatch, encode_prompts, with_images
+from grpo_trainer.data import MicroBatch
 from grpo_trainer.experience import Collector
 from grpo_trainer.rollout import Completions, RolloutEngine
 from tests.support.batches import BatchTrainer
@@ -180,14 +180,6 @@ def test_a_tokenizer_is_enough_for_text(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"prompt": ["a", "b", "c", "d"]})
     tokenizer = tiny_processor("llava").tokenizer
     make("llava", tmp_path, train_dataset=rows, processing_class=tokenizer).train()
-
-
-def test_a_template_is_asked_for_the_parts_that_are_there() -> None:
-    """One that asks whether a part has an image would else write one for each text."""
-    processor = with_template("qwen3_vl", TOOLS)
-    encoded = encode_prompts([with_images(row) for row in mixed()], processor)
-    texts = [processor.tokenizer.decode(each.ids) for each in encoded]
-    assert ["2 + 2?" in text for text in texts] == [True, False] * 4
 
 
 class OneCall(RolloutEngine):

@@ -126,15 +126,3 @@ def test_what_is_allowed(server: str, tmp_path: Path) -> None:
     assert Media.of(trusted) == Media(remote=False, folder=constants.HF_HUB_CACHE)
     distrust_rows(args)
     assert Media.of(args) == media
-
-
-@pytest.mark.parametrize(
-    ("changes", "wrong"),
-    [
-        ({"allowed_media_path": "/no/folder"}, "allowed_media_path: expected a folder"),
-        ({"on_bad_image": "drop"}, "on_bad_image: expected one of error, skip"),
-    ],
-)
-def test_fields(changes: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        config(**changes)

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.data import PromptStream, images_of
+from grpo_trainer.data import PromptStream
 from grpo_trainer.experience.reader import RowReader
 from tests.support.vision import picture
 from tests.trainer.data.test_images import ASKED, png
@@ -71,30 +71,6 @@ def test_processes_take_the_same_rows(caplog: pytest.LogCaptureFixture) -> None:
     assert drawn[0] == drawn[1] and states[0] == states[1]
     assert set(drawn[0]) == {0, 2, 5, 6} and states[0]["offset"] == 7
     assert all(f"of row {number}," in caplog.text for number in (1, 3, 4))
-
-
-@pytest.mark.parametrize("on_bad_image", ["skip", "error"])
-def test_a_run(tmp_path: Path, on_bad_image: str) -> None:
-    seen = []
-
-    def reward(prompts: Any, completions: Any, image: Any, **columns: Any) -> list[float]:
-        seen.extend(image)
-        assert [images_of(prompt)[0].tobytes() for prompt in prompts] == [
-            each.tobytes() for each in image
-        ]
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    table = dataset().to_dict()
-    table["image"][3] = {"bytes": b"bad", "path": None}
-    rows = Dataset.from_dict(table, features=dataset().features)
-    settings = {"on_bad_image": on_bad_image, "max_steps": 4}
-    trainer = make("llava", tmp_path, reward, train_dataset=rows, settings=settings)
-    if on_bad_image == "skip":
-        trainer.train()
-        assert len(seen) == 16
-    else:
-        with pytest.raises(ValueError, match="cannot be read in 'image' of row 3, "):
-            trainer.train()
 
 
 def test_an_evaluation_names_the_row(tmp_path: Path) -> None:

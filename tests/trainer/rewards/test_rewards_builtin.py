@@ -10,9 +10,7 @@ import pytest
 
 from grpo_trainer import rewards
 from grpo_trainer.rewards import (
-    accuracy,
     accuracy_reward,
-    get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     reasoning_accuracy_reward,
@@ -68,16 +66,6 @@ def test_repetition_penalty(size):
     assert given == pytest.approx(theirs, abs=1e-12)
     if size == 2:
         assert given == [0.0, -1.5, -1.0, 0.0, 0.0]
-
-
-def test_cosine_scaling(monkeypatch):
-    known = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, None]
-    monkeypatch.setattr(accuracy, "accuracy_reward", lambda *args: known)
-    lengths = [0, 50, 100, 999, 0, 50, 100, 50]
-    reward = get_cosine_scaled_reward(max_len=100)
-    ids = [[1] * length for length in lengths]
-    given = reward(completions=TEXTS, solution=TEXTS, completion_ids=ids)
-    assert given == pytest.approx([1.0, 0.75, 0.5, 0.5, -1.0, -0.75, -0.5, None])
 
 
 @pytest.mark.parametrize(

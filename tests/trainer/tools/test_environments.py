@@ -8,7 +8,17 @@ import pytest
 from datasets import Dataset
 
 from grpo_trainer.tools import Environments, make_toolbox
-from tests.support.tools import Play, add, answers, call, make_trainer, question, results, then
+from tests.support.tools import (
+    Play,
+    add,
+    answers,
+    call,
+    make_trainer,
+    once,
+    question,
+    results,
+    then,
+)
 
 
 class Counter:
@@ -65,44 +75,35 @@ def step_script(text: str) -> str:
 
 
 def test_each_completion_has_its_own():
+    """Of the kind that its row names, with that kind's tools; a text of reset ends the prompt."""
+
+    def script(text):
+        return (
+            step_script(text) if "step" in text.split("<|end|>")[0] else once(call("switch"))(text)
+        )
+
     Counter.made = 0
-    play = Play(step_script, environments=Counter)
-    rows = [{"prompt": question(), "start": start} for start in (3, 3, 0, 5)]
-    sampled = play(*rows)
+    play = Play(script, environments={"count": Counter, "lamp": JudgedLamp})
+    rows = [{"prompt": question(), "environment": "count", "start": start} for start in (3, 3, 0)]
+    sampled = play(*rows, {"prompt": question(), "environment": "lamp"})
     environments = sampled.columns["environments"]
+    assert [type(one) for one in environments] == [Counter] * 3 + [JudgedLamp]
     assert len(set(map(id, environments))) == 4
     found = [answers(rollout) for rollout in sampled.rollouts]
-    assert found == [["6", "9"], ["6", "9"], ["1", "2"], ["10", "15"]]
+    assert found == [["6", "9"], ["6", "9"], ["1", "2"], ["on"]]
     contents = [rollout.prompt[-1]["content"] for rollout in sampled.rollouts]
-    assert contents == ["q at 3", "q at 3", "q", "q at 5"]
+    assert contents == ["q at 3", "q at 3", "q", "q"]
     assert rows[0]["prompt"] == question()  # the dataset's row is as it was
-    [reward] = play.environments.rewards
-    assert reward.name == "Counter" and not reward.is_async
-    assert reward.function(environments=environments) == [9.0, 9.0, 2.0, 15.0]
-    shown = play.text(sampled.rollouts[0].prompt_ids)
-    assert shown.startswith("<|start|>tadd step <|end|>")
-    # the next batch uses them again
-    assert play(*rows[:2]).columns["environments"] == environments[:2]
-    assert Counter.made == 4
-
-
-def test_several_kinds():
-    def script(text):
-        if results(text):
-            return "end"
-        return call("switch") if "switch" in text else call("step", by=2)
-
-    play = Play(script, environments={"count": Counter, "lamp": JudgedLamp})
-    rows = [{"prompt": question(), "environment": name} for name in ("lamp", "count", "lamp")]
-    sampled = play(*rows)
-    kinds = [type(one).__name__ for one in sampled.columns["environments"]]
-    assert kinds == ["JudgedLamp", "Counter", "JudgedLamp"]
     texts = [play.text(rollout.prompt_ids).split("<|end|>")[0] for rollout in sampled.rollouts]
-    assert texts == [f"<|start|>tadd {name} " for name in ("switch", "step", "switch")]
-    assert [rollout.completion[1]["content"] for rollout in sampled.rollouts] == ["on", "2", "on"]
-    assert [(one.name, one.is_async) for one in play.environments.rewards] == [
+    assert texts == ["<|start|>tadd step "] * 3 + ["<|start|>tadd switch "]
+    count, lamp = play.environments.rewards
+    assert [(one.name, one.is_async) for one in (count, lamp)] == [
         ("Counter", False), ("JudgedLamp", True),
     ]  # fmt: skip
+    assert count.function(environments=environments[:3]) == [9.0, 9.0, 2.0]
+    # the next batch uses them again
+    assert play(*rows[:2]).columns["environments"] == environments[:2]
+    assert Counter.made == 3
     with pytest.raises(ValueError, match="environment: expected one of count, lamp .* got 'x'"):
         play({"prompt": question(), "environment": "x"})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from grpo_trainer.tools import make_toolbox
@@ -150,7 +152,14 @@ def test_what_follows_a_turn_is_the_templates(kind):
     [rollout] = play().rollouts
     assert play.text(rollout.completion_ids) == "".join(parts)
     assert rollout.env_mask == [1] * len(first) + [0] * len(middle) + [1] * len(last)
-    assert not rollout.truncated and rollout.completion[-1]["content"] == "2"
+    assert rollout.by_policy == rollout.env_mask and not rollout.truncated
+    assert [not math.isnan(value) for value in rollout.logprobs] == rollout.env_mask
+    called, answer, *_, end = rollout.completion
+    assert called["role"] == end["role"] == "assistant" and end["content"] == "2"
+    function = {"name": "add", "arguments": {"a": 1, "b": 1}}
+    calls = [{"type": "function", "function": function}] * parts[0].count(CALL)
+    assert called["tool_calls"] == calls and len(rollout.completion) == 2 + len(calls)
+    assert answer == {"role": "tool", "name": "add", "content": "2"}
 
 
 @pytest.mark.parametrize(

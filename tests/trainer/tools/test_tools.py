@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from itertools import chain, takewhile
 
@@ -33,39 +32,6 @@ def counts(sampled):
     calls, failures = (stats[f"tools/{name}_frequency"] for name in ("call", "failure"))
     assert calls.count == len(sampled.rollouts) and failures.count == calls.total
     return int(calls.total), int(failures.total)
-
-
-def test_two_rounds_token_by_token():
-    play = Play(then("x" + call("add", a=1, b=2), call("add", a=3, b=4), "done"))
-    sampled = play()
-    [rollout] = sampled.rollouts
-    first = 'x<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    second = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
-
-    def answer(number):
-        return f"\n<|start|>tool\n{number}<|end|>\n<|start|>assistant\n"
-
-    parts = [f"{first}<|end|>", answer(3), f"{second}<|end|>", answer(7), "done<|end|>"]
-    assert play.text(rollout.prompt_ids) == (
-        "<|start|>tadd <|end|>\n<|start|>user\nq<|end|>\n<|start|>assistant\n"
-    )
-    assert play.text(rollout.completion_ids) == "".join(parts)
-    lengths = [len(play.tokenizer.encode(part)) for part in parts]
-    expected = [bit for n, bit in zip(lengths, (1, 0, 1, 0, 1), strict=True) for _ in range(n)]
-    assert rollout.env_mask == rollout.by_policy == expected
-    assert [not math.isnan(value) for value in rollout.logprobs] == expected
-    assert not rollout.truncated and counts(sampled) == (2, 0)
-    arguments = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
-    calls = [
-        {"type": "function", "function": {"name": "add", "arguments": item}} for item in arguments
-    ]
-    assert rollout.completion == [
-        {"role": "assistant", "content": "x", "tool_calls": calls[:1]},
-        {"role": "tool", "name": "add", "content": "3"},
-        {"role": "assistant", "content": "", "tool_calls": calls[1:]},
-        {"role": "tool", "name": "add", "content": "7"},
-        {"role": "assistant", "content": "done"},
-    ]
 
 
 PIECES = st.sampled_from([*PAIRS, "1", "2", "x", " ", TURN])
