@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from grpo_trainer.data import data_url, encode_prompts, images_of, model_inputs, with_images
-from tests.support.vision import FAMILIES, IDS, IMAGE, picture, tiny_model, tiny_processor, user
+from tests.support.vision import FAMILIES, picture, tiny_model, tiny_processor, user
 
 ASKED = [{"role": "user", "content": "?"}]
 
@@ -138,20 +138,6 @@ def test_rows_joined_are_what_each_is_alone(family: str, left: bool) -> None:
     with torch.no_grad():
         for together, row in zip(hidden(encoded), encoded, strict=True):
             torch.testing.assert_close(together, hidden([row])[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ids_with_one_token_per_image(family: str) -> None:
-    processor = tiny_processor(family)
-    alone, text, _ = encode_prompts(PROMPTS, processor)
-    assert alone.images is not None
-    many, one = alone.ids.count(IDS[IMAGE]), len(alone.images.short_ids)
-    assert many > 1
-    assert alone.images.shortened([*alone.ids, 5, 6]) == [*alone.images.short_ids, 5, 6]
-    assert one < len(alone.ids)
-    assert text.ids == processor.tokenizer(
-        "<bos><start>user\nhi<end><start>assistant\n", add_special_tokens=False
-    )["input_ids"]  # fmt: skip
 
 
 def test_prompts_are_told_apart_by_what_is_in_their_images() -> None:

@@ -102,12 +102,3 @@ def test_oracle(scale: str, aggregation: str, problem: Any) -> None:
 def test_rounding_is_no_signal() -> None:
     large = torch.full((3, 1), 1e5) + 0.1  # whose mean is rounded
     assert compute_advantages(large, ONE, 3).signal.tolist() == [False]
-
-
-def test_two_rewards_that_cancel() -> None:
-    """No spread in their sum, but in each."""
-    opposed = torch.tensor([[0.0, 4.0], [4.0, 0.0], [2.0, 2.0]])
-    assert compute_advantages(opposed, torch.ones(2), 3).signal.tolist() == [False]
-    weights = torch.tensor([1.0, 2.0])
-    apart = compute_advantages(opposed, weights, 3, aggregation="normalize_then_sum")
-    assert apart.signal.tolist() == [True]

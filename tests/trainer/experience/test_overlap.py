@@ -193,18 +193,3 @@ def test_a_server_that_is_silent_is_not_waited_for(make, stub, busy):
     trainer.train()  # the connection is not spoiled
     assert of_steps(trainer, STALENESS)[1:] == [1, 1, 1]
     trainer.rollouts.close()
-
-
-def test_a_server_that_restarts_meanwhile_gets_the_weights_it_had(make, stub):
-    def die():
-        stub.version = "default"
-        return 500, {"error": "EngineCore encountered an issue"}
-
-    usual = [lambda: (200, {"choices": choices(stub.asked[-1][1]["prompt"], 4)})] * 2
-    stub.script[COMPLETE] = [*usual, die]
-    trainer = make(**on_a_server(stub))
-    trainer.train()
-    assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
-    folders = [folder.rpartition("-")[2] for folder in stub.loaded]
-    assert folders == ["1", "2", "2", "3"]
-    trainer.rollouts.close()

@@ -11,7 +11,6 @@ from transformers.utils import is_bitsandbytes_available
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.model import load_policy
-from grpo_trainer.model.adapters import prepare_adapter
 from grpo_trainer.scripts import ModelConfig, get_quantization_config
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
 
@@ -97,45 +96,6 @@ def test_gradient_checkpointing_changes_nothing(make, reentrant):
 def test_disable_dropout_reaches_the_adapter(make):
     trainer = make(lora=LORA | dict(lora_dropout=0.5), disable_dropout=True)
     assert all(m.p == 0 for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
-
-
-def test_adapters_of_a_quantised_base_are_bf16(make_args, policy):
-    """A stand-in for bitsandbytes: what matters is that the base says it is quantised."""
-    policy.is_quantized = True
-    args = make_args()
-    with pytest.raises(ValueError, match="peft_config: expected one with a quantised model"):
-        prepare_adapter(policy, args)
-    model = peft.get_peft_model(policy, peft.LoraConfig(**CONFIGS["dora"]))
-    prepare_adapter(model, args)
-    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    assert dtypes and all(
-        dtype == (torch.float32 if "magnitude" in name else torch.bfloat16)
-        for name, dtype in dtypes.items()
-    )
-
-
-def test_an_adapter_in_a_second_trainer(make, policy):
-    model = pretrained(policy)
-    make(model, bf16=True).train()
-    fresh = pretrained(policy)
-    fresh.load_state_dict(model.state_dict())
-    for each in (model, fresh):
-        make(each).train()
-    assert torch.equal(parameters(model), parameters(fresh))
-
-
-def test_loading_adapters_keeps_their_dtype(make, tmp_path):
-    trainer = make()
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
-    trainer.save_model(str(tmp_path / "saved"))
-    before = parameters(trainer.model)
-    trainer._load_from_checkpoint(str(tmp_path / "saved"))
-    dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
-    assert dtypes == {torch.bfloat16} and torch.equal(parameters(trainer.model), before)
-    with pytest.raises(ValueError, match="expected adapter 'default'"):
-        trainer._load_from_checkpoint(str(tmp_path))
 
 
 def test_quantisation_by_arguments(make_args, monkeypatch):

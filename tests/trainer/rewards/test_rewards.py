@@ -6,7 +6,6 @@ import math
 import re
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -158,30 +157,6 @@ def test_exceptions_name_the_function_and_what_it_was_called_with(function, said
     assert said in message and unsaid not in message and len(message) < 700
     assert isinstance(error.value.__cause__, KeyError | TypeError)
     assert "2 completions, the first of them: prompt '1 + 1 =', completion '222" in message
-
-
-def test_a_failure_stops_the_others():
-    cancelled = threading.Event()
-
-    async def endless(**kwargs):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    def broken(**kwargs):
-        time.sleep(0.05)  # the other has begun
-        raise KeyError("x")
-
-    async def broken_later(**kwargs):
-        broken()
-
-    for function in (broken, broken_later):
-        cancelled.clear()
-        with pytest.raises(RuntimeError, match=function.__name__):
-            call([endless, function])
-        assert cancelled.wait(5)
 
 
 def test_names():

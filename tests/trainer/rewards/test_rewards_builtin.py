@@ -68,15 +68,7 @@ def test_repetition_penalty(size):
         assert given == [0.0, -1.5, -1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "accuracy_reward",
-        "get_cosine_scaled_reward(max_len=9)",
-        accuracy_reward,
-        "reasoning_accuracy_reward",
-    ],
-)
+@pytest.mark.parametrize("source", ["get_cosine_scaled_reward(max_len=9)", accuracy_reward])
 def test_without_math_verify(source, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"math-verify.*pip install 'math-verify>=0.8'"):

@@ -11,7 +11,6 @@ from grpo_trainer import GRPOTrainer
 from grpo_trainer.rollout import (
     Completions,
     RolloutEngine,
-    Rollouts,
     Sampling,
     register_rollout_engine,
 )
@@ -114,17 +113,6 @@ def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
     assert engine.calls[-2:] == ["update", "generate"]
 
 
-def test_a_sleeping_engine_gets_weights_anew(policy, tokenizer, make_args):
-    engine = BackgroundEngine(tokenizer)
-    sampling = Sampling.from_config(make_args(), tokenizer)
-    rollouts = Rollouts(engine, lambda: policy, sampling, step=lambda: 0, sleeps=True)
-    for _ in range(2):
-        rollouts.generate([[3, 4]])
-    assert engine.calls == ["wake", "update", "generate", "sleep"] * 2
-    rollouts.close()
-    assert engine.calls[-1] == "close"
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -186,14 +174,6 @@ def test_wrong_settings_of_continuous_batching(make_trainer):
     field = "transformers_continuous_batching_config"
     with pytest.raises(ValueError, match=f"{field}: .*'blocks'"):
         make_trainer(use_transformers_continuous_batching=True, **{field: {"blocks": 64}})
-
-
-def test_settings_without_effect_are_reported(make_args):
-    with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
-        make_args(vllm_server_port=9000)
-    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):  # an old name
-        args = make_args(vllm_importance_sampling_cap=2.0)
-    assert args.vllm_importance_sampling_clip_max == 2.0
 
 
 def test_no_vllm(make_trainer, tokenizer, monkeypatch):

@@ -263,17 +263,6 @@ def test_python_that_is_no_call_is_text(written: str) -> None:
     assert message is None or not message.get("tool_calls")
 
 
-def test_of_no_family_or_with_a_template_of_its_own() -> None:
-    plain = make_tokenizer("{{ messages }}", ["<|im_end|>"])
-    assert with_response_template(plain) is plain
-    plain.chat_template = {"default": "{{ messages }}", "tool_use": FAMILIES["Gemma 4"][0]}
-    assert with_response_template(plain).response_template
-    plain.response_template = {"fields": {}}
-    assert with_response_template(plain) is plain
-    plain.response_template = plain.chat_template = None
-    assert with_response_template(plain) is plain
-
-
 # files of TRL's package -> what their turns end with
 PUBLISHED = {
     "gptoss": ("<|call|>", "<|return|>", "<|end|>"),
