@@ -11,6 +11,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.model import load_policy
+from grpo_trainer.model.adapters import prepare_adapter
 from grpo_trainer.scripts import ModelConfig, get_quantization_config
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
 
@@ -139,3 +140,32 @@ def test_quantisation_of_a_model(make_args, policy, tmp_path):
     config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="quantization_config: .*bitsandbytes"):
         load_policy(str(tmp_path / "model"), make_args(), quantization_config=config)
+
+
+def test_adapters_of_a_quantised_base_are_bf16(make_args, policy):
+    """A stand-in for bitsandbytes: what matters is that the base says it is quantised."""
+    policy.is_quantized = True
+    args = make_args()
+    with pytest.raises(ValueError, match="peft_config: expected one with a quantised model"):
+        prepare_adapter(policy, args)
+    model = peft.get_peft_model(policy, peft.LoraConfig(**CONFIGS["dora"]))
+    prepare_adapter(model, args)
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert dtypes and all(
+        dtype == (torch.float32 if "magnitude" in name else torch.bfloat16)
+        for name, dtype in dtypes.items()
+    )
+
+
+def test_loading_adapters_keeps_their_dtype(make, tmp_path):
+    trainer = make()
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    trainer.save_model(str(tmp_path / "saved"))
+    before = parameters(trainer.model)
+    trainer._load_from_checkpoint(str(tmp_path / "saved"))
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert dtypes == {torch.bfloat16} and torch.equal(parameters(trainer.model), before)
+    with pytest.raises(ValueError, match="expected adapter 'default'"):
+        trainer._load_from_checkpoint(str(tmp_path))

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -248,3 +249,27 @@ def test_what_rewards_log():
     ):
         with pytest.raises(ValueError, match=message):
             method(*given)
+
+
+def test_a_failure_stops_the_others():
+    cancelled = threading.Event()
+
+    async def endless(**kwargs):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def broken(**kwargs):
+        time.sleep(0.05)  # the other has begun
+        raise KeyError("x")
+
+    async def broken_later(**kwargs):
+        broken()
+
+    for function in (broken, broken_later):
+        cancelled.clear()
+        with pytest.raises(RuntimeError, match=function.__name__):
+            call([endless, function])
+        assert cancelled.wait(5)

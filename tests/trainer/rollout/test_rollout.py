@@ -185,3 +185,11 @@ def test_no_vllm(make_trainer, tokenizer, monkeypatch):
     server = {"vllm_mode": "server", "vllm_server_port": 1, "vllm_server_timeout": 0.1}
     with pytest.raises(RuntimeError, match="http://127.0.0.1:1/health: no connection"):
         make_trainer(use_vllm=True, **server)
+
+
+def test_settings_without_effect_are_reported(make_args):
+    with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
+        make_args(vllm_server_port=9000)
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):  # an old name
+        args = make_args(vllm_importance_sampling_cap=2.0)
+    assert args.vllm_importance_sampling_clip_max == 2.0
