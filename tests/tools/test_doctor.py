@@ -64,15 +64,6 @@ def test_trl_goes_through_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.failure == "TypeError: no such output"
 
 
-def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> doctor.Step:
-        raise OSError("no such thing")
-
-    finding = only(monkeypatch, make)
-    assert finding.failure == "OSError: no such thing"
-    assert not liger.SWITCH.on
-
-
 def test_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(monkeypatch, "no trial: because").note == "no trial: because"
     with liger.enabled():

@@ -1,0 +1,285 @@
+"""``grpo-kernels plan``: what it says is what a step allocates, and what it shows adds up.
+
+Real heads and GPUs are measured in ``benchmarks/test_plan.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
+
+from grpo_kernels import LossConfig, TokenBatch, available_backends, explain, linear_policy_loss
+from grpo_kernels.tools import cli
+from grpo_kernels.tools.estimate import HeadShape, command, default_schedule, estimate_memory
+from tests.tools.test_cli import error
+
+D, V = 64, 5000
+SIZES = ["--hidden", "64", "--vocab", "1000"]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def plan(capsys, *arguments: str) -> str:
+    assert cli.main(["plan", "--tokens", "100", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def plan_data(capsys, *arguments: str) -> dict:
+    return json.loads(plan(capsys, *arguments, "--json"))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The peak of the bytes in storages that operations return, over those of the inputs."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self._known: dict[int, weakref.ref] = {}
+        self._now = self.growth = 0
+        for x in inputs:
+            self._add(x)
+        self._now = self.growth = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return out
+
+    def _add(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+
+        def forget(_: object) -> None:
+            self._now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, forget)
+        self._now += size
+        self.growth = max(self.growth, self._now)
+
+
+def allocated(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
+    hidden = torch.randn(1, tokens, D, dtype=head.dtype).requires_grad_()
+    weight = torch.randn(V, D, dtype=head.weight_dtype or head.dtype).mul_(0.1)
+    weight.requires_grad_(not head.frozen)
+    target = torch.randint(0, V, (1, tokens))
+    batch, mixed = TokenBatch.from_padded(target, torch.ones(1)), head.weight_dtype is not None
+    autocast = torch.autocast("cpu", head.dtype) if mixed else contextlib.nullcontext()
+    with LiveBytes(hidden, weight) as live, autocast:
+        if name == "eager":
+            scores = functional.linear(hidden, weight).log_softmax(-1, dtype=FP32)
+            loss = scores.gather(-1, target[..., None]).sum()
+            del scores
+        else:
+            config = LossConfig(loss_type="dapo")
+            loss = linear_policy_loss(hidden, weight, batch, config, schedule=name, **options).loss
+        loss.backward()
+    return live.growth
+
+
+@pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("eager", {}),
+        ("one_pass", {}),
+        ("one_pass", {"precision": "input"}),
+        ("two_pass", {"activation_bytes": 0}),
+        ("two_pass", {}),
+        ("two_pass", {"activation_bytes": 1 << 30}),
+        ("two_pass", {"activation_bytes": 1 << 30, "precision": "input"}),
+    ],
+)
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize(
+    "dtype,weight_dtype", [(FP32, None), (BF16, None), (FP16, None), (BF16, FP32)]
+)
+def test_a_step_allocates_what_is_said(
+    monkeypatch, name, options, frozen, dtype, weight_dtype
+) -> None:
+    """In less than a chunk and in several; of one thread, whose GEMMs take no memory of theirs."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    head = HeadShape(hidden=D, vocabulary=V, dtype=dtype, weight_dtype=weight_dtype, frozen=frozen)
+    for tokens in (300, 2500):
+        estimate = estimate_memory(name, head, tokens, device="cpu", **options)
+        assert estimate.growth == pytest.approx(allocated(name, head, tokens, **options), rel=0.01)
+
+
+def test_the_default_is_what_a_step_takes() -> None:
+    seen, columns = set(), 8 * V
+    for tokens, frozen, dtype in ((64, False, FP32), (4096, False, BF16), (4096, True, BF16)):
+        batch = TokenBatch.from_padded(torch.zeros(1, tokens, dtype=torch.int64), torch.ones(1))
+        head = HeadShape(hidden=2, vocabulary=columns, dtype=dtype, frozen=frozen)
+        hidden = torch.zeros(1, tokens, 2, dtype=dtype, requires_grad=True)
+        weight = torch.zeros(columns, 2, dtype=dtype, requires_grad=not frozen)
+        plan = explain(hidden, weight, batch, LossConfig(loss_type="dapo"))
+        assert default_schedule(head, tokens, device="cpu") == plan.schedule
+        seen.add(plan.schedule)
+    assert seen == {"one_pass", "two_pass"}
+
+
+# hidden size and vocabulary of Qwen 3 1.7B, Llama 3 8B, Gemma 3 4B
+@pytest.mark.parametrize("hidden,vocabulary", [(2048, 151936), (4096, 128256), (2560, 262144)])
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_the_default_takes_less_memory_than_a_chunked_head(device, hidden, vocabulary) -> None:
+    for dtype, frozen in ((FP32, False), (BF16, False), (FP16, True)):
+        head = HeadShape(hidden=hidden, vocabulary=vocabulary, dtype=dtype, frozen=frozen)
+        before = 0
+        for tokens in (4096, 5000, 16384, 1 << 20):
+            name = default_schedule(head, tokens, device=device)
+            ours, trl = (estimate_memory(x, head, tokens, device=device) for x in (name, "trl"))
+            assert before < ours.total < trl.total
+            before = ours.total
+
+
+def test_a_plan_adds_up(capsys) -> None:
+    options = (*SIZES, "--tflops", "100", "--gpu-memory", "1GiB", "--dtype", "fp32")
+    lines = plan_data(capsys, *options)["implementations"]
+    names = [line["implementation"] for line in lines]
+    assert names == ["eager", "trl", "one_pass", "two_pass"]
+    for number, line in enumerate(lines):
+        parts = [line[f"{part}_bytes"] for part in ("inputs", "returned", "extra")]
+        assert sum(parts) == line["total_bytes"]
+        assert line["seconds"] == pytest.approx(line["gemms"] * 2 * 100 * 64 * 1000 / 100e12)
+        most = line["largest_micro_batch_tokens"]
+        fits, more = (
+            plan_data(capsys, *options, "--tokens", str(n))["implementations"][number]
+            for n in (most, most + 1)
+        )
+        assert fits["total_bytes"] <= 1 << 30 < more["total_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "gemms"),
+    [
+        ("", [3, 4, 3, 4]),
+        ("--frozen-head --activation-bytes 0", [2, 3, 2, 3]),
+        ("--activation-bytes 1MiB", [3, 4, 3, 3]),
+        ("--bounded", [3, 4, 3, 4, 2, 3, 1, 1]),
+    ],
+)
+def test_time_is_that_of_the_gemms(capsys, options, gemms) -> None:
+    lines = plan_data(capsys, *SIZES, *options.split())["implementations"]
+    assert [line["gemms"] for line in lines] == gemms
+
+
+@pytest.mark.parametrize("how", ("fsdp", "zero3", "tp"))
+def test_a_plan_of_one_rank(capsys, how) -> None:
+    options = (*SIZES, "--shard", f"{how}=8", "--gpu-memory", "1GiB")
+    data, alone = plan_data(capsys, *options), plan_data(capsys, *SIZES, "--gpu-memory", "1GiB")
+    weight = 64 * 1000 * 2
+    sent = {"tp": [100 * 32 * 7, 2 * (100 * 64 * 4 * 7 // 8)]}
+    expected = sent.get(how, [2 * weight * 7 // 8, weight * 7 // 8])
+    assert list(data["shard"]["sent_bytes"].values()) == expected
+    others = {(line["title"], line["implementation"]): line for line in alone["implementations"]}
+    for line in data["implementations"]:
+        parts = [line[f"{part}_bytes"] for part in ("shards", "inputs", "returned", "extra")]
+        assert line["total_bytes"] == sum(parts)
+        assert parts[0] == (0 if how == "tp" else 2 * weight // 8)
+        other = others[line["title"], line["implementation"]]
+        assert (line["total_bytes"] < other["total_bytes"]) is (how == "tp")
+
+
+def test_reserved_memory(capsys) -> None:
+    everything = plan_data(capsys, *SIZES, "--gpu-memory", "1GiB")["implementations"]
+    less = plan_data(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "512MiB")
+    for line, half in zip(everything, less["implementations"], strict=True):
+        assert 0 < half["largest_micro_batch_tokens"] < line["largest_micro_batch_tokens"]
+    none = plan(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "1GiB")
+    assert "not one token" in none
+    plan(capsys, "--hidden", "1", "--vocab", "2", "--gpu-memory", "16TiB")  # is found at once
+
+
+@pytest.mark.parametrize(
+    "driver,name",
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10"),
+        ("NVIDIA GH200 480GB", "H200"),
+        *((name, None) for name in ("H1000", "XH100", "RTX 40900", "MI300X2")),
+        *((row[0], row[0]) for row in command.GPUS),
+    ],
+)
+def test_gpus_are_found_by_their_names(driver, name) -> None:
+    row = command.find_gpu(driver)
+    assert (row and row[0]) == name
+
+
+def save(config, folder: Path) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_heads_of_models(capsys, tmp_path) -> None:
+    plain = Qwen2Config(hidden_size=64, vocab_size=1000, dtype="float16")
+    folder = save(plain, tmp_path / "policy")
+    expected = {
+        "hidden": 64, "vocabulary": 1000, "dtype": "float16", "weight_dtype": "float16",
+        "frozen": False, "softcap": False,
+    }  # fmt: skip
+    for model in (folder, f"{folder}/config.json"):
+        assert plan_data(capsys, "--model", model)["head"] == expected
+    text = Gemma3TextConfig(hidden_size=48, vocab_size=700)
+    folder = save(Gemma3Config(text_config=text, dtype="bfloat16"), tmp_path / "images")
+    head = plan_data(capsys, "--model", folder, "--weight-dtype", "fp32")["head"]
+    assert (head["hidden"], head["vocabulary"]) == (48, 700)
+    assert (head["dtype"], head["weight_dtype"]) == ("bfloat16", "float32")
+    folder = save(Gemma2Config(hidden_size=48, vocab_size=700), tmp_path / "capped")
+    assert plan_data(capsys, "--model", folder)["head"]["softcap"]
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache_where_no_hub_answers(
+    capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is tried again"))
+    wanted = ("plan", "--tokens", "5", "--model", "org/model")
+    assert "transformers cannot read 'org/model': We couldn't connect" in error(capsys, *wanted)
+    folder = tmp_path / "models--org--model"
+    save(Qwen2Config(hidden_size=64, vocab_size=1000), folder / "snapshots" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    assert "model: hidden size 64, vocabulary 1,000" in plan(capsys, *wanted[3:])
+
+
+UNREADABLE = "--model: transformers cannot read"
+OWN_CODE = '{"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}'
+ONE_FLOAT = Qwen2Config(hidden_size=64, dtype="float64").to_json_string(use_diff=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, "--model: no config.json in folder 'here'"),
+        ("not json", UNREADABLE),
+        ('{"model_type": "qwen2", "hidden_size": "wide"}', "error for field 'hidden_size'"),
+        (OWN_CODE, UNREADABLE),
+        (ONE_FLOAT, "--dtype: expected one of torch.float32"),
+        (ViTConfig().to_json_string(use_diff=False), "--model: the config of 'here' has no vocab"),
+    ],
+)
+def test_models_without_a_head(capsys, tmp_path, monkeypatch, config, expected) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    if config is not None:
+        Path("here", "config.json").write_text(config)
+    assert expected in error(capsys, "plan", "--tokens", "5", "--model", "here")
