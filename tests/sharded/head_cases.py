@@ -62,20 +62,11 @@ def alone(model: Tiny) -> None:
     fully_shard(model)
 
 
-def by_size(model: Tiny) -> None:
-    """Wrap every module of more than a hundred parameters."""
-    for module in model.children():
-        if sum(x.numel() for x in module.parameters()) > 100:
-            fully_shard(module)
-    fully_shard(model)
-
-
 WRAPPINGS = {
     "root": root,
     "with norm": with_norm,
     "resharded": resharded,
     "alone": alone,
-    "by size": by_size,
 }
 
 

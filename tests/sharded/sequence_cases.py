@@ -1,8 +1,8 @@
-"""Sequences that are cut over ranks, alone and with data and vocabulary parallel ranks."""
+"""Sequences that are cut over ranks, alone and with a vocabulary that is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -19,19 +19,14 @@ from grpo_kernels import (
     context_parallel_rows,
     linear_policy_loss,
     next_token_targets,
-    policy_loss,
 )
-from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import make_config
-from tests.losses.test_laws import variants
 from tests.sharded.ranks import Case, expect
 
 LENGTHS = (16, 0, 24, 8)  # multiples of twice the number of ranks that share sequences
 D, V = 6, 19
 FIRST = 10  # ids of the first of two shards of the vocabulary
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-FEW = ("grpo", "gspo", "gmpo", "vespo")
-CORRECTIONS = ("sequence_mask", "sequence_truncate")
 
 
 @dataclass(frozen=True)
@@ -41,17 +36,24 @@ class Kind:
     loss: str
     settings: dict[str, Any] = field(default_factory=dict)
     layout: str = "head_tail"
-    some_zero: bool = False  # rows without an advantage are skipped
     per_token: bool = False  # advantages
-    normalised: bool = False  # by the tokens of all ranks and steps
     metric_rows: str = "all"
+
+
+# a mechanism each: means over tokens or sequences, ratios of sequences, an order over all tokens
+KINDS = (
+    Kind("dapo", {"top_entropy_quantile": 0.5}),
+    Kind("grpo", {"beta": 0.1, "entropy_coef": 0.1}, "contiguous", per_token=True),
+    Kind("gspo", {"rollout_correction_mode": "sequence_mask", "rollout_correction_max": 1.5}),
+    Kind("gmpo", layout="contiguous"),
+    Kind("vespo", {"beta": 0.1}, metric_rows="active"),
+)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How many ranks have sequences of their own, share sequences, and share the vocabulary."""
+    """How many ranks share sequences, and the vocabulary."""
 
-    dp: int
     cp: int
     tp: int
 
@@ -61,62 +63,19 @@ def cases() -> dict[str, Case]:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    size = dist.get_world_size()
-    if size < 8:
-        # where a process more costs as much as many cases
-        kinds = [kind for kind in _every_kind() if size == 2 or kind.loss in FEW]
-        yield from _named(Grid(1, size, 1), kinds)
-        yield "policy_loss, and metrics that one rank reads", check_policy_loss
-    if size == 2:
-        yield "what is wrong on one rank", check_errors
-    if size == 4:
-        for grid in (Grid(2, 2, 1), Grid(1, 2, 2)):
-            yield from _named(grid, _kinds_of_groups(LOSSES))
-    if size == 8:
-        yield from _named(Grid(2, 2, 2), _kinds_of_groups(FEW))
-
-
-def _named(grid: Grid, kinds: Iterable[Kind]) -> Iterator[tuple[str, Case]]:
-    for kind in kinds:
+    grid = Grid(cp=2, tp=dist.get_world_size() // 2)
+    for kind in KINDS:
         yield f"{grid}, {kind}", partial(check, kind, grid)
-
-
-def _every_kind() -> Iterator[Kind]:
-    """Return every loss with everything that acts on sequences, in both layouts."""
-    for name, settings in variants():
-        yield Kind(name, settings)
-        yield Kind(name, settings, "contiguous")
-    for name, loss in LOSSES.items():
-        for layout in ("head_tail", "contiguous"):
-            yield Kind(name, {}, layout, some_zero=True, metric_rows="active")
-            yield Kind(name, {}, layout, some_zero=True, metric_rows="active", per_token=True)
-        yield Kind(name, some_zero=True)
-        yield Kind(name, layout="contiguous", per_token=True)
-        yield Kind(name, {"entropy_coef": 0.1}, "contiguous", normalised=True)
-        if not loss.surrogate.needs_token_ratios:
-            for level in ("sequence", "sequence_token"):
-                yield Kind(name, {"importance_sampling_level": level, "beta": 0.1})
-        if not loss.surrogate.uses_rollout_weight:
-            for mode in CORRECTIONS:
-                settings = {"rollout_correction_mode": mode, "rollout_correction_max": 1.5}
-                yield Kind(name, settings)
-                yield Kind(name, settings, "contiguous")
-
-
-def _kinds_of_groups(losses: Iterable[str]) -> Iterator[Kind]:
-    for name in losses:
-        yield Kind(name, {"beta": 0.1, "entropy_coef": 0.1}, normalised=True)
-        yield Kind(name, {"top_entropy_quantile": 0.5}, normalised=True)
+    if grid.tp == 1:
+        yield "what is wrong on one rank", check_errors
 
 
 def check(kind: Kind, grid: Grid) -> None:
     """Assert that the mean of the ranks' results is that of one process."""
     mesh = _mesh(grid)
-    replica, place, column = mesh.get_coordinate()
+    place, column = mesh.get_coordinate()
     tokens = make_tokens(kind)
-    count = len(LENGTHS) // grid.dp
-    own = _of_sequences(tokens, replica * count, (replica + 1) * count)
-    own = _of_rank(own, kind.layout, place, grid.cp)
+    own = _of_rank(tokens, kind.layout, place, grid.cp)
     found = run(kind, own, mesh["cp"], mesh["tp"] if grid.tp > 1 else None)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found | {"place": own["place"], "column": column})
@@ -138,36 +97,13 @@ def _compare(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     for each in found:
         dhidden[each["place"]] += each["dhidden"] / len(found)
     torch.testing.assert_close(dhidden, whole["dhidden"], **exact)
+    if dist.get_rank() > 0:  # one rank may read metrics alone
+        return
     merged = Metrics.merge(Metrics(each["stats"]) for each in found)
     expected = Metrics(whole["stats"])
     assert set(merged) == set(expected)
     for name, value in merged.items():
         torch.testing.assert_close(value, expected[name], equal_nan=True, msg=name)
-
-
-def check_policy_loss() -> None:
-    """Take the loss from log-probabilities; its metrics are read by one rank."""
-    own = _of_rank(make_tokens(Kind("gspo")), "head_tail", dist.get_rank(), dist.get_world_size())
-    found = _from_logprobs(own, dist.group.WORLD, reads=dist.get_rank() == 0)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    whole = _from_logprobs(make_tokens(Kind("gspo")), None, reads=True)
-    for name in ("loss", "gradient"):
-        mean = torch.stack([each[name] for each in everyone]).mean(0)
-        torch.testing.assert_close(mean, whole[name])
-    assert everyone[0]["ratio"] == whole["ratio"]
-
-
-def _from_logprobs(tokens: dict[str, Tensor], group: Any, reads: bool) -> dict[str, Any]:
-    batch = TokenBatch.from_packed(
-        tokens["targets"], tokens["advantages"], tokens["cu_seqlens"],
-        old_logprobs=tokens["old_logprobs"], sequence_group=group,
-    )  # fmt: skip
-    logprobs = tokens["ref_logprobs"][batch.rows].requires_grad_()
-    loss, metrics = policy_loss(logprobs, batch, make_config("gspo"))
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    found = {"loss": loss.detach(), "gradient": gradient.sum()}
-    return found | {"ratio": metrics["ratio/max"]} if reads else found
 
 
 def check_errors() -> None:
@@ -201,8 +137,7 @@ def check_errors() -> None:
 
 @cache
 def _mesh(grid: Grid) -> DeviceMesh:
-    names = ("dp", "cp", "tp")
-    return init_device_mesh("cpu", (grid.dp, grid.cp, grid.tp), mesh_dim_names=names)
+    return init_device_mesh("cpu", (grid.cp, grid.tp), mesh_dim_names=("cp", "tp"))
 
 
 def make_tokens(kind: Kind) -> dict[str, Tensor]:
@@ -219,28 +154,18 @@ def make_tokens(kind: Kind) -> dict[str, Tensor]:
     mask[-LENGTHS[-1] - 4 :] = False  # with contiguous rows some rank has none
     logprobs = {name: -2.5 + 0.4 * normal(total) for name in LOGPROBS}
     hidden, advantages = normal(total, D), normal(len(LENGTHS))
-    if kind.some_zero:
-        advantages[0] = 0
+    advantages[0] = 0  # whose tokens are skipped
     if kind.per_token:
         of = torch.repeat_interleave(torch.tensor(LENGTHS))
         advantages = advantages[of] + normal(total) * (advantages[of] != 0)
-        if kind.some_zero:  # of the third sequence one token alone has an advantage
-            alone = torch.arange(total) == (mask & (of == 2)).nonzero()[0]
-            advantages = torch.where((of == 2) & ~alone, 0, advantages)
+        # of the third sequence one token alone has an advantage
+        alone = torch.arange(total) == (mask & (of == 2)).nonzero()[0]
+        advantages = torch.where((of == 2) & ~alone, 0, advantages)
     targets = next_token_targets(ids, cu_seqlens, mask)
     return {
         "hidden": hidden, "targets": targets, "advantages": advantages, "cu_seqlens": cu_seqlens,
         "place": torch.arange(total), **logprobs,
     }  # fmt: skip
-
-
-def _of_sequences(tokens: dict[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-    cu_seqlens = tokens["cu_seqlens"]
-    start, stop = int(cu_seqlens[first]), int(cu_seqlens[last])
-    per_token = tokens["place"].shape
-    part = {n: x[start:stop] for n, x in tokens.items() if x.shape[:1] == per_token}
-    sequences = {"advantages": tokens["advantages"][first:last]}
-    return sequences | part | {"cu_seqlens": cu_seqlens[first : last + 1] - start}
 
 
 def _of_rank(tokens: dict[str, Tensor], layout: str, rank: int, size: int) -> dict[str, Tensor]:
@@ -257,13 +182,12 @@ def run(
 ) -> dict[str, Any]:
     """Return the loss, its gradients and statistics on some tokens."""
     optional: dict[str, Any] = {name: tokens[name] for name in LOGPROBS}
-    if kind.normalised:
-        count = (tokens["targets"] != -100).sum().double()
-        if sequence_group is not None:
-            dist.all_reduce(count)
-            count /= dist.get_world_size()
-        optional |= {"num_items_in_batch": 2 * count, "num_tokens_in_micro_batch": count}
-        optional["gradient_accumulation_steps"] = 2
+    count = (tokens["targets"] != -100).sum().double()
+    if sequence_group is not None:
+        dist.all_reduce(count)
+        count /= dist.get_world_size()
+    optional |= {"num_items_in_batch": 2 * count, "num_tokens_in_micro_batch": count}
+    optional["gradient_accumulation_steps"] = 2
     batch = TokenBatch.from_packed(
         tokens["targets"], tokens["advantages"], tokens["cu_seqlens"],
         sequence_group=sequence_group, **optional,

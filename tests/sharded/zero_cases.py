@@ -28,7 +28,7 @@ def cases() -> dict[str, Case]:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         yield (
             f"FusedHead, stage {stage}",
             partial(check, partial(trained, stage), VARIANTS["FusedHead"]),
