@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +18,7 @@ from grpo_kernels.integrations import nemo_rl, skyrl
 from tests.integrations import contract
 from tests.integrations.contract import Adapter
 from tests.integrations.host_stand_ins import NEMO_RL, SKYRL, statistics
-from tests.sharded.checks import expect
-from tests.sharded.ranks import run_on_ranks
+from tests.sharded.ranks import run_alone, run_on_ranks
 
 B, S, D, V = 3, 8, 16, 54
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -104,26 +103,23 @@ def check_nemo_rl_in_place() -> None:
     hidden, ids = hidden[:, :1].detach().requires_grad_(), problem()[2][:1]
     with nemo_rl.enabled():
         once, out = (call_nemo_rl(hidden, weight, ids) for _ in range(2))
-        assert out.shape == (1, S - 1) and out.is_contiguous()
         halved = torch.autograd.grad(out.div_(2).sum(), hidden)[0]
         torch.testing.assert_close(halved, torch.autograd.grad(once.sum(), hidden)[0] / 2)
-        found = call_nemo_rl(*nemo_rl_leaves(), inference_only=True)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, by_logits()[0])
 
 
-def check_nemo_rl_refuses() -> None:
-    hidden, weight = nemo_rl_leaves(split=False)
+def refused_nemo_rl() -> dict[str, Callable[[], Any]]:
+    def call(rows: int = S, **more: Any) -> None:
+        hidden, weight = nemo_rl_leaves(split=False)
+        with nemo_rl.enabled():
+            call_nemo_rl(hidden[:rows], weight, **more)
+
     start = options()["vocab_start_index"]
-    with nemo_rl.enabled():
-        call = partial(call_nemo_rl, hidden, weight)
-        expect("vocab_start_index: expected", partial(call, vocab_start_index=start + 1))
-        expect("vocab_end_index: expected", partial(call, vocab_end_index=start))
-        expect("tp_group: expected a process group", partial(call, tp_group=None))
-        few = partial(call_nemo_rl, hidden[:3], weight)
-        expect("tensor_parallel_hidden_states: expected 8 rows", few)
-        if dist.get_world_size() > 1:
-            expect("cp_group: expected a group of one", partial(call, cp_group=dist.group.WORLD))
+    return {
+        "vocab_start_index: expected": partial(call, vocab_start_index=start + 1),
+        "vocab_end_index: expected": partial(call, vocab_end_index=start),
+        "tp_group: expected a process group": partial(call, tp_group=None),
+        "tensor_parallel_hidden_states: expected 8 rows": partial(call, 3),
+    }
 
 
 def call_skyrl(hidden: Tensor, weight: Tensor, **more: Any) -> Tensor:
@@ -144,27 +140,17 @@ def skyrl_step(with_ours: bool, dtype: torch.dtype = FP32, **more: Any) -> tuple
 
 
 def check_skyrl_scores() -> None:
-    """Score without gradients, at a weight in fp32, and the entropies."""
+    """Score at a weight in fp32, and the entropies."""
     hidden, weight, _ = problem()
     half = problem(BF16)[0]
     with skyrl.enabled():
-        found = call_skyrl(hidden, own(weight), inference_only=True)
         mixed = call_skyrl(half, own(weight))
-        for temperature in (1.0, 0.5):
-            function = import_module(OF_SKYRL)._fused_vocab_parallel_entropy_from_hidden
-            out = function(hidden, own(weight), dist.group.WORLD, 3, temperature)
-            torch.testing.assert_close(out[:, :-1], by_logits(FP32, temperature)[3])
-    assert not found.requires_grad
-    for logprobs in (found, mixed):
-        torch.testing.assert_close(logprobs, by_logits()[0])
+        function = import_module(OF_SKYRL)._fused_vocab_parallel_entropy_from_hidden
+        out = function(hidden, own(weight), dist.group.WORLD, 3, 0.5)
+    torch.testing.assert_close(out[:, :-1], by_logits(FP32, 0.5)[3])
+    torch.testing.assert_close(mixed, by_logits()[0])
     mixed.sum().backward()
     assert half.grad is not None and half.grad.dtype == BF16
-
-
-def check_skyrl_refuses() -> None:
-    with skyrl.enabled():
-        call = partial(call_skyrl, problem()[0], own(problem()[1]))
-        expect("vocab_end_index: expected", partial(call, vocab_end_index=1))
 
 
 Cases = dict[str, Callable[[], None]]
@@ -178,7 +164,7 @@ HOSTS: dict[str, tuple[Any, Adapter, Cases]] = {
             default={"dtype": BF16},
             switch=nemo_rl.SWITCH,
         ),
-        {"in place": check_nemo_rl_in_place, "refused": check_nemo_rl_refuses},
+        {"in place": check_nemo_rl_in_place},
     ),
     "SkyRL": (
         SKYRL,
@@ -193,13 +179,17 @@ HOSTS: dict[str, tuple[Any, Adapter, Cases]] = {
             default={"dtype": BF16},
             switch=skyrl.SWITCH,
         ),
-        {"scores": check_skyrl_scores, "refused": check_skyrl_refuses},
+        {"scores": check_skyrl_scores},
     ),
 }
 
 
 def cases(name: str, kind: str) -> Cases:
+    if not dist.is_initialized():  # alone
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     host, adapter, more = HOSTS[name]
+    if name == "NeMo-RL":
+        adapter = replace(adapter, refused=refused_nemo_rl())
     return host.with_it(kind, contract.cases(adapter) | more)
 
 
@@ -210,5 +200,6 @@ def cases(name: str, kind: str) -> Cases:
     [pytest.param(name, *kind.values, marks=kind.marks, id=f"{name}, {kind.values[0]}")
      for name, (host, *_) in HOSTS.items() for kind in host.kinds],
 )  # fmt: skip
-def test_ranks_equal_one_process(name: str, kind: str, size: int, tmp_path: Path) -> None:
-    contract.assert_passed(run_on_ranks(partial(cases, name, kind), size, tmp_path))
+def test_ranks_equal_one_process(name: str, kind: str, size: int) -> None:
+    found = partial(cases, name, kind)
+    contract.assert_passed(run_alone(found) if size == 1 else run_on_ranks(found, size))
