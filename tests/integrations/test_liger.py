@@ -62,10 +62,11 @@ def run(module: Any, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
 # what becomes of the inputs: a dtype that they are cast to, or other values; None: left out
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "integers": {"advantages": torch.tensor([2, -1, 0]), "vllm_is_ratio": torch.full((B, 1), 2)},
-    "int32 ids": {"selected_token_ids": torch.int32, "attention_mask": torch.int32},
+    "integers": {
+        "advantages": torch.tensor([2, -1, 0]), "vllm_is_ratio": torch.full((B, 1), 2),
+        "selected_token_ids": torch.int32, "attention_mask": torch.int32,
+    },
     "bool mask": {"attention_mask": torch.bool},
-    "mask in floats": {"attention_mask": torch.float32},
     "a sequence without tokens": {"attention_mask": torch.tensor([[1], [0], [1]]).expand(B, T)},
     "no tokens": {"attention_mask": torch.zeros(B, T), "vllm_is_ratio": torch.full((B,), 0.7)},
     **{
@@ -73,21 +74,15 @@ CHANGES: dict[str, dict[str, Any]] = {
             "vllm_is_ratio": torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.5,
             "num_items_in_batch": torch.tensor(31.0),
         }
-        for of, shape in {"sequence": (B,), "row": (B, 1), "token": (B, T)}.items()
+        for of, shape in {"sequence": (B,), "token": (B, T)}.items()
     },
-}
+}  # fmt: skip
 CHANGES["a ratio per token"]["vllm_is_ratio"][1, 2] = 0  # masked by the host
 # of padding, which their vespo sums as well
 CHANGES["a ratio per token"]["vllm_is_ratio"][make_inputs()["attention_mask"] == 0] = 1
 ROUNDED = dict.fromkeys(("_input", "lin_weight", "bias"), torch.bfloat16)
 # all ratios are 1: others may be clipped in theirs alone, which round logits
 _BF16 = {"_input": torch.bfloat16, "advantages": torch.bfloat16, "old_per_token_logps": None}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "all in bf16": ROUNDED,
-    "bf16 without old ones": _BF16 | ROUNDED,
-    "fp32 head": _BF16,
-    "bf16 head": {"lin_weight": torch.bfloat16},
-}
 
 
 def step(
@@ -104,6 +99,49 @@ def step(
     return loss, gradients, [float(value) for value in metrics]
 
 
+def reference(given: str | None) -> dict[str, Any]:
+    """Return what the inputs become to have a reference by its scores, its own inputs, or none."""
+    other = make_inputs(1)
+    own = {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
+    change = {} if given == "ref_per_token_logps" else {"ref_per_token_logps": None}
+    return change | (own | {"ref_bias": other["bias"]} if given == "ref_input" else {})
+
+
+REFERENCES = {
+    f"{more}, {given}, {used}": {
+        "use_ref_model": used, "change": reference(given), "temperature": 0.9, **more,
+    }
+    for more in ({}, {"use_bias_correction_kl": True})
+    for given in ("ref_per_token_logps", "ref_input", None)
+    for used in (True, False)
+    if given or not used  # an error, theirs and ours
+}  # fmt: skip
+WRONG: dict[str, dict[str, Any]] = {
+    "loss_type: expected one of": {"loss_type": "ppo"},
+    "delta: expected None for loss_type 'sapo', got": {"loss_type": "sapo", "delta": 2.0},
+    "ref_logprobs: expected the reference's": {"change": {"ref_per_token_logps": None}},
+    "mask: expected bool or 0 and 1": {"change": {"attention_mask": torch.full((B, T), 0.5)}},
+    r"advantages: expected shape \(3,\)": {"change": {"advantages": torch.ones(B + 1)}},
+    r"vllm_is_ratio: expected shape \(3,\)": {"change": {"vllm_is_ratio": torch.ones(T)}},
+}
+
+
+def instead_of_theirs(family: str, adapter: bool = False) -> None:
+    model = tiny_model(family)
+    if adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+    liger.instead_of(theirs(), model)
+
+
+def enabled_too_late() -> None:
+    module = theirs(compiled=False)
+    try:
+        liger.enable()
+    finally:
+        assert not liger.SWITCH.on and module
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:cispo uses")
 test_inputs = contract_of(
     Adapter(
@@ -114,8 +152,16 @@ test_inputs = contract_of(
             for name, settings in CASES.items()
             for change in CHANGES
             if (name, change) != ("luspo", "a ratio per token")  # Liger's then counts padding
-        },
+        }
+        | REFERENCES,
         switch=liger.SWITCH,
+        refused={message: partial(step, True, **given) for message, given in WRONG.items()}
+        | {
+            "model: expected logits without .* softcap 5.0": partial(instead_of_theirs, "gemma2"),
+            "model: expected logits without .* scale 0.25": partial(instead_of_theirs, "cohere"),
+            "model: expected lm_head without an adapter": partial(instead_of_theirs, "qwen2", True),
+            "expected no LigerFusedLinearGRPOLoss of Liger's yet": enabled_too_late,
+        },
     )
 )
 test_its_default_precision = contract_of(
@@ -123,87 +169,34 @@ test_its_default_precision = contract_of(
         package="liger_kernel",
         step=step,
         settings={
-            f"{name}, {change}": {"loss_type": name, "change": PRECISIONS[change], **settings}
+            f"{name}, {dtypes}": {"loss_type": name, "change": change, **settings}
             for name, settings in CASES.items()
-            for change in PRECISIONS
+            for dtypes, change in {"bf16": _BF16 | ROUNDED, "fp32 head": _BF16}.items()
         },
         default={"exact": False},
     )
 )
 
 
-def reference(given: str | None) -> dict[str, Any]:
-    """Return what the inputs become to have a reference by its scores, its own inputs, or none."""
-    other = make_inputs(1)
-    own = {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
-    change = {} if given == "ref_per_token_logps" else {"ref_per_token_logps": None}
-    return change | (own | {"ref_bias": other["bias"]} if given == "ref_input" else {})
-
-
-test_references = contract_of(
-    Adapter(
-        package="liger_kernel",
-        step=partial(step, temperature=0.9),
-        settings={
-            f"{more}, {given}, {used}": {"use_ref_model": used, "change": reference(given), **more}
-            for more in ({}, {"use_bias_correction_kl": True}, {"loss_type": "sapo"})
-            for given in ("ref_per_token_logps", "ref_input", None)
-            for used in (True, False)
-            if given or not used  # an error, theirs and ours
-        },
-    )
-)
-
-
-def test_flat_hidden_states_and_none_for_what_is_optional() -> None:
-    inputs = make_inputs()
-    settings = {"compiled": False, "beta": 0.0, "use_ref_model": False}
-    for name in ("ref_per_token_logps", "old_per_token_logps"):
-        del inputs[name]
-    expected = run(theirs(**settings), inputs)
-    module = liger.LigerFusedLinearGRPOLoss(**settings)
-    assert_alike(run(module, inputs), expected)
-    flat = inputs | {"_input": inputs["_input"].reshape(-1, D)}
-    loss, gradients, metrics = run(module, flat)
-    gradients = (gradients[0].reshape(B, T, D), *gradients[1:])
-    assert_alike((loss, gradients, metrics), expected)
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
-def test_without_padding_and_advantages_per_token(loss_type: str) -> None:
+def test_beyond_theirs(loss_type: str) -> None:
+    """Take flat hidden states, tokens without padding, and advantages per token."""
     inputs = make_inputs()
     module = liger.LigerFusedLinearGRPOLoss(loss_type=loss_type)
     inputs["vllm_is_ratio"] = torch.rand(B) + 0.5
-    loss, _, metrics = run(module, inputs)
+    expected = run(module, inputs)
     kept = inputs["attention_mask"] == 1
     names = ("_input", "selected_token_ids", "ref_per_token_logps", "old_per_token_logps")
     packed = inputs | {name: inputs[name][kept] for name in names} | {"attention_mask": None}
     packed["cu_seqlens"] = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-    again = run(module, packed)
-    assert_alike((again[0], again[2]), (loss, metrics))
+    flat = inputs | {"_input": inputs["_input"].reshape(-1, D)}
     per_token = inputs | {"advantages": inputs["advantages"][:, None].expand(B, T)}
-    again = run(module, per_token)
-    assert_alike((again[0], again[2]), (loss, metrics))
-
-
-@pytest.mark.parametrize(
-    ("settings", "change", "message"),
-    [
-        ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
-        ({"loss_type": "sapo", "delta": 2.0}, {}, "delta: expected None for loss_type 'sapo', got"),
-        ({}, {"ref_per_token_logps": None}, "ref_logprobs: expected the reference's"),
-        ({}, {"attention_mask": torch.full((B, T), 0.5)}, "mask: expected bool or 0 and 1"),
-        ({}, {"advantages": torch.ones(B + 1)}, r"advantages: expected shape \(3,\) .* \(4,\)"),
-        ({}, {"vllm_is_ratio": torch.ones(T)}, r"vllm_is_ratio: expected shape \(3,\) .* \(7,\)"),
-    ],
-)
-def test_what_is_wrong_is_named(settings: Any, change: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        step(True, change, **settings)
+    for other in (packed, flat, per_token):
+        loss, gradients, metrics = run(module, other)
+        assert_alike((loss, gradients[1:], metrics), (expected[0], expected[1][1:], expected[2]))
 
 
 @pytest.mark.parametrize("loss_type", CASES)
-@pytest.mark.filterwarnings("ignore:cispo uses")
 def test_with_the_settings_of_theirs(loss_type: str) -> None:
     settings = {"loss_type": loss_type, "compiled": False, "beta": 0.2, **CASES[loss_type]}
     model = tiny_model("qwen2")
@@ -211,36 +204,3 @@ def test_with_the_settings_of_theirs(loss_type: str) -> None:
     assert liger.instead_of(made, model) is made
     plain = liger.LigerFusedLinearGRPOLoss(**settings)
     assert (made.config, made.use_ref_model) == (plain.config, plain.use_ref_model)
-
-
-@pytest.mark.parametrize("family, what", [("gemma2", "softcap 5.0"), ("cohere", "scale 0.25")])
-def test_heads_that_the_module_is_not_told_of(family: str, what: str) -> None:
-    with pytest.raises(ValueError, match=f"model: expected logits without .* {what}"):
-        liger.instead_of(theirs(), tiny_model(family))
-
-
-def test_an_adapter_that_the_module_is_not_told_of() -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_model("qwen2"), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="model: expected lm_head without an adapter"):
-        liger.instead_of(theirs(), model)
-
-
-def test_in_its_place() -> None:
-    package = pytest.importorskip("liger_kernel.chunked_loss")
-    with liger.enabled():
-        assert package.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
-        assert package.grpo_loss.LigerFusedLinearGRPOLoss is liger.LigerFusedLinearGRPOLoss
-    assert package.LigerFusedLinearGRPOLoss is theirs
-    assert liger.LigerFusedLinearGRPOLoss is not theirs
-
-
-def test_too_late() -> None:
-    module = theirs(compiled=False)
-    with pytest.raises(ValueError, match="expected no LigerFusedLinearGRPOLoss of Liger's yet"):
-        liger.enable()
-    assert not liger.SWITCH.on
-    del module
-    liger.enable()
-    liger.enable()  # again, without effect
-    liger.disable()
