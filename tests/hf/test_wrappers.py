@@ -32,19 +32,14 @@ def of_loss(hidden: Tensor, head: Head) -> Any:
     return linear_policy_loss(hidden[:, :-1], head, batch, LossConfig())
 
 
-def of_logprobs(hidden: Tensor, head: Head) -> Any:
-    return linear_logprobs(hidden[:, :-1], head, IDS[:, 1:], outputs=("logprobs", "is_top1"))
-
-
 def of_mapping(hidden: Tensor, head: Head) -> Any:
-    found = of_logprobs(hidden, head)
-    return {"logprobs": found.logprobs, "is_top1": found.is_top1}
+    found = linear_logprobs(hidden[:, :-1], head, IDS[:, 1:], outputs=("logprobs", "is_top1"))
+    return {"outputs": found, "is_top1": found.is_top1}
 
 
 HEADS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
     "loss": (of_loss, lambda found: found.loss),
-    "logprobs": (of_logprobs, lambda found: found.logprobs.sum()),
-    "mapping": (of_mapping, lambda found: found["logprobs"].sum()),
+    "mapping": (of_mapping, lambda found: found["outputs"].logprobs.sum()),
 }
 
 
