@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -151,27 +150,13 @@ SHARDED = Adapter(
 test_contract = contract_of(ALONE)
 
 
-def test_sharded(tmp_path: Path) -> None:
-    assert_passed(run_on_ranks(partial(cases, SHARDED), 2, tmp_path))
+def test_sharded() -> None:
+    assert_passed(run_on_ranks(partial(cases, SHARDED), 2))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_in_the_trainers_eyes(name: str) -> None:
     assert isinstance(loss_of(name, True), ChunkedLossWrapper)  # so it skips its own head
     theirs = getattr(their_losses(), name)
-    assert fields_of(theirs.Config) == fields_of(getattr(ours, name).Config)
-
-
-def fields_of(config: Any) -> set[str]:
-    return {field.name for field in fields(config)}
-
-
-def test_without_gradients() -> None:
-    model, loss_fn, theirs = Model(), loss_of("DAPOLoss", True), loss_of("DAPOLoss", False)
-    theirs.set_lm_head(copy.deepcopy(model.lm_head))
-    loss_fn.set_lm_head(model.lm_head)
-    ids, labels, given = inputs(0)
-    with torch.no_grad():
-        found, expected = (fn(model(ids), labels, None, **given) for fn in (loss_fn, theirs))
-    torch.testing.assert_close(found[0], expected[0])
-    assert not found[0].requires_grad
+    mine, own = ({x.name for x in fields(kind.Config)} for kind in (getattr(ours, name), theirs))
+    assert mine == own

@@ -53,33 +53,27 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("unique", [False, True])
-def test_wandb(unique: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    train("wandb", tmp_path / "out", log_unique_prompts=unique)
+    train("wandb", tmp_path / "out")
     assert wandb.run is not None
     media = Path(wandb.run.dir) / "media" / "table"
     wandb.finish()
-    tables = {
-        path.name.split("_")[0]: json.loads(path.read_text()) for path in media.glob("*.json")
-    }
-    names = [path.name for path in media.glob("*.json")]
-    assert sum(name.startswith("completions") for name in names) == 2
-    assert sum(name.startswith("eval_completions") for name in names) == 1
-    table = tables["completions"]
+    tables = [json.loads(path.read_text()) for path in media.glob("completions*.json")]
+    assert len(tables) == 2 and len(list(media.glob("eval_completions*.json"))) == 1
+    table = tables[0]
     assert set(table["columns"]) >= COLUMNS
-    assert len(table["data"]) == (2 if unique else 4)
+    assert len(table["data"]) == 4
     assert table["data"][0][table["columns"].index("image 1")] == "Image"  # offline
 
 
-@pytest.mark.parametrize("unique", [False, True])
-def test_trackio(unique: bool, tmp_path: Path) -> None:
-    train("trackio", tmp_path / "out", log_unique_prompts=unique, project="bright")
+def test_trackio(tmp_path: Path) -> None:
+    train("trackio", tmp_path / "out", log_unique_prompts=True, project="bright")
     [run] = SQLiteStorage.get_runs("bright")[-1:]
     logged = SQLiteStorage.get_logs("bright", run)
     tables = [row["completions"] for row in logged if "completions" in row]
     assert len(tables) == 2 and sum("eval_completions" in row for row in logged) == 1
     rows = tables[0]["_value"]
-    assert set(rows[0]) >= COLUMNS and len(rows) == (2 if unique else 4)
+    assert set(rows[0]) >= COLUMNS and len(rows) == 2
     assert any("train/reward" in row for row in logged)

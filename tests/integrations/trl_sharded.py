@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,27 +18,16 @@ STEPS, LEARNING_RATE = 3, 0.1
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    return dict(_cases())
+    return {"norm and head": check_fsdp}
 
 
-def _cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    wrappings: dict[str, Callable[[Any], None]] = {
-        "root": lambda model: None,
-        "the head alone": lambda model: fully_shard(model.lm_head) and None,
-        "norm and head": lambda model: fully_shard([model.model.norm, model.lm_head]) and None,
-    }
-    for name, wrap in wrappings.items():
-        yield name, partial(check_wrapping, wrap)
-
-
-def check_wrapping(wrap: Callable[[Any], None]) -> None:
+def check_fsdp() -> None:
     """Compare all weights, after steps, with one process's that has all sequences."""
-    expected = fused_model()
+    expected, model = fused_model(), fused_model()
     train(expected, partial(one_process_loss, expected))
-    model = fused_model()
     for layer in model.model.layers:
         fully_shard(layer)
-    wrap(model)
+    fully_shard([model.model.norm, model.lm_head])
     fully_shard(model)
     train(model, partial(own_loss, model))
     for name, weight in model.state_dict().items():

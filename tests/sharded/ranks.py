@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ Cases = Callable[[], Mapping[str, Case]]
 _PASSED = ""
 
 
-def run_on_ranks(cases: Cases, size: int, folder: Path | None = None) -> dict[str, str]:
+def run_on_ranks(cases: Cases, size: int) -> dict[str, str]:
     """Run all ``cases`` on ``size`` processes; return the failures of each case, "" for none."""
     verdicts = launch.run(_verdicts, cases, processes=size)
     return {
@@ -26,7 +25,7 @@ def run_on_ranks(cases: Cases, size: int, folder: Path | None = None) -> dict[st
     }
 
 
-def run_alone(cases: Cases, folder: Path | None = None) -> dict[str, str]:
+def run_alone(cases: Cases) -> dict[str, str]:
     """Run all ``cases`` in a process of their own; return the failures of each, "" for none."""
     with launch.ranks(1) as alone:
         [verdicts] = alone.run(_verdicts, cases)
