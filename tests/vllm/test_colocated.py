@@ -74,10 +74,6 @@ def test_what_is_sampled(make_engine, policy, tokenizer):
     group = PROMPTS[:1] * 16
     ids = engine.generate(group, sampling(tokenizer)).token_ids
     assert len({tuple(row) for row in ids}) > 8
-    torch.manual_seed(5)
-    again = [engine.generate(group, sampling(tokenizer)).token_ids for _ in range(2)]
-    torch.manual_seed(5)
-    assert engine.generate(group, sampling(tokenizer)).token_ids == again[0] != again[1]
     for ends in ({eos}, {eos, tokenizer.convert_tokens_to_ids("7")}):
         hot = sampling(tokenizer, temperature=2.0, eos_token_ids=frozenset(ends))
         ids = engine.generate(PROMPTS[:1] * 128, hot).token_ids

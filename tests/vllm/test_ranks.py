@@ -24,7 +24,6 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate": ("ddp", {}),
     "parallel": ("ddp", {"vllm_tensor_parallel_size": 2}),
     "sharded": ("fsdp2", {}),
-    "server": ("ddp", {"vllm_mode": "server"}),
     "overlap": ("ddp", {"vllm_mode": "server", "overlap_generation": True}),
     "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
     "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "overlap_generation": True}),

@@ -66,25 +66,15 @@ def test_prompts_with_and_without(client, processor):
     answer = client.generate(texts, images=[[RED, BLUE], None], top_k=3, logprobs=3, **DRAWN)
     both = processor(text=texts[0], images=[[RED, BLUE]])["input_ids"][0]
     assert answer["prompt_ids"] == [both, processor.tokenizer(texts[1])["input_ids"]]
-    assert len(answer["completion_ids"]) == 4
     assert all(len(left) == 3 for row in answer["sampling_mask"] for left in row)
-
-
-def test_messages_without_images(client, processor):
-    talk = [{"role": "user", "content": "12"}]
-    answer = client.chat([talk, talk], **DRAWN)
-    ids = processor.tokenizer(as_text(processor, user("12")))["input_ids"]
-    alone = client.generate([ids], **DRAWN)
-    assert answer["prompt_ids"] == [ids] * 2
-    assert answer["completion_ids"] == alone["completion_ids"] * 2
-    template = "{{ messages[0]['content'] }}9"
-    with pytest.raises(ServerError, match="chat template"):  # not trusted by default
-        client.chat([talk], chat_template=template)
-
-
-def test_an_image_without_its_place(client):
     with pytest.raises(ServerError, match="Failed to apply prompt replacement"):
         client.generate(["12="], images=[RED])
+
+
+def test_a_template_of_the_caller_is_not_trusted(client):
+    talk = [{"role": "user", "content": "12"}]
+    with pytest.raises(ServerError, match="chat template"):
+        client.chat([talk], chat_template="{{ messages[0]['content'] }}9")
 
 
 def test_new_weights_change_what_is_seen(client, model, processor, tmp_path):
@@ -93,9 +83,4 @@ def test_new_weights_change_what_is_seen(client, model, processor, tmp_path):
     change(model)
     assert apart(*shown) > 0.01
     client.update_model_params(model)
-    assert apart(*shown) < CLOSE
-    change(model)
-    for name, value in model.named_parameters():
-        client.update_named_param(name, value.data)
-    client.reset_prefix_cache()
     assert apart(*shown) < CLOSE
