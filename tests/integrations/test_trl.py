@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,27 +146,28 @@ def check_refused() -> None:
     with pytest.raises(ValueError, match="expected no trainer of TRL yet"):
         ours.enable()
     del trainer
-    ours.enable()
-    for lora, more, message in (
-        ({"lora_dropout": 0.1}, {}, "expected plain LoRA without dropout"),
-        ({}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected False with an adapt"),
-    ):
-        adapter = LoraConfig(target_modules=["lm_head"], **lora)
-        with pytest.raises(ValueError, match=message):
-            training.build(training.grpo, peft=adapter, **more)
-    add = trl.trainer.utils.add_fused_lm_head
-    with pytest.raises(ValueError, match=r"outputs: expected some of .*got \['logits'\]"):
-        add(tiny_model(), outputs=("logits",))
-    model = tiny_model()
-    lazy_logits.enable(model)
-    with pytest.raises(ValueError, match="for trl alone, got one that lazy_logits has changed"):
-        add(model)
-    lazy_logits.disable(model)
-    add(model)
-    with pytest.raises(ValueError, match="for lazy_logits alone, got one that trl has changed"):
-        lazy_logits.enable(model)
-    del model
-    ours.disable()
+    changed, added = tiny_model(), tiny_model()
+    lazy_logits.enable(changed)
+    dropout, plain = (LoraConfig(target_modules=["lm_head"], lora_dropout=x) for x in (0.1, 0.0))
+    make = partial(training.build, training.grpo)
+    with ours.enabled():
+        add = trl.trainer.utils.add_fused_lm_head
+        add(added)
+        for message, call in {
+            "expected plain LoRA without dropout": partial(make, peft=dropout),
+            "cast_lm_head_to_fp32: expected False with an adapt": partial(
+                make, peft=plain, cast_lm_head_to_fp32=True
+            ),
+            r"outputs: expected some of .*got \['logits'\]": partial(
+                add, tiny_model(), outputs=("logits",)
+            ),
+            "for trl alone, got one that lazy_logits has changed": partial(add, changed),
+            "for lazy_logits alone, got one that trl has changed": partial(
+                lazy_logits.enable, added
+            ),
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                call()
 
 
 @pytest.mark.slow

@@ -201,15 +201,6 @@ def test_the_same_logs_and_weights(model: PreTrainedModel, tmp_path: Path, optio
     torch.testing.assert_close(*ends, rtol=0, atol=1e-3 * moved)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("whose", [TRL, OURS], ids=["trl", "ours"])
-def test_both_refuse(model: PreTrainedModel, tmp_path: Path, whose: Any, mode: str) -> None:
-    settings = {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": mode}
-    with pytest.raises(ValueError, match="(?i)vespo"):
-        make(whose, model, tmp_path, settings)
-
-
 def test_every_common_field_is_compared_or_excused() -> None:
     """A field that TRL gets, or we do, joins a table, or a reason says why it need not."""
     inherited, theirs, ours = (

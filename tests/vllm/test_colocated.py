@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.rollout import EngineContext, Rollouts, Sampling, policy_weights
-from tests.support.trainer import adapted
 from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 
@@ -91,26 +90,6 @@ def test_what_is_sampled(make_engine, policy, tokenizer):
 
     with pytest.raises(ValueError, match="generation_kwargs: .*sead"):
         engine.generate(group, sampling(tokenizer, engine_options={"sead": 5}))
-
-
-@pytest.mark.parametrize("tied", [False], indirect=True)
-def test_sampling_mask(make_engine, policy, tokenizer):
-    engine = make_engine()
-    engine.update_weights(lambda: policy_weights(policy))
-    prompts = [prompt for prompt in PROMPTS for _ in range(8)]
-    for filters in ({"top_k": 4}, {"top_k": 1}, {"top_k": 6, "top_p": 0.7}):
-        found = engine.generate(prompts, sampling(tokenizer, sampling_mask_size=8, **filters))
-        assert difference(policy, prompts, found, **filters) < CLOSE
-
-
-@pytest.mark.parametrize("tied", [False], indirect=True)
-def test_adapters_are_merged(make_engine, policy, tokenizer):
-    modules = ["q_proj", "v_proj", "down_proj", "lm_head"]
-    model = adapted(policy, r=4, target_modules=modules).eval()
-    engine = make_engine(model)
-    engine.update_weights(lambda: policy_weights(model))
-    found = engine.generate(PROMPTS, sampling(tokenizer))
-    assert difference(model, PROMPTS, found) < CLOSE
 
 
 @pytest.mark.parametrize("tied", [True], indirect=True)
