@@ -12,12 +12,8 @@ from torch import Tensor
 from grpo_kernels import (
     LossConfig,
     Metrics,
-    PolicyLossOutput,
     TokenBatch,
-    explain,
-    linear_logprobs,
     linear_policy_loss,
-    policy_loss,
 )
 from tests.parity.canned import make_rollouts
 from tests.parity.trl_driver import MAX_COMPLETION_LENGTH, ONE_WINDOW, TEMPERATURE, Inputs, Trl
@@ -102,31 +98,6 @@ def loss_mask(inputs: Inputs) -> Tensor:
     return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 
 
-def our_losses(
-    hidden: Tensor, weight: Tensor, batch: TokenBatch, loss: LossConfig
-) -> dict[str, PolicyLossOutput]:
-    """Compute the loss in every way: both schedules, and the two public functions one by one."""
-    scope = explain(hidden, weight, batch, loss).scope
-    schedules = ["two_pass"] if scope == "batch" else ["one_pass", "two_pass"]
-    outputs = {
-        # a tile of 12 rows, so that one_pass runs over several chunks
-        schedule: linear_policy_loss(
-            hidden, weight, batch, loss, schedule=schedule,
-            max_workspace_bytes=12 * weight.shape[0] * hidden.element_size(),
-        )
-        for schedule in schedules
-    }  # fmt: skip
-    rows = hidden.flatten(0, -2)
-    if batch.rows is not None:
-        rows = rows[batch.rows]
-    scored = linear_logprobs(
-        rows, weight, batch.target, temperature=TEMPERATURE, outputs=("logprobs", "entropy")
-    )
-    assert scored.logprobs is not None
-    outputs["policy_loss"] = policy_loss(scored.logprobs, batch, loss, scored.entropy)
-    return outputs
-
-
 def assert_parity(trl: Trl, loss: LossConfig, case: Case) -> None:
     """Check that every micro-batch's loss, the gradient of every parameter, and every logged metric
     equal TRL's."""
@@ -148,15 +119,10 @@ def _assert_same(trl: Trl, loss: LossConfig, inputs: Inputs, case: Case) -> Metr
     weight = trl.model.lm_head.weight
     batch = token_batch(trl, inputs, case.training)
     tolerance = TOLERANCE[trl.dtype]
-    outputs = our_losses(leaf, weight, batch, loss)
-    heads = []
-    for name, output in outputs.items():
-        assert_close(f"{name}: loss", output.loss, theirs, tolerance)
-        assert_metrics(name, output.metrics, logged)
-        heads.append(torch.autograd.grad(output.loss, (leaf, weight)))
-        for what, ours, first in zip(("hidden", "weight"), heads[-1], heads[0], strict=True):
-            assert_close(f"{name}: d{what}", ours, first, tolerance)
-    carried = through_model(trl, hidden, heads[0])
+    output = linear_policy_loss(leaf, weight, batch, loss)
+    assert_close("loss", output.loss, theirs, tolerance)
+    assert_metrics("micro-batch", output.metrics, logged)
+    carried = through_model(trl, hidden, torch.autograd.grad(output.loss, (leaf, weight)))
     for parameter, gradient in expected.items():
         assert_close(f"gradient of {parameter}", carried[parameter], gradient, tolerance)
     return output.metrics

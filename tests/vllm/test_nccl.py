@@ -35,33 +35,29 @@ def sent(monkeypatch):
     return names
 
 
-def test_an_update(sent):
+def test_updates(sent):
+    """One group for all updates; a new one where others have joined, or an update has failed."""
     from grpo_trainer.rollout.weight_nccl import NCCLTransfer
 
     server, transfer = _Server(), NCCLTransfer(workers=2, port=51216, timeout=5.0)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
-    transfer.send(server, lambda: iter(tensors.items()), "v1")
-    joined, update = server.asked[0], server.asked[2]
-    assert joined[0] == "/init_weight_transfer_engine"
-    told = joined[1]["init_info"]
-    assert told["world_size"] == 3 and told["master_port"] == 51216
-    assert told["master_address"] == "127.0.0.1" and told["rank_offset"] == 1
-    assert update[1]["update_info"]["names"] == ["a", "b"]
-    assert update[1]["update_info"]["dtype_names"] == ["float32", "bfloat16"]
-    assert update[1]["update_info"]["shapes"] == [[2, 3], [4]]
+    update = lambda: transfer.send(server, lambda: iter(tensors.items()), "v1")  # noqa: E731
+    update()
+    joined, told = server.asked[0][1]["init_info"], server.asked[2][1]["update_info"]
+    assert (joined["world_size"], joined["rank_offset"]) == (3, 1)
+    assert (joined["master_address"], joined["master_port"]) == ("127.0.0.1", 51216)
+    assert told["names"] == ["a", "b"] and told["shapes"] == [[2, 3], [4]]
+    assert told["dtype_names"] == ["float32", "bfloat16"]
+    join = ["/init_weight_transfer_engine"]
     steps = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    assert [path for path, _ in server.asked] == ["/init_weight_transfer_engine", *steps]
-    transfer.send(server, lambda: iter(tensors.items()), "v2")
-    assert [path for path, _ in server.asked[4:]] == steps  # one group for all updates
+    update()
+    assert [path for path, _ in server.asked] == [*join, *steps, *steps]
     assert sent == [["a", "b"]] * 2
-    transfer.expect_others()
-    transfer.send(server, lambda: iter({"c": torch.zeros(1)}.items()), "v2")
-    assert sent.pop() == ["c"]
-    del server.asked[7:]
     transfer.expect_others()
     server.fails = True
     with pytest.raises(ServerError):
-        transfer.send(server, lambda: iter(tensors.items()), "v3")
+        update()
     server.fails = False
-    transfer.send(server, lambda: iter(tensors.items()), "v3")
-    assert [path for path, _ in server.asked[8:]] == ["/init_weight_transfer_engine", *steps]
+    server.asked.clear()
+    update()
+    assert [path for path, _ in server.asked] == [*join, *steps]
