@@ -18,6 +18,7 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
+from grpo_kernels.linear_logprobs import OUTPUTS
 from grpo_kernels.testing import (
     assert_all_as_exact_as,
     make_config,
@@ -26,7 +27,7 @@ from grpo_kernels.testing import (
 )
 from tests.sharded.ranks import Case, expect
 
-VOCAB, TOP_K = 53, 20  # more than a rank of four has
+VOCAB = 53
 FLOOR = 2e-6
 
 
@@ -36,6 +37,7 @@ def cases() -> dict[str, Case]:
         "loss": check_loss,
         "loss compiled": check_compiled,
         "padded vocabulary, main_grad": check_padded,
+        "an infinite bias": check_infinite_bias,
         "refused": check_refused,
     }
     if "triton" in available_backends():  # interpreted, without a tile
@@ -125,6 +127,28 @@ def check_padded() -> None:
     dweight = gathered(found["dweight"])
     torch.testing.assert_close(dweight[:VOCAB], exact["dweight"])
     assert not dweight[VOCAB:].any()
+
+
+def check_infinite_bias() -> None:
+    """Give ids no probability, on one rank all of them, and one row no softmax."""
+    problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
+    bias = problem.bias.detach().clone()
+    bias[: bounds(dist.get_world_size())[1]] = -torch.inf
+    hidden = problem.hidden.detach().clone()
+    hidden[0, 0] = torch.nan
+    outputs = tuple(name for name in OUTPUTS if name != "masked_logprobs")
+    options: dict[str, Any] = {"outputs": outputs, "top_k": 20}  # more than a rank has
+    exact = linear_logprobs(
+        hidden, problem.weight.detach(), problem.target, bias=bias, backend="reference", **options
+    )
+    weight = own_part(problem.weight.detach())
+    shard = VocabShard.of(dist.group.WORLD, weight)
+    found = linear_logprobs(
+        hidden, weight, problem.target, bias=own_part(bias), vocab_shard=shard, **options
+    )
+    for name, value in found._asdict().items():
+        if value is not None:
+            torch.testing.assert_close(value, getattr(exact, name), equal_nan=True, msg=name)
 
 
 def _call(**changes: Any) -> None:
