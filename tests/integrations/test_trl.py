@@ -136,7 +136,7 @@ def check_adapter_on_head() -> None:
     found = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
     torch.testing.assert_close(found, exact)
     gradients = (torch.autograd.grad(loss, trained) for loss in (found, exact))
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-6)
 
 
 def check_refused() -> None:
