@@ -22,6 +22,7 @@ _DISTURBANCES = ((4.0, 0), (-4.0, 1), (0.0, _TIES), *((0.0, seed) for seed in ra
 # below this a value is as good as 0 (times the floor): its probability is not told from 0 or 1,
 # or fp16 is at the end of its range, for which callers scale their losses
 _LEAST = {torch.float64: 1e-3, torch.float32: 1e-12, torch.bfloat16: 1e-12, torch.float16: 1e-3}
+_SLOPE = 0.06  # two roundings of tanh, over a floor: 1 - tanh^2 at the end of a cap is no more
 _SAMPLED = 6  # standard deviations of a bounded backward in small batches
 _SCALES = (1.0, 1.17, 1.41)
 
@@ -153,12 +154,16 @@ class Judge:
         sums = leaves["hidden"].double().abs().flatten(0, -2) @ leaves["weight"].double().abs().t()
         if case.bias:
             sums = sums + leaves["bias"].double().abs().nan_to_num(posinf=0.0)
-        least = self.problem.temperature
-        least = float(least.min()) if isinstance(least, Tensor) and len(least) else least
-        factor = abs(case.logit_scale) / (least if isinstance(least, float) else 1.0)
-        size = 1 + float(sums.max() if sums.numel() else 0.0) * max(factor, 1.0)
+        size = 1 + float(sums.max() if sums.numel() else 0.0) * max(self.steepest, 1.0)
         dtype = self.multiplied if case.precision == "input" else self.wide
         return size * torch.finfo(dtype).eps
+
+    @cached_property
+    def steepest(self) -> float:
+        """How fast a score grows with a logit where no cap holds it."""
+        least = self.problem.temperature
+        least = float(least.min()) if isinstance(least, Tensor) and len(least) else least
+        return abs(self.case.logit_scale) / (least if isinstance(least, float) else 1.0)
 
     def _answer(
         self,
@@ -206,7 +211,8 @@ class Judge:
             objective * SCALE, [*kept, *parts], allow_unused=True, retain_graph=True
         )
         if dtype == torch.float64 and not noise:
-            self._dlogits = _parts_of_dlogits(parts, found[len(kept) :], more)
+            lost = _SLOPE * self.steepest if case.softcap else 0.0
+            self._dlogits = _sizes_of(parts, found[len(kept) :], more, scores, lost)
         pairs = zip(names, kept, found[: len(kept)], strict=True)
         gradients = {n: torch.zeros_like(x) if g is None else g for n, x, g in pairs}
         return Found({name: x.detach() for name, x in values.items()}, gradients)
@@ -230,15 +236,19 @@ class Judge:
         return {"loss": loss} | metrics, loss
 
 
-def _parts_of_dlogits(
-    parts: list[Tensor], factors: tuple[Tensor | None, ...], logits: Tensor
+def _sizes_of(
+    parts: list[Tensor],
+    factors: tuple[Tensor | None, ...],
+    logits: Tensor,
+    scores: Tensor,
+    lost: float,  # of the gradient of a score, by a slope that is rounded
 ) -> Tensor:
     """Return the sum of the sizes that each output's gradient of the logits has, (T, V)."""
     total = torch.zeros_like(logits)
     for part, factor in zip(parts, factors, strict=True):
         if factor is not None:
-            (found,) = torch.autograd.grad(part, logits, factor, retain_graph=True)
-            total += found.abs()
+            found, before = torch.autograd.grad(part, (logits, scores), factor, retain_graph=True)
+            total += found.abs() + lost * before.abs()
     return total.detach()
 
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -139,11 +140,15 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
         _allow_non_fake_inputs=True,
     )
     try:
-        # whatever the caller's mode: fn may differentiate
-        with torch.inference_mode(False), torch.enable_grad():
+        # whatever the caller's mode: fn may differentiate, which a checkpoint around must not count
+        with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
             return trace(*(torch.empty(length) for _ in range(num_inputs)))
     except _DATA_DEPENDENT as error:
         raise UntraceableError(f"the function's path depends on values: {error}") from error
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _outputs_of(fn: PointwiseFunction) -> PointwiseFunction:
