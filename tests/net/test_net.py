@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_kernels import available_backends
-from tests.fuzz import Coverage, find
+from tests.fuzz import ON_CPUS, WITHOUT_REFERENCE, Coverage, find
 from tests.net.cases import cases
-
-ON_CPUS = ("auto", "cpu", "chunked", "reference")
 
 
 def assert_none_fails(number: int, count: int, *of: Any, **kind: Any) -> None:
@@ -25,13 +23,13 @@ def test_generated_cases(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_cases_on_two_ranks(number: int) -> None:
-    assert_none_fails(number, 40, ON_CPUS[:3], ranks=2)
+    assert_none_fails(number, 40, WITHOUT_REFERENCE, ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(2))
 def test_cases_compiled(number: int) -> None:
-    assert_none_fails(number, 12, ON_CPUS[:3], compiled=True)
+    assert_none_fails(number, 12, WITHOUT_REFERENCE, compiled=True)
 
 
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
