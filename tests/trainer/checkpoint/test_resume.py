@@ -18,7 +18,7 @@ from grpo_trainer.checkpoint import CheckpointError, StartError, run_settings
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from tests.support.trainer import logged, parameters
 from tests.trainer.checkpoint import features
-from tests.trainer.checkpoint.features import SYNCED, harder
+from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, alike, harder
 
 pytestmark = pytest.mark.slow
 
@@ -102,9 +102,20 @@ def test_what_is_trained_otherwise_is_refused(make, checkpoint):
 
 
 def test_a_part_that_is_gone_is_refused(make):
-    make(peft_config=LORA).train()
-    with pytest.raises(ValueError, match="was written with peft_config.* = .*, got "):
-        make().train(resume_from_checkpoint=True)
+    changes = {"peft_config": LORA, "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups"}
+    make(**changes).train()
+    for gone in ("peft_config", "dynamic_prompts_form"):
+        left = {name: value for name, value in changes.items() if name != gone}
+        with pytest.raises(ValueError, match=f"was written with {gone}.* = .*, got "):
+            make(**left).train(resume_from_checkpoint=True)
+
+
+def test_other_processes_are_refused(make, checkpoint, monkeypatch):
+    trainer = make(max_steps=3)
+    other = trainer.settings() | {"number of processes": 77}
+    monkeypatch.setattr(trainer, "settings", lambda: other)
+    with pytest.raises(ValueError, match="was written with number of processes = 1, got 77"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_what_may_change_changes(make, checkpoint, tmp_path):
@@ -191,18 +202,32 @@ def test_a_finished_run_takes_no_step(make, out):
     assert files(out) == before
 
 
-def test_full_disk(make, out, monkeypatch):
+def test_the_best_checkpoint_and_those_of_others_stay(make, out):
+    (out / "checkpoint-90").mkdir(parents=True)
+    settings = EVALUATED | BEST | {"eval_steps": 1, "load_best_model_at_end": True}
+    settings |= {"max_steps": 4, "save_total_limit": 2, "reward_funcs": alike}  # the first is best
+    trainer = make(overwrite_output_dir=True, **settings)
+    trainer.train()
+    assert sorted(path.name[11:] for path in out.iterdir()) == ["1", "4", "90"]
+    resumed = make(**settings)
+    resumed.train(resume_from_checkpoint=out / "checkpoint-4")
+    assert torch.equal(parameters(resumed.model), parameters(trainer.model))
+    assert resumed.state.best_model_checkpoint == str(out / "checkpoint-1")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed writing file")]
+)
+def test_full_disk(make, out, monkeypatch, error):
     trainer = make(max_steps=3)
     save = torch.save
 
     def full(value, path, **kwargs):
         if trainer.state.global_step == 2 and "optimizer" in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
         save(value, path, **kwargs)
 
-    message = (
-        "checkpoint-2 could not .*: .*No space left on device.* MiB were free.*: checkpoint-1$"
-    )
+    message = f"checkpoint-2 could not .*: .*{error.args[-1]}.* MiB were free.*: checkpoint-1$"
     with monkeypatch.context() as patches:
         patches.setattr(torch, "save", full)
         with pytest.raises(CheckpointError, match=message):
@@ -216,6 +241,7 @@ def test_full_disk(make, out, monkeypatch):
 @pytest.mark.parametrize("left", ["checkpoint-2", "config.json"])
 def test_what_another_run_has_left_stays(make, checkpoint, out, tmp_path, left):
     resumed = {}
+    (checkpoint / "old").touch()
     if left == "config.json":
         out.rename(tmp_path / "elsewhere")
         make().model.save_pretrained(out)
@@ -228,6 +254,22 @@ def test_what_another_run_has_left_stays(make, checkpoint, out, tmp_path, left):
     trainer.args.overwrite_output_dir = True
     trainer.train(**resumed)
     assert (out / "checkpoint-3").exists()
+    assert not (out / "checkpoint-2" / "old").exists()  # the same step is written again
+
+
+def test_a_trainer_may_train_again(make):
+    """What it has saved itself is its own, and it starts with a generation batch of its own."""
+    steps = []
+
+    def reward(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        return [0.0] * len(completions)
+
+    trainer = make(reward_funcs=reward, num_iterations=2, max_steps=3, save_strategy="no")
+    trainer.save_model()
+    for _ in range(2):
+        trainer.train()
+    assert steps == [0, 2, 0, 2]
 
 
 def test_two_runs_do_not_share_a_folder(make, out):
@@ -247,6 +289,15 @@ def test_two_runs_do_not_share_a_folder(make, out):
     inner.train()
     assert inner.state.global_step == 1
     assert not list(out.glob("*.lock"))
+
+
+def test_a_folder_that_cannot_be_locked(make, monkeypatch, caplog):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    make(max_steps=1, save_strategy="no").train()
+    assert "cannot be locked, so nothing keeps other runs out" in caplog.text
 
 
 def test_a_checkpoint_that_was_to_be_replaced_comes_back(make, checkpoint):
