@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, interleave_datasets
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, MixtralConfig
 
@@ -103,6 +103,21 @@ def stream(**changes: Any) -> Changes:
     return {"train_dataset": rows.to_iterable_dataset().shuffle(7, buffer_size=4)} | changes
 
 
+def mixed() -> Changes:
+    """Return rows drawn by chance from two streams."""
+    parts = [[{"prompt": f"{i}{end}="} for i in range(9)] for end in (1, 2)]
+    streams = [Dataset.from_list(part).to_iterable_dataset() for part in parts]
+    return {"train_dataset": interleave_datasets(streams, probabilities=[0.7, 0.3], seed=1)}
+
+
+def talking(completions, log_extra, log_metric, luck, **kwargs):
+    """Return rewards, and log something beside them."""
+    rewards = [len(text) + chance for text, chance in zip(completions, luck, strict=True)]
+    log_extra("noted", rewards)
+    log_metric("talked", rewards[0])
+    return rewards
+
+
 def harder(prompts, completions, rewards, metas):
     """Let the first prompt grow; the others make room for the dataset's next."""
     return [f"9{prompts[0]}"[-6:], *[None] * (len(prompts) - 1)]
@@ -131,6 +146,39 @@ def agents(**changes: Any) -> Changes:
         "rollout_engine": tools.ScriptedEngine(tokenizer, script, by_row=True),
         "max_completion_length": 250,
     } | changes
+
+
+class Counter:
+    """Counts from its row's number; the start and the reward are also by chance."""
+
+    def reset(self, start: int, **row: object) -> str:
+        self._value = start + random.randrange(3)
+        return f" at {self._value}"
+
+    def add(self, a: int, b: int) -> int:
+        """Count.
+
+        Args:
+            a: one number.
+            b: the other.
+        """
+        self._value += a + b
+        return self._value
+
+    def get_reward(self) -> float:
+        return self._value + random.random()
+
+
+def completed(prompts, trainer):
+    """Return completions by chance, half of whose tokens are somebody else's."""
+    ids = [[3 + random.randrange(9), 4, 5, 1] for _ in prompts]
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": ids,
+        "logprobs": [[-1.0, None, -1.0, None]] * len(ids),
+        "env_mask": [[1, 0, 1, 0]] * len(ids),
+        "luck": [random.random() for _ in ids],
+    }
 
 
 def encoded(picture) -> bytes:
@@ -170,6 +218,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "the dataset's order": {"shuffle_dataset": False},
     "streamed rows": stream,
     "streamed rows, replaced": lambda: stream(dynamic_sampling=True, num_iterations=2),
+    "mixed streams": mixed,
     "dynamic sampling": {"dynamic_sampling": True, "max_resampling_rounds": 3, "logging_steps": 3},
     "curriculum of groups": {
         "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups", "num_iterations": 3,
@@ -192,6 +241,10 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
     ),
     "tools": lambda: agents(tools=[tools.add], num_iterations=3, logging_steps=3),
+    "environments": lambda: agents(environment_factory=Counter, reward_funcs=None),
+    "a function that completes, a reward that logs": {
+        "rollout_func": completed, "reward_funcs": talking, "num_iterations": 2, "logging_steps": 3,
+    },
     "images": lambda: images(num_iterations=2, beta=0.1),
     "images, some skipped": lambda: images(bad=2, on_bad_image="skip"),
     # rewards, the loss and its schedules
@@ -218,6 +271,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "adapter": adapter,
     "adapter with dropout": lambda: adapter(lora_dropout=0.3, target_modules=["q_proj"], beta=0.1),
     "pissa": lambda: adapter(init_lora_weights="pissa", beta=0.1),
+    "dora": lambda: adapter(use_dora=True, target_modules=["q_proj"], beta=0.1),
     "adapter, whole head": lambda: adapter(target_modules=".*q_proj", modules_to_save=["lm_head"]),
     "a trained adapter": lambda: adapter(trained=True, beta=0.1),
 }  # fmt: skip

@@ -112,13 +112,17 @@ def presses(times: int = 1):
     return lambda: [signal.raise_signal(signal.SIGINT) for _ in range(times)]
 
 
-def test_by_ctrl_c_before_the_first_step(tmp_path, straight, capfd):
+@pytest.mark.parametrize(
+    ("moment", "step", "saved"),
+    [("on_train_begin", 0, 1), ("on_save", 3, 3), ("on_step_begin", 7, 8)],
+)
+def test_by_ctrl_c(tmp_path, straight, moment, step, saved, capfd):
     stopped = trainer(CHANGES, tmp_path)
-    stopped.add_callback(At("on_train_begin", 0, presses()))
-    with pytest.raises(KeyboardInterrupt, match="after step 1; .*/checkpoint-1; "):
+    stopped.add_callback(At(moment, step, presses()))
+    with pytest.raises(KeyboardInterrupt, match=f"after step {saved}; .*/checkpoint-{saved}; "):
         stopped.train()
     assert "this step ends and is saved first" in capfd.readouterr().err
-    assert_goes_on(tmp_path, straight, 1)
+    assert_goes_on(tmp_path, straight, saved)
 
 
 def test_by_ctrl_c_in_the_last_step_of_an_epoch(tmp_path):
