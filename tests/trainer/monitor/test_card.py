@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.monitor import CARD_NAME
@@ -33,6 +33,21 @@ def test_card_has_the_recipe(make_trainer):
     assert {"math", "grpo"} <= set(data.tags)
     with pytest.raises(TypeError, match="language"):
         trainer.create_model_card(language="en")
+
+
+def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
+    uploaded = []
+
+    def upload(api, repo_id, folder_path, **kwargs):
+        uploaded.append((repo_id, ModelCard.load(Path(folder_path) / CARD_NAME).data))
+
+    made = RepoUrl("https://huggingface.co/me/mine")
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **kwargs: made)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    make_trainer(hub_model_id="me/mine").push_to_hub(dataset_name="owner/prompts", tags="math")
+    [(repository, card)] = uploaded
+    assert (repository, card.model_name, card.datasets) == ("me/mine", "mine", ["owner/prompts"])
+    assert {"math", "grpo"} <= set(card.tags)
 
 
 def test_an_edited_card_stays(make_trainer, caplog):

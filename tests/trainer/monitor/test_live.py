@@ -62,6 +62,18 @@ def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
         assert re.findall(r"(?<!eval )step (\d)/3", text) == ["2", "3"]  # what came last, too
 
 
+def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
+    class Broken(PlainProgress):
+        def show(self, snapshot):
+            raise OSError("the terminal is gone")
+
+    trainer = make_trainer(disable_tqdm=False)
+    trainer.callback_handler.callbacks.insert(0, Broken(terminal()))
+    trainer.train()
+    assert caplog.text.count("the terminal is gone") == 1
+    assert re.search(r"step 2/2 +reward .* left", capsys.readouterr().err)  # in no terminal
+
+
 @pytest.mark.parametrize("column", ["prompt", "completion", "a column"])
 def test_texts_do_not_command_the_terminal(column):
     console = terminal(color_system=None)

@@ -1,4 +1,5 @@
-"""Which names are logged when, and that rewards without a value do not count."""
+"""Which names are logged when, that they reach the trackers, and that rewards without a value do
+not count."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from grpo_trainer.monitor import is_own_metric
+from grpo_trainer.monitor import is_own_metric, phase
 from grpo_trainer.rollout import Completions, RolloutEngine
 from tests.support.trainer import CannedEngine
 
@@ -142,11 +143,28 @@ def test_missing_rewards_do_not_count(make_trainer):
 
 
 def test_seconds_are_counted_once(make_trainer):
+    """Not as the phase around it, too; and on average over the steps."""
+
     def slow(completions, **kwargs):
-        time.sleep(0.5)
+        with phase("sync"):
+            time.sleep(0.4)
         return [0.0] * len(completions)
 
-    trainer = make_trainer(slow, max_steps=1)
+    trainer = make_trainer(slow, max_steps=2, logging_steps=2)
+    start = time.perf_counter()
     trainer.train()
-    row, last = trainer.state.log_history
-    assert 0.5 <= row["profiling/score"] < row["step_time"] <= last["train_runtime"]
+    whole = time.perf_counter() - start  # by the clock of the phases
+    row = trainer.state.log_history[0]
+    assert 0.4 <= row["profiling/sync"] < row["step_time"] <= whole / 2
+
+
+def test_tensorboard_gets_them(make_trainer, tmp_path, monkeypatch):
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    events = pytest.importorskip(module).EventAccumulator(str(tmp_path / "events"))
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = make_trainer(report_to="tensorboard", eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    names = set(events.Reload().Tags()["scalars"])
+    assert {"train/reward", "train/profiling/generate", "eval/reward", "eval/entropy"} <= names
+    logged = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    assert [item.value for item in events.Scalars("train/reward")] == pytest.approx(logged)

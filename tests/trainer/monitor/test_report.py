@@ -149,6 +149,12 @@ def test_page_of_two_runs(sick_run, tmp_path, capsys):
     assert visible(page).count("Worth a look") == 1 and lines(page) >= 2 * 5
 
 
+def test_settings_that_differ_are_shown(sick_run):
+    other = replace(sick_run, name="other run", settings=sick_run.settings | {"beta": 0.5})
+    text = " ".join(re.sub(r"<[^>]+>", " ", render([sick_run, other])).split())
+    assert "Settings that differ run other run beta 0.1 0.5" in text
+
+
 LEARNED = {
     "reward": lambda step: min(step / 50, 1.0),
     "entropy": lambda step: 2.0 / step,
