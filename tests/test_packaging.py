@@ -115,6 +115,15 @@ def test_the_trainer_without_its_packages_names_the_extra() -> None:
     )
 
 
+@pytest.mark.parametrize("file", ["oldest_torch.txt", "backends/old_triton.txt"])
+def test_the_oldest_version_is_the_one_that_is_tested(file: str) -> None:
+    [(name, version)] = re.findall(
+        r"^(torch|triton)==(\S+)$", (ROOT / "tests" / file).read_text(), re.M
+    )
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf'"{name}>={re.escape(version)}[";]', text)
+
+
 @pytest.fixture(scope="module")
 def egg_info(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder with what an index shows, and the list of what the sdist holds."""

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import fields
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.demo import compare
 from grpo_trainer.demo.__main__ import main
+from grpo_trainer.demo.policy import CHARACTERS
 from grpo_trainer.demo.report import Summary
 from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
 
@@ -43,7 +46,21 @@ def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
         "mean reward, held-out prompts" in said and f"a completion of {summary['prompt']}" in said
     )
     assert [row["name"] for row in summary["heads"]] == compare.installed_heads()
+    assert re.search(r"^grpo-kernels +\d+ ms +2 MiB +\S+$", said, re.M)
     assert said.rstrip().endswith(str(tmp_path / "trained" / "report.html"))
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.vocab_size == len(tokenizer) == len(CHARACTERS) + 2
+    assert tokenizer.decode(tokenizer(f"{CHARACTERS}?")["input_ids"]) == f"{CHARACTERS}?"
+    # otherwise another token that is left out would pass for the end
+    texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))]
+    assert [i for i, text in enumerate(texts) if not text] == [tokenizer.eos_token_id]
+
+
+def test_memory_is_measured_in_processes_of_their_own():
+    peaks = compare.peak_bytes(["grpo-kernels", "full logits"])
+    assert 0 < peaks["grpo-kernels"] < peaks["full logits"]
 
 
 def test_a_wrong_head_is_not_compared(monkeypatch):

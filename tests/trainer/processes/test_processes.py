@@ -250,16 +250,20 @@ def flat(options: dict[str, object]) -> list[str]:
 PLAIN = {"parallelism_config": None, "distributed_type": DistributedType.MULTI_CPU}
 TENSORS = {"parallelism_config": SimpleNamespace(tp_size=2, cp_size=1, sp_size=1)}
 
+SHARDS = "fsdp: expected processes that accelerate shards a model over"
+
 
 @pytest.mark.parametrize(
-    ("settings", "found", "message"),
+    ("settings", "asked", "found", "message"),
     [
-        ({"fsdp": True}, PLAIN, "fsdp: expected processes that accelerate shards a model over"),
-        ({}, TENSORS, "parallelism_config: expected data .*, got tp_size=2"),
+        ({"fsdp": True}, "no", PLAIN, SHARDS),
+        ({}, "true", PLAIN, SHARDS),
+        ({}, "no", TENSORS, "parallelism_config: expected data .*, got tp_size=2"),
     ],
-    ids=["plain", "tensors"],
+    ids=["plain", "launched", "tensors"],
 )
-def test_other_placements_are_refused(tmp_path, settings, found, message):
+def test_other_placements_are_refused(tmp_path, monkeypatch, settings, asked, found, message):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)  # as `accelerate launch` says it
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **settings)
     with pytest.raises(ValueError, match=message):
         check_placement(args, SimpleNamespace(state=SimpleNamespace(), **found))
