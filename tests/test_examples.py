@@ -72,6 +72,12 @@ def test_two_processes():
     assert re.search(r"^final reward .* on 2 processes$", done.stdout, re.MULTILINE)
 
 
+def test_two_processes_say_how_they_are_started(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="start it with: torchrun --nproc-per-node 2"):
+        runpy.run_path(str(SCRIPTS[TWO_PROCESSES]), run_name="__main__")
+
+
 def test_the_documents_name_every_example():
     text = (FOLDER.parent / "trainer.md").read_text()
     assert [name for name in SCRIPTS if f"examples/{name}.py" not in text] == []

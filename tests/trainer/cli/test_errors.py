@@ -44,6 +44,8 @@ EARLY = [
     ),
     ({"ignore_bias_buffers": True}, "ignore_bias_buffers: expected False"),
     ({"test_split_size": 3}, "test_split_size: expected it with datasets"),
+    ({"learning_rate": "fast"}, "argument --learning_rate"),
+    ({"report_to": "swanlab"}, "report_to: expected trackers that are installed"),
     ({"loss_kwargs": '{"epsilom": 2}'}, "epsilom: expected a setting of dapo"),
     ({"output_dir": "taken/out"}, "--output_dir: expected a folder, got 'taken/out': taken is a f"),
     ({"output_dir": "model"}, "of another run, got 'model' with config.json; choose ano"),
@@ -55,6 +57,7 @@ EARLY = [
 # changes -> what is said when data, rewards and the model are loaded
 LATE = [
     ({"dataset_name": "missing.jsonl"}, "dataset 'missing.jsonl': no such file"),
+    ({"dataset_name": "./missing"}, "dataset './missing': no such folder"),
     ({"dataset_name": "hostile.csv"}, "got columns \\x1b[2Jquestion"),
     ({"dataset_name": "empty.jsonl"}, "dataset 'empty.jsonl': expected rows, got an empty file"),
     ({"dataset_name": "broken.jsonl"}, "JSON parse error"),
@@ -133,7 +136,13 @@ def test_a_launcher_inside_a_launcher(fails, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [CheckpointError("disk full"), ServerError("gone"), PermissionError(13, "no", "out/a")]
+    "error",
+    [
+        CheckpointError("disk full"),
+        ServerError("gone"),
+        ImportError("bitsandbytes"),
+        PermissionError(13, "no", "out/a"),
+    ],
 )
 def test_errors_of_a_running_training(fails, monkeypatch, error):
     monkeypatch.setattr(cli.GRPOTrainer, "train", lambda *_, **__: raises(error))

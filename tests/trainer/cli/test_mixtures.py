@@ -60,6 +60,7 @@ PATH = {"path": "a.jsonl"}
         ([PATH | {"colums": ["a"]}], "datasets: expected a path, and beside it .*colums"),
         ([PATH | {"columns": ["a", "prompt"]}], "expected columns of 'a.jsonl', got a"),
         ([PATH | {"fraction": 1}, PATH], "a fraction > 0 for all of them or for none, got 1, None"),
+        ([PATH | {"columns": "prompt"}], "datasets: expected .*list.* as columns, got 'prompt'"),
         ([PATH | {"fraction": -1}], "datasets: expected a fraction > 0"),
         ([PATH | {"name": "x"}], "dataset 'a.jsonl': expected a file alone, got config 'x'"),
         ([PATH, {"path": "other.jsonl"}], "datasets: expected columns of the same types"),

@@ -113,6 +113,7 @@ ALIASES = "loss_kwargs:\n  a: &a [x, x]\n" + "".join(
         ("seed: 1\nseed: 2", "has seed more than once"),
         ("seed: {a: 1}", ": seed cannot be a dict"),
         ("num_generations:", ": num_generations cannot be a null"),
+        ("- seed", "expected `name: value` lines in run.yaml"),
         ("a: [", " is not YAML"),
         (f"reward_funcs: {'[' * 3000}{']' * 3000}", " is nested too deep"),
         (ALIASES, " is not YAML: expected at most 100,000 values, aliases included"),
@@ -148,8 +149,9 @@ def test_the_command_line_over_the_file_over_the_defaults(monkeypatch):
         "needed: 23\nname: beta\nseveral: [a, b]\ntable: {a: 1}\nplain: {b: 2}\n"
         "env: {A_VARIABLE: 1e-6}"
     )
-    [own] = TrlParser(Own).parse_args_and_config([*config, "--name", "gamma", "--maybe"])
-    assert own == Own(23, "gamma", ["a", "b"], True, {"a": 1}, {"b": 2})
+    given = ["--name", "gamma", "--several", "c", *config, "--maybe"]
+    [own] = TrlParser(Own).parse_args_and_config(given)  # in whatever order
+    assert own == Own(23, "gamma", ["c"], True, {"a": 1}, {"b": 2})
     assert os.environ["A_VARIABLE"] == "1e-6"
     assert TrlParser([Own]).parse_args_and_config(["--needed", "5"]) == (Own(5),)
     assert TrlParser().parse_args_and_config([]) == ()
@@ -173,6 +175,19 @@ def test_unknown_arguments():
         argv, return_remaining_strings=True, separate_remaining_strings=True
     )
     assert (of_file, of_line) == (["--strange", "2", "3"], ["--other", "4"])
+
+
+def test_errors_are_one_line(capsys):
+    parser = TrlParser(Own, prog="train.py")
+    for argv, message in (
+        ([], "the following arguments are required: --needed"),
+        (in_file("needed: one"), "--config: run.yaml: argument --needed: invalid int value: 'one'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args_and_config(argv)
+        assert capsys.readouterr().err == f"train.py: error: {message}\n"
+    with pytest.raises(ValueError, match="expected --name value, got 'more'"):
+        parser.parse_args_and_config(["--needed", "1", "more"])
 
 
 def test_hints_name_the_right_field():

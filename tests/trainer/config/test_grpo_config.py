@@ -272,3 +272,9 @@ def test_a_name_that_is_misspelled_in_python(tmp_path):
     with pytest.raises(TypeError, match=said):
         GRPOConfig(output_dir=str(tmp_path), epsilon_hgih=0.3)
     assert "learning_rate" in inspect.signature(GRPOConfig).parameters
+
+    class Own(GRPOConfig):
+        def __init__(self, folder: str) -> None: ...
+
+    with pytest.raises(TypeError, match=r"'foldr' \(is it folder\?\)"):
+        Own(foldr="out")
