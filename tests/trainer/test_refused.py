@@ -139,7 +139,7 @@ UNTRAINABLE = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[row[1][:50] for row in REFUSED])
 def test_it_is_refused(make_trainer, policy, tokenizer, dataset, changes, message) -> None:
     if callable(changes):
         changes = changes(SimpleNamespace(policy=policy, tokenizer=tokenizer, dataset=dataset))
