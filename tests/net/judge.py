@@ -199,7 +199,7 @@ class Judge:
         for name in DIFFERENTIABLE:
             if name in values:
                 values[name] = noisy(values[name], shift)
-        parts = [values[name] for name in DIFFERENTIABLE if name in values]
+        parts = {name: values[name] for name in DIFFERENTIABLE if name in values}
         if case.of_loss:
             values, objective = self._loss(values)
         else:
@@ -208,16 +208,35 @@ class Judge:
             self.scores = scores.detach()
         kept = [posed.leaves[name] for name in names]
         found = torch.autograd.grad(
-            objective * SCALE, [*kept, *parts], allow_unused=True, retain_graph=True
+            objective * SCALE, [*kept, *parts.values()], allow_unused=True, retain_graph=True
         )
         if dtype == torch.float64 and not noise:
-            lost = _SLOPE * self.steepest if case.softcap else 0.0
-            self._dlogits = _sizes_of(parts, found[len(kept) :], more, scores, lost)
+            self._dlogits = self._sizes_of(parts, found[len(kept) :], more, scores)
         pairs = zip(names, kept, found[: len(kept)], strict=True)
         gradients = {n: torch.zeros_like(x) if g is None else g for n, x, g in pairs}
         return Found({name: x.detach() for name, x in values.items()}, gradients)
 
     _dlogits: Tensor
+
+    def _sizes_of(
+        self,
+        parts: dict[str, Tensor],
+        factors: tuple[Tensor | None, ...],
+        logits: Tensor,
+        scores: Tensor,
+    ) -> Tensor:
+        """Return the sum of the sizes that each output's gradient of the logits has, (T, V)."""
+        slope_lost = _SLOPE * self.steepest if self.case.softcap else 0.0
+        total = torch.zeros_like(logits)
+        for (name, part), factor in zip(parts.items(), factors, strict=True):
+            if factor is None:
+                continue
+            found, before = torch.autograd.grad(part, (logits, scores), factor, retain_graph=True)
+            total += found.abs() + slope_lost * before.abs()
+            if name == "entropy":  # a backward that forms the logits again has others
+                others = self.unit / _FLOOR[self.wide] * self.steepest * scores.softmax(-1)
+                total += others * factor.abs()[:, None]
+        return total.detach()
 
     def _loss(self, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         case, x = self.case, self.problem.rollout
@@ -234,22 +253,6 @@ class Judge:
             total = self.problem.target.numel()
             metrics["frac_rows_skipped"] = (total - keep.double().sum()) / total
         return {"loss": loss} | metrics, loss
-
-
-def _sizes_of(
-    parts: list[Tensor],
-    factors: tuple[Tensor | None, ...],
-    logits: Tensor,
-    scores: Tensor,
-    lost: float,  # of the gradient of a score, by a slope that is rounded
-) -> Tensor:
-    """Return the sum of the sizes that each output's gradient of the logits has, (T, V)."""
-    total = torch.zeros_like(logits)
-    for part, factor in zip(parts, factors, strict=True):
-        if factor is not None:
-            found, before = torch.autograd.grad(part, (logits, scores), factor, retain_graph=True)
-            total += found.abs() + lost * before.abs()
-    return total.detach()
 
 
 def active_rows(x: oracle.Rollout, c: Any) -> Tensor:
