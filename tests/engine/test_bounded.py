@@ -103,6 +103,7 @@ def test_the_bound_is_never_under_the_error(kind: str) -> None:
     assert 0 < out.gradient_error.median() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("backend,device", targets("triton"))
 def test_right_in_the_mean(kind: str, backend: str, device: torch.device) -> None:

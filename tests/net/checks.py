@@ -23,10 +23,12 @@ def check(case: Case) -> None:
     try:
         problem = make_problem(case)
         # a mode that dynamo refuses
-        with nullcontext() if case.twist == "compile" else poisoned_allocations():
+        poisoned = nullcontext if case.twist == "compile" else poisoned_allocations
+        with poisoned():
             got = _accepted(case, problem)
-            if got is not None:
-                Judge(case, problem).judge(got)
+        if got is not None:
+            Judge(case, problem).judge(got)
+            with poisoned():
                 TWISTS[case.twist](case, problem, got)
     finally:
         torch.set_num_threads(threads)

@@ -16,8 +16,14 @@ def assert_none_fails(number: int, count: int, *of: Any, **kind: Any) -> None:
     assert not failure, failure
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(6))
 def test_generated_cases(number: int) -> None:
+    assert_none_fails(number, 150, ON_CPUS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6, 12))
+def test_more_generated_cases(number: int) -> None:
     assert_none_fails(number, 150, ON_CPUS)
 
 
