@@ -87,6 +87,7 @@ def test_in_a_process(program: str) -> None:
     assert done.stdout.strip() == "done", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(len(ISAS)), ids=ISAS)
 def test_generated_cases_of_every_instruction_set(
     monkeypatch: pytest.MonkeyPatch, rank: int

@@ -44,6 +44,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend,name",
     [("chunked", name) for name in CALLS]

@@ -34,6 +34,7 @@ def only(monkeypatch: pytest.MonkeyPatch, make: doctor.Step | str | None) -> doc
     return finding
 
 
+@pytest.mark.slow
 def test_who_disagrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def make() -> doctor.Step:
         value = torch.tensor(1.0 + 0.01 * liger.SWITCH.on)

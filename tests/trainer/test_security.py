@@ -58,6 +58,7 @@ def model_folder(policy, tokenizer, tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_runs_no_code(make_trainer, policy, mark, tmp_path) -> None:
     start = {name: value.clone() for name, value in policy.state_dict().items()}
     settings: dict[str, Any] = dict(save_strategy="steps", save_steps=1)

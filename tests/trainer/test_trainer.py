@@ -50,6 +50,7 @@ def test_reference_of_a_patched_model(make_trainer, policy):
 FULL = {"beta": 0.1, "bf16": True, "gradient_checkpointing": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [({}, FULL), (FULL, FULL), (FULL, {})])
 def test_one_model_in_a_second_trainer(make_trainer, policy, first, then):
     make_trainer(model=policy, **first).train()

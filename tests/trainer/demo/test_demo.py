@@ -58,6 +58,7 @@ def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
     assert [i for i, text in enumerate(texts) if not text] == [tokenizer.eos_token_id]
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_processes_of_their_own():
     peaks = compare.peak_bytes(["grpo-kernels", "full logits"])
     assert 0 < peaks["grpo-kernels"] < peaks["full logits"]

@@ -110,6 +110,7 @@ def assert_drawn(page: Page, dark: bool) -> None:
     assert (off < 40).sum() > 100
 
 
+@pytest.mark.slow
 def test_page_of_one_run(sick_run, tmp_path):
     """In the dark, on a narrow screen."""
     path = tmp_path / "report.html"
@@ -136,6 +137,7 @@ def test_names_and_values_are_no_markup(tmp_path):
         assert page.count("example.com") > 5 and "<img" not in page
 
 
+@pytest.mark.slow
 def test_page_of_two_runs(sick_run, tmp_path, capsys):
     """One was killed, and is read from its last checkpoint."""
     other = tmp_path / "other" / "checkpoint-5"

@@ -68,6 +68,7 @@ def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name):
             Sampling.from_config(args, tokenizer, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("continuous", [False, True])
 def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tokenizer, continuous):
     other = tokenizer.convert_tokens_to_ids("7")
