@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import linear_logprobs
+from grpo_kernels import available_backends, linear_logprobs
 from grpo_kernels.linear_logprobs import OUTPUTS as ALL_OUTPUTS
 from grpo_kernels.testing import (
     Problem,
@@ -18,7 +18,7 @@ from grpo_kernels.testing import (
 from tests.support.heads import HEADS, head_options
 from tests.support.targets import targets
 
-# for the others see tests/engine/test_sampling_mask.py and tests/backends/test_topk.py
+# for the others see tests/net and tests/backends/test_topk.py
 OUTPUTS = ALL_OUTPUTS[: ALL_OUTPUTS.index("masked_logprobs")]
 COMPILED = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.float16, "input"))
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
@@ -48,6 +48,19 @@ def test_every_output_on_a_gpu_and_in_triton(
         got = outputs(problem.to(device, dtype), backend=backend, precision=precision)
     value_floor = FLOOR[dtype] if precision == "input" else 2e-6
     assert_all_as_exact_as(got, eager, exact, FLOOR[dtype], value_floor)
+
+
+@pytest.mark.parametrize("backend", sorted({"cpu", "chunked"} & {*available_backends()}))
+def test_digits_beside_a_target_that_is_nearly_certain(backend: str) -> None:
+    """1 - p is a sum of the others there; eager, by which the net allows errors, subtracts."""
+    peaks = torch.tensor([8.0, 10.0, 12.0, 14.0, 16.0])
+    hidden = torch.nn.functional.pad(peaks[:, None], (0, 2)).requires_grad_()
+    weight, target = torch.eye(3), torch.zeros(5, dtype=torch.int64)
+    out = linear_logprobs(hidden, weight, target, backend=backend)
+    (gradient,) = torch.autograd.grad(out.logprobs.sum(), hidden)
+    others = 1 / (2 + peaks.double().exp())
+    exact = torch.stack([2 * others, -others, -others], 1)
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_numpy_temperature() -> None:
