@@ -187,6 +187,10 @@ def test_arguments_of_the_launcher(started, monkeypatch):
         parse(run)
     monkeypatch.setenv(launch._LAUNCHED, "1")
     assert parse(run)[1].num_generations == 4  # what the started processes do
+    monkeypatch.delenv(launch._LAUNCHED)
+    Path("mine.yaml").write_text("num_processes: 2\n")
+    words = started([*arguments(), "--accelerate_config", "mine.yaml"])[1]
+    assert launched(words)[0] == ["--config_file", "mine.yaml"]
 
 
 def test_the_command_of_a_server():

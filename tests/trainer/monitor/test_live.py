@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import PrinterCallback, ProgressCallback
 
 from grpo_trainer.monitor.completions import completion_table
-from grpo_trainer.monitor.live import LiveView
+from grpo_trainer.monitor.live import LiveView, show_progress
 from grpo_trainer.monitor.progress import PlainProgress
 
 
@@ -72,6 +73,10 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
     trainer.train()
     assert caplog.text.count("the terminal is gone") == 1
     assert re.search(r"step 2/2 +reward .* left", capsys.readouterr().err)  # in no terminal
+    trainer.add_callback(ProgressCallback)
+    show_progress(trainer, terminal())
+    kinds = {type(view) for view in trainer.callback_handler.callbacks}
+    assert LiveView in kinds and not kinds & {ProgressCallback, PrinterCallback}
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion", "a column"])

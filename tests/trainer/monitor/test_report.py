@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,6 +150,10 @@ def test_page_of_two_runs(sick_run, tmp_path, capsys):
     page = open_page(path, tmp_path)
     assert_drawn(page, dark=False)
     assert visible(page).count("Worth a look") == 1 and lines(page) >= 2 * 5
+    # runs of one name are called by their folders
+    namesake = shutil.copytree(other.parent, tmp_path / "again" / "other")
+    cli.main(["report", str(other.parent), str(namesake), "--out", str(path)])
+    assert all(str(folder) in path.read_text() for folder in (other.parent, namesake))
 
 
 def test_settings_that_differ_are_shown(sick_run):
