@@ -60,8 +60,7 @@ class Judge:
         floor = self._floor(name, value)
         if bool((error <= floor).all()):
             return
-        others = (*self.eager, *self.disturbed, *self.disturbed_eager)
-        allowed = [_error(other.all()[name], exact[name], size, least) for other in others]
+        allowed = [_error(x.all()[name], exact[name], size, least) for x in self.others]
         allowed = torch.stack(allowed).amax() * 2
         if not bool((error <= allowed.clamp(min=floor)).all()):
             worst = float(error.nan_to_num(nan=torch.inf).max())
@@ -76,7 +75,7 @@ class Judge:
         nothing = self._floor(name, value) * self._least(name, value, size)
         most = _SAMPLED * TOLERANCE * size.norm() + nothing
         if error > most:  # a clipped row may have no gradient at all
-            edges = [(other.all()[name] - exact).norm() for other in self.disturbed]
+            edges = [torch.where(held, x.all()[name] - exact, 0.0).norm() for x in self.others]
             most = most + 2 * torch.stack(edges).max()
         assert error <= most, f"{name}: {error:.1e}, allowed {most:.1e}"
 
@@ -146,6 +145,11 @@ class Judge:
         """Eager answers to such scores: what cancels within the loss cancels here as well."""
         size = 2 * self.unit
         return [self._answer(self.wide, None, None, size, 0.0, seed) for seed in range(8)]
+
+    @property
+    def others(self) -> list[Found]:
+        """Answers that are as good as rounding allows."""
+        return [*self.eager, *self.disturbed, *self.disturbed_eager]
 
     @cached_property
     def unit(self) -> float:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_kernels import available_backends
 from tests.fuzz import ON_CPUS, WITHOUT_REFERENCE, Coverage, find
-from tests.net.cases import cases
+from tests.net.cases import Case, cases
+from tests.net.problem import make_problem
+from tests.net.product import run
 
 
 def assert_none_fails(number: int, count: int, *of: Any, **kind: Any) -> None:
@@ -30,6 +34,24 @@ def test_more_generated_cases(number: int) -> None:
 @pytest.mark.parametrize("number", range(4))
 def test_cases_on_two_ranks(number: int) -> None:
     assert_none_fails(number, 40, WITHOUT_REFERENCE, ranks=2)
+
+
+def test_ties_between_ranks() -> None:
+    """Which the judge leaves open: of equal scores the first counts, on whatever rank."""
+    ranked = ("is_top1", "rank", "topk_indices")
+    case = Case(
+        outputs=("logprobs", *ranked),
+        packed=True,
+        lengths=(40,),
+        vocab=8,
+        trained="hidden",
+        ranks=2,
+    )
+    problem = make_problem(case)
+    problem.leaves["weight"][4:] = problem.leaves["weight"][:4]
+    split, whole = run(case, problem), run(replace(case, ranks=1), problem)
+    for name in ranked:
+        assert torch.equal(split.values[name], whole.values[name]), name
 
 
 @pytest.mark.slow
