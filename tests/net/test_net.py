@@ -36,9 +36,9 @@ def test_cases_on_two_ranks(number: int) -> None:
     assert_none_fails(number, 40, WITHOUT_REFERENCE, ranks=2)
 
 
-def test_ties_between_ranks() -> None:
+@pytest.mark.parametrize("ranked", [("is_top1",), ("is_top1", "rank", "topk_indices")])
+def test_ties_between_ranks(ranked: tuple[str, ...]) -> None:
     """Which the judge leaves open: of equal scores the first counts, on whatever rank."""
-    ranked = ("is_top1", "rank", "topk_indices")
     case = Case(
         outputs=("logprobs", *ranked),
         packed=True,
