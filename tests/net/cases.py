@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -99,6 +100,7 @@ class Case:
 DEFAULT = Case()
 
 
+@functools.lru_cache(maxsize=None, typed=True)  # to make one takes longer than to draw
 def _mostly(usual: Any, *others: Any) -> st.SearchStrategy:
     """Return a strategy that draws the usual value half of the time, and shrinks to it."""
     return st.sampled_from((usual, *others)) | st.just(usual)
