@@ -85,7 +85,7 @@ class Judge:
             return _LEAST[value.dtype if size is None else self.multiplied]
         largest = max(float(x.abs().max()) for x in self.problem.leaves.values() if x.numel())
         # what is lost at the end of the range is multiplied yet, and one scale has to do for all
-        return max(_LEAST[torch.float16] * max(largest, 1.0), 2e-4 * float(size.max()))
+        return max(_LEAST[torch.float16] * max(largest, 1.0), 1e-3 * float(size.max()))
 
     def _floor(self, name: str, value: Tensor) -> float:
         dtype = value.dtype
