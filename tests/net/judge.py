@@ -203,6 +203,11 @@ class Judge:
         for name in DIFFERENTIABLE:
             if name in values:
                 values[name] = noisy(values[name], shift)
+        old = self.problem.rollout.old if case.of_loss and seed == _TIES else None
+        for name in ("logprobs", "masked_logprobs") if old is not None else ():
+            if name in values:  # a ratio of 1 is within every clipping, one beside it may not be
+                x = values[name]
+                values[name] = torch.where((x - old).abs() <= 2 * noise, x + (old - x).detach(), x)
         parts = {name: values[name] for name in DIFFERENTIABLE if name in values}
         if case.of_loss:
             values, objective = self._loss(values)
