@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,18 @@ def server(tmp_path_factory, tokenizer):
         yield server
 
 
+@pytest.fixture
+def _shared_memory() -> Iterator[None]:
+    """Delete what ended ranks leave: vLLM calls it the same in every run, and wants it to be new."""
+    left = partial(Path("/dev/shm").glob, "-tp:*-cpushm_*")
+    for path in left():
+        path.unlink()
+    yield
+    for path in left():
+        path.unlink()
+
+
+@pytest.mark.usefixtures("_shared_memory")
 @pytest.mark.parametrize("mode", MODES)
 def test_gloo_ranks(tmp_path: Path, request, mode: str) -> None:
     """Train on two ranks, or on two nodes of two ranks each, and compare what came out."""
