@@ -69,7 +69,7 @@ def server(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def _shared_memory() -> Iterator[None]:
-    """Delete what ended ranks leave: vLLM calls it the same in every run, and wants it to be new."""
+    """Delete what ended ranks leave: vLLM gives it one name in all runs, and wants it to be new."""
     left = partial(Path("/dev/shm").glob, "-tp:*-cpushm_*")
     for path in left():
         path.unlink()
