@@ -201,6 +201,8 @@ def _with_entries(
         sums = dlogp.new_zeros(len(weight), 1) if dbias is None else dbias[:, None]
         kernels.transposed_matmul(entries, dlogp, ones, sums, True)
         dbias = sums[:, 0]
+    if rows.head.lora is not None:  # a product with 0 would not hide what is no number
+        rows = replace(rows, hidden=torch.where(entries.used[:, None] > 0, hidden, 0))
     lora = needs.lora(rows)
     if lora is not None:
         lora.add_entries(kernels, entries, dlogp)
