@@ -76,16 +76,19 @@ class Judge:
         most = _SAMPLED * TOLERANCE * size.norm() + nothing
         if error > most:  # a clipped row may have no gradient at all
             edges = [torch.where(held, x.all()[name] - exact, 0.0).norm() for x in self.others]
-            most = most + 2 * torch.stack(edges).max()
+            most = most + 2 * torch.stack(edges).nan_to_num(nan=0.0).max()
         assert error <= most, f"{name}: {error:.1e}, allowed {most:.1e}"
 
     def _least(self, name: str, value: Tensor, size: Tensor | None) -> float:
         """Return the size below which a value is as good as 0."""
-        if size is None or self.multiplied != torch.float16 or not size.numel():
-            return _LEAST[value.dtype if size is None else self.multiplied]
-        largest = max(float(x.abs().max()) for x in self.problem.leaves.values() if x.numel())
-        # what is lost at the end of the range is multiplied yet, and one scale has to do for all
-        return max(_LEAST[torch.float16] * max(largest, 1.0), 1e-3 * float(size.max()))
+        least = _LEAST[value.dtype if size is None else self.multiplied]
+        if size is None or not size.numel():
+            return least
+        if self.multiplied == torch.float16:  # what is lost at the end of the range is multiplied
+            leaves = self.problem.leaves.values()
+            return least * max(1.0, *(float(x.abs().max()) for x in leaves if x.numel()))
+        # on CPUs probabilities below 2**-64 (1 - p) of the target's have no gradient
+        return max(least, 2.0**-63 / _FLOOR[self.multiplied] * float(size.max()))
 
     def _floor(self, name: str, value: Tensor) -> float:
         dtype = value.dtype
@@ -245,6 +248,8 @@ class Judge:
             if name == "entropy":  # a backward that forms the logits again has others
                 others = self.unit / _FLOOR[self.wide] * self.steepest * scores.softmax(-1)
                 total += others * factor.abs()[:, None]
+            if self.multiplied == torch.float16 and factor.numel():  # of one scale, for the largest
+                total += 2.0**-25 / _FLOOR[torch.float16] * factor.abs().max()
         return total.detach()
 
     def _loss(self, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -302,6 +307,9 @@ def _error(value: Tensor, exact: Tensor, size: Tensor | None, least: float) -> T
     """Return the error of each element, over its size; 0 where both are the same."""
     stored_in = value.dtype if value.is_floating_point() else torch.float32
     value, stored = value.double(), exact.to(stored_in).double()
+    if stored_in == torch.float16:  # a gradient near the end of its range may be beyond it
+        end = torch.finfo(stored_in).max
+        value, stored, exact = (x.clamp(-end, end) for x in (value, stored, exact))
     same = (value == stored) | (value.isnan() & exact.isnan())
     size = exact.double().abs() if size is None else torch.maximum(size, exact.double().abs())
     size = size.nan_to_num(posinf=0.0) + least
