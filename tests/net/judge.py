@@ -89,8 +89,9 @@ class Judge:
         if self.multiplied == torch.float16:  # what is lost at the end of the range is multiplied
             leaves = self.problem.leaves.values()
             return least * max(1.0, *(float(x.abs().max()) for x in leaves if x.numel()))
-        # on CPUs probabilities below 2**-64 (1 - p) of the target's have no gradient
-        return max(least, 2.0**-63 / _FLOOR[self.multiplied] * float(size.max()))
+        # on CPUs probabilities below 2**-64 (1 - p) of the target's have no gradient, and 1 - p of
+        # a sampling mask is that of a quotient
+        return max(least, 2.0**-50 / _FLOOR[self.multiplied] * float(size.max()))
 
     def _floor(self, name: str, value: Tensor) -> float:
         dtype = value.dtype
@@ -309,8 +310,8 @@ def _error(value: Tensor, exact: Tensor, size: Tensor | None, least: float) -> T
     """Return the error of each element, over its size; 0 where both are the same."""
     stored_in = value.dtype if value.is_floating_point() else torch.float32
     value, stored = value.double(), exact.to(stored_in).double()
-    if stored_in == torch.float16:  # a gradient near the end of its range may be beyond it
-        end = torch.finfo(stored_in).max
+    if stored_in == torch.float16:  # at the end of its range; of two ranks each has twice the mean
+        end = torch.finfo(stored_in).max / 2
         value, stored, exact = (x.clamp(-end, end) for x in (value, stored, exact))
     same = (value == stored) | (value.isnan() & exact.isnan())
     size = exact.double().abs() if size is None else torch.maximum(size, exact.double().abs())
