@@ -247,6 +247,8 @@ class Judge:
         for (name, part), factor in zip(parts.items(), factors, strict=True):
             if factor is None:
                 continue
+            if name.endswith("logprobs"):
+                factor = factor * self._cancelled(part.detach())
             found, before = torch.autograd.grad(part, (logits, scores), factor, retain_graph=True)
             total += found.abs() + slope_lost * before.abs()
             if name == "entropy":  # a backward that forms the logits again has others
@@ -255,6 +257,18 @@ class Judge:
             if self.multiplied == torch.float16 and factor.numel():  # of one scale, for the largest
                 total += 2.0**-24 / _FLOOR[torch.float16] * factor.abs().max()
         return total.detach()
+
+    def _cancelled(self, logprobs: Tensor) -> Tensor | float:
+        """Return by how much the gradient's terms are larger than their sum: a ratio times k3 has
+        e^d of the one and of the other."""
+        case = self.case
+        if not case.of_loss:
+            return 1.0
+        c = oracle.settings_of(case.loss_type, case.settings)
+        if not (c.beta and c.kl_estimator == "k3" and c.use_bias_correction_kl):
+            return 1.0
+        d = self.problem.rollout.ref.to(logprobs) - logprobs
+        return 1 + d.clamp(max=oracle.LIMIT).exp() / d.abs().clamp(min=1)
 
     def _loss(self, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         case, x = self.case, self.problem.rollout
