@@ -87,9 +87,10 @@ class Judge:
         least = _LEAST[value.dtype if size is None else self.multiplied]
         if size is None or not size.numel():
             return least
-        if torch.float16 in (self.multiplied, value.dtype):  # what is lost at the end of the range is multiplied
-            leaves = self.problem.leaves.values()
-            return _LEAST[torch.float16] * max(1.0, *(float(x.abs().max()) for x in leaves if x.numel()))
+        if torch.float16 in (self.multiplied, value.dtype):
+            # what is lost at the end of the range is multiplied with these
+            sizes = [float(x.abs().max()) for x in self.problem.leaves.values() if x.numel()]
+            return _LEAST[torch.float16] * max(1.0, *sizes)
         # on CPUs probabilities below 2**-64 (1 - p) of the target's have no gradient, and 1 - p of
         # a sampling mask is that of a quotient
         return max(least, 2.0**-50 / _FLOOR[self.multiplied] * float(size.max()))
