@@ -52,7 +52,7 @@ def check(kernels: Kernels, hidden: Tensor, head: Head, target: Tensor) -> RowSt
             continue
         truth = getattr(exact, name)
         error, allowed = ((x.double() - truth).abs().max() for x in (actual, getattr(eager, name)))
-        slack = 2e-7 * exact.max_logit.abs().max().clamp(min=10)
+        slack = 3e-7 * exact.max_logit.abs().max().clamp(min=10)
         assert error <= 2 * allowed + slack, f"{name}: error {error:.3e}, eager's {allowed:.3e}"
     assert stats.lse.dtype == torch.float64 and (stats.entropy >= 0).all()
     logits = logits_of(hidden, head, torch.float64)

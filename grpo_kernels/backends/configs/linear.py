@@ -47,11 +47,12 @@ class LinearConfig:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Launch options. ``a * b + c`` may be rounded once: no difference of logits is one."""
+        """Launch options. Where the compiler may fuse ``a * b + c`` it does so at other places with
+        the extra statistics than without them, which would have other bits."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            "enable_fp_fusion": True,
+            "enable_fp_fusion": False,
         }
 
     @property
