@@ -18,14 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from grpo_kernels.backends import configs
-from grpo_kernels.backends.registry import BACKENDS
+from grpo_kernels.backends import configs, registry
+from grpo_kernels.backends.triton import extract
 from grpo_kernels.batch import host
 
 Variants = dict[str, str]  # a digest of all that decides what is compiled -> the kernel's name
 
 
-class _Driver:
+class Driver:
     """What a launch asks before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
@@ -58,7 +58,8 @@ def install() -> Variants:
         variants[hashlib.sha256(text.encode()).hexdigest()] = function.fn.__name__
 
     JITFunction._do_compile = note  # a launch without a kernel ends there
-    _pretend()
+    driver.set_active(Driver())
+    pretend("sm_90")
     return variants
 
 
@@ -78,14 +79,16 @@ def install_compiler() -> Compilations:
 
     JITFunction._do_compile = compile_only
     knobs.compilation.listener = note
-    _pretend()
+    driver.set_active(Driver())
+    pretend("sm_90")
     return asked
 
 
-def _pretend() -> None:
-    driver.set_active(_Driver())
-    triton = BACKENDS["triton"]
+def pretend(arch: str) -> None:
+    """Let the package take CPU tensors for those of a GPU."""
+    triton = registry.BACKENDS["triton"]
     triton.unavailable = lambda: None  # type: ignore[method-assign]
     triton.unsuited = lambda device, dtype: None  # type: ignore[method-assign]
-    configs.linear.device_class = lambda device: "sm_90"
+    for module in (registry, extract, configs.rows, configs.linear):
+        module.device_class = lambda device: arch  # type: ignore[attr-defined]
     host.reading_is_free = lambda *_: False  # the host reads no result, as on a GPU

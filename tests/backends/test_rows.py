@@ -151,13 +151,13 @@ def test_offsets_beyond_32_bits(kernels):
     """Two rows 2**31 elements apart, in an allocation of which only they are touched."""
     if kernels.interpreted:
         pytest.skip("the interpreter copies whole storages")
-    columns, stride = 1007, 2**31 + 64
-    near = tile_of(kernels, *random_rows(2, columns, BF16))
-    storage = torch.empty(stride + columns, dtype=BF16, device=kernels.device)
-    far = near._replace(logits=storage.as_strided((2, columns), (stride, 1)).copy_(near.logits))
+    columns, results = 1007, []
+    rows = random_rows(2, columns, BF16)
     outer = StatsGradients(*torch.ones(2, 2, device=kernels.device))
-    results = []
-    for tile in (near, far):
+    for stride in (1024, 2**31 + 64):
+        storage = torch.empty(stride + columns, dtype=BF16, device=kernels.device)
+        logits = storage.as_strided((2, columns), (stride, 1)).copy_(rows[0])
+        tile = Tile(logits, rows[1].to(kernels.device), PLAIN)
         stats = kernels.rows.stats(tile, extras=False)
         got = kernels.rows.dlogits_(tile, stats, outer, BF16)
         results.append((stats.logp, stats.entropy, got))
