@@ -55,7 +55,7 @@ def kernels() -> dict[str, JITFunction]:
 def compile_case(case: Case, target: str) -> dict[str, Any]:
     """Compile one variant for one target; return registers, stack, spills, shared memory."""
     compiled = _compiled(case, target)
-    usage = _cuda_usage if TARGETS[target].backend == "cuda" else _hip_usage
+    usage = cuda_usage if TARGETS[target].backend == "cuda" else _hip_usage
     return {
         "kernel": case.kernel.__name__,
         "case": case.label,
@@ -75,7 +75,10 @@ def _compiled(case: Case, target: str) -> Any:
         and not parameter.do_not_specialize_on_alignment
     ]
     sizes = [
-        i for i, name in enumerate(names) if name.startswith(("stride", "num_columns", "depth"))
+        i
+        for i, name in enumerate(names)
+        if name.startswith(("stride", "num_columns", "depth"))
+        and not case.kernel.params[i].do_not_specialize
     ]
     divisible = [*pointers, *(sizes if case.aligned else [])]
     attrs = {(index,): [["tt.divisibility", 16]] for index in divisible}
@@ -84,17 +87,27 @@ def _compiled(case: Case, target: str) -> Any:
 
 
 def instructions_per_logit(case: Case, target: str) -> float:
-    """Count the SASS instructions that a row kernel issues per logit, in loops that take an exp.
+    """Count the SASS instructions that a row kernel issues per logit, in loops that take an exp."""
+    elements = case.constants["BLOCK_V"] / (32 * case.options["num_warps"])
+    return loop_length(_compiled(case, target).asm, elements) / elements
+
+
+def loop_length(asm: dict[str, Any], elements: float) -> float:
+    """Count the SASS instructions of loops that take an exp, for so many ``elements`` of a thread.
 
     What is nested in such a loop is left out: it rewrites a row whose anchor rises, once or never.
+    Without such a loop all instructions count.
     """
-    lines, loops = _sass(_compiled(case, target).asm)
-    own = 0
+    lines, loops = _sass(asm)
+    bodies = []
     for loop in loops:
         nested = [x for x in loops if x != loop and x.start in loop and x.stop <= loop.stop]
-        body = [t for at, t in lines if at in loop and not any(at in x for x in nested)]
-        own += len(body) if any("MUFU.EX2" in text for text in body) else 0
-    return own * 32 * case.options["num_warps"] / case.constants["BLOCK_V"]
+        bodies.append([t for at, t in lines if at in loop and not any(at in x for x in nested)])
+    bodies = [body for body in bodies if any("MUFU.EX2" in text for text in body)]
+    bodies = bodies or [[text for _, text in lines if not text.startswith("NOP")]]
+    exps = sum("MUFU.EX2" in text for body in bodies for text in body)
+    unrolled = max(1, int(exps / elements))
+    return sum(map(len, bodies)) / unrolled
 
 
 def _sass(asm: dict[str, Any]) -> tuple[list[tuple[int, str]], list[range]]:
@@ -109,7 +122,7 @@ def _sass(asm: dict[str, Any]) -> tuple[list[tuple[int, str]], list[range]]:
     return lines, loops
 
 
-def _cuda_usage(asm: dict[str, Any]) -> dict[str, int]:
+def cuda_usage(asm: dict[str, Any]) -> dict[str, int]:
     text = _dump(asm, "-res-usage")
     values = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
     stack, looped = values["STACK"], 0

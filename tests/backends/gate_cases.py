@@ -105,13 +105,14 @@ def _stats_cases(target: str) -> Iterator[Case]:
             for flags in _variants(*names, thorough=thorough):
                 results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
                 case = _row_case(row_stats._row_stats_kernel, config, results, flags)
-                case.constants["LANES"] = config.lanes(dtype)
+                case.constants.update(config.blocks(dtype, True))
                 yield case
-            yield dataclasses.replace(case, aligned=False)
+            constants = case.constants | config.blocks(dtype, False)
+            yield dataclasses.replace(case, constants=constants, aligned=False)
 
 
 def _dlogits_cases(target: str) -> Iterator[Case]:
-    vectors = {"lse_ptr": "*fp64", "dlogp_ptr": "*fp32"}
+    vectors = {"logp_ptr": "*fp32", "lse_ptr": "*fp64", "dlogp_ptr": "*fp32"}
     pairs = [("fp32", "bf16"), ("fp32", "fp16"), *((name, name) for name in DTYPES)]
     for dtype, out in pairs:
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
@@ -145,7 +146,7 @@ def _row_loss_cases(target: str) -> Iterator[Case]:
                 one_read = out == "bf16" and not flags["HAS_DENTROPY"]
                 given = {**types, "factor_ptr": "*fp32"} if one_read else types
                 case = _row_case(kernel, config, given, flags)
-                case.constants["LANES"] = config.lanes(DTYPES[dtype])
+                case.constants.update(config.blocks(DTYPES[dtype], True))
                 case.constants["FUNCTION"] = _loss(flags["HAS_DENTROPY"])
                 yield case
 
@@ -240,7 +241,7 @@ def _extract_cases(target: str) -> Iterator[Case]:
         variants = _variants("HAS_SOFTCAP", "ROW_TEMPERATURE", thorough=False)
         for flags in variants if aligned else variants[1:]:
             case = _row_case(extract._extract_kernel, config, types, flags)
-            case.constants.update(extract.blocks(config, dtype, aligned))
+            case.constants.update(config.blocks(dtype, aligned))
             yield dataclasses.replace(case, aligned=aligned)
 
 

@@ -13,6 +13,7 @@ from grpo_kernels.backends.configs.rows import (
     gpu_chunk_rows,
     has_bf16,
     row_config,
+    rows_are_aligned,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "origin",
     "row_config",
     "row_stride",
+    "rows_are_aligned",
 ]

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from grpo_kernels.backends.configs.tuned import CHUNK_ROWS, ROW_CONFIGS
 
@@ -35,13 +36,17 @@ class RowConfig:
         ``z - peak`` is exactly 0 at the peak, and the interpreter's numbers are the GPU's."""
         return {"num_warps": self.num_warps, "enable_fp_fusion": False}
 
-    def lanes(self, dtype: torch.dtype) -> int:
-        """Return how many columns the threads load at once, 16 bytes each."""
-        return self.num_warps * self.warp * (16 // dtype.itemsize)
-
     def columns(self, dtype: torch.dtype) -> int:
         """Return the number of columns of a tile."""
-        return self.lanes(dtype) * self.depth
+        return self.num_warps * self.warp * self.depth * (16 // dtype.itemsize)
+
+    def blocks(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
+        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes."""
+        return {
+            "BLOCK_V": self.columns(dtype),
+            "THREADS": self.num_warps * self.warp,
+            "VECTOR": 16 // dtype.itemsize if aligned else 1,
+        }
 
     def on(self, device: str) -> RowConfig:
         """Return the same on a class of devices: a warp of AMD's CDNA has 64 threads."""
@@ -58,6 +63,11 @@ def row_config(kernel: str, dtype: torch.dtype, columns: int, device: torch.devi
     key = (device_class(device), kernel, bits(dtype), vocabulary_class(columns))
     tuned = ROW_CONFIGS.get(key)
     return (DEFAULT_ROW_CONFIG if tuned is None else RowConfig(*tuned)).on(key[0])
+
+
+def rows_are_aligned(logits: Tensor) -> bool:
+    """Return whether all rows begin where 16 bytes can be loaded at once, as Triton sees it."""
+    return logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
 
 
 def gpu_chunk_rows(dtype: torch.dtype, columns: int, device: torch.device) -> int:

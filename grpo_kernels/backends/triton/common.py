@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from grpo_kernels.backends.base import EXTRAS, RowStats, Tile, dtype_of
 from grpo_kernels.backends.configs import LinearConfig, RowConfig, origin
-from grpo_kernels.backends.triton.math import LN2, tanh
+from grpo_kernels.backends.triton.math import LN2, LOG2_E, tanh
 from grpo_kernels.head import Transform
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
@@ -23,7 +23,7 @@ _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
 PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *EXTRAS)]
 
 # exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
-_LOG2_UNDERFLOW = tl.constexpr(-150.0)
+LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +31,7 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @triton.jit
 def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
     """Return the factor on a row's (softcapped) logits: ``outer``, over its temperature if any."""
+    outer = tl.cast(outer, tl.float32)  # the interpreter's is Python's
     if ROW_TEMPERATURE:
         outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
     return outer
@@ -53,12 +54,6 @@ def softcap_slope(x, inner):
 
 
 @triton.jit
-def scores(x, inner, factor, HAS_SOFTCAP: tl.constexpr):
-    """Return the scores z of raw logits ``x``, of any shape."""
-    return bounded(x, inner, HAS_SOFTCAP) * factor
-
-
-@triton.jit
 def rebased(peak, total, moment, squares, base, f2):
     """Take online-softmax sums from ``peak`` to ``base``, which is not smaller; any shape.
 
@@ -73,6 +68,42 @@ def rebased(peak, total, moment, squares, base, f2):
 
 # The online-softmax update (Milakov and Gimelshein, arXiv:1805.02867) of every kernel: ``raised``
 # makes room for what comes, ``folded`` adds a tile of scores, and partial sums are ``rebased``.
+# A tile is (rows, columns), with sums of its rows, or of one row (depth, threads, vector), with
+# sums of its threads: those of a whole tile stay within a thread.
+
+
+@triton.jit
+def tile_offsets(BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the columns of a tile of one row."""
+    depth = tl.arange(0, BLOCK_V // (THREADS * VECTOR))[:, None, None]
+    lane = (depth * THREADS + tl.arange(0, THREADS)[None, :, None]) * VECTOR
+    return lane + tl.arange(0, VECTOR)[None, None, :]
+
+
+@triton.jit
+def spread(x, tile):
+    """Return the values of a tile's rows, or threads, in a shape that goes with the tile."""
+    if len(tile.shape) == 2:
+        x = tl.expand_dims(x, 1)
+    else:
+        x = tl.expand_dims(tl.expand_dims(x, 0), 2)
+    return x
+
+
+@triton.jit
+def sum_of(tile):
+    """Add up a tile for each of its rows, or threads."""
+    if len(tile.shape) == 3:
+        tile = tl.sum(tile, axis=0)
+    return tl.sum(tile, axis=1)
+
+
+@triton.jit
+def max_of(tile):
+    """Return the largest value of a tile for each of its rows, or threads."""
+    if len(tile.shape) == 3:
+        tile = tl.max(tile, axis=0)
+    return tl.max(tile, axis=1)
 
 
 @triton.jit
@@ -88,25 +119,49 @@ def raised(peak, total, moment, squares, other_peak, f2):
 
 
 @triton.jit
-def folded(y, base, total, moment, squares, f2, AXIS: tl.constexpr, EXTRAS: tl.constexpr):
-    """Add a tile of scores to sums relative to ``base``, along ``AXIS``; ``squares`` with
-    ``EXTRAS`` only. Return the sums and the tile's e, too."""
-    t = (y - tl.expand_dims(base, AXIS)) * tl.expand_dims(f2, AXIS)
+def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
+    """Add a tile of scores to sums relative to ``base``; ``squares`` with ``EXTRAS`` only.
+    Return the sums and the tile's e, too."""
+    t = (y - spread(base, y)) * spread(f2, y)
     e = tl.exp2(t)
-    moment += tl.sum(e * tl.maximum(t, _LOG2_UNDERFLOW), axis=AXIS)
-    total += tl.sum(e, axis=AXIS)
+    moment += sum_of(e * tl.maximum(t, LOG2_UNDERFLOW))
+    total += sum_of(e)
     if EXTRAS:
-        squares += tl.sum(e * e, axis=AXIS)
+        squares += sum_of(e * e)
     return total, moment, squares, e
 
 
 @triton.jit
-def softmax_results(d_target, peak, total, moment):
-    """Return logp, entropy and fp64 lse from sums of :func:`rebased` and the peak of scores z."""
-    log_total = tl.log(total)
+def softmax_results(y_target, peak, factor, total, moment):
+    """Return logp, entropy and fp64 lse from sums of :func:`rebased` and the peak of scores y.
+
+    ``total`` is fp64: beside a target that is nearly certain it is little more than 1.
+    """
+    rounded = total.to(tl.float32)
+    rest = (total - rounded.to(tl.float64)).to(tl.float32)
+    log_total = tl.log(rounded) + rest / rounded
     moment = moment * LN2
-    lse = peak.to(tl.float64) + log_total.to(tl.float64)
-    return d_target - log_total, log_total - moment / total, lse
+    lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
+    return (y_target - peak) * factor - log_total, log_total - moment / rounded, lse
+
+
+@triton.jit
+def unit_of(score, factor):
+    """Return ``anchor``, ``f2`` and ``rest`` for :func:`log2_units` of a fp64 score, such as lse.
+
+    ``f2 (y - anchor) - rest``: a fp32 anchor near the unit, whose difference is exact where it
+    counts, and then what it leaves. So a large offset of the logits costs no digits.
+    """
+    wide = factor.to(tl.float64)
+    anchor = tl.where(wide == 0.0, 0.0, score / wide).to(tl.float32)
+    rest = (score - anchor.to(tl.float64) * wide) * LOG2_E
+    return anchor, factor * LOG2_E, rest.to(tl.float32)
+
+
+@triton.jit
+def log2_units(y, anchor, f2, rest):
+    """Return how many powers of two bounded logits ``y`` lie above the unit of their row."""
+    return tl.fma(y - anchor, f2, -rest)
 
 
 @triton.jit
@@ -124,6 +179,7 @@ def store_extras(
     min_logit_ptr,
 ):
     """Store the optional statistics. A NaN among the logits shows in all of them."""
+    total = total.to(tl.float32)
     collision = squares / (total * total)
     tl.store(sum_sq_probs_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
     tl.store(is_top1_ptr + at, is_top1, mask=mask)

@@ -10,14 +10,17 @@ from torch import Tensor
 from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
 from grpo_kernels.backends.configs import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
+    LOG2_UNDERFLOW,
     PER_ROW,
+    bounded,
     check_tile,
     launching,
+    log2_units,
     row_factor,
-    scores,
-    softcap_slope,
     transform_arguments,
+    unit_of,
 )
+from grpo_kernels.backends.triton.math import LN2, expm1
 
 
 @triton.jit
@@ -26,6 +29,7 @@ def write_gradient(
     out_ptr,
     num_columns,
     target,  # outside of [0, num_columns): in no column of this tile
+    logp,
     entropy,
     lse,  # fp64
     dlogp,
@@ -36,38 +40,87 @@ def write_gradient(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the gradient of a row's raw logits over them."""
+    """Write the gradient of a row's raw logits over them.
+
+    Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
+    """
+    anchor, f2, rest = unit_of(lse, factor)
+    slope = factor
+    if HAS_SOFTCAP:
+        slope = factor * inner
+    constant = -(dlogp + dentropy * entropy) * slope
+    of_log = -dentropy * slope * LN2
+    whole = num_columns // BLOCK_V * BLOCK_V
     active = dlogp != 0.0
     if HAS_DENTROPY:
         active = active | (dentropy != 0.0)
-    # a row without weight is not even read, so what it holds cannot leak into its zeros
-    num_active = tl.where(active, num_columns, 0)
-
-    # log p_j = z_j - lse. A fp32 anchor near lse first, whose difference is exact where it counts,
-    # then what it leaves of lse: logits that carry a large offset cost no digits.
-    anchor = lse.to(tl.float32)
-    rest = (lse - anchor.to(tl.float64)).to(tl.float32)
-
-    offs_v = tl.arange(0, BLOCK_V)
-    for start in range(0, num_columns, BLOCK_V):
-        columns = start + offs_v
-        mask_active = columns < num_active
-        x = tl.load(logits_ptr + columns, mask=mask_active, other=0.0)
-        # The stores below hit bytes that this or an earlier iteration loads, and not always in the
-        # warp that loaded them. No warp stores before all have loaded. A later
-        # iteration's loads lie behind this iteration's stores: an output is never wider.
-        tl.debug_barrier()
-        logq = (scores(x, inner, factor, HAS_SOFTCAP) - anchor) - rest
-        p = tl.exp(logq)
-        dz = dlogp * (tl.where(columns == target, 1.0, 0.0) - p)
+    if active:
+        inside = (target >= 0) & (target < num_columns)
+        x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
+        y = bounded(x_target, inner, HAS_SOFTCAP)
+        at_target = -dlogp * expm1(logp) * slope
         if HAS_DENTROPY:
-            # p = 0 has log p = -inf, and p log p = 0
-            dz -= dentropy * p * tl.where(p == 0.0, 0.0, logq + entropy)
-        slope = factor
+            log2_p = log2_units(y, anchor, f2, rest)
+            more = of_log * tl.maximum(log2_p, LOG2_UNDERFLOW) - dentropy * entropy * slope
+            at_target += tl.exp2(log2_p) * more
         if HAS_SOFTCAP:
-            slope = factor * inner * softcap_slope(x, inner)
-        dx = tl.where(mask_active, dz * slope, 0.0)
-        tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
+            at_target = at_target * (1.0 - y * y)
+        for start in range(0, whole, BLOCK_V):
+            _write_tile(
+                logits_ptr, out_ptr, start, None, anchor, f2, rest, constant, of_log, inner,
+                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
+        if whole < num_columns:
+            _write_tile(
+                logits_ptr, out_ptr, whole, num_columns, anchor, f2, rest, constant, of_log, inner,
+                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
+        tl.debug_barrier()  # the target's place was written by another thread
+        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
+    else:  # what a row without weight holds cannot leak into its zeros
+        zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
+        for start in range(0, num_columns, BLOCK_V):
+            columns = start + tl.arange(0, BLOCK_V)
+            tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
+
+
+@triton.jit
+def _write_tile(
+    logits_ptr,
+    out_ptr,
+    start,
+    end,  # of the row, if it lies in this tile; else None
+    anchor,
+    f2,
+    rest,
+    constant,
+    of_log,
+    inner,
+    HAS_DENTROPY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write ``p (constant + of_log log2 p)``, times the slope of the softcap."""
+    columns = start + tl.arange(0, BLOCK_V)
+    if end is None:
+        mask = None
+        x = tl.load(logits_ptr + columns)
+    else:
+        mask = columns < end
+        x = tl.load(logits_ptr + columns, mask=mask, other=0.0)
+    # The stores below hit bytes that this or an earlier iteration loads, and not always in the
+    # warp that loaded them. No warp stores before all have loaded. A later
+    # iteration's loads lie behind this iteration's stores: an output is never wider.
+    tl.debug_barrier()
+    y = bounded(x, inner, HAS_SOFTCAP)
+    log2_p = log2_units(y, anchor, f2, rest)
+    dx = constant
+    if HAS_DENTROPY:  # p = 0 has log p = -inf, and p log p = 0
+        dx = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
+    dx = tl.exp2(log2_p) * dx
+    if HAS_SOFTCAP:
+        dx = dx * (1.0 - y * y)
+    tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
@@ -76,6 +129,7 @@ def _dlogits_kernel(
     out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
+    logp_ptr,  # (C,) fp32
     entropy_ptr,  # (C,) fp32, or None
     lse_ptr,  # (C,) fp64
     dlogp_ptr,  # (C,) fp32
@@ -102,6 +156,7 @@ def _dlogits_kernel(
         out_ptr + row * stride_out_row,
         num_columns,
         target.to(tl.int32),
+        tl.load(logp_ptr + row),
         entropy,
         tl.load(lse_ptr + row),
         tl.load(dlogp_ptr + row),
@@ -148,6 +203,7 @@ def dlogits_(
                 logits_ptr=logits,
                 out_ptr=out,
                 target_ptr=target.contiguous(),
+                logp_ptr=stats.logp.contiguous(),
                 entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
                 lse_ptr=stats.lse.contiguous(),
                 dlogp_ptr=dlogp.contiguous(),

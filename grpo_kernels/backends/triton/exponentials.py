@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton.common import softcap_slope
+from grpo_kernels.backends.triton.common import softcap_slope, spread
 from grpo_kernels.backends.triton.math import expm1
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
@@ -34,9 +34,9 @@ def first_anchor(y_target):
 def raised_anchor(
     out_ptr,
     anchor,
-    tile_peak,  # (LANES,)
+    tile_peak,  # (threads,)
     factor,
-    offs_v,  # (depth, LANES)
+    offs_v,  # (depth, threads, vector)
     start,
     BLOCK_V: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -48,7 +48,7 @@ def raised_anchor(
         tl.debug_barrier()  # other threads may have written what this one reads
         for earlier in range(0, start, BLOCK_V):
             # as many at once as it loads logits: more would spread the lanes over the warps
-            at = out_ptr + tl.max_contiguous(earlier + offs_v, (1, VECTOR))
+            at = out_ptr + tl.max_contiguous(earlier + offs_v, (1, 1, VECTOR))
             tl.store(at, (tl.load(at).to(tl.float32) * shrink).to(out_ptr.dtype.element_ty))
         anchor = top
     return anchor
@@ -59,9 +59,9 @@ def store_exponentials(
     out_ptr,
     columns,
     mask_v,
-    x,  # raw logits (depth, LANES)
+    x,  # raw logits (depth, threads, vector)
     e,  # exp(z - base)
-    peak,  # (LANES,) -inf in lanes that have seen nothing
+    peak,  # (threads,) -inf in those that have seen nothing
     base,
     anchor,
     f2,
@@ -70,7 +70,7 @@ def store_exponentials(
 ):
     """Store a tile of ``E``, times the slope of the softcap, over the logits."""
     lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
-    e = e * lift[None, :]
+    e = e * spread(lift, e)
     if HAS_SOFTCAP:
         e = e * softcap_slope(x, inner)
     tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)

@@ -12,16 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Tile
-from grpo_kernels.backends.configs import RowConfig, device_class
+from grpo_kernels.backends.configs import RowConfig, device_class, rows_are_aligned
 from grpo_kernels.backends.entries import GOLDEN, STEPS, WHOLE, Entries
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
+    bounded,
     check_tile,
+    log2_units,
     on_device,
     row_factor,
-    scores,
     softcap_slope,
+    sum_of,
+    tile_offsets,
     transform_arguments,
+    unit_of,
 )
 from grpo_kernels.backends.triton.math import LN2, expm1
 
@@ -42,28 +46,20 @@ _POINTERS = [*PER_ROW, "keys_ptr", "allowed_ptr", *_RESULTS]
 
 
 @triton.jit
-def _offsets(BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the columns of a block, (depth, threads, vector): a thread has one of each sum."""
-    depth = tl.arange(0, BLOCK_V // (THREADS * VECTOR))[:, None, None]
-    lane = (depth * THREADS + tl.arange(0, THREADS)[None, :, None]) * VECTOR
-    return lane + tl.arange(0, VECTOR)[None, None, :]
-
-
-@triton.jit
 def _sizes(
-    logits_ptr, columns, num_active, target, anchor, rest, inner, factor,
+    logits_ptr, columns, num_active, target, anchor, f2, rest, inner,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return the probabilities of all but the target, and their shares in the gradient; in units.
 
-    ``anchor + rest`` is the score of one unit.
+    ``anchor``, ``f2`` and ``rest`` are of :func:`unit_of`.
     """
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
     others = columns != target
     if HAS_SOFTCAP:  # which turns -inf into a finite value
         others = others & inside
-    p = tl.exp((scores(x, inner, factor, HAS_SOFTCAP) - anchor) - rest)
+    p = tl.exp2(log2_units(bounded(x, inner, HAS_SOFTCAP), anchor, f2, rest))
     p = tl.where(others, p, 0.0)
     size = p
     if HAS_SOFTCAP:
@@ -72,15 +68,9 @@ def _sizes(
 
 
 @triton.jit
-def _summed(x):
-    """Sum a block of :func:`_offsets` within each thread."""
-    return tl.sum(tl.sum(x, axis=0), axis=1)
-
-
-@triton.jit
 def _errors(size, squares, cut):
     """Sum ``size (cut - size)`` over the sizes below the cut: the expected squared error."""
-    return tl.sum(tl.sum(tl.maximum(tl.fma(size, cut, -squares), 0.0), axis=0), axis=1)
+    return sum_of(tl.maximum(tl.fma(size, cut, -squares), 0.0))
 
 
 @triton.jit
@@ -89,9 +79,9 @@ def _row_errors(
     num_active,
     target,
     anchor,
+    f2,
     rest,
     inner,
-    factor,
     cut,
     ratio,  # of the cuts: cut, cut * ratio, ...
     HAS_SOFTCAP: tl.constexpr,
@@ -100,7 +90,7 @@ def _row_errors(
     VECTOR: tl.constexpr,
 ):
     """Return sums of the probabilities, the sizes and their squares, and the errors of six cuts."""
-    offs_v = _offsets(BLOCK_V, THREADS, VECTOR)
+    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
     cut1 = cut * ratio
     cut2 = cut1 * ratio
     cut3 = cut2 * ratio
@@ -112,12 +102,12 @@ def _row_errors(
     for start in range(0, num_active, BLOCK_V):
         columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
         p, size = _sizes(
-            logits_ptr, columns, num_active, target, anchor, rest, inner, factor, HAS_SOFTCAP
+            logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
         )
         square = size * size
-        mass += _summed(p)
-        total += _summed(size)
-        squares += _summed(square)
+        mass += sum_of(p)
+        total += sum_of(size)
+        squares += sum_of(square)
         error0 += _errors(size, square, cut)
         error1 += _errors(size, square, cut1)
         error2 += _errors(size, square, cut2)
@@ -141,7 +131,7 @@ def _within(sums, allowed):
 
 @triton.jit
 def _cut(
-    logits_ptr, num_active, target, anchor, rest, inner, factor, allowed,
+    logits_ptr, num_active, target, anchor, f2, rest, inner, allowed,
     HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return the row's cut, and its sums of probabilities and of squares, in units.
@@ -150,7 +140,7 @@ def _cut(
     """
     COARSE: tl.constexpr = 2.0**_OCTAVES
     sums = _row_errors(
-        logits_ptr, num_active, target, anchor, rest, inner, factor, COARSE, COARSE,
+        logits_ptr, num_active, target, anchor, f2, rest, inner, COARSE, COARSE,
         HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     mass, squares = sums[0], sums[2]
@@ -167,7 +157,7 @@ def _cut(
     while step < last:
         cut = least * tl.exp2(0.5 * (step + 1))
         finer = _row_errors(
-            logits_ptr, num_active, target, anchor, rest, inner, factor, cut, _SQRT2,
+            logits_ptr, num_active, target, anchor, f2, rest, inner, cut, _SQRT2,
             HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
         )  # fmt: skip
         more = _within(finer, allowed)
@@ -186,7 +176,7 @@ def _hash(x):
 
 @triton.jit
 def _write_entries(
-    logits_ptr, num_active, target, anchor, rest, inner, factor, cut,
+    logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
     key,  # int32
     ids_ptr,  # of one row, as the next
     values_ptr,
@@ -199,7 +189,7 @@ def _write_entries(
     Return how many there are, how many are expected at most, and the squares and the magnitudes of
     the errors, in units.
     """
-    offs_v = _offsets(BLOCK_V, THREADS, VECTOR)
+    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
     in_order = tl.arange(0, BLOCK_V)
     zero = tl.zeros((THREADS,), tl.float32)
     drawn, squares, magnitudes = zero, zero, zero
@@ -210,24 +200,24 @@ def _write_entries(
     for start in range(0, num_active, BLOCK_V):
         columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
         _, size = _sizes(
-            logits_ptr, columns, num_active, target, anchor, rest, inner, factor, HAS_SOFTCAP
+            logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
         )
         hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
         large = size > cut
         kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
         value = tl.where(kept, tl.maximum(size, cut), 0.0)
         error = value - size
-        drawn += _summed(tl.where(large, 0.0, size))
-        squares += _summed(error * error)
-        magnitudes += _summed(tl.abs(error))
-        found = tl.sum(_summed(kept.to(tl.int32)), axis=0)
+        drawn += sum_of(tl.where(large, 0.0, size))
+        squares += sum_of(error * error)
+        magnitudes += sum_of(tl.abs(error))
+        found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
         if found > 0:
             flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
             slot = count + tl.cumsum(flags, axis=0)
             fits = (flags != 0) & (slot < slots)
             tl.store(ids_ptr + slot, start + in_order, mask=fits)
             tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * unit, mask=fits)
-            large_count += tl.sum(_summed(large.to(tl.int32)), axis=0)
+            large_count += tl.sum(sum_of(large.to(tl.int32)), axis=0)
             count += found
     drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
     expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
@@ -282,18 +272,17 @@ def _extract_kernel(
     unit = tl.exp2(log2_unit) * slope
     allowed = allowed * tl.exp2(-log2_unit)
     at_unit = lse + log2_unit.to(tl.float64) * LN2
-    anchor = at_unit.to(tl.float32)
-    rest = (at_unit - anchor.to(tl.float64)).to(tl.float32)
+    anchor, f2, rest = unit_of(at_unit, factor)
 
     cut, at_target, squares = _cut(
-        logits_ptr, num_active, target, anchor, rest, inner, factor, allowed * allowed,
+        logits_ptr, num_active, target, anchor, f2, rest, inner, allowed * allowed,
         HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     if HAS_SOFTCAP:
         at = tl.load(logits_ptr + target, mask=finite, other=0.0)
         at_target = at_target * softcap_slope(at.to(tl.float32), inner)
     count, expected, errors, magnitudes = _write_entries(
-        logits_ptr, num_active, target, anchor, rest, inner, factor, cut,
+        logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
         tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
         HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
@@ -316,16 +305,6 @@ def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
     return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
 
 
-def blocks(config: RowConfig, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
-    """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes."""
-    vector = 16 // dtype.itemsize
-    return {
-        "BLOCK_V": config.columns(dtype),
-        "THREADS": config.lanes(dtype) // vector,
-        "VECTOR": vector if aligned else 1,
-    }
-
-
 def extract(
     tile: Tile,  # fp32, bf16 or fp16, with all targets
     stats: RowStats,
@@ -342,8 +321,7 @@ def extract(
     used = torch.empty(rows, dtype=torch.int32, device=device)
     error, error_l1, norm = (torch.empty(rows, device=device) for _ in range(3))
     if rows:
-        # what Triton compiles a variant for
-        aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+        aligned = rows_are_aligned(logits)
         config = config_for(logits.dtype, device_class(device), aligned)
         with on_device(logits):
             _extract_kernel[(rows,)](
@@ -362,7 +340,7 @@ def extract(
                 stride_row=logits.stride(0),
                 num_columns=columns,
                 slots=slots,
-                **blocks(config, logits.dtype, aligned),
+                **config.blocks(logits.dtype, aligned),
                 **config.options,
                 **transform_arguments(transform, logits),
             )

@@ -128,7 +128,7 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
         least = tl.minimum(least, tl.min(tl.where(mask_v[None, :], y, float("inf")), axis=1))
         at_peak = tl.where(y == its_peak[:, None], columns[None, :], _NO_COLUMN)
         best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
-    total, moment, squares, _ = folded(y, base, total, moment, squares, f2, 1, EXTRAS)
+    total, moment, squares, _ = folded(y, base, total, moment, squares, f2, EXTRAS)
     return new_peak, total, moment, squares, least, best
 
 

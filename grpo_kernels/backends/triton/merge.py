@@ -56,8 +56,8 @@ def _merge_splits_kernel(
     mask = rows < num_rows
     factor = row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1), ROW_TEMPERATURE)
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    moment = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float64)
+    moment = tl.zeros((BLOCK,), tl.float64)
     squares = tl.zeros((BLOCK,), tl.float32)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     best = tl.zeros((BLOCK,), tl.int32)
@@ -79,8 +79,8 @@ def _merge_splits_kernel(
         peak = new_peak
         at += num_rows
 
-    d_target = (tl.load(y_target_ptr + rows, mask=mask, other=0.0) - peak) * factor
-    logp, entropy, lse = softmax_results(d_target, peak * factor, total, moment)
+    y_target = tl.load(y_target_ptr + rows, mask=mask, other=0.0)
+    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment.to(tl.float32))
     tl.store(logp_ptr + rows, logp, mask=mask)
     tl.store(entropy_ptr + rows, entropy, mask=mask)
     tl.store(lse_ptr + rows, lse, mask=mask)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Tile, TileGradient
-from grpo_kernels.backends.configs import RowConfig, row_config
+from grpo_kernels.backends.configs import RowConfig, row_config, rows_are_aligned
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     check_tile,
@@ -44,7 +44,12 @@ def _value(value_ptr, row):
     return value
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, *_VALUES, "each_ptr", "factor_ptr"])
+@triton.jit(
+    # rows of the gradient may be aligned where those of the logits are not: the statistics would
+    # be added up in another order than without a loss
+    do_not_specialize=["stride_out_row"],
+    do_not_specialize_on_alignment=[*PER_ROW, *_VALUES, "each_ptr", "factor_ptr"],
+)
 def _row_loss_kernel(
     logits_ptr,  # (C, V)
     out_ptr,  # (C, V), the same storage, of the same or half the width
@@ -72,10 +77,13 @@ def _row_loss_kernel(
     HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
+    if VECTOR > 1:
+        stride_out_row = tl.multiple_of(stride_out_row, 16)
     out_ptr += row * stride_out_row
     exponentials_ptr = out_ptr
     if factor_ptr is None:
@@ -85,7 +93,7 @@ def _row_loss_kernel(
     x_target = tl.load(logits_ptr + target)
     logp, entropy, lse, _, sums = write_statistics(
         logits_ptr, exponentials_ptr, row, target, factor, logp_ptr, entropy_ptr, lse_ptr,
-        num_columns, inner, HAS_SOFTCAP, False, BLOCK_V, LANES,
+        num_columns, inner, HAS_SOFTCAP, False, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
 
     single = tl.zeros((1,), tl.float32)
@@ -101,7 +109,9 @@ def _row_loss_kernel(
         dentropy = tl.sum(results[2], axis=0)
     dlogp = tl.sum(results[1], axis=0)
     if factor_ptr is not None:
-        log_anchor = (sums[6] - sums[0]) * factor - tl.log(sums[1])  # its score less lse
+        log_anchor = (sums[6] - sums[0]) * factor - tl.log(
+            sums[1].to(tl.float32)
+        )  # its score less lse
         of_row = finish_exponentials(
             out_ptr, x_target, target, num_columns, logp, log_anchor, dlogp, inner, factor,
             HAS_SOFTCAP, BLOCK_V,
@@ -109,7 +119,7 @@ def _row_loss_kernel(
         tl.store(factor_ptr + row, of_row)
     else:
         write_gradient(
-            logits_ptr, out_ptr, num_columns, target, entropy, lse, dlogp, dentropy,
+            logits_ptr, out_ptr, num_columns, target, logp, entropy, lse, dlogp, dentropy,
             inner, factor, HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
         )  # fmt: skip
 
@@ -158,8 +168,7 @@ def row_loss_(
                 num_columns=columns,
                 FUNCTION=function.device_function,
                 HAS_DENTROPY=function.has_dentropy,
-                BLOCK_V=config.columns(logits.dtype),
-                LANES=config.lanes(logits.dtype),
+                **config.blocks(logits.dtype, rows_are_aligned(logits)),
                 **config.options,
                 **transform_arguments(transform, logits),
             )

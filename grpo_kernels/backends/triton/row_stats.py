@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from grpo_kernels.backends.base import RowStats, Tile
-from grpo_kernels.backends.configs import RowConfig, row_config
+from grpo_kernels.backends.configs import RowConfig, row_config, rows_are_aligned
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
@@ -14,12 +14,14 @@ from grpo_kernels.backends.triton.common import (
     empty_stats,
     folded,
     launching,
+    max_of,
     pointers,
     raised,
     rebased,
     row_factor,
     softmax_results,
     store_extras,
+    tile_offsets,
     transform_arguments,
 )
 from grpo_kernels.backends.triton.exponentials import (
@@ -28,6 +30,55 @@ from grpo_kernels.backends.triton.exponentials import (
     store_exponentials,
 )
 from grpo_kernels.backends.triton.math import LOG2_E
+
+
+@triton.jit
+def _with_tile(
+    sums,
+    logits_ptr,
+    out_ptr,
+    offs_v,
+    start,
+    end,  # of the row, if it lies in this tile; else None
+    target,
+    y_target,
+    inner,
+    factor,
+    f2,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Add a tile to the sums of :func:`row_sums`."""
+    peak, total, moment, squares, least, rivals, anchor = sums
+    columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+    if end is None:
+        mask_v = None
+        x = tl.load(logits_ptr + columns)
+    else:
+        mask_v = columns < end
+        x = tl.load(logits_ptr + columns, mask=mask_v, other=float("-inf"))
+    y = bounded(x, inner, HAS_SOFTCAP)
+    above = y
+    if end is not None:
+        if HAS_SOFTCAP:  # which turns -inf into a finite value
+            y = tl.where(mask_v, y, float("-inf"))
+        above = tl.where(mask_v, y, float("inf"))
+    tile_peak = max_of(y)
+    peak, base, total, moment, squares = raised(peak, total, moment, squares, tile_peak, f2)
+    total, moment, squares, e = folded(y, base, total, moment, squares, f2, EXTRAS)
+    if out_ptr is not None:
+        anchor = raised_anchor(out_ptr, anchor, tile_peak, factor, offs_v, start, BLOCK_V, VECTOR)
+        tl.debug_barrier()  # as in write_gradient: no warp stores before all have loaded
+        store_exponentials(
+            out_ptr, columns, mask_v, x, e, peak, base, anchor, f2, inner, HAS_SOFTCAP
+        )
+    if EXTRAS:
+        least = tl.minimum(least, -max_of(-above))
+        # of tiles before the target's; a greater one is no less of a rival
+        rivals |= ((tile_peak >= y_target) & (start + BLOCK_V <= target)).to(tl.int32)
+    return peak, total, moment, squares, least, rivals, anchor
 
 
 @triton.jit
@@ -42,7 +93,8 @@ def row_sums(
     HAS_SOFTCAP: tl.constexpr,
     EXTRAS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Return the row's peak, its sums relative to it, whether an earlier column equals the
     target's, and the least; these two and the squares only with ``EXTRAS``. Last comes the anchor
@@ -51,51 +103,42 @@ def row_sums(
     All are bounded logits y, whose scores are ``factor * y``: to take the peak off before anything
     is scaled costs no digits where logits carry a large offset.
 
-    A thread holds whole columns of a tile (depth, lanes), and each lane has sums of its own: so
-    nothing crosses threads until the row's end.
+    A tile is (depth, threads, vector), and each thread has sums of its own: so nothing crosses
+    threads until the row's end. Only the last tile may have an end in it.
     """
-    VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    depth = tl.arange(0, BLOCK_V // LANES)
-    offs_v = depth[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    peak = tl.full((LANES,), float("-inf"), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    moment = tl.zeros((LANES,), tl.float32)
-    squares = tl.zeros((LANES,), tl.float32)
-    f2 = tl.zeros((LANES,), tl.float32) + factor * LOG2_E
-    least = tl.full((LANES,), float("inf"), tl.float32)
-    rivals = tl.zeros((LANES,), tl.int32)
-    anchor = first_anchor(y_target)
-    for start in range(0, num_columns, BLOCK_V):
-        columns = tl.max_contiguous(start + offs_v, (1, VECTOR))
-        mask_v = columns < num_columns
-        x = tl.load(logits_ptr + columns, mask=mask_v, other=float("-inf"))
-        y = bounded(x, inner, HAS_SOFTCAP)
-        if HAS_SOFTCAP:  # which turns -inf into a finite value
-            y = tl.where(mask_v, y, float("-inf"))
-        tile_peak = tl.max(y, axis=0)
-        peak, base, total, moment, squares = raised(peak, total, moment, squares, tile_peak, f2)
-        total, moment, squares, e = folded(y, base, total, moment, squares, f2, 0, EXTRAS)
-        if out_ptr is not None:
-            anchor = raised_anchor(
-                out_ptr, anchor, tile_peak, factor, offs_v, start, BLOCK_V, VECTOR
-            )
-            tl.debug_barrier()  # as in write_gradient: no warp stores before all have loaded
-            store_exponentials(
-                out_ptr, columns, mask_v, x, e, peak, base, anchor, f2, inner, HAS_SOFTCAP
-            )
-        if EXTRAS:
-            least = tl.minimum(least, tl.min(tl.where(mask_v, y, float("inf")), axis=0))
-            equal = (y == y_target) & (columns < target)
-            rivals |= tl.max(equal.to(tl.int32), axis=0)
-
+    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    peak = tl.full((THREADS,), float("-inf"), tl.float32)
+    total = tl.zeros((THREADS,), tl.float32)
+    moment = tl.zeros((THREADS,), tl.float32)
+    squares = tl.zeros((THREADS,), tl.float32)
+    f2 = tl.zeros((THREADS,), tl.float32) + factor * LOG2_E
+    least = tl.full((THREADS,), float("inf"), tl.float32)
+    rivals = tl.zeros((THREADS,), tl.int32)
+    sums = peak, total, moment, squares, least, rivals, first_anchor(y_target)
+    whole = num_columns // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
+        sums = _with_tile(
+            sums, logits_ptr, out_ptr, offs_v, start, None, target, y_target, inner, factor, f2,
+            HAS_SOFTCAP, EXTRAS, BLOCK_V, VECTOR,
+        )  # fmt: skip
+    if whole < num_columns:
+        sums = _with_tile(
+            sums, logits_ptr, out_ptr, offs_v, whole, num_columns, target, y_target, inner, factor,
+            f2, HAS_SOFTCAP, EXTRAS, BLOCK_V, VECTOR,
+        )  # fmt: skip
+    peak, total, moment, squares, least, rivals, anchor = sums
+    if EXTRAS:  # once more the columns beside the target
+        columns = target // BLOCK_V * BLOCK_V + offs_v
+        x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
+        equal = (bounded(x, inner, HAS_SOFTCAP) == y_target) & (columns < target)
+        rivals |= max_of(equal.to(tl.int32))
     row_peak = tl.max(peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
     total, moment, squares = rebased(peak, total, moment, squares, row_peak, f2)
+    total = tl.sum(total.to(tl.float64), axis=0)
+    moment, squares = tl.sum(moment, axis=0), tl.sum(squares, axis=0)
     rival = tl.max(rivals, axis=0) != 0
-    return (
-        row_peak, tl.sum(total, axis=0), tl.sum(moment, axis=0), tl.sum(squares, axis=0),
-        rival, tl.min(least, axis=0), anchor,
-    )  # fmt: skip
+    return row_peak, total, moment, squares, rival, tl.min(least, axis=0), anchor
 
 
 @triton.jit
@@ -113,17 +156,17 @@ def write_statistics(
     HAS_SOFTCAP: tl.constexpr,
     EXTRAS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Store the statistics of every call; return them, the target's y and the row's sums."""
     y_target = bounded(tl.load(logits_ptr + target), inner, HAS_SOFTCAP)
     sums = row_sums(
         logits_ptr, out_ptr, num_columns, target, y_target, inner, factor,
-        HAS_SOFTCAP, EXTRAS, BLOCK_V, LANES,
+        HAS_SOFTCAP, EXTRAS, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     peak, total, moment = sums[0], sums[1], sums[2]
-    d_target = (y_target - peak) * factor
-    logp, entropy, lse = softmax_results(d_target, peak * factor, total, moment)
+    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment)
     tl.store(logp_ptr + row, logp)
     tl.store(entropy_ptr + row, entropy)
     tl.store(lse_ptr + row, lse)
@@ -150,7 +193,8 @@ def _row_stats_kernel(
     ROW_TEMPERATURE: tl.constexpr,
     EXTRAS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
@@ -158,7 +202,7 @@ def _row_stats_kernel(
     target = tl.load(target_ptr + row).to(tl.int32)
     _, _, _, y_target, sums = write_statistics(
         logits_ptr, None, row, target, factor, logp_ptr, entropy_ptr, lse_ptr, num_columns, inner,
-        HAS_SOFTCAP, EXTRAS, BLOCK_V, LANES,
+        HAS_SOFTCAP, EXTRAS, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     if EXTRAS:
         peak, total, _, squares, rival, least, _ = sums
@@ -189,8 +233,7 @@ def row_stats(
                 stride_row=logits.stride(0),
                 num_columns=columns,
                 EXTRAS=extras,
-                BLOCK_V=config.columns(logits.dtype),
-                LANES=config.lanes(logits.dtype),
+                **config.blocks(logits.dtype, rows_are_aligned(logits)),
                 **config.options,
                 **transform_arguments(transform, logits),
             )
