@@ -11,7 +11,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized check bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -48,6 +48,11 @@ test-torch: $(VENV)/.dev
 # says so
 test-sanitized: $(VENV)/.dev
 	tests/sanitized/run.sh build/sanitized $(BIN)/python
+
+# Triton's kernels as machine code of an AMD GPU, in the emulator of tinygrad's sources: of the
+# checkout that TINYGRAD names, else of one that is fetched; where that or clang is missing this says so
+test-emulated: $(VENV)/.dev
+	TINYGRAD="$(TINYGRAD)" tests/emulated/run.sh build/tinygrad $(BIN)/python
 
 # real DeepSpeed, in an environment of its own; where it cannot be installed this says so
 test-sharded: $(VENV)/.dev

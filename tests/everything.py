@@ -22,6 +22,7 @@ def parts(python: str) -> dict[str, list[str]]:
         "kernels and trainer": [mine, "-m", "pytest", "-n", "2"],
         "oldest Triton": ["tests/triton_compat.sh", ".venv-triton", mine],
         "sanitizers": ["tests/sanitized/run.sh", "build/sanitized", mine],
+        "emulated GPU": ["tests/emulated/run.sh", "build/tinygrad", mine],
         "DeepSpeed": ["tests/sharded/run.sh", ".venv-deepspeed", mine],
         **{host: ["tests/integrations/run.sh", ".venv-hosts", mine, host] for host in hosts},
         "vLLM": ["tests/vllm/run.sh", ".venv-vllm", python],
