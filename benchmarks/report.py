@@ -14,7 +14,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from benchmarks import text
+from benchmarks import executed, text
 from benchmarks.accuracy.providers import PROVIDERS
 from benchmarks.curves import NAME as CURVES
 from benchmarks.curves import save_curves

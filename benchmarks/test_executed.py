@@ -1,0 +1,43 @@
+"""What GPU kernels execute for a logit, counted in an emulator and in compiled code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks import executed
+from benchmarks.environment import ROOT
+
+# of 16-bit logits and gradients, against fp64
+_ERROR = {"fp32": 5e-3, "bf16": 1e-2}
+
+
+def _counted(*arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.executed", *arguments]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("TINYGRAD")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(run.stdout)
+
+
+def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:
+    """Count, and check every kernel's results first; with ``--results`` write the file."""
+    if "TINYGRAD" not in os.environ:
+        pytest.skip("TINYGRAD: expected a checkout as tests/emulated/run.sh takes it, got none")
+    lines = benchmark.pedantic(_counted, rounds=1)
+    for line in lines:
+        worst = max(line["errors"].values())
+        assert worst < _ERROR[line["dtype"]], line
+    compiled = [line for target in executed.TARGETS for line in _counted(target)]
+    folder = request.config.getoption("--results")
+    path = (folder / executed.PATH.name) if folder else ROOT / "build" / executed.PATH.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    executed.write(lines, compiled, path)
+    print(executed.table(path))
