@@ -14,7 +14,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from benchmarks import executed, text
+from benchmarks import executed as counted
+from benchmarks import text
 from benchmarks.accuracy.providers import PROVIDERS
 from benchmarks.curves import NAME as CURVES
 from benchmarks.curves import save_curves
@@ -58,6 +59,11 @@ def show(block: str, kind: str, devices: dict[str, Device] | None = None) -> str
     """Write a block, of the newest device of the kind "cpu" or "cuda"."""
     found = newest(kind, devices)
     return (BLOCKS[block][1](found) if found else "") or NOT_MEASURED
+
+
+def executed() -> str:
+    """Write what GPU kernels execute for a logit."""
+    return counted.table()
 
 
 def headline(
