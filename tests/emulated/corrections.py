@@ -36,6 +36,7 @@ def apply() -> None:
     emu._load_dpp16_src0 = functools.partial(_dpp_source, emu)
     for kind in (ins.VOP1_DPP16, ins.VOP2_DPP16):
         emu._INST_HANDLERS[kind] = functools.partial(_dpp_masked, emu, emu._compile_vop12)
+    emu._INST_HANDLERS[ins.VOP1] = functools.partial(_swapped, emu, emu._INST_HANDLERS[ins.VOP1])
     emu.get_pcode = functools.partial(_pcode, emu.get_pcode)
     _replace(
         emu,
@@ -132,6 +133,30 @@ def _buffer(emu: Any, inst: Any, ctx: Any) -> Any:
             value = (low & _c(0xFFFF)) | (upper << _c(16))
         stores.append(write(vdata + _c(i), lane, value, exec_mask))
     return UOp.sink(UOp.group(*stores).end(lane), *ctx.inc_pc())
+
+
+def _swapped(emu: Any, plain: Callable[..., Any], inst: Any, ctx: Any) -> Any:
+    """Exchange the odd rows of one register with the even ones of another, as gfx950 can."""
+    found = re.match(r"V_PERMLANE(16|32)_SWAP_B32", emu._op_name(inst))
+    if found is None:
+        return plain(inst, ctx)
+    row = int(found[1])
+    UOp, dtypes, _c = emu.UOp, emu.dtypes, emu._c
+    odd, even = ctx.inst_field(type(inst).vdst), ctx.inst_field(type(inst).src0) - _c(256)
+    read = UOp.placeholder((64,), dtypes.uint32, slot=0, addrspace=emu.AddrSpace.LOCAL)
+    stores = [
+        read.index(_c(lane, dtypes.int)).store(ctx.rvgpr_dyn(register, _c(lane, dtypes.int)))
+        for lane in range(64)
+        for register in (odd if lane & row else even,)
+    ]
+    held, at, mask = read.after(UOp.group(*stores)), ctx.range(32), ctx.rexec()
+    lane = at + (at & _c(-row, dtypes.int))
+    other = lane + _c(row, dtypes.int)
+    writes = (
+        ctx.wvgpr_dyn(odd, other, held.index(lane).load(), mask),
+        ctx.wvgpr_dyn(even, lane, held.index(other).load(), mask),
+    )
+    return UOp.sink(UOp.group(*writes).end(at), *ctx.inc_pc())
 
 
 def _source_lanes(control: int) -> list[int | None]:
