@@ -18,7 +18,7 @@ _ERROR = {"fp32": 5e-3, "bf16": 1e-2}
 
 
 def _counted(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.executed", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.emulated.work", *arguments]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("TINYGRAD")]))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(
