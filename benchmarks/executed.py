@@ -27,11 +27,11 @@ def table(path: Path = PATH) -> str:
         tuple(x[key] for key in ("provider", "with", "dtype", "kernel", "target")): x
         for x in found["compiled"]
     }
-    kinds = ("vector", "transcendental", "shared", "scalar", "wait")
+    kinds = ("matrix", "vector", "transcendental", "shared", "scalar", "wait")
     lines = [
         f"| kernel | logits | {' | '.join(kinds)} | loads and stores | bytes read | written | "
         f"{' | '.join(TARGETS)} | registers |",
-        "|---" * (9 + len(TARGETS) + 1) + "|",
+        "|---" * (10 + len(TARGETS) + 1) + "|",
     ]
     for x in sorted(found["executed"], key=lambda x: (x["with"], x["dtype"])):
         for work in x["work"]:

@@ -14,12 +14,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 ROWS, COLUMNS = 2, (16384, 49152)  # of the logits, at two sizes
+_DEPTH = 128  # of the products
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # kinds of instructions, by their names
 _KINDS = {
@@ -35,10 +36,10 @@ _KINDS = {
 Run = Callable[[int, torch.dtype], dict[str, Tensor]]
 
 
-def _logits(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _logits(columns: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(ROWS, columns, generator=generator)
-    return logits.to(dtype), torch.tensor([0, columns - 1])
+    logits = 3 * torch.randn(rows, columns, generator=generator)
+    return logits.to(dtype), torch.arange(rows) * (columns - 1) // (rows - 1)
 
 
 def _ours(entropy: bool = False, extras: bool = False) -> Run:
@@ -105,27 +106,48 @@ def _liger(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"logp": logp, "gradient": padded.grad[0, :ROWS]}
 
 
-# provider, what is wanted beside log-probabilities, and how it is computed
-CASES: list[tuple[str, str, Run]] = [
-    ("ours", "", _ours()),
-    ("TRL 1.16, of logits", "", _trl(False)),
-    ("TRL 1.16, chunked", "", _trl_chunked(False)),
-    ("Liger 0.8.5, GRPO loss", "", _liger),
-    ("ours", "entropy", _ours(entropy=True)),
-    ("TRL 1.16, of logits", "entropy", _trl(True)),
-    ("TRL 1.16, chunked", "entropy", _trl_chunked(True)),
-    ("ours", "all statistics", _ours(entropy=True, extras=True)),
-    (
+def _fused(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Products and statistics, without a tile of logits."""
+    from grpo_kernels.backends.triton import linear_stats
+    from grpo_kernels.head import Head, Transform
+
+    logits, target = _logits(columns, dtype, _DEPTH)
+    head = Head(logits.t().contiguous(), None, Transform())
+    stats = linear_stats(torch.eye(_DEPTH, dtype=dtype), head, target, "fp32", False)
+    return {"logp": stats.logp, "entropy": stats.entropy}
+
+
+class Case(NamedTuple):
+    """Kernels of one library."""
+
+    provider: str
+    more: str  # what is wanted beside log-probabilities
+    run: Run
+    rows: int = ROWS
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+
+
+CASES = [
+    Case("ours", "", _ours()),
+    Case("TRL 1.16, of logits", "", _trl(False)),
+    Case("TRL 1.16, chunked", "", _trl_chunked(False)),
+    Case("Liger 0.8.5, GRPO loss", "", _liger),
+    Case("ours", "entropy", _ours(entropy=True)),
+    Case("TRL 1.16, of logits", "entropy", _trl(True)),
+    Case("TRL 1.16, chunked", "entropy", _trl_chunked(True)),
+    Case("ours", "all statistics", _ours(entropy=True, extras=True)),
+    Case(
         "TRL 1.16, chunked",
         "all statistics",
         _trl_chunked(True, ("log_sum_sq_probs", "mean_logits", "is_top1")),
     ),
+    Case("ours", f"products of depth {_DEPTH}", _fused, _DEPTH, ("bf16",)),
 ]
 
 
-def exact(columns: int, dtype: torch.dtype, entropy: bool) -> dict[str, Tensor]:
+def exact(columns: int, dtype: torch.dtype, entropy: bool, rows: int) -> dict[str, Tensor]:
     """Return the same in fp64."""
-    logits, target = _logits(columns, dtype)
+    logits, target = _logits(columns, dtype, rows)
     logits = logits.double().requires_grad_()
     logps = logits.log_softmax(-1)
     logp, found = logps.gather(-1, target[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
@@ -139,16 +161,17 @@ def execute() -> list[dict[str, Any]]:
 
     device.install("gfx942")
     lines = []
-    for provider, more, run in CASES:
-        for name, dtype in DTYPES.items():
+    for provider, more, run, rows, dtypes in CASES:
+        for name in dtypes:
             launches, errors = [], {}
             for columns in COLUMNS:
                 device.LAUNCHES.clear()
-                found = run(columns, dtype)
+                found = run(columns, DTYPES[name])
                 launches.append(list(device.LAUNCHES))
-                want = exact(columns, dtype, bool(more))
+                want = exact(columns, DTYPES[name], "gradient" in found and bool(more), rows)
                 errors = {key: _error(value, want[key]) for key, value in found.items()}
-            work = [_per_logit(*pair) for pair in zip(*launches, strict=True)]
+            logits = rows * (COLUMNS[1] - COLUMNS[0])
+            work = [_per_logit(*pair, logits) for pair in zip(*launches, strict=True)]
             lines.append(
                 {"provider": provider, "with": more, "dtype": name, "errors": errors, "work": work}
             )
@@ -160,9 +183,8 @@ def _error(value: Tensor, want: Tensor) -> float:
     return float((value.double() - want).norm() / want.norm())
 
 
-def _per_logit(few: Any, many: Any) -> dict[str, Any]:
+def _per_logit(few: Any, many: Any, logits: int) -> dict[str, Any]:
     """Return the difference of two launches for each logit; of instructions, for a lane each."""
-    logits = ROWS * (COLUMNS[1] - COLUMNS[0])
     kinds: Counter[str] = Counter()
     for name, count in (many.work.instructions - few.work.instructions).items():
         kinds[next(kind for kind, found in _KINDS.items() if re.match(found, name))] += count
@@ -197,11 +219,11 @@ def compile_for(target: str) -> list[dict[str, Any]]:
     driver.set_active(Driver())
     fake_driver.pretend(target)
     lines = []
-    for provider, more, run in CASES:
-        for name, dtype in DTYPES.items():
+    for provider, more, run, _, dtypes in CASES:
+        for name in dtypes:
             kernels.clear()
-            run(COLUMNS[0], dtype)
-            for kernel in kernels:
+            run(COLUMNS[0], DTYPES[name])
+            for kernel in kernels if run is not _fused else ():  # whose loops are of products
                 constants = zip(kernel.src.fn.arg_names, range(99), strict=False)
                 block = next(
                     kernel.src.constants[(i,)]
