@@ -33,7 +33,8 @@ def table(path: Path = PATH) -> str:
         f"{' | '.join(TARGETS)} | registers |",
         "|---" * (10 + len(TARGETS) + 1) + "|",
     ]
-    for x in sorted(found["executed"], key=lambda x: (x["with"], x["dtype"])):
+    order = list(dict.fromkeys(x["with"] for x in found["executed"]))
+    for x in sorted(found["executed"], key=lambda x: (order.index(x["with"]), x["dtype"])):
         for work in x["work"]:
             count = work["instructions"]
             key = (x["provider"], x["with"], x["dtype"], work["kernel"])
