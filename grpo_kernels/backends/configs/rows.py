@@ -41,9 +41,13 @@ class RowConfig:
         return self.num_warps * self.warp * self.depth * (16 // dtype.itemsize)
 
     def blocks(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
-        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes."""
+        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes.
+
+        Columns that are loaded one by one take more registers: a tile has fewer.
+        """
+        tile = self if aligned else replace(self, depth=max(1, self.depth // 2))
         return {
-            "BLOCK_V": self.columns(dtype),
+            "BLOCK_V": tile.columns(dtype),
             "THREADS": self.num_warps * self.warp,
             "VECTOR": 16 // dtype.itemsize if aligned else 1,
         }
