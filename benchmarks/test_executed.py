@@ -13,8 +13,9 @@ import pytest
 from benchmarks import executed
 from benchmarks.environment import ROOT
 
-# of 16-bit logits and gradients, against fp64
+# of 16-bit logits and gradients, against fp64; others round log-probabilities to 16 bits
 _ERROR = {"fp32": 5e-3, "bf16": 1e-2}
+_OF_OTHERS = 0.2
 
 
 def _counted(*arguments: str) -> list[dict[str, Any]]:
@@ -34,7 +35,7 @@ def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:
     lines = benchmark.pedantic(_counted, rounds=1)
     for line in lines:
         worst = max(line["errors"].values())
-        assert worst < _ERROR[line["dtype"]], line
+        assert worst < (_ERROR[line["dtype"]] if line["provider"] == "ours" else _OF_OTHERS), line
     compiled = [line for target in executed.TARGETS for line in _counted(target)]
     folder = request.config.getoption("--results")
     path = (folder / executed.PATH.name) if folder else ROOT / "build" / executed.PATH.name

@@ -117,6 +117,50 @@ def _fused(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"logp": stats.logp, "entropy": stats.entropy}
 
 
+def _entries(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Choose the entries of a bounded backward, and round a tile to 16 bits."""
+    from grpo_kernels.backends import Tile, row_keys
+    from grpo_kernels.backends.triton import TRITON_ENTRIES, TRITON_ROWS, scaled_
+    from grpo_kernels.head import Transform
+
+    logits, target = _logits(columns, dtype)
+    tile = Tile(logits, target, Transform())
+    stats = TRITON_ROWS.stats(tile, False)
+    TRITON_ENTRIES.extract(tile, stats, row_keys(1, stats.lse), torch.full((ROWS,), 0.05), 96)
+    scaled_(logits.clone(), torch.tensor(0.5), torch.bfloat16)
+    return {"logp": stats.logp}
+
+
+def _trl_divergence(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    from trl.kernels import chunked_divergence
+
+    chunked_divergence._use_triton = lambda device: True
+    student, teacher = (x.to(dtype).t().contiguous() for x in _two(columns, dtype))
+    one, student = torch.eye(ROWS, dtype=dtype, requires_grad=True), student.requires_grad_()
+    found, _ = chunked_divergence.ChunkedDivergenceFunction.apply(
+        one, student, None, one.detach(), teacher, None, 0.5
+    )
+    found.sum().backward()
+    return {"jsd": found, "jsd gradient": student.grad.t()}
+
+
+def _liger_divergence(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of log-probabilities, which torch makes: so are the softmaxes and their backward."""
+    from liger_kernel.ops.jsd import LigerJSDFunction
+
+    student, teacher = _two(columns, dtype)
+    student.requires_grad_()
+    logps = (x.float().log_softmax(-1).to(dtype) for x in (student, teacher))
+    found = LigerJSDFunction.apply(*logps, None, 0.5) * ROWS
+    found.backward()
+    return {"jsd": found, "jsd gradient": student.grad}
+
+
+def _two(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    logits, _ = _logits(columns, dtype)
+    return logits, logits.flip(0)
+
+
 class Case(NamedTuple):
     """Kernels of one library."""
 
@@ -141,6 +185,9 @@ CASES = [
         "all statistics",
         _trl_chunked(True, ("log_sum_sq_probs", "mean_logits", "is_top1")),
     ),
+    Case("ours", "entries and scale", _entries),
+    Case("TRL 1.16, chunked", "divergence", _trl_divergence),
+    Case("Liger 0.8.5", "divergence", _liger_divergence),
     Case("ours", f"products of depth {_DEPTH}", _fused, _DEPTH, ("bf16",)),
 ]
 
@@ -151,8 +198,16 @@ def exact(columns: int, dtype: torch.dtype, entropy: bool, rows: int) -> dict[st
     logits = logits.double().requires_grad_()
     logps = logits.log_softmax(-1)
     logp, found = logps.gather(-1, target[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
-    (gradient,) = torch.autograd.grad((logp + found * entropy).sum(), logits)
-    return {"logp": logp.detach(), "entropy": found.detach(), "gradient": gradient}
+    (gradient,) = torch.autograd.grad((logp + found * entropy).sum(), logits, retain_graph=True)
+    teacher = logps.detach().flip(0)
+    mixed = ((logps.exp() + teacher.exp()) / 2).log()
+    jsd = ((logps.exp() * (logps - mixed) + teacher.exp() * (teacher - mixed)) / 2).sum(-1)
+    (of_jsd,) = torch.autograd.grad(jsd.sum(), logits)
+    exact = {"logp": logp, "entropy": found, "jsd": jsd}
+    return {k: v.detach() for k, v in exact.items()} | {
+        "gradient": gradient,
+        "jsd gradient": of_jsd,
+    }
 
 
 def execute() -> list[dict[str, Any]]:
@@ -170,8 +225,7 @@ def execute() -> list[dict[str, Any]]:
                 launches.append(list(device.LAUNCHES))
                 want = exact(columns, DTYPES[name], "gradient" in found and bool(more), rows)
                 errors = {key: _error(value, want[key]) for key, value in found.items()}
-            logits = rows * (COLUMNS[1] - COLUMNS[0])
-            work = [_per_logit(*pair, logits) for pair in zip(*launches, strict=True)]
+            work = _per_logit(*launches, rows * (COLUMNS[1] - COLUMNS[0]))
             lines.append(
                 {"provider": provider, "with": more, "dtype": name, "errors": errors, "work": work}
             )
@@ -180,20 +234,37 @@ def execute() -> list[dict[str, Any]]:
 
 
 def _error(value: Tensor, want: Tensor) -> float:
+    want = want if value.shape == want.shape else want.sum()
     return float((value.double() - want).norm() / want.norm())
 
 
-def _per_logit(few: Any, many: Any, logits: int) -> dict[str, Any]:
-    """Return the difference of two launches for each logit; of instructions, for a lane each."""
-    kinds: Counter[str] = Counter()
-    for name, count in (many.work.instructions - few.work.instructions).items():
-        kinds[next(kind for kind, found in _KINDS.items() if re.match(found, name))] += count
-    return {
-        "kernel": many.kernel,
-        "instructions": {kind: round(64 * kinds[kind] / logits, 2) for kind in _KINDS},
-        "read": round((many.work.read - few.work.read) / logits, 2),
-        "written": round((many.work.written - few.work.written) / logits, 2),
-    }
+def _per_logit(few: list[Any], many: list[Any], logits: int) -> list[dict[str, Any]]:
+    """Return what each kernel did more at the larger size, for each logit more.
+
+    Of instructions, for a lane each.
+    """
+    found: dict[str, Counter[str]] = {}
+    for sign, launches in ((-1, few), (1, many)):
+        for launch in launches:
+            work = found.setdefault(launch.kernel, Counter())
+            for name, count in launch.work.instructions.items():
+                kind = next(kind for kind, names in _KINDS.items() if re.match(names, name))
+                work[kind] += sign * 64 * count
+            work["read"] += sign * launch.work.read
+            work["written"] += sign * launch.work.written
+    return [
+        {
+            "kernel": kernel,
+            "instructions": {kind: round(work[kind] / logits, 2) for kind in _KINDS},
+            "read": round(work["read"] / logits, 2),
+            "written": round(work["written"] / logits, 2),
+        }
+        for kernel, work in found.items()
+    ]
+
+
+# of products, of cuts, of two tiles
+_UNCOUNTED = ("products", "entries", "divergence")
 
 
 def compile_for(target: str) -> list[dict[str, Any]]:
@@ -223,7 +294,7 @@ def compile_for(target: str) -> list[dict[str, Any]]:
         for name in dtypes:
             kernels.clear()
             run(COLUMNS[0], DTYPES[name])
-            for kernel in kernels if run is not _fused else ():  # whose loops are of products
+            for kernel in kernels if not more.startswith(_UNCOUNTED) else ():
                 constants = zip(kernel.src.fn.arg_names, range(99), strict=False)
                 block = next(
                     kernel.src.constants[(i,)]
