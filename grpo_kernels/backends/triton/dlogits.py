@@ -60,9 +60,8 @@ def write_gradient(
         y = bounded(x_target, inner, HAS_SOFTCAP)
         at_target = -dlogp * expm1(logp) * slope
         if HAS_DENTROPY:
-            log2_p = log2_units(y, anchor, f2, rest)
-            more = of_log * tl.maximum(log2_p, LOG2_UNDERFLOW) - dentropy * entropy * slope
-            at_target += tl.exp2(log2_p) * more
+            of_entropy = -dentropy * entropy * slope
+            at_target += _weighted(y, anchor, f2, rest, of_entropy, of_log, HAS_DENTROPY)
         if HAS_SOFTCAP:
             at_target = at_target * (1.0 - y * y)
         for start in range(0, whole, BLOCK_V):
@@ -85,6 +84,16 @@ def write_gradient(
 
 
 @triton.jit
+def _weighted(y, anchor, f2, rest, constant, of_log, HAS_DENTROPY: tl.constexpr):
+    """Return ``p (constant + of_log log2 p)`` of bounded logits."""
+    log2_p = log2_units(y, anchor, f2, rest)
+    factor = constant
+    if HAS_DENTROPY:  # p = 0 has log p = -inf, and p log p = 0
+        factor = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
+    return tl.exp2(log2_p) * factor
+
+
+@triton.jit
 def _write_tile(
     logits_ptr,
     out_ptr,
@@ -100,7 +109,7 @@ def _write_tile(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write ``p (constant + of_log log2 p)``, times the slope of the softcap."""
+    """Write :func:`_weighted`, times the slope of the softcap."""
     columns = start + tl.arange(0, BLOCK_V)
     if end is None:
         mask = None
@@ -113,11 +122,7 @@ def _write_tile(
     # iteration's loads lie behind this iteration's stores: an output is never wider.
     tl.debug_barrier()
     y = bounded(x, inner, HAS_SOFTCAP)
-    log2_p = log2_units(y, anchor, f2, rest)
-    dx = constant
-    if HAS_DENTROPY:  # p = 0 has log p = -inf, and p log p = 0
-        dx = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
-    dx = tl.exp2(log2_p) * dx
+    dx = _weighted(y, anchor, f2, rest, constant, of_log, HAS_DENTROPY)
     if HAS_SOFTCAP:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)

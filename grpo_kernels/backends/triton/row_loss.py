@@ -109,9 +109,8 @@ def _row_loss_kernel(
         dentropy = tl.sum(results[2], axis=0)
     dlogp = tl.sum(results[1], axis=0)
     if factor_ptr is not None:
-        log_anchor = (sums[6] - sums[0]) * factor - tl.log(
-            sums[1].to(tl.float32)
-        )  # its score less lse
+        log_total = tl.log(sums[1].to(tl.float32))
+        log_anchor = (sums[6] - sums[0]) * factor - log_total  # its score less lse
         of_row = finish_exponentials(
             out_ptr, x_target, target, num_columns, logp, log_anchor, dlogp, inner, factor,
             HAS_SOFTCAP, BLOCK_V,
