@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import EXTRAS, Wanted, why_backend
+from grpo_kernels.backends import BACKENDS, EXTRAS, RowStats, Wanted, requested_backend, why_backend
 from grpo_kernels.batch import SamplingMask, check_sampling_mask
 from grpo_kernels.engine import (
+    ENTRIES,
     OF_MASK,
     Bounded,
     Keeping,
@@ -19,9 +20,11 @@ from grpo_kernels.engine import (
     Route,
     Rows,
     RunOptions,
+    agree,
     choose_route,
+    compiled_stats,
+    differentiable_stats,
     fingerprint,
-    head_stats,
     of_kept,
     telling_others,
 )
@@ -182,28 +185,58 @@ def linear_logprobs(
             raise ValueError(f"backward: expected 'exact' for masked_logprobs, got {backward!r}")
         if top_k is not None and not 1 <= top_k <= head.vocab_size:
             raise ValueError(f"top_k: expected 1 to {head.vocab_size} (V), got {top_k}")
-        if vocab_shard is not None:
-            choose_route(hidden.dtype, head, options)  # for its checks
-    rows = Rows(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        head=head,
-        target=target.reshape(-1),
-        sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
+        rows = Rows(
+            hidden=hidden.reshape(-1, hidden.shape[-1]),
+            head=head,
+            target=target.reshape(-1),
+            sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
+        )
+        wanted = Wanted(
+            extras=any(name in EXTRAS for name in outputs),
+            mean="mean_logit" in outputs,
+            rank="rank" in outputs,
+            top_k=top_k or 0,
+        )
+        compiling = torch.compiler.is_compiling() and _forms_tiles(backend)
+        if not compiling:
+            route = choose_route(hidden.dtype, head, options, _reads_tile(rows, wanted))
+            valid = rows.valid()
+    stats, kept = (
+        compiled_stats(rows, options, wanted) if compiling else _eager_stats(valid, route, wanted)
     )
-    wanted = Wanted(
-        extras=any(name in EXTRAS for name in outputs),
-        mean="mean_logit" in outputs,
-        rank="rank" in outputs,
-        top_k=top_k or 0,
-    )
-    stats, kept = head_stats(rows, options, wanted)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
-    found = dict(zip(OUTPUTS, stats, strict=True))
+    named = dict(zip(OUTPUTS, stats, strict=True))
     if any(name in BOUNDED for name in outputs):
-        found.update(_of_backward(kept, options))
+        named.update(_of_backward(kept, options))
     return LinearLogprobs(
-        *(_output(name, found[name], target) if name in outputs else None for name in _ALL_OUTPUTS)
+        *(_output(name, named[name], target) if name in outputs else None for name in _ALL_OUTPUTS)
     )
+
+
+def _forms_tiles(backend: str) -> bool:
+    """Return whether a compiler gets an op; it looks into the eager reference."""
+    forced = BACKENDS.get(requested_backend(backend))
+    return forced is None or forced.has_tiles
+
+
+def _reads_tile(rows: Rows, wanted: Wanted) -> bool:
+    """Return whether something is asked for that is read from a tile of logits."""
+    return wanted.tiled or rows.sampling_mask is not None
+
+
+def _eager_stats(rows: Rows, route: Route, wanted: Wanted) -> tuple[RowStats, Tensor | None]:
+    """Compute statistics of all rows from those of the ``rows`` with a target."""
+    needs = Needs.of(rows.inputs)
+    why_not = OF_MASK if rows.sampling_mask is not None else None
+    tokens, depth = rows.hidden.shape
+    keeping = Keeping.of(tokens, depth, route, needs, why_not)
+    agree(rows, route, wanted, keeping.what)
+    all_rows = rows.narrow(slice(0, tokens))
+    stats, kept = differentiable_stats(all_rows, route, needs, keeping, wanted)
+    whole = (None if x is None else rows.spread(x) for x in stats)
+    if kept is not None and keeping.what == ENTRIES:
+        kept = rows.spread(kept)
+    return RowStats(*whole), kept  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +321,7 @@ def explain_logprobs(
     hidden, head = checked_head(hidden, head, chosen.precision)
     route = choose_route(hidden.dtype, head, chosen, tiled)
     inputs = (hidden, *head.tensors)
-    needs = Needs(*[x is not None and x.requires_grad for x in inputs])  # type: ignore[arg-type]
+    needs = Needs.of(inputs)
     tokens = hidden.numel() // hidden.shape[-1]
     why_not = OF_MASK if sampling_mask else None
     keeping = Keeping.of(tokens, hidden.shape[-1], route, needs, why_not)

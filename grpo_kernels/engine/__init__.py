@@ -1,15 +1,20 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
 from grpo_kernels.engine.bounded import REPORT, BoundedSums, bounded_report, of_kept
+from grpo_kernels.engine.differentiable import (
+    INPUTS,
+    differentiable_stats,
+    rows_backward,
+    rows_forward,
+    stats_backward,
+)
 from grpo_kernels.engine.fingerprint import fingerprint
 from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
 from grpo_kernels.engine.kept import ENTRIES, OF_ENTROPY, OF_MASK, Keeping, kept_gradients
 from grpo_kernels.engine.ops import (
-    head_stats,
+    compiled_stats,
     linear_logprobs_backward,
     linear_logprobs_forward,
-    rows_backward,
-    rows_forward,
 )
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, Bounded, RunOptions
 from grpo_kernels.engine.recompute import tile_shape
@@ -21,6 +26,7 @@ from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep, tile_heig
 
 __all__ = [
     "ENTRIES",
+    "INPUTS",
     "OF_ENTROPY",
     "OF_MASK",
     "OPTIONS_SCHEMA",
@@ -39,8 +45,9 @@ __all__ = [
     "bounded_report",
     "choose_route",
     "chunk_height",
+    "compiled_stats",
+    "differentiable_stats",
     "fingerprint",
-    "head_stats",
     "kept_gradients",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
@@ -49,6 +56,7 @@ __all__ = [
     "row_chunks",
     "rows_backward",
     "rows_forward",
+    "stats_backward",
     "sweep",
     "telling_others",
     "tile_height",

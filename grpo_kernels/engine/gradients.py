@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -64,6 +65,18 @@ class Needs:
     lora_b: bool = False
     main_grad: MainGrad | None = None  # where that of the weight is added; None: a new tensor
     wide: bool = False  # in fp32 for fp16 inputs, to be scaled before they are rounded
+
+    @staticmethod
+    def of(inputs: Sequence[Tensor | None]) -> Needs:
+        """Return those of a head's inputs that autograd tracks."""
+        enabled = torch.is_grad_enabled()
+        wanted = [enabled and x is not None and x.requires_grad for x in inputs]
+        return Needs(*wanted)  # type: ignore[arg-type]
+
+    @property
+    def of_inputs(self) -> list[bool]:
+        """Which of a head's inputs get a gradient, in their order."""
+        return [self.hidden, self.weight, self.bias, self.lora_a, self.lora_b]
 
     @property
     def any(self) -> bool:

@@ -1,4 +1,4 @@
-"""The torch.library ops behind linear_logprobs: schema, fake and autograd around the one loop."""
+"""linear_logprobs inside torch.compile: ops that the compiler does not look into."""
 
 from __future__ import annotations
 
@@ -8,108 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    BACKENDS,
-    RowStats,
-    StatsGradients,
-    Wanted,
-    dtype_of,
-    reference_logprobs,
-    requested_backend,
-    shapes_of,
-)
+from grpo_kernels.backends import RowStats, StatsGradients, Wanted, dtype_of, shapes_of
 from grpo_kernels.batch import SamplingMask
-from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
-from grpo_kernels.engine.kept import (
-    NOTHING,
-    OF_ALL_ROWS,
-    OF_MASK,
-    Keeping,
-    keeping_forward,
-    kept_gradients,
-)
+from grpo_kernels.engine.differentiable import rows_backward, rows_forward
+from grpo_kernels.engine.gradients import Needs
+from grpo_kernels.engine.kept import NOTHING, OF_ALL_ROWS, OF_MASK, Keeping, kept_gradients
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
-from grpo_kernels.engine.recompute import recompute_backward
-from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.shards import agree, telling_others
-from grpo_kernels.engine.sweep import forward, row_chunks, sweep
 from grpo_kernels.head import (
     SHARD_SCHEMA,
     Head,
     HeadLoRA,
     Transform,
-    check_plain,
     no_second_derivative,
     shard_arguments,
     shard_of_arguments,
     stats_dtype,
 )
-
-
-def head_stats(
-    rows: Rows,
-    options: RunOptions,
-    wanted: Wanted = Wanted(),  # noqa: B008
-) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows; a target of -100 marks one that costs nothing.
-
-    Also return what is kept for the backward, None where nothing can be.
-    """
-    forced = BACKENDS.get(requested_backend(options.backend))
-    if forced is None or forced.has_tiles:
-        check_plain(**dict(zip(_DIFFERENTIABLE, (rows.hidden, *rows.head.tensors), strict=True)))
-        inputs, tracks = (rows.hidden, *rows.head.tensors), torch.is_grad_enabled()
-        needs = [tracks and x is not None and x.requires_grad for x in inputs]
-        found = linear_logprobs_forward(*_flat(rows, options), *wanted, needs)
-        return RowStats(*found[:-1]), found[-1]
-    choose_route(rows.hidden.dtype, rows.head, options)  # for its checks
-    valid = rows.valid()
-    stats = reference_logprobs(
-        valid.hidden, valid.head, valid.target, options.precision, valid.sampling_mask, wanted
-    )
-    return RowStats(*(valid.spread(x) if x is not None else None for x in stats)), None  # type: ignore[arg-type]
-
-
-def rows_forward(
-    rows: Rows,
-    route: Route,
-    wanted: Wanted = Wanted(),  # noqa: B008
-    keeping: Keeping = Keeping(),  # noqa: B008
-) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows that all have a target, with as much memory as there is.
-
-    Also return what is kept for the backward.
-    """
-
-    def run(route: Route) -> tuple[RowStats, Tensor | None]:
-        if keeping.what == NOTHING:
-            return forward(rows, route, wanted), None
-        return keeping_forward(rows, route, wanted, keeping)
-
-    with torch.no_grad():
-        return with_less_memory(run, route)
-
-
-def rows_backward(
-    rows: Rows, stats: RowStats, outer: StatsGradients, route: Route, needs: Needs
-) -> Gradients:
-    """Compute gradients from what :func:`rows_forward` found, in fp32 or the hidden states' dtype.
-
-    All of these rows have a gradient.
-    """
-
-    def run(route: Route) -> Gradients:
-        if rows.sampling_mask is None:
-            return recompute_backward(rows, stats, outer, route, needs)
-        # its gradient needs the logits of all ids of a row's mask at once
-        chunks = row_chunks(rows.count, route)
-        stage = lambda part, stats: outer.rows(part)  # noqa: E731
-        sums = GradientSums(rows, needs, len(chunks))
-        return sweep(rows, route, chunks, stage=stage, sums=sums)[1]
-
-    return with_less_memory(run, route.tiled(), spoils=needs.main_grad is not None)
 
 
 class _Tensors(NamedTuple):
@@ -140,7 +57,7 @@ _OPTIONS = (
 _WANTED = "bool extras, bool mean, bool rank, int top_k, bool[] needs"
 _OUTPUTS = ", ".join(["Tensor"] * (len(RowStats._fields) + 1))  # the last is what is kept
 _NUM_TENSORS, _NUM_OPTIONS = len(_Tensors._fields), _OPTIONS.count(",") + 1
-_DIFFERENTIABLE = Gradients._fields
+_NUM_INPUTS = 5  # those that get gradients come first
 
 
 def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
@@ -181,6 +98,14 @@ def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
     head = Head(x.weight, x.bias, Transform(scale, softcap, per_row), lora, shard)
     rows = Rows(hidden=x.hidden, head=head, target=x.target, sampling_mask=mask)
     return rows, RunOptions.of_arguments(options)
+
+
+def compiled_stats(
+    rows: Rows, options: RunOptions, wanted: Wanted
+) -> tuple[RowStats, Tensor | None]:
+    """Compute the statistics of rows, and what is kept for the backward, as one op of a graph."""
+    found = linear_logprobs_forward(*_flat(rows, options), *wanted, Needs.of(rows.inputs).of_inputs)
+    return RowStats(*found[:-1]), found[-1]
 
 
 def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:  # noqa: B008
@@ -289,8 +214,7 @@ def _(*arguments):
 
 def _inputs(rows: Rows) -> list[Tensor]:
     """Return the tensors that get gradients, or one to make an empty tensor from."""
-    found = (rows.hidden, *rows.head.tensors)
-    return [rows.hidden if x is None else x for x in found]
+    return [rows.hidden if x is None else x for x in rows.inputs]
 
 
 def _setup_context(ctx, inputs, output):
@@ -303,7 +227,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, *outer):
     given = dict(zip(RowStats._fields, outer, strict=False))
-    needed = ctx.needs_input_grad[: len(_DIFFERENTIABLE)]
+    needed = ctx.needs_input_grad[:_NUM_INPUTS]
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
     *stats, kept = saved[_NUM_TENSORS:]
     gradients = linear_logprobs_backward(

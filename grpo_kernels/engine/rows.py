@@ -27,6 +27,18 @@ class Rows:
     def count(self) -> int:
         return self.target.numel()
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What may get a gradient: the hidden states and the tensors of the head."""
+        return (self.hidden, *self.head.tensors)
+
+    @property
+    def belongings(self) -> tuple[Tensor | None, ...]:
+        """The tensors beside :attr:`inputs`."""
+        temperature, mask = self.head.transform.temperature, self.sampling_mask
+        of_mask = (None, None) if mask is None else (mask.indices, mask.offsets)
+        return self.target, temperature if isinstance(temperature, Tensor) else None, *of_mask
+
     def valid(self, wanted: Tensor | None = None) -> Rows:
         """Return the rows with a target that are ``wanted`` (T,); None: all with a target.
 
@@ -95,9 +107,9 @@ class Rows:
         return self.at(torch.argsort(~mask, stable=True)[:count])
 
     def _at(self, rows: slice | Tensor, **which: Any) -> Rows:
-        mask = self.sampling_mask
+        mask, hidden = self.sampling_mask, self.hidden
         return Rows(
-            hidden=self.hidden[rows],
+            hidden=hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows),
             head=self.head.rows(rows),
             target=self.target[rows],
             sampling_mask=mask.take(rows) if mask is not None else None,

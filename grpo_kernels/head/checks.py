@@ -254,32 +254,37 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
     return backward
 
 
-def first_derivative_only(name: str) -> Callable[..., Any]:
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``backward(ctx, saved_tensors, *outer)`` of an ``autograd.Function``: an error says
-    whose results cannot be differentiated.
+    that what ``ctx.result_of`` names cannot be differentiated twice.
 
-    torch's ``once_differentiable`` cuts them off from the inputs: ``autograd.grad`` then finds no
-    way to its error, and leaves their part out of a sum.
+    torch's ``once_differentiable`` cuts gradients off from the inputs: ``autograd.grad`` then finds
+    no way to its error, and leaves their part out of a sum.
     """
 
-    class Final(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *inputs: Tensor) -> Any:
+    @functools.wraps(backward)
+    def once(ctx: Any, *outer: Tensor) -> Any:
+        saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *outer)
+        if not torch.is_grad_enabled():  # nobody asked for a graph of these
             return gradients
+        inputs = [x for x in (*saved, *outer) if isinstance(x, Tensor)]
+        return _Final.apply(ctx.result_of, gradients, *inputs)
 
-        backward = staticmethod(no_second_derivative(name))
+    return once
 
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def once(ctx: Any, *outer: Tensor) -> Any:
-            saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
-            with torch.no_grad():
-                gradients = backward(ctx, saved, *outer)
-            if not torch.is_grad_enabled():  # nobody asked for a graph of these
-                return gradients
-            inputs = [x for x in (*saved, *outer) if isinstance(x, Tensor)]
-            return Final.apply(gradients, *inputs)
 
-        return once
+class _Final(torch.autograd.Function):
+    """Gradients without a derivative."""
 
-    return decorate
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, gradients: tuple[Tensor | None, ...], *inputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.result_of = name
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return no_second_derivative(ctx.result_of)(ctx, *outer)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import RowStats
 from grpo_kernels.engine import (
+    INPUTS,
     BoundedSums,
     Gradients,
     GradientSums,
@@ -25,8 +26,7 @@ from grpo_kernels.schedule.plan import Plan
 
 def one_pass(hidden: Tensor, plan: Plan) -> LossParts:
     """Compute the loss of (T, D) hidden states; three GEMMs, backward included."""
-    names = ("hidden", "weight", "bias", "lora.a", "lora.b")
-    check_plain(**dict(zip(names, (hidden, *plan.head.tensors), strict=True)))
+    check_plain(**dict(zip(INPUTS, (hidden, *plan.head.tensors), strict=True)))
     return LossParts(*_OnePass.apply(plan, hidden, *plan.head.tensors))
 
 
@@ -34,7 +34,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, hidden: Tensor, *head: Tensor | None) -> Any:
         found = _swept(hidden, plan)
-        ctx.found, ctx.plan = found, plan
+        ctx.found, ctx.plan, ctx.result_of = found, plan, "linear_policy_loss"
         # the batch, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(hidden, *head, *plan.batch.tensors())
         others = (found.logp, found.stats.entropy, found.report)
@@ -43,7 +43,7 @@ class _OnePass(torch.autograd.Function):
         return found.loss, found.logp, found.stats.entropy, None, found.report
 
     @staticmethod
-    @first_derivative_only("linear_policy_loss")
+    @first_derivative_only
     def backward(ctx: Any, saved: Any, dloss: Tensor, *others: Tensor) -> Any:
         inputs, plan = saved[: len(Gradients._fields)], ctx.plan
         # the first backward takes the gradients over, so that the largest is never copied; a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
@@ -46,7 +45,7 @@ def planned(
     rows = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         rows = rows.index_select(0, batch.rows)
-    needs = _needs(rows, head) if needs is None else needs
+    needs = Needs.of((rows, *head.tensors)) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = active_rows(batch, config) if skips else ActiveRows(batch)
     return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, into)
@@ -82,9 +81,7 @@ def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
 
 def agree_on(rows: Tensor, plan: Plan) -> None:
     """Raise on every rank unless all that share the vocabulary have the same plan and rows."""
-    needs = plan.needs
-    wanted = (needs.hidden, needs.weight, needs.bias, needs.lora_a, needs.lora_b)
-    what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, wanted)
+    what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
     agree(plan.rows(rows), plan.route, *what)
 
 
@@ -104,9 +101,3 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
         host.require(inside, f"target: expected ids in [0, {columns})")
     if batch.sampling_mask is not None:
         check_mask_range(batch.sampling_mask.max_id, columns)
-
-
-def _needs(rows: Tensor, head: Head) -> Needs:
-    enabled = torch.is_grad_enabled()
-    wanted = [enabled and x is not None and x.requires_grad for x in (rows, *head.tensors)]
-    return Needs(*wanted)  # type: ignore[arg-type]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, reference_logprobs
+from grpo_kernels.backends import RowStats, StatsGradients
 from grpo_kernels.engine import (
     ENTRIES,
     Gradients,
     Keeping,
+    Needs,
     Rows,
     bounded_report,
-    kept_gradients,
+    differentiable_stats,
     of_kept,
-    rows_backward,
     rows_forward,
+    stats_backward,
 )
-from grpo_kernels.head import check_plain, first_derivative_only
 from grpo_kernels.losses import static_weights, top_entropy_gate, weighted_loss
 from grpo_kernels.schedule.parts import LossParts
 from grpo_kernels.schedule.plan import Plan
@@ -63,7 +62,9 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
         return parts, Gradients()
     if plan.scope == "batch" and active.index is not None:
         outer = outer.rows(active.index)
-    return parts, _gradients(rows, stats, outer, plan, keeping, kept)
+    if rows.sampling_mask is not None:
+        outer = StatsGradients(None, outer.dentropy, outer.dlogp)
+    return parts, stats_backward(rows, stats, outer, plan.route, plan.needs, keeping, kept)
 
 
 def _entropy_gate(entropy: Tensor, plan: Plan) -> Tensor:
@@ -92,73 +93,16 @@ def with_rest(
 def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the policy's log-probabilities of the targets, its entropy, and the report of a
     bounded backward."""
-    head = rows.head
-    if not plan.route.backend.has_tiles:
-        rows.check_values()
-        precision, mask = plan.options.precision, rows.sampling_mask
-        stats = reference_logprobs(rows.hidden, head, rows.target, precision, mask)
-        return _of_policy(stats), stats.entropy, None
-    names = ("hidden", "weight", "bias", "lora.a", "lora.b")
-    check_plain(**dict(zip(names, (rows.hidden, *head.tensors), strict=True)))
-    keeping = plan.keeping if torch.is_grad_enabled() else Keeping()
-    return _Logprobs.apply(plan, rows, keeping, rows.hidden, *head.tensors)
-
-
-class _Logprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, rows: Rows, keeping: Keeping, hidden: Tensor, *head: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows.check_values()
-        stats, kept = rows_forward(rows, plan.route, keeping=keeping)
-        # autograd keeps the tensors; without them the rows are what else belongs to them
-        ctx.plan, ctx.rows, ctx.keeping = plan, replace(rows, hidden=hidden[:0]), keeping
-        ctx.save_for_backward(hidden, *head, rows.target, kept, *stats[:3])
-        ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
-        report = _report(keeping, kept)
-        if report is not None:
-            ctx.mark_non_differentiable(report)
-        return _of_policy(stats), stats.entropy, report
-
-    @staticmethod
-    @first_derivative_only("linear_policy_loss")
-    def backward(ctx: Any, saved: Any, dlogp: Tensor, dentropy: Tensor, *_: None) -> Any:
-        hidden, weight, bias, lora_a, lora_b, target, kept, *found = saved
-        head = ctx.rows.head.with_tensors(weight, bias, lora_a, lora_b)
-        rows = replace(ctx.rows, hidden=hidden, head=head, target=target)
-        outer = StatsGradients(dlogp, dentropy)
-        gradients = _gradients(rows, RowStats(*found), outer, ctx.plan, ctx.keeping, kept)
-        inputs = (hidden, weight, bias, lora_a, lora_b)
-        pairs = zip(gradients, inputs, strict=True)
-        return None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
+    rows.check_values()
+    keeping, needs = (plan.keeping, plan.needs) if torch.is_grad_enabled() else (Keeping(), Needs())
+    if plan.main_grad is not None:  # the gradients of the logits contain the loss's own
+        needs = replace(needs, main_grad=plan.main_grad.direct())
+    given = (rows, plan.route, needs, keeping)
+    stats, kept = differentiable_stats(*given, name="linear_policy_loss")
+    return _of_policy(stats), stats.entropy, _report(keeping, kept)
 
 
 def _report(keeping: Keeping, kept: Tensor | None) -> Tensor | None:
     if kept is None or keeping.what != ENTRIES:
         return None
     return bounded_report(of_kept(kept)[0])
-
-
-def _gradients(
-    rows: Rows,
-    stats: RowStats,
-    outer: StatsGradients,
-    plan: Plan,
-    keeping: Keeping,
-    kept: Tensor | None,  # what the forward kept
-) -> Gradients:
-    """Compute gradients from the rows' statistics and the gradients of these."""
-    needs, route = plan.needs, plan.route
-    if plan.main_grad is not None:  # the gradients of the logits contain the loss's own
-        needs = replace(needs, main_grad=plan.main_grad.direct())
-    if kept is not None and outer.dlogp is not None and outer.dentropy is None:
-        return kept_gradients(keeping.what, kept, rows, stats, outer.dlogp, route, needs)
-    if rows.sampling_mask is not None:
-        outer = StatsGradients(None, outer.dentropy, outer.dlogp)
-    chosen = rows.chosen(outer.nonzero)
-    outer = StatsGradients(*(chosen.take(gradient) for gradient in outer))
-    stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    gradients = rows_backward(chosen, stats, outer, route, needs)
-    if gradients.hidden is None:
-        return gradients
-    return gradients._replace(hidden=chosen.spread(gradients.hidden))

@@ -1,0 +1,151 @@
+"""Statistics of a head's rows that autograd can differentiate, with as much memory as there is.
+
+A forward keeps what :class:`Keeping` says; the backward takes that, or forms the logits again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import RowStats, StatsGradients, Wanted, reference_logprobs
+from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
+from grpo_kernels.engine.kept import NOTHING, Keeping, keeping_forward, kept_gradients
+from grpo_kernels.engine.recompute import recompute_backward
+from grpo_kernels.engine.retry import with_less_memory
+from grpo_kernels.engine.route import Route
+from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.sweep import forward, row_chunks, sweep
+from grpo_kernels.head import check_plain, first_derivative_only
+
+DIFFERENTIABLE = ("logp", "entropy", "masked_logp")
+INPUTS = ("hidden", "weight", "bias", "lora.a", "lora.b")
+
+
+def differentiable_stats(
+    rows: Rows,  # all with a target
+    route: Route,
+    needs: Needs,
+    keeping: Keeping,
+    wanted: Wanted = Wanted(),  # noqa: B008
+    name: str = "linear_logprobs",  # whose results they are, for an error
+) -> tuple[RowStats, Tensor | None]:
+    """Compute the statistics of every row, and what is kept for the backward.
+
+    Log-probabilities and entropy have gradients with respect to the hidden states and the head.
+    """
+    if not route.backend.has_tiles:
+        given = (rows.hidden, rows.head, rows.target, route.precision, rows.sampling_mask, wanted)
+        return reference_logprobs(*given), None
+    check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
+    if not needs.any:
+        return rows_forward(rows, route, wanted)
+    *stats, kept = _Stats.apply(rows, route, needs, keeping, wanted, name, *rows.inputs)
+    return RowStats(*stats), kept
+
+
+class _Stats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Rows,
+        route: Route,
+        needs: Needs,
+        keeping: Keeping,
+        wanted: Wanted,
+        name: str,
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        stats, kept = rows_forward(rows, route, wanted, keeping)
+        # autograd keeps the tensors; without them the rows are what else belongs to them
+        ctx.rows, ctx.call = replace(rows, hidden=rows.hidden[:0]), (route, needs, keeping)
+        ctx.result_of = name
+        # what belongs to the rows, too: autograd then refuses a backward after a change in place
+        ctx.save_for_backward(*inputs, kept, *stats[:3], *rows.belongings)
+        of_stats = (x for n, x in zip(stats._fields, stats, strict=True) if n not in DIFFERENTIABLE)
+        ctx.mark_non_differentiable(*(x for x in (*of_stats, kept) if x is not None))
+        ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
+        return (*stats, kept)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, saved: Any, *outer: Tensor | None) -> Any:
+        hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
+        rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
+        given = RowStats(*outer[:-1])  # type: ignore[arg-type]
+        grad_stats = StatsGradients(*map(_dense, (given.logp, given.entropy, given.masked_logp)))
+        stats = RowStats(logp, entropy, lse)
+        route, needs, keeping = ctx.call
+        gradients = stats_backward(rows, stats, grad_stats, route, needs, keeping, kept)
+        pairs = zip(gradients, (hidden, *of_head), strict=True)
+        found = (None if g is None else g.to(x.dtype) for g, x in pairs)
+        return *[None] * 6, *found
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.contiguous()
+
+
+def stats_backward(
+    rows: Rows,
+    stats: RowStats,
+    outer: StatsGradients,
+    route: Route,
+    needs: Needs,
+    keeping: Keeping,
+    kept: Tensor | None,
+) -> Gradients:
+    """Compute gradients from the rows' statistics, the gradients of these and what was kept."""
+    only_logp = outer.dlogp is not None and outer.dentropy is None and outer.dmasked is None
+    if kept is not None and outer.dlogp is not None and only_logp:
+        return kept_gradients(keeping.what, kept, rows, stats, outer.dlogp, route, needs)
+    chosen = rows.chosen(outer.nonzero)
+    outer = StatsGradients(*(chosen.take(gradient) for gradient in outer))
+    stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+    gradients = rows_backward(chosen, stats, outer, route, needs)
+    if gradients.hidden is None:
+        return gradients
+    return gradients._replace(hidden=chosen.spread(gradients.hidden))
+
+
+def rows_forward(
+    rows: Rows,
+    route: Route,
+    wanted: Wanted = Wanted(),  # noqa: B008
+    keeping: Keeping = Keeping(),  # noqa: B008
+) -> tuple[RowStats, Tensor | None]:
+    """Compute the statistics of rows that all have a target, with as much memory as there is.
+
+    Also return what is kept for the backward.
+    """
+
+    def run(route: Route) -> tuple[RowStats, Tensor | None]:
+        if keeping.what == NOTHING:
+            return forward(rows, route, wanted), None
+        return keeping_forward(rows, route, wanted, keeping)
+
+    with torch.no_grad():
+        return with_less_memory(run, route)
+
+
+def rows_backward(
+    rows: Rows, stats: RowStats, outer: StatsGradients, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from what :func:`rows_forward` found, in fp32 or the hidden states' dtype.
+
+    All of these rows have a gradient.
+    """
+
+    def run(route: Route) -> Gradients:
+        if rows.sampling_mask is None:
+            return recompute_backward(rows, stats, outer, route, needs)
+        # its gradient needs the logits of all ids of a row's mask at once
+        chunks = row_chunks(rows.count, route)
+        stage = lambda part, stats: outer.rows(part)  # noqa: E731
+        sums = GradientSums(rows, needs, len(chunks))
+        return sweep(rows, route, chunks, stage=stage, sums=sums)[1]
+
+    return with_less_memory(run, route.tiled(), spoils=needs.main_grad is not None)
