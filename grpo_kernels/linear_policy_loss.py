@@ -34,7 +34,6 @@ def linear_policy_loss(
     backward: str | Bounded = "exact",
     activation_bytes: int | None = None,
     main_grad: Tensor | None = None,
-    gradient_scale: float | None = None,
 ) -> PolicyLossOutput:
     """Compute the policy loss of a linear head, without the (tokens, vocabulary) logits.
 
@@ -73,11 +72,6 @@ def linear_policy_loss(
             to it, and autograd gets none, so hooks and DDP do not see it.
             In two_pass no further (V, D) tensor exists; in one_pass an fp32 one, from the forward
             to the backward.
-        gradient_scale: with ``main_grad``, the number that the loss will be multiplied with
-            before ``backward()``: 1.0, or a ``GradScaler``'s scale. In one_pass the forward then
-            adds to ``main_grad`` itself, and no further (V, D) tensor exists. So a backward must
-            follow each forward, with this factor (a ValueError, on a GPU a device assertion), and
-            activation checkpointing, which repeats the forward, must not go around it.
 
     Returns:
         :class:`PolicyLossOutput`; the loss can be scaled and differentiated more than once, but not
@@ -104,7 +98,7 @@ def linear_policy_loss(
         head = gathered_head(head)
         if torch.compiler.is_compiling():
             return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
-        rows, plan = planned(hidden, head, batch, config, options, main_grad, gradient_scale)
+        rows, plan = planned(hidden, head, batch, config, options, main_grad)
     return run_plan(rows, plan)
 
 
@@ -181,7 +175,6 @@ class FusedLinearGRPOLoss(nn.Module):
         bias: Tensor | None = None,
         lora: HeadLoRA | None = None,
         main_grad: Tensor | None = None,
-        gradient_scale: float | None = None,
         **batch: object,
     ) -> PolicyLossOutput:
         """Compute the loss and its metrics, of padded tokens (hidden (B, L, D), target (B, L)) or
@@ -203,7 +196,6 @@ class FusedLinearGRPOLoss(nn.Module):
             bias=bias,
             lora=lora,
             main_grad=main_grad,
-            gradient_scale=gradient_scale,
             **self._head,
         )
 

@@ -92,7 +92,7 @@ def right(name: str) -> dict[str, Any]:
         | {"outputs": ("logprobs", "topk_indices"), "backend": "chunked"},
         "linear_policy_loss": rows
         | loss
-        | {"main_grad": torch.zeros(9, 4), "gradient_scale": 0.5},
+        | {"main_grad": torch.zeros(9, 4)},
         "explain": rows | loss,
         "explain_logprobs": rows,
         "policy_loss": {
@@ -144,7 +144,6 @@ ACCEPTED = {
     ("explain_logprobs", "hidden"): {"no first dimension"},  # any (..., D)
     ("from_csr", "indices"): {"ids too large"},  # for any vocabulary
     ("linear_logprobs", "temperature"): {"integers"},
-    ("linear_policy_loss", "gradient_scale"): {"-1"},
     ("warm_up", "weight"): {"another device"},
     ("LossConfig", "max_completion_length"): {"1.5"},
     ("LossConfig", "entropy_coef"): {"-1"},
@@ -363,7 +362,6 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: loss(weight=TIED, main_grad=TIED.detach()), "main_grad", "a buffer of its own"),
     (lambda: loss(weight=WEIGHT, main_grad=WIDE), "main_grad", "None for a weight"),
     (lambda: buffered(WIDE, backend="reference"), "main_grad", "eager reference"),
-    (lambda: loss(gradient_scale=1.0), "gradient_scale", "None without"),
     (lambda: policy_loss(torch.zeros(5).half(), batch(), LossConfig()), "logprobs", "float32"),
     (lambda: policy_loss(torch.zeros(4), batch(), ENTROPY), "logprobs", r"\(5,\) .* or \(2, 3\)"),
     (lambda: policy_loss(torch.zeros(5), batch(), ENTROPY), "entropy", "got None"),

@@ -188,12 +188,12 @@ def _with_entries(
             dhidden = torch.empty_like(hidden, dtype=narrow)
         kernels.matmul(entries, dlogp, weight, dhidden)
     if needs.weight and needs.main_grad is not None:
-        total, factor = needs.main_grad.total, dlogp * needs.main_grad.factor
-        kernels.transposed_matmul(entries, factor, hidden, total, True)
+        kernels.transposed_matmul(entries, dlogp, hidden, needs.main_grad.total, True)
     elif needs.weight:
         add = dweight is not None
         if dweight is None:  # under autocast it may be wider than what is multiplied
-            dtype = narrow if rows.head.weight.dtype == hidden.dtype else wide
+            rounded = rows.head.weight.dtype == hidden.dtype and not needs.wide
+            dtype = narrow if rounded else wide
             dweight = on_huge_pages(torch.empty_like(weight, dtype=dtype))
         kernels.transposed_matmul(entries, dlogp, hidden, dweight, add)
     if needs.bias:

@@ -33,7 +33,6 @@ class MainGrad:
     """A buffer that the weight's gradient is added to, GEMM by GEMM, in place of a new tensor."""
 
     total: Tensor  # (V, D) fp32, or fp64 for fp64 hidden states
-    factor: float = 1.0  # what the gradient is multiplied with
 
     def add(
         self,
@@ -45,13 +44,13 @@ class MainGrad:
         """Add ``dlogits.T @ hidden``; no second tensor of the size of the weight exists."""
         place = self.total[columns]
         if scale is None:
-            accumulate(place, dlogits.t(), hidden, first=False, alpha=self.factor)
+            accumulate(place, dlogits.t(), hidden, first=False)
             return
         for start in range(0, place.shape[0], SLICE_COLUMNS):
             part = slice(start, start + SLICE_COLUMNS)
             product = torch.empty_like(place[part])
             accumulate(product, dlogits[:, part].t(), hidden, first=True)
-            place[part].addcmul_(product, self.factor / scale)
+            place[part].addcdiv_(product, scale)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Needs:
     lora_a: bool = False
     lora_b: bool = False
     main_grad: MainGrad | None = None  # where that of the weight is added; None: a new tensor
-    wide: bool = False  # in fp32 for fp16 inputs, to be scaled before they are rounded
+    wide: bool = False  # that of the weight in fp32, to be scaled before it is rounded
 
     @staticmethod
     def of(inputs: Sequence[Tensor | None]) -> Needs:
@@ -309,7 +308,7 @@ def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) ->
         dtype = hidden.dtype if exact and head.shard is None else wide  # the ranks' are summed
         dhidden = make(hidden.shape, dtype=dtype, device=hidden.device)
     if needs.new_weight:
-        dtype = hidden.dtype if one_gemm else wide
+        dtype = hidden.dtype if one_gemm and not needs.wide else wide
         dweight = on_huge_pages(make(head.weight.shape, dtype=dtype, device=hidden.device))
     if needs.bias:
         dbias = torch.zeros(head.weight.shape[0], dtype=wide, device=hidden.device)

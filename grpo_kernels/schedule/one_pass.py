@@ -14,7 +14,6 @@ from grpo_kernels.engine import (
     BoundedSums,
     Gradients,
     GradientSums,
-    MainGrad,
     sweep,
     with_less_memory,
 )
@@ -53,13 +52,14 @@ class _OnePass(torch.autograd.Function):
             plan = replace(plan, head=plan.head.with_tensors(*inputs[1:]))
             run = lambda plan: _swept(inputs[0], plan)  # noqa: E731
             plan = replace(plan, options=replace(plan.options, schedule="one_pass"))
-            found = with_less_memory(run, plan, spoils=plan.spoils_main_grad)
-        if found.main_grad is not None:
-            plan.main_grad.settle(found.main_grad, dloss)
-        scaled_ = plan.route.backend.scaled_
+            found = with_less_memory(run, plan)
+        gradients, scaled_ = found.gradients, plan.route.backend.scaled_
+        if plan.main_grad is not None:
+            plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
+            gradients = gradients._replace(weight=None)
         dhidden, *rest = (
             scaled_(gradient, dloss, x.dtype) if gradient is not None else None
-            for gradient, x in zip(found.gradients, inputs, strict=True)
+            for gradient, x in zip(gradients, inputs, strict=True)
         )
         index = plan.active.index
         if dhidden is not None and index is not None:
@@ -83,7 +83,6 @@ class _Swept(NamedTuple):
     loss: Tensor
     stats: RowStats
     gradients: Gradients
-    main_grad: MainGrad | None  # what got the weight's gradient
     report: Tensor | None  # of a bounded backward
 
     @property
@@ -98,12 +97,11 @@ def _swept(hidden: Tensor, plan: Plan) -> _Swept:
     active, batch = plan.active, plan.active.batch
     weights = active.take_weights(static_weights(plan.batch, plan.config))
     stage = plan.stage(batch, weights, plan.config, stats_dtype(hidden.dtype))
-    sums = plan.main_grad.sums() if plan.main_grad is not None else None
-    needs = replace(plan.needs, main_grad=sums)
+    needs = replace(plan.needs, wide=True) if plan.main_grad is not None else plan.needs
     rows, chunks = plan.rows(hidden), plan.chunks
     total: GradientSums | BoundedSums = GradientSums(rows, needs, len(chunks))
     if plan.options.bounded is not None:
         total = BoundedSums(rows, needs, len(chunks), plan.route)
     stats, gradients = sweep(rows, plan.route, chunks, stage=stage, sums=total)
     report = total.report if isinstance(total, BoundedSums) else None
-    return _Swept(stage.loss(), stats, gradients, sums, report)
+    return _Swept(stage.loss(), stats, gradients, report)

@@ -26,7 +26,6 @@ from grpo_kernels.head import Head
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule.active import ActiveRows
 from grpo_kernels.schedule.loss_stage import LossStage, choose_stage, why_not_generated
-from grpo_kernels.schedule.main_grad import MainGradBuffer
 
 # Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
 # the logits a second time: about four times the device's operations per byte. 16-bit inputs; for
@@ -47,7 +46,7 @@ class Plan:
     options: RunOptions
     active: ActiveRows  # those with a gradient
     needs: Needs
-    main_grad: MainGradBuffer | None  # where the weight's gradient goes, None: to autograd
+    main_grad: Tensor | None  # (V, D), to which the weight's gradient is added; None: autograd's
     route: Route
     schedule: str  # "one_pass" | "two_pass"
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
@@ -130,11 +129,6 @@ class Plan:
         return tuple(reasons)
 
     @property
-    def spoils_main_grad(self) -> bool:
-        """Whether a failed forward leaves a part of the gradient in the caller's buffer."""
-        return self.main_grad is not None and self.main_grad.filled_by(self.schedule)
-
-    @property
     def advice(self) -> str:
         """What to set for this plan."""
         forced = ["schedule='two_pass'"] if self.options.schedule == "two_pass" else []
@@ -211,7 +205,7 @@ def make_plan(
     options: RunOptions,
     active: ActiveRows,
     needs: Needs = Needs(),  # noqa: B008
-    main_grad: MainGradBuffer | None = None,
+    main_grad: Tensor | None = None,
 ) -> Plan:
     """Choose backend, schedule and chunks for the rows of ``active``.
 

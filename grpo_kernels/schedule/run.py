@@ -15,7 +15,7 @@ from grpo_kernels.head import (
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.active import ActiveRows, active_rows
-from grpo_kernels.schedule.main_grad import main_grad_of
+from grpo_kernels.schedule.main_grad import checked_main_grad
 from grpo_kernels.schedule.one_pass import one_pass
 from grpo_kernels.schedule.parts import LossParts, measured
 from grpo_kernels.schedule.plan import Plan, make_plan
@@ -29,7 +29,6 @@ def planned(
     config: LossConfig,
     options: RunOptions,
     main_grad: Tensor | None = None,
-    gradient_scale: float | None = None,
     needs: Needs | None = None,  # None: as autograd says
 ) -> tuple[Tensor, Plan]:
     """Check a call and decide how it runs: the (T, D) rows of the batch's tokens, and the plan.
@@ -41,14 +40,15 @@ def planned(
     weight = head.weight
     hidden, head = checked_head(hidden, head, options.precision)
     _check_layout(hidden, head, batch)
-    into = main_grad_of(main_grad, gradient_scale, weight, hidden.dtype, head.weight.shape[0])
+    if main_grad is not None:
+        main_grad = checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         rows = rows.index_select(0, batch.rows)
     needs = Needs.of((rows, *head.tensors)) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = active_rows(batch, config) if skips else ActiveRows(batch)
-    return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, into)
+    return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, main_grad)
 
 
 def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
@@ -58,8 +58,6 @@ def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
     metrics = LazyMetrics(
         measured, *parts[3:], batch, config, metric_rows, logprobs=parts.logp, entropy=parts.entropy
     )
-    if plan.main_grad is not None:
-        plan.main_grad.watch(parts.loss)
     return PolicyLossOutput(parts.loss, metrics.ready_for(batch))
 
 
@@ -76,7 +74,7 @@ def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
         logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
         return parts._replace(logp=logp, entropy=entropy)
 
-    return with_less_memory(run, plan, spoils=plan.spoils_main_grad)
+    return with_less_memory(run, plan)
 
 
 def agree_on(rows: Tensor, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from grpo_kernels.engine import (
     ENTRIES,
     Gradients,
     Keeping,
+    MainGrad,
     Needs,
     Rows,
     bounded_report,
@@ -95,8 +96,8 @@ def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     bounded backward."""
     rows.check_values()
     keeping, needs = (plan.keeping, plan.needs) if torch.is_grad_enabled() else (Keeping(), Needs())
-    if plan.main_grad is not None:  # the gradients of the logits contain the loss's own
-        needs = replace(needs, main_grad=plan.main_grad.direct())
+    if plan.main_grad is not None:
+        needs = replace(needs, main_grad=MainGrad(plan.main_grad))
     given = (rows, plan.route, needs, keeping)
     stats, kept = differentiable_stats(*given, name="linear_policy_loss")
     return _of_policy(stats), stats.entropy, _report(keeping, kept)

@@ -76,7 +76,6 @@ class Case:
     activation_bytes: int | None = None
     bounded: bool = False
     main_grad: bool = False
-    told: bool = False  # what the loss is multiplied with, for the buffer
     threads: int = 1
     compiled: bool = False
     ranks: int = 1  # as threads
@@ -267,7 +266,6 @@ def _of_loss(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dict[st
         and not values["tied"]
         and values["trained"] in ("all", "head", "weight")
         and draw(_mostly(False, True)),
-        told=draw(st.booleans()),
     )
     return found
 

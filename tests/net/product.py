@@ -177,11 +177,10 @@ def _loss(case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, A
     hidden, options = posed.leaves["hidden"], _options(case)
     if buffer is not None:
         options["main_grad"] = buffer
-        options["gradient_scale"] = SCALE if case.told else None
     head = dict(logit_scale=case.logit_scale, softcap=case.softcap)
     settings = dict(loss_type=case.loss_type, **case.settings)
     if case.entry == "module":
-        of_call = ("main_grad", "gradient_scale")
+        of_call = ("main_grad",)
         module = FusedLinearGRPOLoss(
             **settings, **head, **{n: x for n, x in options.items() if n not in of_call}
         )

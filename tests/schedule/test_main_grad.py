@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import grpo_kernels.batch.host as host
 from grpo_kernels import LossConfig, linear_policy_loss
 from grpo_kernels.testing import Problem, make_problem, relative_error
 from tests.support.lora_problems import largest_allocation, lora_problem
@@ -19,7 +18,6 @@ CONFIG = LossConfig(
     loss_type="dapo", beta=0.05, temperature=0.8, rollout_correction_mode="token_truncate"
 )
 both = pytest.mark.parametrize("schedule", SCHEDULES)
-told_or_not = pytest.mark.parametrize("scale", (None, 1.0))
 
 
 def loss_of(problem: Problem, config: LossConfig = CONFIG, **options: object) -> Tensor:
@@ -29,58 +27,40 @@ def loss_of(problem: Problem, config: LossConfig = CONFIG, **options: object) ->
 
 
 @both
-@told_or_not
-def test_micro_batches_add_up_in_grad(schedule: str, scale: float | None) -> None:
+def test_micro_batches_add_up_in_grad(schedule: str) -> None:
     ours, theirs = (make_problem().to("cpu", torch.float32) for _ in range(2))
     place = ours.weight.grad = torch.zeros_like(ours.weight)
     for config in (CONFIG, LossConfig(loss_type="gspo")):
-        options = dict(schedule=schedule, main_grad=place, gradient_scale=scale)
-        loss_of(ours, config, **options).backward()
+        loss_of(ours, config, schedule=schedule, main_grad=place).backward()
         loss_of(theirs, config, schedule=schedule).backward()
     assert ours.weight.grad is place
     assert relative_error(place, theirs.weight.grad) < 1e-6
 
 
 @both
-@told_or_not
-def test_when_the_buffer_is_written(schedule: str, scale: float | None) -> None:
-    """Told its scale, one_pass adds before the backward; without gradients nobody does."""
+def test_when_the_buffer_is_written(schedule: str) -> None:
+    """A backward adds, and nothing else."""
     problem = make_problem().to("cpu", torch.float32)
     buffer = torch.zeros_like(problem.weight)
-    options = dict(schedule=schedule, main_grad=buffer, gradient_scale=scale)
+    options = dict(schedule=schedule, main_grad=buffer)
     with torch.no_grad():
         loss_of(problem, **options)
     assert not buffer.any()
     loss = loss_of(problem, **options)
-    assert bool(buffer.any()) == (scale is not None and schedule == "one_pass")
+    assert not buffer.any()
     loss.backward(retain_graph=True)
     once = buffer.clone()
     loss.backward(retain_graph=True)
     assert once.any() and relative_error(buffer, once * 2) < 1e-6
 
 
-@both
-def test_another_factor_than_told(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    buffer = torch.zeros_like(problem.weight)
-    options = dict(schedule=schedule, main_grad=buffer, gradient_scale=1024.0)
-    with pytest.raises(ValueError, match=r"gradient_scale: the loss was .* factor than 1024.0"):
-        (loss_of(problem, **options) * 8).backward()
-    monkeypatch.setattr(host, "reading_is_free", lambda x: False)
-    with pytest.raises(RuntimeError, match="gradient_scale: the loss was differentiated"):
-        (loss_of(problem, **options) * 8).backward()
-
-
 # --- memory
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize(
-    "schedule,told", [("two_pass", False), ("two_pass", True), ("one_pass", True)]
-)
 @pytest.mark.parametrize("given", (True, False))
 def test_no_second_tensor_of_the_size_of_the_weight(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, schedule: str, told: bool, given: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, given: bool
 ) -> None:
     from grpo_kernels.engine import gradients, recompute
     from grpo_kernels.head import matmul
@@ -92,8 +72,7 @@ def test_no_second_tensor_of_the_size_of_the_weight(
         monkeypatch.setattr(recompute, name, 512)
     problem = make_problem(2, 4, depth, columns).to("cpu", dtype)
     buffer = torch.zeros(columns, depth) if given else None
-    options = dict(schedule=schedule, main_grad=buffer, max_workspace_bytes=columns * 4 * 3)
-    options["gradient_scale"] = 1.0 if told and given else None
+    options = dict(schedule="two_pass", main_grad=buffer, max_workspace_bytes=columns * 4 * 3)
     with largest_allocation() as seen:
         loss_of(problem, **options).backward()
     assert (seen.elements < columns * depth) == given
