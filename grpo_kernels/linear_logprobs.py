@@ -48,7 +48,6 @@ OUTPUTS = (
     *EXTRAS,
     "mean_logit",
     "masked_logprobs",
-    "rank",
     "topk_logprobs",
     "topk_indices",
 )
@@ -74,7 +73,6 @@ class LinearLogprobs(NamedTuple):
     masked_logprobs: (
         Tensor | None
     )  # log of p[target] / sum of p over the sampling mask and the target
-    rank: Tensor | None  # int64, how many ids come before the target; 0: it is top-1
     topk_logprobs: Tensor | None  # (..., k) log p of the first k ids, descending; no gradient
     topk_indices: Tensor | None  # (..., k) int64, these ids
     # of the gradient of logprobs by the logits, with a bounded backward
@@ -110,9 +108,9 @@ def linear_logprobs(
     tanh when ``softcap`` is None. Gradients flow to hidden, weight, bias and the factors of
     ``lora``, through ``logprobs``, ``entropy`` and ``masked_logprobs``.
 
-    ``rank`` and the top k order a row's ids by score, equal scores by the smaller id. A row without
-    a softmax, with a NaN or +inf among its scores or -inf alone, has rank and ids -1 and
-    log-probabilities NaN.
+    The top k are in the order of their scores, equal scores in that of the ids. A row without a
+    softmax, with a NaN or +inf among its scores or -inf alone, has ids -1 and log-probabilities
+    NaN.
 
     Args:
         hidden: (..., D) last hidden states; fp32, bf16, fp16 or fp64.
@@ -131,8 +129,8 @@ def linear_logprobs(
             of ``hidden`` and ``lora.a``, summed over the ranks; ids are those of the whole
             vocabulary. Without effect on what is rounded. Not with a :class:`Bounded` backward.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
-            mean_logit, masked_logprobs, rank, topk_logprobs, topk_indices`` to return. The last
-            five are read from a tile of logits, also where a backend otherwise forms none. With a
+            mean_logit, masked_logprobs, topk_logprobs, topk_indices`` to return. The last four are
+            read from a tile of logits, also where a backend otherwise forms none. With a
             bounded ``backward`` also ``entries, gradient_error, gradient_error_bound``: a row's
             error of the gradient of ``hidden`` is at most the last, times that of its
             log-probability, times the largest L2 norm of a row of ``weight``.
@@ -194,7 +192,6 @@ def linear_logprobs(
         wanted = Wanted(
             extras=any(name in EXTRAS for name in outputs),
             mean="mean_logit" in outputs,
-            rank="rank" in outputs,
             top_k=top_k or 0,
         )
         compiling = torch.compiler.is_compiling() and _forms_tiles(backend)
@@ -308,7 +305,7 @@ def explain_logprobs(
 
     Args:
         sampling_mask: whether ``masked_logprobs`` are asked for.
-        tiled: whether ``mean_logit``, ``rank``, ``topk_logprobs`` or ``topk_indices`` are.
+        tiled: whether ``mean_logit``, ``topk_logprobs`` or ``topk_indices`` are.
         hidden, weight, ...: as for ``linear_logprobs``.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
             ``backward``, ``activation_bytes``.

@@ -319,7 +319,11 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: logprobs(outputs=()), "outputs", "tuple of names"),
     (lambda: logprobs(outputs=("entries",)), "outputs", "entries, gradient_error"),
     (lambda: logprobs(outputs=("topk_indices",)), "top_k", "a number of ids"),
-    (lambda: logprobs(outputs=("rank",), top_k=3), "top_k", "None without one of the outputs"),
+    (
+        lambda: logprobs(outputs=("lse",), top_k=3),
+        "top_k",
+        "None without one of the outputs",
+    ),
     (lambda: logprobs(outputs=("topk_indices",), top_k=10), "top_k", r"1 to 9 \(V\), got 10"),
     (lambda: logprobs(max_workspace_bytes=3), "max_workspace_bytes", "at least 36"),
     (

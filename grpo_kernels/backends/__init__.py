@@ -34,7 +34,7 @@ from grpo_kernels.backends.registry import (
     requested_backend,
     why_backend,
 )
-from grpo_kernels.backends.topk import mean_logits, with_ranks
+from grpo_kernels.backends.topk import mean_logits, with_top_k
 
 __all__ = [
     "ANY_ERROR",
@@ -70,5 +70,5 @@ __all__ = [
     "slope",
     "transformed",
     "why_backend",
-    "with_ranks",
+    "with_top_k",
 ]

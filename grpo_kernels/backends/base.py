@@ -49,7 +49,6 @@ class RowStats(NamedTuple):
     # on request as well, read from a tile of logits: no backend fills them
     mean_logit: Tensor | None = None  # (C,) mean of the transformed logits
     masked_logp: Tensor | None = None  # (C,) logp renormalised over a sampling mask
-    rank: Tensor | None = None  # (C,) int64, how many columns come before the target
     topk_logp: Tensor | None = None  # (C, k) log-probabilities of the first k columns
     topk_indices: Tensor | None = None  # (C, k) int64, which these are
 
@@ -103,18 +102,12 @@ class Wanted(NamedTuple):
 
     extras: bool = False  # is_top1, sum_sq_probs, max_logit and min_logit
     mean: bool = False  # mean_logit
-    rank: bool = False  # of the target
     top_k: int = 0  # how many of the first columns; 0: none
-
-    @property
-    def ranked(self) -> bool:
-        """Whether the order of a row's scores is needed."""
-        return self.rank or self.top_k > 0
 
     @property
     def tiled(self) -> bool:
         """Whether some of it is read from a tile of logits."""
-        return self.mean or self.ranked
+        return self.mean or self.top_k > 0
 
 
 # what a backend fills on request, all or none
@@ -122,7 +115,6 @@ EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 _DTYPES = {
     "is_top1": torch.bool,
     "lse": torch.float64,
-    "rank": torch.int64,
     "topk_indices": torch.int64,
 }
 
@@ -140,8 +132,6 @@ def shapes_of(rows: torch.Size, wanted: Wanted, masked: bool) -> dict[str, torch
         shapes["masked_logp"] = rows
     if wanted.mean:
         shapes["mean_logit"] = rows
-    if wanted.rank:
-        shapes["rank"] = rows
     if wanted.top_k:
         shapes["topk_logp"] = shapes["topk_indices"] = torch.Size((*rows, wanted.top_k))
     return shapes

@@ -41,7 +41,10 @@ def reference_logprobs(
         mean_logit=scores.mean(-1),
         masked_logp=masked,
     )
-    return _ranked(stats, scores, logp, target, wanted) if wanted.ranked else stats
+    if not wanted.top_k:
+        return stats
+    first = scores.argsort(dim=-1, descending=True, stable=True)[:, : wanted.top_k]
+    return completed(stats, target, logp.gather(-1, first), first)
 
 
 def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
@@ -56,19 +59,6 @@ def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
         scores = transform.softcap * torch.tanh(scores / transform.softcap)
     temperature = transform.temperature
     return scores / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-
-
-def _ranked(
-    stats: RowStats, scores: Tensor, logp: Tensor, target: Tensor, wanted: Wanted
-) -> RowStats:
-    order = scores.argsort(dim=-1, descending=True, stable=True)  # (T, V)
-    first = order[:, : wanted.top_k]
-    return completed(
-        stats,
-        target,
-        (order == target[:, None]).long().argmax(-1) if wanted.rank else None,
-        *((logp.gather(-1, first), first) if wanted.top_k else ()),
-    )
 
 
 def _matmul(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
-"""Ranks and top-k of tokens among the scores of their row, and their mean, read from a tile.
+"""The first k tokens of a row by their scores, and the mean of these, read from a tile.
 
-One total order serves all: the larger score first, and of equal ones the smaller index. Equal
+The larger score comes first, and of equal ones the smaller index. Equal
 scores are common: logits rounded to 16 bits collide, and a softcap's tanh saturates. It runs as
 torch ops on a block of rows at a time, the same on every device and beside every backend's row
 kernels: a few passes over the tile, only for those who ask.
@@ -8,45 +8,34 @@ kernels: a few passes over the tile, only for those who ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile, Wanted
+from grpo_kernels.backends.base import RowStats, Tile
 from grpo_kernels.backends.chunked import BLOCK_ELEMENTS, row_blocks, transformed
 from grpo_kernels.head import VocabShard, stats_dtype
 
-NOWHERE = -1  # the rank and the ids of a row that has no order
+NOWHERE = -1  # the ids of a row that has no order
 _INDEX_BITS = 32  # of a key; the rest is the score
 _GROUP = 64  # columns
 _CPU_ELEMENTS = 1 << 18  # of a block: its temporaries stay in the cache
 
 
-def with_ranks(
-    tile: Tile, stats: RowStats, wanted: Wanted, shard: VocabShard | None = None
-) -> RowStats:
-    """Return ``stats`` with the target's rank and the first k ids, where they are wanted.
+def with_top_k(tile: Tile, stats: RowStats, k: int, shard: VocabShard | None = None) -> RowStats:
+    """Return ``stats`` with the first ``k`` ids of each row.
 
     Of a ``shard`` of the vocabulary the ranks' parts are put together; ``stats`` are then those of
     whole rows.
     """
     blocks = row_blocks(tile.logits, _block_elements(tile.logits.device))
-    ids, target, own = _ids(tile.logits), tile.target, None
-    if shard is not None and wanted.rank:
-        own = shard.gather(torch.cat([_own_scores(tile.rows(rows), shard) for rows in blocks]))
-        own = own.amax(0)
-    parts = [_ranked(tile.rows(rows), wanted, ids, own, rows) for rows in blocks]
-    rank, scores, indices = (_joined(column) for column in zip(*parts, strict=True))
+    parts = [_top_of_block(tile.rows(rows), k) for rows in blocks]
+    scores, indices = (torch.cat(column) for column in zip(*parts, strict=True))
+    target = tile.target
     if shard is not None:
         target = target + shard.start
-        rank = None if rank is None else shard.gather(rank).sum(0)
-        if scores is not None and indices is not None:
-            scores, indices = _merged(scores, indices + shard.start, wanted.top_k, shard)
-    if scores is None:
-        return completed(stats, target, rank)
+        scores, indices = _merged(scores, indices + shard.start, k, shard)
     logp = (scores.double() - stats.lse.unsqueeze(-1)).clamp(max=0).to(scores.dtype)
-    return completed(stats, target, rank, logp, indices)
+    return completed(stats, target, logp, indices)
 
 
 def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
@@ -61,32 +50,11 @@ def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
     return (sums / counts).to(stats_dtype(logits.dtype))
 
 
-def _ranked(
-    tile: Tile, wanted: Wanted, ids: Tensor, own: Tensor | None, rows: slice
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the targets' ranks, and scores and columns of the first k; ``own`` (all rows,) are
-    the targets' scores, None: they are in this tile."""
+def _top_of_block(tile: Tile, k: int) -> tuple[Tensor, Tensor]:
+    """Return scores and columns of the first k, (C, k) each, or of all if there are fewer."""
     scores, _ = transformed(tile.logits, tile.transform)
-    rank = None
-    if wanted.rank:
-        mine = scores.gather(-1, tile.target[:, None]) if own is None else own[rows, None]
-        rank = _rank(scores, mine, tile.target, ids)
-    if not wanted.top_k:
-        return rank, None, None
-    indices = _top(scores, min(wanted.top_k, scores.shape[1]))
-    return rank, scores.gather(-1, indices), indices
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None
-
-
-def _own_scores(tile: Tile, shard: VocabShard) -> Tensor:
-    """Return the (C,) scores of the targets, -inf for those of another rank."""
-    scores, own = transformed(tile.logits, tile.transform)[0], shard.owns(tile.target)
-    found = scores.gather(-1, torch.where(own, tile.target, 0)[:, None]).squeeze(-1)
-    return torch.where(own, found, -torch.inf)
+    indices = _top(scores, min(k, scores.shape[1]))
+    return scores.gather(-1, indices), indices
 
 
 def _merged(
@@ -114,49 +82,24 @@ def _merged(
 def completed(
     stats: RowStats,
     target: Tensor,  # (C,)
-    rank: Tensor | None,  # (C,)
-    topk_logp: Tensor | None = None,  # (C, k), as the next
-    topk_indices: Tensor | None = None,
+    topk_logp: Tensor,  # (C, k), as the next
+    topk_indices: Tensor,
 ) -> RowStats:
     """Return ``stats`` with these, and with an ``is_top1`` that agrees with them.
 
     Where no softmax exists, with a NaN or +inf among a row's scores or -inf alone, ids are -1.
     """
-    lost = ~stats.lse.isfinite()
-    if rank is not None:
-        rank = rank.masked_fill(lost, NOWHERE)
-        stats = stats._replace(rank=rank)
-    if topk_logp is not None and topk_indices is not None:
-        topk_logp = topk_logp.masked_fill(lost.unsqueeze(-1), float("nan"))
-        topk_indices = topk_indices.masked_fill(lost.unsqueeze(-1), NOWHERE)
-        stats = stats._replace(topk_logp=topk_logp, topk_indices=topk_indices)
+    lost = ~stats.lse.isfinite().unsqueeze(-1)
+    topk_logp = topk_logp.masked_fill(lost, float("nan"))
+    topk_indices = topk_indices.masked_fill(lost, NOWHERE)
+    stats = stats._replace(topk_logp=topk_logp, topk_indices=topk_indices)
     if stats.is_top1 is not None:
-        first = rank == 0 if rank is not None else topk_indices[:, 0] == target  # type: ignore[index]
-        stats = stats._replace(is_top1=first)
+        stats = stats._replace(is_top1=topk_indices[:, 0] == target)
     return stats
 
 
 def _block_elements(device: torch.device) -> int:
     return _CPU_ELEMENTS if device.type == "cpu" else BLOCK_ELEMENTS
-
-
-def _ids(logits: Tensor) -> Tensor:
-    """Return the (V,) column ids, as floats that also count them exactly.
-
-    In and into floats, torch on a CPU compares several times as fast as integers or into booleans.
-    """
-    columns = logits.shape[1]
-    dtype = stats_dtype(logits.dtype) if columns <= 2**24 else torch.float64
-    return torch.arange(columns, dtype=dtype, device=logits.device)
-
-
-def _rank(scores: Tensor, own: Tensor, target: Tensor, ids: Tensor) -> Tensor:
-    """Return (C,) int64 ranks: how many scores of a row come before its own, (C, 1)."""
-    larger, equal, smaller_id = (torch.empty_like(scores) for _ in range(3))
-    torch.gt(scores, own, out=larger)
-    torch.eq(scores, own, out=equal)
-    torch.lt(ids, target[:, None].to(ids.dtype), out=smaller_id)
-    return larger.addcmul_(equal, smaller_id).sum(-1, dtype=ids.dtype).long()
 
 
 def _top(scores: Tensor, k: int) -> Tensor:

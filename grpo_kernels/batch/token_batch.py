@@ -267,39 +267,6 @@ class TokenBatch:
         group = None if group is None else group.take(order, kept)
         return replace(self, cu_seqlens=cu_seqlens, counts=counts, sequence_group=group)
 
-    def overwrite(self, other: TokenBatch) -> None:
-        """Copy the tensors of ``other`` into this batch's, for the replay of a captured graph.
-
-        Values may differ, what the host knows may not: lengths, layout, which tensors there are,
-        numbers that are on the CPU.
-
-        Raises:
-            ValueError: they differ, or there is a sampling mask, whose size is data, or a
-                sequence group.
-        """
-        for name in ("sampling_mask", "sequence_group"):
-            found = getattr(self, name) or getattr(other, name)
-            if found is not None:
-                got = type(found).__name__
-                raise ValueError(f"{name}: expected None to overwrite a batch, got a {got}")
-        for field in fields(self):
-            mine, new = getattr(self, field.name), getattr(other, field.name)
-            fixed = field.name in HOST_FIELDS or self._is_on_the_host(mine)
-            if field.name != "max_target" and not _same_to_the_host(mine, new, fixed):
-                name = "lengths" if field.name == "counts" else field.name
-                raise ValueError(
-                    f"{name}: expected {_known(mine, fixed)}, got {_known(new, fixed)}"
-                )
-        for field in fields(self):
-            mine = getattr(self, field.name)
-            if isinstance(mine, Tensor) and field.name not in HOST_FIELDS:
-                mine.copy_(getattr(other, field.name))
-        object.__setattr__(self, "max_target", None)  # from now on looked up on the device
-
-    def _is_on_the_host(self, value: object) -> bool:
-        """Return whether a number was given as such beside device tensors: it is in the graph."""
-        return isinstance(value, Tensor) and value.device != self.target.device
-
     def _take(self, index: slice | Tensor, cu_seqlens: Tensor, lengths: Tensor) -> TokenBatch:
         fields = {name: getattr(self, name) for name in ("rows", *TOKEN_FIELDS)}
         mask = self.sampling_mask
@@ -333,22 +300,5 @@ def _fields(
     return make() if group is None else joined_fields(group, make)
 
 
-HOST_FIELDS = ("counts", "layout", "max_target")
 TENSOR_FIELDS = tuple(item.name for item in fields(TokenBatch) if str(item.type)[:6] == "Tensor")
 MASK_FIELDS = tuple(item.name for item in fields(SamplingMask))
-
-
-def _same_to_the_host(mine: object, new: object, fixed: bool) -> bool:
-    """Return whether one value of a field may replace the other; ``fixed``: if they are equal."""
-    if not isinstance(mine, Tensor) or not isinstance(new, Tensor):
-        return type(mine) is type(new) and mine == new
-    if mine.shape != new.shape or mine.device != new.device:
-        return False
-    return torch.equal(mine, new) if fixed else True
-
-
-def _known(value: object, fixed: bool) -> str:
-    """Return what the host knows about a field."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return repr(host.known(value)) if fixed else f"a tensor {tuple(value.shape)}"

@@ -54,7 +54,7 @@ _OPTIONS = (
     "float temperature, float logit_scale, float? softcap, float lora_scaling, "
     f"{SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
 )
-_WANTED = "bool extras, bool mean, bool rank, int top_k, bool[] needs"
+_WANTED = "bool extras, bool mean, int top_k, bool[] needs"
 _OUTPUTS = ", ".join(["Tensor"] * (len(RowStats._fields) + 1))  # the last is what is kept
 _NUM_TENSORS, _NUM_OPTIONS = len(_Tensors._fields), _OPTIONS.count(",") + 1
 _NUM_INPUTS = 5  # those that get gradients come first
@@ -116,8 +116,8 @@ def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:
 def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, Wanted, Route, Keeping]:
     """Rebuild the call of the forward."""
     rows, options = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
-    *ranked, needs = arguments[_NUM_TENSORS + _NUM_OPTIONS :]
-    wanted = Wanted(*ranked)
+    *of_wanted, needs = arguments[_NUM_TENSORS + _NUM_OPTIONS :]
+    wanted = Wanted(*of_wanted)
     route = _route(rows, options, wanted)
     tokens, depth = rows.hidden.shape
     why_not = OF_MASK if rows.sampling_mask is not None else None

@@ -22,7 +22,7 @@ from grpo_kernels.backends import (
     dtype_of,
     mean_logits,
     shapes_of,
-    with_ranks,
+    with_top_k,
 )
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, TileGradients
 from grpo_kernels.engine.invariance import prove_same_bits
@@ -134,8 +134,8 @@ def _pass(
         stats = stats._replace(masked_logp=masked.logp.to(stats.logp.dtype))
     if wanted.mean:
         stats = stats._replace(mean_logit=mean_logits(tile, shard))
-    if wanted.ranked:
-        stats = with_ranks(tile, stats, wanted, shard)
+    if wanted.top_k:
+        stats = with_top_k(tile, stats, wanted.top_k, shard)
     if stage is not None and sums is not None:
         outer = stage(part, stats)
         sums.take(Chunk(chunk, part, tile, stats, masked), outer, route)

@@ -11,21 +11,21 @@ from grpo_kernels.testing import poisoned_allocations
 from tests.support.heads import HEADS, head_options
 from tests.support.targets import targets
 
-OUTPUTS = ("rank", "topk_logprobs", "topk_indices", "is_top1", "logprobs", "mean_logit")
+OUTPUTS = ("topk_logprobs", "topk_indices", "is_top1", "logprobs", "mean_logit")
 ALL = available_backends()
 INFINITY, NAN = float("inf"), float("nan")
 
 
 def ordered(bias: list[float], backend: str, **options: object) -> list[list]:
-    """Return the ranks of all columns, and the first of them, of a row with these logits."""
+    """Return the first columns of a row with these logits, and their log-probabilities."""
     columns = len(bias)
     out = linear_logprobs(
         torch.zeros(columns, 2), torch.zeros(columns, 2), torch.arange(columns),
         bias=torch.tensor(bias), top_k=4, outputs=OUTPUTS, backend=backend, **options,
     )  # fmt: skip
-    assert torch.equal(out.is_top1, out.rank == 0)
+    assert torch.equal(out.is_top1, out.topk_indices[:, 0] == torch.arange(columns))
     assert all(torch.equal(row, out.topk_indices[0]) for row in out.topk_indices)
-    return [out.rank.tolist(), out.topk_indices[0].tolist(), out.topk_logprobs[0].tolist()]
+    return [out.topk_indices[0].tolist(), out.topk_logprobs[0].tolist()]
 
 
 @pytest.mark.parametrize("backend,device", [*targets(), ("reference", torch.device("cpu"))])
@@ -55,8 +55,7 @@ def test_equal_scores_stand_in_the_order_of_their_ids(
                 hidden, weight, target, bias=bias, top_k=top_k, outputs=OUTPUTS, backend=backend,
                 **options,
             )  # fmt: skip
-        assert torch.equal(out.rank, (order == target[:, None]).nonzero()[:, 1])
-        assert torch.equal(out.is_top1, out.rank == 0)
+        assert torch.equal(out.is_top1, order[:, 0] == target)
         assert torch.equal(out.topk_indices, order[:, :top_k])
         expected = scores.log_softmax(-1).gather(-1, order[:, :top_k])
         torch.testing.assert_close(out.topk_logprobs.double(), expected, rtol=2e-6, atol=2e-6)
@@ -69,11 +68,11 @@ def test_equal_scores_stand_in_the_order_of_their_ids(
 def test_unusual_scores(backend: str) -> None:
     """Saturated ones and signed zeros are equal, -inf comes last."""
     saturated = ordered([0.0, 50.0, 70.0, 60.0], backend, softcap=1.0)
-    assert saturated[:2] == [[3, 0, 1, 2], [1, 2, 3, 0]]
+    assert saturated[0] == [1, 2, 3, 0]
     zeros = ordered([0.0, -0.0, 1.0, 0.0], backend, precision="input")
-    assert zeros[:2] == [[1, 2, 0, 3], [2, 0, 1, 3]]
-    ranks, first, logprobs = ordered([1.0, -INFINITY, 2.0, -INFINITY, 0.0], backend)
-    assert ranks == [1, 3, 0, 4, 2] and first == [2, 0, 4, 1]
+    assert zeros[0] == [2, 0, 1, 3]
+    first, logprobs = ordered([1.0, -INFINITY, 2.0, -INFINITY, 0.0], backend)
+    assert first == [2, 0, 4, 1]
     assert logprobs[3] == -INFINITY and all(map(torch.isfinite, torch.tensor(logprobs[:3])))
 
 
@@ -84,5 +83,5 @@ def test_a_row_without_a_softmax_has_no_order(backend: str, bad: list[float]) ->
         torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]), bias=torch.tensor(bad), top_k=4,
         outputs=OUTPUTS, backend=backend,
     )  # fmt: skip
-    assert out.rank.tolist() == [-1] and out.topk_indices.tolist() == [[-1] * 4]
+    assert out.topk_indices.tolist() == [[-1] * 4]
     assert not out.is_top1 and out.topk_logprobs.isnan().all()

@@ -35,8 +35,7 @@ class Call:
 
 CALLS = {
     "statistics": Call(wanted=Wanted(extras=True)),
-    "rank": Call(wanted=Wanted(True, True, 0)),
-    "top k": Call(wanted=Wanted(True, False, 3)),
+    "top k": Call(wanted=Wanted(True, True, 3)),
     "an adapter": Call(adapter=True, needs=(True, False, False, True, True)),
     "sampling masks": Call(masked=True),
     "logits kept": Call(dict(activation_bytes=1 << 20)),

@@ -35,8 +35,6 @@ def test_what_cannot_be_with_a_sequence_group() -> None:
         explain(hidden, weight, batch, sequences, schedule="one_pass")
     with pytest.raises(ValueError, match="sequence_group: expected None to cut a batch"):
         batch.narrow(0, 3)
-    with pytest.raises(ValueError, match="sequence_group: expected None to overwrite a batch"):
-        batch.overwrite(batch)
     compiled = torch.compile(linear_policy_loss, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="sequence_group: expected None inside torch.compile"):
         compiled(hidden, weight, batch, tokens)

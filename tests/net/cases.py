@@ -169,7 +169,6 @@ OUTPUTS = (
     "max_logit",
     "min_logit",
     "mean_logit",
-    "rank",
     "topk_logprobs",
     "topk_indices",
 )

@@ -339,14 +339,6 @@ def _error(value: Tensor, exact: Tensor, size: Tensor | None, least: float) -> T
     return torch.where(same, 0.0, (value - exact).abs() / size).nan_to_num(nan=torch.inf)
 
 
-def _check_rank(judge: Judge, value: Tensor) -> None:
-    own = judge.scores.gather(-1, _target(judge)[:, None])
-    slack = 8 * judge.unit
-    fewest = (judge.scores > own + slack).sum(-1)
-    most = (judge.scores >= own - slack).sum(-1) - 1
-    assert bool(((fewest <= value) & (value <= most)).all()), f"rank: {value.tolist()}"
-
-
 def _check_top1(judge: Judge, value: Tensor) -> None:
     own = judge.scores.gather(-1, _target(judge)[:, None])[:, 0]
     best, slack = judge.scores.amax(-1), 8 * judge.unit
@@ -373,7 +365,6 @@ def _check_topk_indices(judge: Judge, value: Tensor) -> None:
 
 OF_BOUNDED = ("backward_entries", "backward_whole_rows", "backward_error", "backward_error_bound")
 _RANKED = {
-    "rank": _check_rank,
     "is_top1": _check_top1,
     "topk_logprobs": _check_topk_logprobs,
     "topk_indices": _check_topk_indices,

@@ -36,7 +36,7 @@ def test_cases_on_two_ranks(number: int) -> None:
     assert_none_fails(number, 40, WITHOUT_REFERENCE, ranks=2)
 
 
-@pytest.mark.parametrize("ranked", [("is_top1",), ("is_top1", "rank", "topk_indices")])
+@pytest.mark.parametrize("ranked", [("is_top1",), ("is_top1", "topk_indices")])
 def test_ties_between_ranks(ranked: tuple[str, ...]) -> None:
     """Which the judge leaves open: of equal scores the first counts, on whatever rank."""
     case = Case(
