@@ -91,7 +91,7 @@ results: $(VENV)/.dev
 # checks, measurements, benchmarks, tests and a summary in under nine minutes; writes to OUT, by
 # default benchmarks/results
 gpu:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
+	benchmarks/gpu/run.sh $(PYTHON)
 
 # rewrites grpo_kernels/backends/configs/tuned.py
 gpu-tune:

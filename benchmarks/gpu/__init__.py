@@ -1,1 +1,1 @@
-"""What ``make gpu`` runs on a GPU machine: checks, measurements, benchmarks and tests, in order."""
+"""What ``make gpu`` asks a GPU: checks and measurements, which ``run.sh`` runs in its order."""

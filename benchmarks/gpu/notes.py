@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.plan import FILE
 from benchmarks.measure import describe, device_is_lost, free
+
+FILE = "gpu-parts.jsonl"  # one for all parts: a remote machine may hand back a few files only
 
 
 @dataclass(kw_only=True)
@@ -23,10 +23,8 @@ class Notes:
     part: str
     out: Path
     device: torch.device
-    end: float  # by time.monotonic(), after which no further case begins
     checks: int = 0
     failed: int = 0
-    missing: int = 0  # cases that were not reached
 
     def check(self, name: str, ok: bool, expected: str, came: str) -> bool:
         """Note a check; a failure is counted, and stops nothing."""
@@ -55,28 +53,15 @@ class Notes:
         self._keep("headline", text=text)
 
     def every(self, cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
-        """Run all cases while there is time; one that raises has failed, and the next begins."""
-        late = [self._run(name, case) for name, case in cases].count(False)
-        if late:
-            self.missing += late
-            print(f"       {late} cases were not reached: the time was up", flush=True)
-
-    def _run(self, name: str, case: Callable[[], object]) -> bool:
-        if time.monotonic() > self.end:
-            return False
-        try:
-            case()
-        except Exception as error:  # a kernel that does not compile is a result: the rest goes on
-            self.check(name, False, "a result", describe(error))
-        if device_is_lost(self.device.type):
-            raise RuntimeError(f"{name} broke the device, and nothing more can run on it")
-        free(self.device.type)
-        return True
-
-    def summary(self) -> str:
-        """Return the part in a line."""
-        parts = [f"{self.checks} checks", f"{self.failed} failed"]
-        return ", ".join(parts + ([f"{self.missing} cases not reached"] if self.missing else []))
+        """Run all cases; one that raises has failed, and the next begins."""
+        for name, case in cases:
+            try:
+                case()
+            except Exception as error:  # a kernel that does not compile is a result, too
+                self.check(name, False, "a result", describe(error))
+            if device_is_lost(self.device.type):
+                raise RuntimeError(f"{name} broke the device, and nothing more can run on it")
+            free(self.device.type)
 
     def _keep(self, name: str, **values: Any) -> None:
         line = json.dumps({"part": self.part, "name": name, **values}, default=str)
