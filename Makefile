@@ -95,7 +95,7 @@ gpu:
 
 # rewrites grpo_kernels/backends/configs/tuned.py
 gpu-tune:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.tune $(TUNE_OPTIONS)
+	PYTHONPATH=. $(PYTHON) -m benchmarks.sweep
 
 # the baselines for make gpu, where that machine has no network: carry the folder along. With
 # BASELINES="benchmarks/baselines.txt benchmarks/baselines-hopper.txt" also those on the CuTe DSL, a large one.

@@ -6,12 +6,12 @@ from functools import partial
 
 from torch import Tensor
 
+from benchmarks.gpu.candidates import difference
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.timed import Cost, Stopwatch, rates
 from benchmarks.problem import Problem, make_problem
 from benchmarks.providers.ours import run_loss
 from benchmarks.shapes import MODELS, Case
-from benchmarks.tune.contest import difference
 from benchmarks.work import WORKS
 
 _ROWS = (4096, 8192, 16384, 2048)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.notes import Notes, bits_of
-from benchmarks.tune.rows import run_of
+from benchmarks.gpu.row_tiles import run_of
 from grpo_kernels.backends import Tile
 from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig
 from grpo_kernels.head import Transform

@@ -7,12 +7,11 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu import linear_tiles, row_tiles
+from benchmarks.gpu.candidates import Candidate
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.timed import TRAFFIC, Cost, Stopwatch, rates
 from benchmarks.shapes import Model
-from benchmarks.tune import linear
-from benchmarks.tune import rows as tune_rows
-from benchmarks.tune.contest import Candidate
 from grpo_kernels.backends.configs.rows import ROW_KERNELS
 
 _COLUMNS = 151936
@@ -50,7 +49,7 @@ def _row_kernel(
     columns: int,
     values: tuple[tuple[int, int], ...],
 ) -> None:
-    every = tune_rows.candidates(kernel, dtype, count, columns, notes.device)
+    every = row_tiles.candidates(kernel, dtype, count, columns, notes.device)
     chosen = {x.value: x for x in every if x.value in values}
     cost = Cost(bytes=float(count * columns * (dtype.itemsize + _WRITES[kernel])))
     times: dict[tuple[int, ...], float] = {}
@@ -68,13 +67,13 @@ def forward(notes: Notes, small: bool) -> None:
     count = 8 if small else _TOKENS
     watch = Stopwatch(notes.device, 1 if small else 5)
     every = {
-        model: linear.candidates(model, count, "fp32", notes.device, torch.bfloat16)
+        model: linear_tiles.candidates(model, count, "fp32", notes.device, torch.bfloat16)
         for model in models
     }
     times: dict[Model, dict[tuple[int, ...], float]] = {model: {} for model in models}
     values = [candidate.value for candidate in every[models[0]]]
     default, *rest = values
-    order = [default, linear.TILES_OF_LOGITS, *(x for x in rest if x)]
+    order = [default, linear_tiles.TILES_OF_LOGITS, *(x for x in rest if x)]
     by_value = {model: {x.value: x for x in every[model]} for model in models}
     notes.every(
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tune.linear import scheduled_configs
+from benchmarks.gpu.linear_tiles import scheduled_configs
 from grpo_kernels.backends.configs.linear import (
     UNALIGNED_CONFIG,
     LinearConfig,

@@ -6,9 +6,6 @@ the keys mean.
 
 from __future__ import annotations
 
-# device class -> what its entries were measured on
-MEASURED_ON: dict[str, dict[str, str]] = {}
-
 # device class, kernel, bits of a logit, vocabulary -> warps, 16-byte loads of a thread
 ROW_CONFIGS: dict[tuple[str, str, int, str], tuple[int, int]] = {}
 

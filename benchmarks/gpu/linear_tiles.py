@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.candidates import Candidate, difference
 from benchmarks.shapes import Model
-from benchmarks.tune.contest import Candidate, difference
 from grpo_kernels.backends import BACKENDS, RowStats
 from grpo_kernels.backends.configs.linear import SPECIALIZING, LinearConfig, default_config
 from grpo_kernels.backends.configs.rows import bits, device_class, gpu_chunk_rows

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from benchmarks.tune.contest import Candidate, difference
+from benchmarks.gpu.candidates import Candidate, difference
 from grpo_kernels import LossConfig, TokenBatch
 from grpo_kernels.backends import StatsGradients, Tile
 from grpo_kernels.backends.configs.rows import (

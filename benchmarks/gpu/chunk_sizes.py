@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.candidates import Candidate, difference
 from benchmarks.problem import Problem
 from benchmarks.providers.ours import run_loss
-from benchmarks.tune.contest import Candidate, difference
 from grpo_kernels.backends.configs.rows import default_chunk_rows
 from grpo_kernels.head import logits_dtype
 

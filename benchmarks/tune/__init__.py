@@ -1,1 +1,0 @@
-"""Tile sizes of the GPU path: ``python -m benchmarks.tune``."""
