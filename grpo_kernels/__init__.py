@@ -5,7 +5,6 @@ from grpo_kernels.batch import (
     RankRows,
     SamplingMask,
     TokenBatch,
-    check_next_token_targets,
     context_parallel_rows,
     next_token_targets,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "Transform",
     "VocabShard",
     "available_backends",
-    "check_next_token_targets",
     "context_parallel_rows",
     "explain",
     "explain_logprobs",

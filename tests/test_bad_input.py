@@ -25,7 +25,6 @@ from grpo_kernels import (
     SamplingMask,
     TokenBatch,
     Transform,
-    check_next_token_targets,
     context_parallel_rows,
     explain,
     explain_logprobs,
@@ -100,10 +99,6 @@ def right(name: str) -> dict[str, Any]:
         },
         "warm_up": head | {"config": LossConfig()},
         "next_token_targets": {"input_ids": ids, "cu_seqlens": offsets, "mask": torch.ones(4)},
-        "check_next_token_targets": {
-            "target": torch.tensor([-100, 3, 4, -100]), "input_ids": ids, "cu_seqlens": offsets,
-            "rows": torch.arange(4),
-        },
         "context_parallel_rows": {
             "cu_seqlens": torch.tensor([0, 4, 8]), "rank": 1, "size": 2, "layout": "head_tail",
         },
@@ -130,7 +125,6 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "policy_loss": policy_loss,
     "warm_up": warm_up,
     "next_token_targets": next_token_targets,
-    "check_next_token_targets": check_next_token_targets,
     "context_parallel_rows": context_parallel_rows,
     "from_csr": SamplingMask.from_csr,
     "Bounded": Bounded,
@@ -140,7 +134,6 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 # what is wrong of its kind elsewhere, and has a meaning here
 ACCEPTED = {
     ("next_token_targets", "input_ids"): {"ids below 0", "ids too large"},  # it looks at places
-    ("check_next_token_targets", "input_ids"): {"ids below 0", "ids too large"},
     ("explain_logprobs", "hidden"): {"no first dimension"},  # any (..., D)
     ("from_csr", "indices"): {"ids too large"},  # for any vocabulary
     ("linear_logprobs", "temperature"): {"integers"},
@@ -160,7 +153,7 @@ ANY_SIZE = (
 )
 FRACTIONS = ("num_items_in_batch", "num_tokens_in_micro_batch")
 # meta tensors have no values that a host could compare
-ON_NO_DEVICE = ("context_parallel_rows", "check_next_token_targets")
+ON_NO_DEVICE = ("context_parallel_rows",)
 
 
 class Wrong(NamedTuple):

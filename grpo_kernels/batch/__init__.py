@@ -3,7 +3,6 @@
 from grpo_kernels.batch import host
 from grpo_kernels.batch.context_parallel import (
     RankRows,
-    check_next_token_targets,
     context_parallel_rows,
     next_token_targets,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "SamplingMask",
     "Segments",
     "TokenBatch",
-    "check_next_token_targets",
     "check_sampling_mask",
     "context_parallel_rows",
     "host",

@@ -61,43 +61,6 @@ def next_token_targets(
     return target.index_fill_(0, (ends[1:] - 1) % total, IGNORE_INDEX)
 
 
-def check_next_token_targets(
-    target: Tensor, input_ids: Tensor, cu_seqlens: Tensor, rows: Tensor | None = None
-) -> None:
-    """Raise ValueError where a target is not the next token of its sequence, nor -100.
-
-    Targets that were shifted after the sequences were cut or packed are wrong at the edges. The
-    host reads the result, so on a GPU it waits.
-
-    Args:
-        target: (T,) int64; with ``rows`` (R,), those of one rank.
-        input_ids: (T,) all packed tokens.
-        cu_seqlens: (B + 1,) offsets of the sequences.
-        rows: (R,) which rows of the T a rank has, of :func:`context_parallel_rows`.
-    """
-    expected = next_token_targets(input_ids, cu_seqlens)
-    places = torch.arange(expected.numel(), device=expected.device) if rows is None else rows
-    check_target(places, 1, "(R,)", "rows")
-    check_target(target, 1, "(T,)" if rows is None else "(R,)")
-    if target.shape != places.shape:
-        raise ValueError(f"target: expected shape {tuple(places.shape)}, got {tuple(target.shape)}")
-    host.require(
-        ((places >= 0) & (places < expected.numel())).all(),
-        f"rows: expected rows in [0, {expected.numel()})",
-    )
-    wrong = ((target != IGNORE_INDEX) & (target != expected[places])).nonzero()
-    if wrong.numel() == 0:
-        return
-    place = int(wrong[0])
-    row = int(places[place])
-    right = int(expected[row])
-    why = "the last of its sequence" if right == IGNORE_INDEX else "the token that follows"
-    raise ValueError(
-        f"target: expected {right} at row {row} ({why}), got {int(target[place])}, "
-        f"and {wrong.numel() - 1} more are wrong; shift before sequences are packed or cut"
-    )
-
-
 class RankRows(NamedTuple):
     """The part of packed sequences that one rank has."""
 

@@ -11,15 +11,12 @@ import torch.distributed as dist
 from grpo_kernels import (
     LossConfig,
     TokenBatch,
-    check_next_token_targets,
     context_parallel_rows,
     explain,
     linear_policy_loss,
     next_token_targets,
 )
 from grpo_kernels.batch.sequence_group import SequenceGroup
-
-LAYOUTS = ("head_tail", "contiguous")
 
 
 def test_what_cannot_be_with_a_sequence_group() -> None:
@@ -53,23 +50,6 @@ def test_targets_end_with_their_sequence() -> None:
     assert padded.tolist() == [[-100, 6, -100], [8, -100, -100]]
     empty = torch.zeros(0, dtype=torch.int64)
     assert next_token_targets(empty, torch.tensor([0, 0])).shape == (0,)
-
-
-def test_targets_that_cross_an_edge_are_named() -> None:
-    cu_seqlens, ids = torch.tensor([0, 8, 16]), torch.arange(16)
-    target = next_token_targets(ids, cu_seqlens)
-    check_next_token_targets(target, ids, cu_seqlens)
-    with pytest.raises(ValueError, match=r"expected -100 at row 7 \(the last of its seq.*got 8"):
-        check_next_token_targets(ids.roll(-1), ids, cu_seqlens)
-    for layout in LAYOUTS:
-        for rank in range(2):
-            rows = context_parallel_rows(cu_seqlens, rank=rank, size=2, layout=layout).rows
-            check_next_token_targets(target[rows], ids, cu_seqlens, rows)
-    # shifted after the cut: the last row of rank 0 should predict the first token of rank 1
-    rows = context_parallel_rows(torch.tensor([0, 16]), rank=0, size=2, layout="contiguous").rows
-    late = ids[rows].roll(-1)
-    with pytest.raises(ValueError, match=r"expected 8 at row 7 \(the token that follows\), got 0"):
-        check_next_token_targets(late, ids, torch.tensor([0, 16]), rows)
 
 
 def test_rows_by_hand() -> None:
