@@ -13,13 +13,56 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.integrations.switch import Host, module_of
+from axolotl.integrations.base import BasePlugin
 
-HOST = Host("axolotl", ("0.19",))
+from grpo_kernels.integrations import liger
+from grpo_kernels.integrations.switch import HOSTS
+
+_OF_GRPO = ("grpo", "gdpo")  # what Axolotl has TRL's GRPO trainer for
 
 
-def __getattr__(name: str) -> Any:
-    # Axolotl is imported by those who use it
-    if name != "GRPOKernelsPlugin":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return module_of("grpo_kernels.integrations.axolotl_plugin").GRPOKernelsPlugin
+class GRPOKernelsPlugin(BasePlugin):
+    """Put our loss into the trainer once it is built, and refuse configs that it would not serve.
+
+    Nothing outside of that trainer is changed. A subclass may set ``any_version``.
+    """
+
+    any_version = False  # also versions of Axolotl and of Liger that were not tested
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Check what is known before a model is.
+
+        Raises:
+            ImportError: Axolotl is of a version that was not tested.
+            ValueError: the config does not ask for GRPO with a Liger loss.
+        """
+        HOSTS["axolotl"].check(self.any_version)
+        if cfg.rl not in _OF_GRPO:
+            got = getattr(cfg.rl, "value", cfg.rl)
+            raise ValueError(
+                f"rl: expected {' or '.join(_OF_GRPO)} with GRPOKernelsPlugin, got {got}"
+            )
+        asked = getattr(cfg.trl, "use_liger_loss", None)
+        if not asked:
+            raise ValueError(
+                "trl.use_liger_loss: expected true with GRPOKernelsPlugin, which takes the place "
+                f"of Liger's loss; got {asked}"
+            )
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Replace the loss module of ``trainer``.
+
+        Raises:
+            ValueError: a setting, or the model's head, is one that the loss module is not told of.
+        """
+        theirs = getattr(trainer, "liger_loss", None)
+        if theirs is None:
+            raise ValueError(
+                "trainer: expected one of TRL's GRPO trainers with use_liger_kernel, got "
+                f"{type(trainer).__name__} without"
+            )
+        for name, off in (("off_policy_mask_threshold", None), ("aux_loss_enabled", False)):
+            if (got := getattr(trainer, name, off)) != off:
+                raise ValueError(f"{name}: expected {off} with use_liger_loss, got {got}")
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        trainer.liger_loss = liger.instead_of(theirs, model, any_version=self.any_version)

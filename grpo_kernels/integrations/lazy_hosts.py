@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_kernels.integrations import lazy_logits
 from grpo_kernels.integrations.lazy_logits import LazyLogits
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, module_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,27 +71,18 @@ def _chunked_entropy_from_logits(
 _OF_TRL = "trl.trainer.utils"
 _OF_OPENRLHF = "openrlhf.models.utils"
 _OF_SKYRL = "skyrl.backends.skyrl_train.utils.torch_utils"
-_HOSTS: dict[str, tuple[Host, tuple[_Scorer, ...]]] = {
+_SCORERS = {
     "trl": (
-        Host("trl", ("0.29", "1.9")),  # ms-swift has the older one
-        (
-            _Scorer(_OF_TRL, "selective_log_softmax", _selective_log_softmax),
-            _Scorer(_OF_TRL, "entropy_from_logits", _entropy_from_logits),
-        ),
+        _Scorer(_OF_TRL, "selective_log_softmax", _selective_log_softmax),
+        _Scorer(_OF_TRL, "entropy_from_logits", _entropy_from_logits),
     ),
     "openrlhf": (
-        Host("openrlhf", ("0.11",)),
-        (
-            _Scorer(_OF_OPENRLHF, "log_probs_from_logits", _log_probs_from_logits),
-            _Scorer(_OF_OPENRLHF, "compute_entropy", _entropy_from_logits),
-        ),
+        _Scorer(_OF_OPENRLHF, "log_probs_from_logits", _log_probs_from_logits),
+        _Scorer(_OF_OPENRLHF, "compute_entropy", _entropy_from_logits),
     ),
     "skyrl": (
-        Host("skyrl", ("0.3",)),
-        (
-            _Scorer(_OF_SKYRL, "logprobs_from_logits", _logprobs_from_logits),
-            _Scorer(_OF_SKYRL, "chunked_entropy_from_logits", _chunked_entropy_from_logits),
-        ),
+        _Scorer(_OF_SKYRL, "logprobs_from_logits", _logprobs_from_logits),
+        _Scorer(_OF_SKYRL, "chunked_entropy_from_logits", _chunked_entropy_from_logits),
     ),
 }
 
@@ -117,8 +108,8 @@ def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
 
 
 SWITCHES = {
-    name: Switch(host, functools.partial(_replacements, scorers))
-    for name, (host, scorers) in _HOSTS.items()
+    name: Switch(HOSTS[f"lazy_hosts, {name}"], functools.partial(_replacements, scorers))
+    for name, scorers in _SCORERS.items()
 }
 _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}
 

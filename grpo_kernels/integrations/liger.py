@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
 from grpo_kernels.head import Transform, autocast_dtype, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, alive, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, module_of
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, Metrics
@@ -172,7 +172,7 @@ def _replacements() -> Iterator[Replacement]:
     yield Replacement(module, name, LigerFusedLinearGRPOLoss, everywhere=True)
 
 
-SWITCH = Switch(Host("liger-kernel", ("0.8.1", "0.8.5")), _replacements)
+SWITCH = Switch(HOSTS["liger"], _replacements)
 disable, enabled = SWITCH.disable, SWITCH.enabled
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_kernels.integrations import liger
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, module_of
 
 if __name__.startswith("_swift_external_"):
     # the folder of a plugin goes to the front of sys.path, and here lie files named after hosts
@@ -39,7 +39,7 @@ def _replacements() -> Iterator[Replacement]:
     yield Replacement(trainer, theirs.__name__, prepare)
 
 
-SWITCH = Switch(Host("ms-swift", ("4.6",)), _replacements)
+SWITCH = Switch(HOSTS["ms_swift"], _replacements)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 

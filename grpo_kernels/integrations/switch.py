@@ -41,6 +41,20 @@ class Host:
             raise ImportError(f"{wanted}, got {found}; any_version=True tries it with this one")
 
 
+# by adapter; of those that score logits which are not formed, by host
+HOSTS = {
+    "trl": Host("trl", ("1.16",)),
+    "verl": Host("verl", ("0.9",)),
+    "torchtitan": Host("torchtitan", ("0.3",)),
+    "liger": Host("liger-kernel", ("0.8.1", "0.8.5")),
+    "axolotl": Host("axolotl", ("0.19",)),
+    "ms_swift": Host("ms-swift", ("4.6",)),
+    "lazy_hosts, trl": Host("trl", ("0.29", "1.9")),  # ms-swift has the older one
+    "lazy_hosts, openrlhf": Host("openrlhf", ("0.11",)),
+    "lazy_hosts, skyrl": Host("skyrl", ("0.3",)),
+}
+
+
 class Replacement(NamedTuple):
     """What stands in for one attribute of a host's module, or of a class in it."""
 

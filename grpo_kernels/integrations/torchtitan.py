@@ -13,16 +13,129 @@ settings, inputs and metrics of torchtitan's.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_kernels.integrations.switch import Host, module_of
+import torch
+from torch import Tensor, nn
 
-HOST = Host("torchtitan", ("0.3",))
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.fused_head import FusedHead
+from grpo_kernels.integrations.switch import HOSTS
+from grpo_kernels.losses import LossConfig, Metrics
+
+HOSTS["torchtitan"].check(any_version=False)  # before names are imported that others may not have
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper  # noqa: E402
+from torchtitan.config import CompileConfig  # noqa: E402
+
+_DIFFERENT = 1e-6  # what torchtitan takes for a difference
 
 
-def __getattr__(name: str) -> Any:
-    # they inherit from a class of the host, which is imported by those who use them
-    if name not in ("GRPOLoss", "DAPOLoss"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    HOST.check(any_version=False)
-    return getattr(module_of("grpo_kernels.integrations.torchtitan_losses"), name)
+class DAPOLoss(ChunkedLossWrapper):
+    """Clipped policy loss with bounds of their own below and above (arXiv:2503.14476).
+
+    The trainer sees a chunked loss: it hands over hidden states and sets the head. The head is
+    called once, as a module, so FSDP2 gathers its weight and reduces its gradient; nothing of it is
+    chunked or compiled by the host.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        ratio_clip_low: float = 0.2
+        ratio_clip_high: float = 0.2
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
+        self.lm_head: FusedHead | None = None
+        self.config = LossConfig(
+            loss_type="dapo", epsilon=config.ratio_clip_low, epsilon_high=config.ratio_clip_high
+        )
+        self._log_bounds = math.log1p(-config.ratio_clip_low), math.log1p(config.ratio_clip_high)
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """Take the head that hidden states will be scored by; it becomes a FusedHead.
+
+        Raises:
+            ValueError: its forward is wrapped, as tensor parallelism does: that is not supported.
+        """
+        self.lm_head = FusedHead(lm_head)
+
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor | float | None = None,
+        **loss_inputs: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss, (), and torchtitan's metrics of it.
+
+        Args:
+            pred: (B, L, D) hidden states, from a model that skips its head.
+            labels: (B, L) the token that follows each one.
+            global_valid_tokens: what the sums over tokens are divided by; None: 1.
+            loss_inputs: ``generator_logprobs``, ``advantages`` and the bool ``loss_mask``, (B, L).
+                A token whose generator log-probability is not finite is left out.
+
+        Raises:
+            ValueError: an input is missing, unknown or of a wrong shape, or the head is not set.
+        """
+        if self.lm_head is None:
+            raise ValueError("lm_head: expected set_lm_head(lm_head) before the first call")
+        sampled, advantages, mask = _checked(**loss_inputs)
+        mask = mask & sampled.isfinite()
+        tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
+        tokens = torch.as_tensor(tokens, dtype=torch.float64, device=pred.device).clamp(min=1)
+        batch = TokenBatch.from_padded(
+            labels, advantages, mask, old_logprobs=sampled.masked_fill(~mask, 0.0),
+            num_items_in_batch=tokens,
+        )  # fmt: skip
+        loss, metrics = self.lm_head.policy_loss(pred, batch, self.config)
+        return loss, {"loss/mean": loss.detach(), **self._metrics(metrics, batch, tokens)}
+
+    def _metrics(self, metrics: Metrics, batch: TokenBatch, tokens: Tensor) -> dict[str, Tensor]:
+        """Return sums over the tokens here, divided by those of all processes."""
+        assert metrics.logprobs is not None
+        assert metrics.entropy is not None
+        assert batch.old_logprobs is not None
+        difference = (metrics.logprobs - batch.old_logprobs).double()
+        low, high = self._log_bounds
+        clipped = (difference < low - _DIFFERENT) | (difference > high + _DIFFERENT)
+        sums = {
+            "loss/ratio_mean": metrics.stats["ratio/ess"].total[0],
+            "loss/ratio_clipped_frac": clipped.sum(),
+            "bit_wise/logprob_diff/mean": difference.sum(),
+            "bit_wise/ratio_tokens_different/mean": (difference.abs() > _DIFFERENT).sum(),
+            "trainer/entropy/mean": metrics.entropy.sum(),
+        }
+        found = {name: (value / tokens).float() for name, value in sums.items()}
+        largest = torch.cat([difference.abs(), difference.new_zeros(1)]).max().float()
+        return found | {"bit_wise/logprob_diff/max": largest}
+
+
+class GRPOLoss(DAPOLoss):
+    """Clipped policy loss with one bound for both sides."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        clip_eps: float = 0.2
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        bound = config.clip_eps
+        super().__init__(DAPOLoss.Config(ratio_clip_low=bound, ratio_clip_high=bound), **options)
+
+
+def _checked(
+    generator_logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    **unknown: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = {"generator_logprobs": generator_logprobs, "advantages": advantages,
+             "loss_mask": loss_mask}  # fmt: skip
+    missing = [name for name, value in given.items() if value is None]
+    if missing or unknown:
+        raise ValueError(
+            f"loss_inputs: expected {', '.join(given)}, got "
+            f"{', '.join([n for n in given if n not in missing] + list(unknown))}"
+        )
+    return generator_logprobs, advantages, loss_mask  # type: ignore[return-value]

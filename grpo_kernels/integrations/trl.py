@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, alive, claim, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim, module_of
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
@@ -75,7 +75,7 @@ class _NoAdapter(type):
         return False
 
 
-SWITCH = Switch(Host("trl", ("1.16",)), _replacements)
+SWITCH = Switch(HOSTS["trl"], _replacements)
 disable, enabled = SWITCH.disable, SWITCH.enabled
 
 

@@ -26,7 +26,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, claim, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.losses import LossConfig, policy_loss
 from grpo_kernels.overlay import ForwardOverlay, lay_over
@@ -57,7 +57,7 @@ def _replacements() -> Iterator[Replacement]:
     yield Replacement(engine, "prepare_model_inputs", _at_any_temperature(engine))
 
 
-SWITCH = Switch(Host("verl", ("0.9",)), _replacements)
+SWITCH = Switch(HOSTS["verl"], _replacements)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 

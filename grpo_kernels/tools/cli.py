@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_kernels.integrations import HOSTS
 from grpo_kernels.tools import machine
 from grpo_kernels.tools.check import Outcome, outcomes
-from grpo_kernels.tools.doctor import Finding, Side, findings
 from grpo_kernels.tools.estimate import command as plan_command
-from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned, duration, in_units
+from grpo_kernels.tools.text import BadArgumentError, OneLineParser, aligned, in_units
 
 _OPTIONAL = "transformers"  # of the extra `tools`
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_check, parser=check)
     doctor = commands.add_parser(
-        "doctor", help="other trainers that are here: a step with their own head and with ours"
+        "doctor", help="other trainers: which are here, and which versions ours was tested with"
     )
     doctor.set_defaults(run=_doctor, parser=doctor)
     plan = commands.add_parser("plan", help="memory and time of a model's head, without running it")
@@ -130,39 +130,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    found = []
-    for finding in findings():
-        found.append(finding)
-        print(*_finding_text(finding), sep="\n", flush=True)
-    failed = [finding.host for finding in found if not finding.ok]
-    print(f"not as their own: {', '.join(failed)}" if failed else "nothing wrong was found")
-    return 1 if failed else 0
-
-
-def _finding_text(finding: Finding) -> list[str]:
-    tested = f"tested with {', '.join(finding.tested)}"
-    if finding.version is None:
-        return [f"{finding.host}: not installed ({tested})"]
-    state = {None: "", True: ", ours is in place", False: ", theirs is in place"}[finding.on]
-    lines = [f"{finding.host}: {finding.version} ({tested}){state}"]
-    if finding.failure is not None:
-        lines.append(f"  FAILED: {finding.failure}")
-    elif finding.trial is not None:
-        trial = finding.trial
-        verdict = "ok" if trial.ok else "DIFFERENT"
-        lines += [
-            f"  loss and gradients against theirs: {trial.error:.1e}  {verdict}",
-            f"  theirs: {_side_text(trial.theirs)}",
-            f"  ours:   {_side_text(trial.ours)}",
-        ]
-    else:
-        lines.append(f"  {finding.note}")
-    return lines
-
-
-def _side_text(side: Side) -> str:
-    grown = "" if side.grown is None else f", {in_units(side.grown)}"
-    return f"{duration(side.seconds)}{grown}"
+    for adapter, host in HOSTS.items():
+        tested = f"{host.package}, tested with {', '.join(host.tested)}"
+        print(f"{adapter}: {machine.installed_version(host.package) or 'not installed'} ({tested})")
+    return 0
 
 
 _LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from grpo_kernels.integrations import torchtitan as ours
-from grpo_kernels.integrations.switch import Host
+from grpo_kernels.integrations.switch import HOSTS, Host
 from tests.integrations.contract import Adapter, Run, assert_passed, cases, contract_of
 from tests.integrations.hosts import need
 from tests.sharded.ranks import run_on_ranks
@@ -27,6 +26,8 @@ need("torchtitan")
 
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.common.linear import Linear
+
+from grpo_kernels.integrations import torchtitan as ours
 
 STEPS, B, L, D, V = 6, 3, 8, 16, 61
 
@@ -125,8 +126,8 @@ def set_wrapped() -> None:
 
 def another_version() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours, "HOST", Host("torchtitan", ("0.0",)))
-        _ = ours.GRPOLoss
+        patch.setitem(HOSTS, "torchtitan", Host("torchtitan", ("0.0",)))
+        importlib.reload(ours)
 
 
 ALONE = Adapter(

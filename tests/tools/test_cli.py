@@ -104,6 +104,16 @@ def misreads_long_rows(right, out, a, b, *rest, **options):
         out[0, 0] += 1
 
 
+def test_doctor_names_the_hosts_that_are_here(capsys, monkeypatch):
+    found = {"trl": "1.16.0", "ms-swift": "4.7"}
+    monkeypatch.setattr(cli.machine, "installed_version", found.get)
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "trl: 1.16.0 (trl, tested with 1.16)" in out
+    assert "ms_swift: 4.7 (ms-swift, tested with 4.6)" in out
+    assert "liger: not installed (liger-kernel, tested with 0.8.1, 0.8.5)" in out
+
+
 @pytest.mark.parametrize(
     ("wrong", "dtype", "said"),
     [
