@@ -1,4 +1,4 @@
-"""Forward passes of a model that has :func:`grpo_kernels.hf.patch.add_fused_head`."""
+"""Forward passes of a model that has :func:`grpo_kernels.hf.add_fused_head`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_kernels import (
     linear_logprobs,
     linear_policy_loss,
 )
-from grpo_kernels.hf import HeadFn
+from grpo_kernels.fused_head import HeadFn
 from grpo_trainer.data import MicroBatch
 
 

@@ -26,7 +26,7 @@ from transformers.utils import (
     find_adapter_config_file,
 )
 
-from grpo_kernels.hf import drop_wrappers, has_router_loss, keep_head_in_fp32
+from grpo_kernels.hf import drop_wrappers, has_moe_aux_loss, keep_head_in_fp32
 from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
@@ -202,7 +202,7 @@ def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
         ValueError: a weight is asked for and the model has no such loss.
     """
     wanted = args.router_aux_loss_coef
-    if has_router_loss(model):
+    if has_moe_aux_loss(model):
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
         return own if wanted is None else wanted
     if wanted:

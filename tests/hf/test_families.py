@@ -12,9 +12,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_kernels import FusedHead, linear_logprobs
+from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.head import Head
-from grpo_kernels.hf import HeadFn, add_fused_head, check_fused_head, drop_wrappers
-from grpo_kernels.hf.lm_head import logit_scale, softcap
+from grpo_kernels.hf import (
+    add_fused_head,
+    check_fused_head,
+    drop_wrappers,
+    logit_scale,
+    softcap,
+)
 from tests.support.tiny_models import FAMILIES, SMALL, tiny_model, tokens
 
 REFUSED = ("modernbert-decoder", "roberta")  # more than a linear layer on the last hidden states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels.hf.patch import add_fused_head
+from grpo_kernels.hf import add_fused_head
 from grpo_trainer.model import load_policy
 
 IDS = torch.tensor([[3, 4, 5, 6]])
