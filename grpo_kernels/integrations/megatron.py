@@ -1,4 +1,4 @@
-"""Heads of Megatron: the vocabulary in equal shares over ranks, hidden states perhaps as well."""
+"""Heads of Megatron: the vocabulary in equal shares over ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head import VocabShard
-from grpo_kernels.ranks import gather, process_group
+from grpo_kernels.ranks import process_group
 
 
 def vocab_shard_of(
@@ -42,39 +42,6 @@ def vocab_shard_of(
         return None
     shares = (rows,) * size
     return VocabShard(group=group.group_name, rank=rank, rows=shares, vocab_size=sum(shares))
-
-
-def whole_sequence(hidden: Tensor, length: int, tp_group: Any) -> Tensor:
-    """Return (S, B, D) hidden states of rows that may be split over the ranks (S / n, B, D).
-
-    The gradient of the result is taken to be whole on every rank, as our ops give it: each rank
-    keeps that of its rows.
-
-    Raises:
-        ValueError: the rows are neither all ``length`` nor a rank's share of them.
-    """
-    group = process_group("tp_group", tp_group)
-    size = dist.get_world_size(group)
-    if hidden.shape[0] == length:
-        return hidden
-    if hidden.shape[0] * size != length:
-        raise ValueError(
-            f"tensor_parallel_hidden_states: expected {length} rows (of target), or 1 / {size} of "
-            f"them, got {hidden.shape[0]}"
-        )
-    return _WholeSequence.apply(hidden, group)
-
-
-class _WholeSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        start = dist.get_rank(group) * part.shape[0]
-        ctx.own = slice(start, start + part.shape[0])
-        return gather(part, group).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
-        return dwhole[ctx.own].contiguous(), None
 
 
 def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:

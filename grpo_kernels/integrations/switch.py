@@ -185,7 +185,8 @@ def _put(place: Replacement, old: Any, new: Any) -> None:
     setattr(place.owner, place.name, new)
     if not place.everywhere:
         return
+    own = getattr(place.ours, "__module__", None)  # where ours is defined, by the same name
     for name, module in list(sys.modules.items()):
         found = getattr(module, "__dict__", {}).get(place.name)
-        if found is old and name.split(".")[0] != __name__.split(".")[0]:
+        if found is old and name != own and name.split(".")[0] != __name__.split(".")[0]:
             setattr(module, place.name, new)

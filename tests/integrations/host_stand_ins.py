@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -12,6 +14,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tests.integrations.checkouts import Host
+
+_EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "hosts"
+
+
+def copied(name: str) -> Any:
+    """Import a file of docs/examples/hosts, as those who have copied it do."""
+    if (folder := str(_EXAMPLES)) not in sys.path:
+        sys.path.append(folder)
+    return import_module(name)
 
 
 def statistics(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.integrations import nemo_rl, skyrl
 from tests.integrations import contract
 from tests.integrations.contract import Adapter
-from tests.integrations.host_stand_ins import NEMO_RL, SKYRL, statistics
+from tests.integrations.host_stand_ins import NEMO_RL, SKYRL, copied, statistics
 from tests.sharded.ranks import run_alone, run_on_ranks
 
 B, S, D, V = 3, 8, 16, 54
 FP32, BF16 = torch.float32, torch.bfloat16
 OF_NEMO_RL = "nemo_rl.distributed.model_utils"
 OF_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+nemo_rl, skyrl = copied("grpo_nemo_rl"), copied("grpo_skyrl")
 
 
 def problem(dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
-from grpo_kernels.integrations import prime_rl
 from tests.integrations import contract
 from tests.integrations.contract import Adapter
-from tests.integrations.host_stand_ins import PRIME_RL, statistics
+from tests.integrations.host_stand_ins import PRIME_RL, copied, statistics
 
+prime_rl = copied("grpo_prime_rl")
 B, S, D, V = 2, 7, 16, 61
 HEADS = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
 SOFTCAP = 1.5

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
-from grpo_kernels.integrations import skyrl
-from tests.integrations.host_stand_ins import SKYRL
+from tests.integrations.host_stand_ins import SKYRL, copied
 
+skyrl = copied("grpo_skyrl")
 B, T, LONGEST = 4, 6, 9
 REDUCTIONS = {
     **dict.fromkeys(("dapo", "cispo", "vespo", "pg", "topr"), "token_mean"),

@@ -1,8 +1,8 @@
 """NeMo-RL's fused linear log-probabilities (Megatron) on our kernels.
 
-    from grpo_kernels.integrations import nemo_rl
+    import grpo_nemo_rl  # a copy of this file, where the processes that train find it
 
-    nemo_rl.enable()  # in every process that trains
+    grpo_nemo_rl.enable()  # in every one of them
 
 It acts where ``policy.megatron_cfg.use_fused_linear_logprobs`` is set.
 """
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.integrations.megatron import vocab_shard_of, whole_sequence
+from grpo_kernels import linear_logprobs
+from grpo_kernels.integrations.megatron import vocab_shard_of
 from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
-from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.ranks import gather, process_group
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -63,11 +64,44 @@ def from_parallel_hidden_states_to_logprobs(
     weight = output_weight_layer
     shard = vocab_shard_of(weight, tp_group, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else nullcontext():
-        hidden = whole_sequence(tensor_parallel_hidden_states, target.shape[1], tp_group)
+        hidden = _whole_sequence(tensor_parallel_hidden_states, target.shape[1], tp_group)
         found = linear_logprobs(hidden[:-1], weight, target[:, 1:].t(), vocab_shard=shard)
         assert found.logprobs is not None
         # no view: they divide it in place
         return found.logprobs.t().clone(memory_format=torch.contiguous_format)
+
+
+def _whole_sequence(hidden: Tensor, length: int, tp_group: Any) -> Tensor:
+    """Return (S, B, D) hidden states of rows that may be split over the ranks (S / n, B, D).
+
+    The gradient of the result is taken to be whole on every rank, as our ops give it: each rank
+    keeps that of its rows.
+
+    Raises:
+        ValueError: the rows are neither all ``length`` nor a rank's share of them.
+    """
+    group = process_group("tp_group", tp_group)
+    size = dist.get_world_size(group)
+    if hidden.shape[0] == length:
+        return hidden
+    if hidden.shape[0] * size != length:
+        raise ValueError(
+            f"tensor_parallel_hidden_states: expected {length} rows (of target), or 1 / {size} of "
+            f"them, got {hidden.shape[0]}"
+        )
+    return _WholeSequence.apply(hidden, group)
+
+
+class _WholeSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        start = dist.get_rank(group) * part.shape[0]
+        ctx.own = slice(start, start + part.shape[0])
+        return gather(part, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
+        return dwhole[ctx.own].contiguous(), None
 
 
 def _replacements() -> Iterator[Replacement]:

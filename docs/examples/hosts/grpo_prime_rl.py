@@ -1,15 +1,15 @@
 """prime-rl's fused LM heads on our kernels, and our losses as its custom ones.
 
-    from grpo_kernels.integrations import prime_rl
+    import grpo_prime_rl  # a copy of this file, where the trainer's process finds it
 
-    prime_rl.enable()  # in the trainer's process; heads that exist already change as well
+    grpo_prime_rl.enable()  # in that process; heads that exist already change as well
 
 Losses need no ``enable()``. They are named in prime-rl's configuration, with settings of
 :class:`grpo_kernels.LossConfig`::
 
     [trainer.loss]
     type = "custom"
-    import_path = "grpo_kernels.integrations.prime_rl.cispo"
+    import_path = "grpo_prime_rl.cispo"
     kwargs = { epsilon_high = 5.0 }
 """
 
@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
-from grpo_kernels.head import Transform, head_of_layer
+from grpo_kernels import TokenBatch, Transform, linear_logprobs
+from grpo_kernels.head import head_of_layer
+from grpo_kernels.integrations.sum_losses import check_aggregation, config_of, summed_loss
 from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
-from grpo_kernels.integrations.token_sums import check_aggregation, config_of, summed_loss
-from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LOSSES
 
 # module: its head
@@ -71,8 +70,8 @@ def loss_fn(loss_type: str) -> Callable[..., Any]:
 
     It returns ``LossOutputs``: the sum over the tokens of a sample, each times its weight in
     ``loss_weights``, and the metrics. ``inference_logprobs`` are the old policy's. Settings are
-    those of :class:`grpo_kernels.LossConfig`. ``grpo_kernels.integrations.prime_rl.<name>`` is the
-    same, also for losses that you have registered.
+    those of :class:`grpo_kernels.LossConfig`. ``grpo_prime_rl.<name>`` is the same, also
+    for losses that you have registered.
 
     Raises:
         ValueError: the loss is unknown, or does not average over the tokens of a step, as prime-rl

@@ -1,9 +1,9 @@
 """SkyRL's fused LM head (Megatron) on our kernels, and our losses in its registry.
 
-    from grpo_kernels.integrations import skyrl
+    import grpo_skyrl  # a copy of this file, where the processes that train find it
 
-    skyrl.enable()  # in every process that trains
-    name = skyrl.register_policy_loss("cispo", epsilon_high=5.0)
+    grpo_skyrl.enable()  # in every one of them
+    name = grpo_skyrl.register_policy_loss("cispo", epsilon_high=5.0)
 
 The head acts where ``trainer.fused_lm_head_logprob`` is set, the loss where
 ``trainer.algorithm.policy_loss_type`` is its name.
@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import TokenBatch
-from grpo_kernels.head import VocabShard
+from grpo_kernels import LossConfig, TokenBatch, VocabShard, linear_logprobs
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
+from grpo_kernels.integrations.sum_losses import check_aggregation, config_of, summed_loss
 from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
-from grpo_kernels.integrations.token_sums import check_aggregation, config_of, summed_loss
-from grpo_kernels.linear_logprobs import linear_logprobs
-from grpo_kernels.losses import LossConfig
 
 _MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 # our aggregation: their loss_reduction, which scales the advantages before a loss sees them
