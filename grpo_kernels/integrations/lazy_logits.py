@@ -1,276 +1,220 @@
-"""Logits that are not formed: for trainers and scripts that take log-probabilities of ``.logits``.
+"""LazyLogits: what a head returns to hosts whose own functions score its logits.
 
-    from grpo_kernels.integrations import lazy_logits
-
-    with lazy_logits.enabled(model):
-        logits = model(input_ids).logits[:, :-1] / temperature   # a LazyLogits: no (B, L, V) tensor
-        logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)   # by our kernels
-
-The head returns a handle with its hidden states. What is known to be exact without logits is
-remembered: slices of rows, shapes, casts, positive factors, softcaps; ``log_softmax`` with
-``gather``, and ``cross_entropy``, call the head again with ids, as a module, so that FSDP2 knows.
-Anything else is done with real logits, which all that share them then have, and says so once.
+It knows the hidden states and what the logits would be divided by. Rows of it, casts and scales
+are remembered; :meth:`LazyLogits.logprobs` and :meth:`LazyLogits.entropy` call the head with ids,
+as a module, so that FSDP2 knows. Whatever else is done with it is done with real logits, which are
+formed for that.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import get_default_nowrap_functions
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from grpo_kernels.batch import IGNORE_INDEX
-from grpo_kernels.fused_head import FusedHead, unfuse
-from grpo_kernels.head import stats_dtype
-from grpo_kernels.integrations.lazy_recipe import CHANGES, COPIES, SCORES, VIEWS, Recipe
-from grpo_kernels.integrations.switch import claim, release
+from grpo_kernels.fused_head import FusedHead
+from grpo_kernels.head import Head
+from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+_CASTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def enable(model: PreTrainedModel) -> None:
-    """Let the LM head of ``model`` return :class:`LazyLogits`. Doing it twice is harmless.
+@dataclass
+class _Memory:
+    """What logits and views of them share: how often they were changed in place."""
 
-    Raises:
-        ValueError: there is no head, another forward than its class's is in its place, or another
-            adapter has changed the model.
-    """
-    layer = model.get_output_embeddings()
-    if layer is None:
-        raise ValueError(f"model: expected one with output embeddings, got {type(model).__name__}")
-    if is_enabled(model):
-        return
-    was_fused = isinstance(layer, FusedHead)
-    head = layer if was_fused else FusedHead(layer)
-    claim(model, "lazy_logits")
-    vars(head).update(_instead_of_logits=_lazy, _fused_for_lazy=not was_fused)
-
-
-def disable(model: PreTrainedModel) -> None:
-    """Let it return its logits again, of the layer that it was. Without effect while it does."""
-    if is_enabled(model):
-        head = model.get_output_embeddings()
-        release(model)
-        del vars(head)["_instead_of_logits"]
-        if vars(head).pop("_fused_for_lazy"):
-            unfuse(head)
-
-
-def is_enabled(model: PreTrainedModel) -> bool:
-    """Return whether the head of ``model`` returns :class:`LazyLogits`."""
-    layer = model.get_output_embeddings()
-    return layer is not None and "_instead_of_logits" in vars(layer)
-
-
-@contextmanager
-def enabled(model: PreTrainedModel) -> Iterator[None]:
-    """Have it so within a ``with``; one that is so already stays so."""
-    before = is_enabled(model)
-    enable(model)
-    try:
-        yield
-    finally:
-        if not before:
-            disable(model)
-
-
-def _lazy(layer: nn.Module, hidden: Tensor) -> LazyLogits:
-    return LazyLogits(Recipe(layer, hidden, hidden.dtype, not torch.is_grad_enabled()))
+    changes: int = 0
 
 
 @dataclass(eq=False)
-class _Value:
-    """What a handle stands for: a recipe, and real logits once somebody needs them."""
+class LazyLogits:
+    """Logits (..., V) that are formed when somebody needs them as such. No tensor."""
 
-    recipe: Recipe
-    form: Callable[[], Tensor]
-    kept: Tensor | None = None
-    changed: bool = False  # in place, through another one that may share memory
+    layer: Any  # a FusedHead
+    hidden: Tensor  # (..., D)
+    dtype: torch.dtype
+    detached: bool  # no gradient is recorded
+    temperature: float
+    memory: _Memory
+    changes: int  # of the memory, that these logits have
+    real: Tensor | None = None
 
-
-class LazyLogits(Tensor):
-    """Logits (..., V), or their log-softmax, that are formed when somebody needs them as such."""
-
-    value: _Value
-    memory: list[_Value]  # all that may share it, in the order in which they were made
+    requires_grad = False  # whoever asks would hook on to it
 
     @staticmethod
-    def __new__(
-        cls,
-        recipe: Recipe,
-        form: Callable[[], Tensor] | None = None,
-        memory: list[_Value] | None = None,
-    ) -> LazyLogits:
-        made = Tensor._make_wrapper_subclass(
-            cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device,
-            requires_grad=not recipe.detached,
-        )  # fmt: skip
-        if not recipe.detached:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)
-        made.memory = [] if memory is None else memory
-        made._become(_Value(recipe, form or recipe.logits))
-        return made
+    def of(layer: nn.Module, hidden: Tensor) -> LazyLogits:
+        """Return those of a layer, as its forward would."""
+        detached = not torch.is_grad_enabled()
+        return LazyLogits(layer, hidden, hidden.dtype, detached, 1.0, _Memory(), 0)
 
     @property
-    def recipe(self) -> Recipe:
-        """What they are made of, while they are not formed."""
-        return self.value.recipe
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.layer.out_features))
 
     @property
-    def kept(self) -> Tensor | None:
-        """The real logits, if they are formed or have to be. They may have been changed since."""
-        return self.formed() if self.value.changed else self.value.kept
+    def ndim(self) -> int:
+        return self.hidden.dim()
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
 
     def logprobs(self, ids: Tensor) -> Tensor:
         """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
-        if self.kept is None:
-            return self.recipe.score(ids, "logprobs")
-        counts = ids != IGNORE_INDEX
-        places = ids.where(counts, 0).unsqueeze(-1)
-        return _log_softmax(self.kept).gather(-1, places).squeeze(-1).where(counts, 0.0)
+        return self._scored(ids, "logprobs")
 
     def entropy(self) -> Tensor:
         """Return the entropy (...) in nats, fp32, differentiable."""
-        if self.kept is None:
-            ids = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-            return self.recipe.score(ids, "entropy")
-        logp = _log_softmax(self.kept)
-        p = logp.exp()
-        return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)
+        ids = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        return self._scored(ids, "entropy")
 
     def formed(self) -> Tensor:
-        """Return real logits; from then on all that may share their memory stand for such."""
-        for value in self.memory:
-            if value.kept is None:
-                with torch.set_grad_enabled(not value.recipe.detached):
-                    value.kept = value.form()
-        assert self.value.kept is not None
-        return self.value.kept
+        """Return real logits; from then on these stand for such."""
+        self._check()
+        if self.real is None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
+                logits = nn.Module.__call__(self.layer, self.hidden).to(self.dtype)
+                self.real = logits if self.temperature == 1 else logits / self.temperature
+        return self.real
 
-    def _become(self, value: _Value) -> None:
-        self.value = value
-        self.memory.append(value)
+    def __getitem__(self, index: Any) -> Any:
+        entries = index if isinstance(index, tuple) else (index,)
+        rows = entries[:-1] if len(entries) == self.ndim else entries
+        whole = len(entries) < self.ndim or entries[-1] == slice(None)
+        # the vocabulary stays whole
+        if self.real is not None or not whole or not all(type(x) in (int, slice) for x in rows):
+            return self.formed()[index]
+        return self._view(lambda hidden: hidden[rows])
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+    def squeeze(self, dim: int) -> Any:
+        if self.real is not None or dim not in range(-self.ndim, self.ndim - 1) or dim == -1:
+            return self.formed().squeeze(dim)
+        return self._view(lambda hidden: hidden.squeeze(dim))
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
+    def detach(self) -> LazyLogits:
+        found = self._view(torch.Tensor.detach)
+        found.detached, found.real = True, None if self.real is None else self.real.detach()
+        return found
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = args[0] if len(args) == 1 and not kwargs else None
+        if kwargs.keys() == {"dtype"} and not args:
+            dtype = kwargs["dtype"]
+        if self.real is not None or dtype not in _CASTS:
+            return self.formed().to(*args, **kwargs)
+        self._check()
+        return self if dtype == self.dtype else self._made(dtype=dtype)
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def __truediv__(self, other: Any) -> Any:
+        if self.real is not None or not _is_positive(other):
+            return self.formed() / other
+        self._check()
+        return self._made(temperature=self.temperature * other)
+
+    def __mul__(self, other: Any) -> Any:
+        if self.real is not None or not _is_positive(other):
+            return self.formed() * other
+        self._check()
+        return self._made(temperature=self.temperature / other)
+
+    def div_(self, other: Any) -> Any:
+        """Divide in place; views that were made before are of no use any more."""
+        if self.real is not None or not _is_positive(other):
+            return self._to_be_changed().div_(other)
+        self._check()
+        self.memory.changes += 1
+        self.temperature, self.changes = self.temperature * other, self.memory.changes
+        return self
+
+    __itruediv__ = div_
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"LazyLogits: no attribute {name!r}")
+        return getattr(self._to_be_changed() if name.endswith("_") else self.formed(), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, LazyLogits) and first.value.kept is None:
-            if func == _REQUIRES_GRAD:
-                return False  # whoever asks would hook on to it
-            if func in _OF_NO_VALUE or func in get_default_nowrap_functions():
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            found = first._without_logits(func, args[1:], kwargs)
-            if found is not NotImplemented:
-                return found
-        _tell(func, [x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyLogits)])
+        """Give torch's functions real logits."""
         args, kwargs = tree_map(
-            lambda x: x.formed() if isinstance(x, LazyLogits) else x, (args, kwargs)
+            lambda x: x.formed() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
-    def _without_logits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``func`` gives; NotImplemented unless that is known to be exact."""
-        name = getattr(func, "__name__", "")
-        handler = _HANDLERS.get(name)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        records = torch.is_grad_enabled()
-        learned = records and any(x.requires_grad for x in tensors)
-        several = any(isinstance(x, LazyLogits) for x in tensors)
-        if handler is None or self.value.changed or learned or several:
-            return NotImplemented
-        if not _takes(handler, self.recipe, *args, **kwargs):
-            return NotImplemented
-        recipe = handler(self.recipe, *args, **kwargs)
-        if not isinstance(recipe, Recipe):
-            return recipe
-        if recipe is self.recipe and name in VIEWS:  # a cast to the dtype that they have
-            return self
-        if name in COPIES:
-            return LazyLogits(replace(recipe, detached=recipe.detached or not records))
-        before = self.value
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    def _view(self, change: Callable[[Tensor], Tensor]) -> LazyLogits:
+        self._check()
+        return replace(self, hidden=change(self.hidden))
 
-        def form() -> Tensor:
-            found: Tensor = func(before.kept, *args, **kwargs)
+    def _to_be_changed(self) -> Tensor:
+        """Return real logits that will be changed in place; others do not see the change."""
+        real = self.formed()
+        self.memory.changes += 1
+        self.changes = self.memory.changes
+        return real
+
+    def _made(self, **changes: Any) -> LazyLogits:
+        """Return logits in memory of their own."""
+        return replace(self, memory=_Memory(), changes=0, **changes)
+
+    def _check(self) -> None:
+        if self.changes != self.memory.changes:
+            raise RuntimeError(
+                "LazyLogits: expected logits that nobody has changed since, got some that share "
+                "memory with others which were changed in place; call formed() on these first"
+            )
+        if not isinstance(self.layer, FusedHead):
+            raise RuntimeError(
+                "LazyLogits: expected a head that returns them still, got one after disable()"
+            )
+
+    def _scored(self, ids: Tensor, output: str) -> Tensor:
+        """Call the head with ids (...) for an output of ``linear_logprobs``."""
+        self._check()
+
+        def fn(hidden: Tensor, head: Head) -> LinearLogprobs:
+            if head.weight.shape[0] != self.shape[-1]:
+                raise ValueError(
+                    f"model: expected a head that uses all {self.shape[-1]} columns of its logits, "
+                    f"got vocab_size={head.weight.shape[0]}"
+                )
+            head = replace(head, transform=type(head.transform)())  # logits are without it
+            temperature = self.temperature
+            out = linear_logprobs(hidden, head, ids, temperature=temperature, outputs=(output,))
+            return LinearLogprobs(*(None if x is None else x.clone() for x in out))
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
+            found: Tensor = getattr(self.layer(self.hidden, fn), output)
             return found
 
-        if name in CHANGES:
-            return self._changed(recipe, form)
-        recipe = replace(recipe, detached=recipe.detached or not records)
-        return LazyLogits(recipe, form, self.memory)
 
-    def _changed(self, recipe: Recipe, form: Callable[[], Tensor]) -> Any:
-        """Change them in place; NotImplemented where they would have another dtype or gradient."""
-        records = torch.is_grad_enabled() or recipe.detached  # else the gradient stays as it was
-        if not records or recipe.dtype != self.dtype:
-            return NotImplemented
-        for value in self.memory:
-            value.changed = True
-        self._become(_Value(recipe, form))
-        return self
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it otherwise
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise TypeError(f"LazyLogits: expected a function of torch's Python interface, got {func}")
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")
 
 
-_HANDLERS = VIEWS | COPIES | CHANGES | SCORES
-_METHODS = (
-    "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point",
-    "is_complex", "__len__", "get_device",
-)  # fmt: skip
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "grad_fn", "is_cuda", "layout")
-_OF_NO_VALUE = {getattr(Tensor, name) for name in _METHODS}
-_OF_NO_VALUE |= {getattr(Tensor, name).__get__ for name in _PROPERTIES}
-_OF_NO_VALUE.add(torch.is_floating_point)
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+def _of_formed(name: str) -> Callable[..., Any]:
+    def operator(self: LazyLogits, *others: Any) -> Any:
+        return getattr(self.formed(), name)(*others)
+
+    return operator
 
 
-def _refuse_gradient(gradient: Tensor) -> None:
-    raise RuntimeError(
-        "LazyLogits: expected real logits for an autograd.Function or a reentrant checkpoint, "
-        "whose gradient could not go on from here; give it logits.formed()"
-    )
-
-
-def _takes(handler: Any, *args: Any, **kwargs: Any) -> bool:
-    try:
-        inspect.signature(handler).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _log_softmax(real: Tensor) -> Tensor:
-    return real.log_softmax(-1, dtype=stats_dtype(real.dtype))
-
-
-def _tell(func: Any, handles: list[LazyLogits]) -> None:
-    # while sampling they cost what they always do
-    if torch.is_grad_enabled() and any(x.value.kept is None for x in handles):
-        warnings.warn(
-            f"LazyLogits: {getattr(func, '__name__', func)} needs the (tokens, vocabulary) logits, "
-            "which are formed; score with log_softmax and gather, cross_entropy, or .logprobs(ids)",
-            stacklevel=4,
-        )
+for _name in ("add", "radd", "sub", "rsub", "rmul", "neg", "pow", "gt", "ge", "lt", "le"):
+    setattr(LazyLogits, f"__{_name}__", _of_formed(f"__{_name}__"))

@@ -57,5 +57,5 @@ def _check(trainer: Any) -> None:
         if used:
             raise ValueError(
                 f"{name}: expected False with use_liger_kernel, whose loss is not told of it, got "
-                "True; without use_liger_kernel lazy_hosts.enable(model, 'trl') works with it"
+                "True; without use_liger_kernel lazy_scorers.enable(model, 'trl') works with it"
             )

@@ -49,9 +49,9 @@ HOSTS = {
     "liger": Host("liger-kernel", ("0.8.1", "0.8.5")),
     "axolotl": Host("axolotl", ("0.19",)),
     "ms_swift": Host("ms-swift", ("4.6",)),
-    "lazy_hosts, trl": Host("trl", ("0.29", "1.9")),  # ms-swift has the older one
-    "lazy_hosts, openrlhf": Host("openrlhf", ("0.11",)),
-    "lazy_hosts, skyrl": Host("skyrl", ("0.3",)),
+    "lazy_scorers, trl": Host("trl", ("0.29", "1.9")),  # ms-swift has the older one
+    "lazy_scorers, openrlhf": Host("openrlhf", ("0.11",)),
+    "lazy_scorers, skyrl": Host("skyrl", ("0.3",)),
 }
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.integrations import lazy_logits
+from grpo_kernels.integrations.lazy_logits import LazyLogits
 from grpo_kernels.integrations.switch import Switch
 from grpo_kernels.testing import assert_as_exact_as
 
@@ -214,12 +214,12 @@ def _columns(log: list[dict[str, Any]]) -> dict[str, Tensor]:
 @contextmanager
 def unformed(rows: int = 0) -> Iterator[None]:
     """Fail where LazyLogits of more ``rows`` than these are formed, with gradients or without."""
-    form = lazy_logits.Recipe.logits
+    form = LazyLogits.formed
 
-    def logits(self: Any) -> Tensor:
+    def formed(self: Any) -> Tensor:
         assert self.hidden.shape[-2] <= rows
         return form(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy_logits.Recipe, "logits", logits)
+        patch.setattr(LazyLogits, "formed", formed)
         yield

@@ -29,7 +29,7 @@ from swift.rl_core.data import GRPOBatch
 from swift.rlhf_trainers import grpo_trainer
 from swift.utils import import_external_file
 
-from grpo_kernels.integrations import lazy_hosts, liger, ms_swift
+from grpo_kernels.integrations import lazy_scorers, liger, ms_swift
 from tests.support.tiny_models import rounded_model, tiny_model
 
 B, L, T = 3, 9, 6
@@ -123,7 +123,7 @@ def score(with_ours: bool, padding_free: bool = False) -> Any:
         positions = torch.arange(L).repeat(B)[None]
         inputs = {"input_ids": inputs["input_ids"].view(1, -1), "position_ids": positions}
         batch.logits_to_keep = B * L - 1
-    with lazy_hosts.enabled(model, "trl") if with_ours else nullcontext(), unformed():
+    with lazy_scorers.enabled(model, "trl") if with_ours else nullcontext(), unformed():
         logps, entropies = trainer._get_logps_via_local_forward(
             model, dict(inputs), batch.logits_to_keep, inputs["input_ids"], compute_entropy=True
         )

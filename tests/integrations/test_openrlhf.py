@@ -17,7 +17,7 @@ from tests.integrations.hosts import need
 
 need("openrlhf")
 
-from grpo_kernels.integrations import lazy_hosts
+from grpo_kernels.integrations import lazy_scorers
 from tests.integrations.contract import Adapter, contract_of, unformed
 from tests.support.tiny_models import rounded_model
 
@@ -50,10 +50,10 @@ def step(
     actor = importlib.import_module("openrlhf.models.actor").Actor(model, temperature=temperature)
     actor.packing_samples = False  # it says so itself only of a model that it has loaded
     if not lazy:  # its scorers are ours, its logits are real
-        on: Any = lazy_hosts.SWITCHES["openrlhf"].enabled()
+        on: Any = lazy_scorers.SWITCHES["openrlhf"].enabled()
         with on if with_ours else nullcontext():
             return score(actor)
-    with lazy_hosts.enabled(model, "openrlhf") if with_ours else nullcontext(), unformed():
+    with lazy_scorers.enabled(model, "openrlhf") if with_ours else nullcontext(), unformed():
         return score(actor)
 
 
@@ -82,6 +82,6 @@ test_contract = contract_of(
         step=step,
         settings={"plain": {}, "temperature": {"temperature": 0.7}, "real logits": {"lazy": False}},
         default={"dtype": torch.bfloat16},
-        switch=lazy_hosts.SWITCHES["openrlhf"],
+        switch=lazy_scorers.SWITCHES["openrlhf"],
     )
 )

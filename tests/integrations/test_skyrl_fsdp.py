@@ -19,7 +19,7 @@ from tests.integrations.hosts import need
 
 need("skyrl_fsdp")
 
-from grpo_kernels.integrations import lazy_hosts
+from grpo_kernels.integrations import lazy_scorers
 from tests.integrations.contract import Adapter, contract_of, unformed
 from tests.support.tiny_models import rounded_model
 
@@ -37,7 +37,7 @@ bound_before = scorers.chunked_entropy_from_logits
 def step(with_ours: bool, early: bool = False, dtype: Any = torch.float32, **more: Any) -> Any:
     """Score, and where ``early`` by an entropy of theirs that ours has not replaced."""
     model = rounded_model("qwen2", dtype)
-    with lazy_hosts.enabled(model, "skyrl") if with_ours else nullcontext():
+    with lazy_scorers.enabled(model, "skyrl") if with_ours else nullcontext():
         entropy = bound_before if early else scorers.chunked_entropy_from_logits
         with unformed(rows=CHUNK if early else 0):
             return score(model, entropy, **more)
@@ -68,6 +68,6 @@ test_contract = contract_of(
             "a scorer that was bound before": {"early": True, "requires_grad": False},
         },
         default={"dtype": torch.bfloat16},
-        switch=lazy_hosts.SWITCHES["skyrl"],
+        switch=lazy_scorers.SWITCHES["skyrl"],
     )
 )

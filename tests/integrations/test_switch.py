@@ -14,7 +14,7 @@ import pytest
 from grpo_kernels.integrations.switch import Host, Replacement, Switch
 from tests.integrations.contract import Adapter, contract_of
 
-OURS = ("lazy_hosts", "liger", "ms_swift", "trl", "verl")
+OURS = ("lazy_scorers", "liger", "ms_swift", "trl", "verl")
 
 
 def theirs() -> str:

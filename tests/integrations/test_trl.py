@@ -14,7 +14,7 @@ import pytest
 import torch
 import trl
 
-from grpo_kernels.integrations import lazy_logits
+from grpo_kernels.integrations import lazy_scorers
 from grpo_kernels.integrations import trl as ours
 from tests.integrations import contract, trl_async, trl_sharded
 from tests.integrations import trl_training as training
@@ -147,7 +147,7 @@ def check_refused() -> None:
         ours.enable()
     del trainer
     changed, added = tiny_model(), tiny_model()
-    lazy_logits.enable(changed)
+    lazy_scorers.defer_logits(changed)
     dropout, plain = (LoraConfig(target_modules=["lm_head"], lora_dropout=x) for x in (0.1, 0.0))
     make = partial(training.build, training.grpo)
     with ours.enabled():
@@ -161,9 +161,9 @@ def check_refused() -> None:
             r"outputs: expected some of .*got \['logits'\]": partial(
                 add, tiny_model(), outputs=("logits",)
             ),
-            "for trl alone, got one that lazy_logits has changed": partial(add, changed),
-            "for lazy_logits alone, got one that trl has changed": partial(
-                lazy_logits.enable, added
+            "for trl alone, got one that lazy_scorers has changed": partial(add, changed),
+            "for lazy_scorers alone, got one that trl has changed": partial(
+                lazy_scorers.defer_logits, added
             ),
         }.items():
             with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from tests.integrations.hosts import need
 
 need("trl_1_9")
 
-from grpo_kernels.integrations import lazy_hosts, liger
+from grpo_kernels.integrations import lazy_scorers, liger
 from tests.integrations import trl_training as training
 from tests.integrations.contract import Adapter, Run, contract_of, unformed
 
@@ -29,11 +29,11 @@ def lazy_step(with_ours: bool, make: Any = training.grpo, **more: Any) -> Run:
     trainer = training.build(make, **more)
     models = [x for x in (trainer.model, trainer.ref_model) if x is not None and with_ours]
     for model in models:
-        lazy_hosts.enable(model, "trl")
+        lazy_scorers.enable(model, "trl")
     with unformed() if with_ours else nullcontext():
         found = training.run(trainer)
     for model in models:
-        lazy_hosts.disable(model)
+        lazy_scorers.disable(model)
     return found
 
 
@@ -67,6 +67,6 @@ test_logits_that_are_not_formed = contract_of(
             "rloo": {"make": training.rloo},
         },
         default=training.DEFAULT,
-        switch=lazy_hosts.SWITCHES["trl"],
+        switch=lazy_scorers.SWITCHES["trl"],
     )
 )

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor
 
 from grpo_kernels import FusedHead, PolicyLossOutput, TokenBatch, linear_policy_loss, policy_loss
-from grpo_kernels.integrations import lazy_logits
+from grpo_kernels.integrations import lazy_scorers
 from grpo_kernels.testing import make_config
 
 WIDTH, VOCAB, LENGTH, SEQUENCES = 16, 53, 6, 4  # sequences of a rank, in two micro-batches
@@ -63,7 +63,7 @@ def held_loss(head: Any, hidden: Tensor, batch: TokenBatch) -> PolicyLossOutput:
 
 
 def lazy_loss(head: Any, hidden: Tensor, batch: TokenBatch) -> PolicyLossOutput:
-    logp = head(hidden).log_softmax(-1).gather(-1, batch.target.view(*hidden.shape[:-1], 1))
+    logp = head(hidden).logprobs(batch.target.view(hidden.shape[:-1]))
     return policy_loss(logp.flatten(), batch, make_config("dapo"))
 
 
@@ -81,7 +81,7 @@ def checkpoint(model: Tiny) -> None:
 
 
 def lazy(model: Tiny) -> None:
-    lazy_logits.enable(SimpleNamespace(get_output_embeddings=lambda: model.lm_head))  # type: ignore[arg-type]
+    lazy_scorers.defer_logits(SimpleNamespace(get_output_embeddings=lambda: model.lm_head))  # type: ignore[arg-type]
 
 
 def adapt(model: Tiny) -> None:

@@ -1,8 +1,8 @@
 """Trainers that score logits by functions of their own, made to take logits that are not formed.
 
-    from grpo_kernels.integrations import lazy_hosts
+    from grpo_kernels.integrations import lazy_scorers
 
-    lazy_hosts.enable(actor.model, "openrlhf")
+    lazy_scorers.enable(actor.model, "openrlhf")
 
 Where they score real tensors, their functions are called as before.
 """
@@ -18,9 +18,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations import lazy_logits
+from grpo_kernels.fused_head import FusedHead, unfuse
 from grpo_kernels.integrations.lazy_logits import LazyLogits
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of, release
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,19 +96,53 @@ def _replacements(scorers: tuple[_Scorer, ...]) -> Iterator[Replacement]:
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
-    def score(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return theirs(logits, *args, **kwargs)
-        if logits.kept is not None:  # somebody needed them as such
-            return theirs(logits.kept, *args, **kwargs)
+        if logits.real is not None:  # somebody needed them as such
+            return theirs(logits.real, *args, **kwargs)
         found = ours(logits, *args, **kwargs)
-        return theirs(logits, *args, **kwargs) if found is NotImplemented else found
+        return theirs(logits.formed(), *args, **kwargs) if found is NotImplemented else found
 
     return score
 
 
+def defer_logits(model: PreTrainedModel) -> None:
+    """Let the LM head of ``model`` return :class:`LazyLogits`. Doing it twice is harmless.
+
+    Raises:
+        ValueError: there is no head, another forward than its class's is in its place, or another
+            adapter has changed the model.
+    """
+    layer = model.get_output_embeddings()
+    if layer is None:
+        raise ValueError(f"model: expected one with output embeddings, got {type(model).__name__}")
+    if are_deferred(model):
+        return
+    was_fused = isinstance(layer, FusedHead)
+    head = layer if was_fused else FusedHead(layer)
+    claim(model, "lazy_scorers")
+    vars(head).update(_instead_of_logits=LazyLogits.of, _fused_for_lazy=not was_fused)
+
+
+def form_logits(model: PreTrainedModel) -> None:
+    """Let it return its logits again, of the layer that it was. Without effect while it does."""
+    if are_deferred(model):
+        head = model.get_output_embeddings()
+        release(model)
+        del vars(head)["_instead_of_logits"]
+        if vars(head).pop("_fused_for_lazy"):
+            unfuse(head)
+
+
+def are_deferred(model: PreTrainedModel) -> bool:
+    """Return whether the head of ``model`` returns :class:`LazyLogits`."""
+    layer = model.get_output_embeddings()
+    return layer is not None and "_instead_of_logits" in vars(layer)
+
+
 SWITCHES = {
-    name: Switch(HOSTS[f"lazy_hosts, {name}"], functools.partial(_replacements, scorers))
+    name: Switch(HOSTS[f"lazy_scorers, {name}"], functools.partial(_replacements, scorers))
     for name, scorers in _SCORERS.items()
 }
 _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}
@@ -131,7 +165,7 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
     SWITCHES[host].enable(any_version=any_version)
     _MODELS[host].add(model)
     try:
-        lazy_logits.enable(model)
+        defer_logits(model)
     except ValueError:
         disable(model)
         raise
@@ -140,7 +174,7 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
 def disable(model: PreTrainedModel) -> None:
     """Let it return logits again; with the last model of a host, its scorers are put back."""
     if model.get_output_embeddings() is not None:
-        lazy_logits.disable(model)
+        form_logits(model)
     for host, models in _MODELS.items():
         models.discard(model)
         if not models:
