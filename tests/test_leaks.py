@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.backends.entries import Entries
+from grpo_kernels.backends.base import Entries
 from grpo_kernels.testing import make_config, make_problem, run
 
 pytestmark = [
@@ -88,11 +88,11 @@ _ENTRIES = Entries(
 
 
 def _out_of_memory() -> None:
-    from grpo_kernels.backends.cpu import NATIVE_ENTRIES
+    from grpo_kernels.backends import BACKENDS
 
     endless = torch.empty(1 << 50, 0)  # where its rows' entries begin is more than addresses reach
     with pytest.raises(torch.OutOfMemoryError):
-        NATIVE_ENTRIES.transposed_matmul(
+        BACKENDS["cpu"].entries_transposed_matmul(
             _ENTRIES, torch.ones(2), torch.empty(2, 0), endless, add=False
         )
 

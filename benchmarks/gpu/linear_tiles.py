@@ -121,6 +121,6 @@ def _by_tiles(rows: Rows, precision: str) -> RowStats:
         device=rows.hidden.device,
         columns=columns,
         tile_rows=gpu_chunk_rows(logits, columns, rows.hidden.device),
-        linear_stats=None,
+        has_tile=True,
     )
     return sweep(rows, route, row_chunks(rows.count, route))[0]

@@ -4,11 +4,12 @@ Triton's have a door of their own, which imports Triton: :mod:`grpo_kernels.back
 """
 
 from grpo_kernels.backends.base import (
+    ANY_ERROR,
     EXTRAS,
-    FormsLogits,
+    WHOLE,
+    Backend,
+    Entries,
     FusedStage,
-    LinearStats,
-    RowKernels,
     RowStats,
     StatsGradients,
     Tile,
@@ -20,12 +21,11 @@ from grpo_kernels.backends.base import (
     shapes_of,
 )
 from grpo_kernels.backends.chunked import slope, transformed
-from grpo_kernels.backends.entries import ANY_ERROR, WHOLE, Entries, EntryKernels, row_keys
+from grpo_kernels.backends.entries import row_keys
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.registry import (
     BACKEND_VARIABLE,
     BACKENDS,
-    Backend,
     available_backends,
     choose_backend,
     chunk_rows,
@@ -44,11 +44,7 @@ __all__ = [
     "WHOLE",
     "Backend",
     "Entries",
-    "EntryKernels",
-    "FormsLogits",
     "FusedStage",
-    "LinearStats",
-    "RowKernels",
     "RowStats",
     "StatsGradients",
     "Tile",

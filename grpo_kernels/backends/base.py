@@ -1,4 +1,4 @@
-"""The row-kernel interface: what a backend must provide on top of GEMMs.
+"""What a backend must provide on top of GEMMs.
 
 A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It turns
 the tile into per-row statistics, and, given the gradients of those statistics, into the gradient of
@@ -8,16 +8,21 @@ the tile, in place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.batch import host
 from grpo_kernels.head import Head, Transform
 
 # A log-probability of less is as good as -inf, whose probability is 0 in every dtype; unlike the
 # smallest fp32 it can be multiplied by a gradient before the probability, 0, is.
 LEAST_LOGP = -1e4
+# of entries of a gradient
+ANY_ERROR = 1e30  # or more: the row has no gradient
+WHOLE = -1  # the count of a row that does not fit
 
 
 class Tile(NamedTuple):
@@ -145,12 +150,55 @@ def concatenate(parts: list[RowStats]) -> RowStats:
     return RowStats(*(torch.cat(column) if column[0] is not None else None for column in columns))  # type: ignore[arg-type]
 
 
-class RowKernels(Protocol):
-    """One backend's passes over a tile of logits."""
+class Entries(NamedTuple):
+    """The entries of the gradients of C rows' log-probabilities by their raw logits."""
+
+    ids: Tensor  # (C, K) int32, the target first, the others ascending
+    values: Tensor  # (C, K) fp32 (fp64 of fp64 logits)
+    used: Tensor  # (C,) int32, how many of K are meant; -1: the row has to be computed whole
+    # (C,) L2 norm of what the row's entries differ by from its gradient; 0 of a row that is whole
+    error: Tensor
+    error_l1: Tensor  # (C,) L1 norm of the same
+    norm: Tensor  # (C,) L2 norm of the row's gradient
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.ids.shape[1]
+
+    @staticmethod
+    def joined(parts: Sequence[Entries]) -> Entries:
+        """Join the entries of consecutive rows."""
+        return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+class Backend:
+    """A way to run the passes over a tile of logits."""
+
+    name: str
+    has_tiles = True  # the eager reference forms all logits at once
+    generates = False  # whether the loss can run in kernels that are generated from it
+    compiles = False  # whether kernels are compiled when they are first launched
+
+    def unavailable(self) -> str | None:
+        """Say why this machine cannot run it; None if it can."""
+        return None
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Say why such tensors cannot use it; None if they can."""
+        return None
+
+    def only_by_name(self, device: torch.device) -> str | None:
+        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
+        return None
+
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+        """Name what its kernels are configured by, for the fingerprint."""
+        return []
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
         """Compute the statistics of a tile, which is left as it is."""
-        ...
+        raise NotImplementedError(self.name)
 
     def dlogits_(
         self,
@@ -169,7 +217,68 @@ class RowKernels(Protocol):
         their storage lives in the first half of each row's bytes, so its row stride is twice that
         of the logits.
         """
-        ...
+        raise NotImplementedError(self.name)
+
+    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`logits_stats` forms such logits of hidden states of ``dtype``."""
+        return False
+
+    def logits_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
+    ) -> RowStats:
+        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``.
+
+        A row's bits depend on that row alone. The statistics of a target that is none of the
+        columns mean nothing.
+        """
+        raise NotImplementedError(self.name)
+
+    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
+        return False
+
+    def linear_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
+    ) -> RowStats:
+        """Compute statistics of ``hidden`` (T, D) before ``head`` without a tile of logits."""
+        raise NotImplementedError(self.name)
+
+    def extract_entries(
+        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
+    ) -> Entries:
+        """Choose at most ``slots`` entries a row of a tile, which is left as it is.
+
+        ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
+        error is expected to have at most. Of one that is allowed ``ANY_ERROR`` nothing is meant:
+        any entries, and any count of them, will do. A row without a finite ``lse`` is whole, and so
+        is one that is expected to need more entries.
+        """
+        raise NotImplementedError(self.name)
+
+    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
+
+        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
+        are in fp32 or better. Rows that are whole stay as they are.
+        """
+        raise NotImplementedError(self.name)
+
+    def entries_transposed_matmul(
+        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
+    ) -> None:
+        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
+
+        It is over all t and k with ``ids[t, k] = v``.
+
+        ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
+        better, in the order of the rows, and rounded once; rows that are whole add nothing.
+        """
+        raise NotImplementedError(self.name)
+
+    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``values`` times the () ``scale`` in ``dtype``; ``values`` is used up."""
+        unit = host.reading_is_free(scale) and scale.item() == 1  # no sync, and a pass saved
+        return (values if unit else values.mul_(scale)).to(dtype)
 
 
 class FusedStage(ABC):
@@ -179,37 +288,7 @@ class FusedStage(ABC):
     def gradient_(
         self, rows: slice, tile: Tile, out_dtype: torch.dtype
     ) -> tuple[RowStats, TileGradient]:
-        """Do what ``stats`` and ``dlogits_`` of :class:`RowKernels` do, for the range ``rows``."""
-
-
-class FormsLogits(ABC):
-    """Row kernels that also form the tile of logits, along with its statistics.
-
-    A row's bits then depend on that row alone.
-    """
-
-    @abstractmethod
-    def forms(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
-        """Return whether they form such logits of inputs of ``dtype``."""
-
-    @abstractmethod
-    def logits_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
-    ) -> RowStats:
-        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``.
-
-        The statistics of a target that is none of the columns mean nothing.
-        """
-
-
-class LinearStats(Protocol):
-    """One backend's forward without a tile of logits."""
-
-    def __call__(
-        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
-    ) -> RowStats:
-        """Compute statistics of ``hidden`` (T, D) before ``head`` for ``target`` (T,)."""
-        ...
+        """Do what ``stats`` and ``dlogits_`` of a :class:`Backend` do, for the range ``rows``."""
 
 
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -10,37 +10,11 @@ from grpo_kernels.backends.base import (
     RowStats,
     StatsGradients,
     Tile,
-    concatenate,
-    output_view,
 )
 from grpo_kernels.head import Transform, stats_dtype
 
 # One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
 BLOCK_ELEMENTS = 1 << 23
-
-
-class TorchRows:
-    """Implements :class:`RowKernels`."""
-
-    def stats(self, tile: Tile, extras: bool) -> RowStats:
-        blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
-        return concatenate([_stats(tile.rows(block), extras) for block in blocks])
-
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGradients,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        out = output_view(tile.logits, out_dtype) if out is None else out
-        for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
-            out[block] = _dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
-        return out
-
-
-TORCH_ROWS = TorchRows()
 
 
 def row_blocks(logits: Tensor, elements: int) -> list[slice]:
@@ -87,7 +61,8 @@ def _aligned(scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
 
 
-def _stats(tile: Tile, extras: bool) -> RowStats:
+def block_stats(tile: Tile, extras: bool) -> RowStats:
+    """Compute the statistics of some rows at once."""
     logits, target, transform = tile
     scores, _ = transformed(logits, transform)  # (C, V)
     lowest = scores.amin(-1) if extras else None
@@ -118,7 +93,8 @@ def _stats(tile: Tile, extras: bool) -> RowStats:
     )
 
 
-def _dlogits(tile: Tile, stats: RowStats, outer: StatsGradients) -> Tensor:
+def block_dlogits(tile: Tile, stats: RowStats, outer: StatsGradients) -> Tensor:
+    """Return the gradient of some rows by their raw logits."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
     lse, anchor = stats.lse, stats.lse.to(scores.dtype)

@@ -12,78 +12,16 @@ same bits. Which rows are computed whole follows from expectations, so the mean 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile
-from grpo_kernels.backends.chunked import row_blocks, transformed
+from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
+from grpo_kernels.backends.chunked import transformed
 
 STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
 _MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
-ANY_ERROR = 1e30  # or more: the row has no gradient
-WHOLE = -1  # the count of a row that does not fit
-
-
-class Entries(NamedTuple):
-    """The entries of the gradients of C rows' log-probabilities by their raw logits."""
-
-    ids: Tensor  # (C, K) int32, the target first, the others ascending
-    values: Tensor  # (C, K) fp32 (fp64 of fp64 logits)
-    used: Tensor  # (C,) int32, how many of K are meant; -1: the row has to be computed whole
-    # (C,) L2 norm of what the row's entries differ by from its gradient; 0 of a row that is whole
-    error: Tensor
-    error_l1: Tensor  # (C,) L1 norm of the same
-    norm: Tensor  # (C,) L2 norm of the row's gradient
-
-    @property
-    def columns(self) -> int:
-        """K."""
-        return self.ids.shape[1]
-
-    @staticmethod
-    def joined(parts: Sequence[Entries]) -> Entries:
-        """Join the entries of consecutive rows."""
-        return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-class EntryKernels(Protocol):
-    """One backend's passes over entries."""
-
-    def extract(
-        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-    ) -> Entries:
-        """Choose at most ``slots`` entries a row of a tile, which is left as it is.
-
-        ``keys`` (C,) int32 are those of :func:`row_keys`, ``allowed`` (C,) the L2 norm that each
-        row's error is expected to have at most. Of one that is allowed :data:`ANY_ERROR` nothing is
-        meant: any entries, and any count of them, will do. A row without a finite ``lse`` is whole,
-        and so is one that is expected to need more entries.
-        """
-        ...
-
-    def matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
-
-        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
-        are in fp32 or better. Rows that are whole stay as they are.
-        """
-        ...
-
-    def transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
-    ) -> None:
-        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
-
-        It is over all t and k with ``ids[t, k] = v``.
-
-        ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
-        better, in the order of the rows, and rounded once; rows that are whole add nothing.
-        """
-        ...
+_TINY = 1e-300
 
 
 def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
@@ -115,45 +53,16 @@ def uniforms(keys: Tensor, columns: int) -> Tensor:
     return ((hashed >> 8).double() + 0.5) * 2.0**-24
 
 
-class TorchEntries:
-    """Implements :class:`EntryKernels` in plain torch: any device and floating dtype."""
-
-    def extract(
-        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-    ) -> Entries:
-        parts = [
-            _extract(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
-            for block in row_blocks(tile.logits, _BLOCK_ELEMENTS)
-        ]
-        return Entries.joined(parts)
-
-    def matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-        rows, ids, values = _listed(entries, factor)
-        used, ids = ids.unique(return_inverse=True)
-        product = _sums(rows, len(factor), ids, values, matrix[used])
-        kept = entries.used >= 0
-        out[kept] = product[kept].to(out.dtype)
-
-    def transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
-    ) -> None:
-        places, ids, values = _listed(entries, factor)
-        order = ids.argsort(stable=True)
-        used, ids = ids[order].unique_consecutive(return_inverse=True)
-        product = _sums(ids, len(used), places[order], values[order], rows)
-        if not add:
-            out.zero_()
-        out[used] = (out[used] + product).to(out.dtype)
-
-
-def _listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return row, column and value of each entry, row by row."""
     meant = torch.arange(entries.columns, device=factor.device) < entries.used[:, None]
     rows = meant.nonzero()[:, 0]
     return rows, entries.ids[meant].long(), entries.values[meant] * factor[rows]
 
 
-def _sums(groups: Tensor, count: int, places: Tensor, values: Tensor, matrix: Tensor) -> Tensor:
+def grouped_sums(
+    groups: Tensor, count: int, places: Tensor, values: Tensor, matrix: Tensor
+) -> Tensor:
     """Return (count, N) sums of ``values * matrix[places]``, for ascending ``groups``."""
     starts = torch.searchsorted(groups, torch.arange(count + 1, device=groups.device))
     return torch.nn.functional.embedding_bag(
@@ -166,12 +75,10 @@ def _sums(groups: Tensor, count: int, places: Tensor, values: Tensor, matrix: Te
     )
 
 
-TORCH_ENTRIES = TorchEntries()
-_TINY = 1e-300
-_BLOCK_ELEMENTS = 1 << 20  # of a block's rows: some twenty fp64 temporaries
-
-
-def _extract(tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int) -> Entries:
+def extract_block(
+    tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
+) -> Entries:
+    """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
     here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import cpu, triton_install
-from grpo_kernels.backends.base import LinearStats, RowKernels
-from grpo_kernels.backends.chunked import TORCH_ROWS
+from grpo_kernels.backends.base import Backend, Entries, RowStats, StatsGradients, Tile
 from grpo_kernels.backends.configs import (
     LinearCase,
     device_class,
@@ -18,8 +18,7 @@ from grpo_kernels.backends.configs import (
     linear_config,
     row_config,
 )
-from grpo_kernels.backends.entries import TORCH_ENTRIES, EntryKernels
-from grpo_kernels.batch import host
+from grpo_kernels.backends.torch_backend import Chunked
 from grpo_kernels.head import Head, logits_dtype
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
@@ -29,95 +28,16 @@ BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 _CPU_WORKSPACE_BYTES = 160 << 20
 
 
-class Backend:
-    """A way to run the passes over a logits tile; as it stands, the eager reference's."""
+class _Reference(Backend):
+    """The eager reference, which has no tile: ``reference_logprobs`` is all of it."""
 
-    name = "reference"
-    has_tiles = False  # the reference forms all logits at once
-    generates = False  # whether the loss can run in kernels that are generated from it
-    compiles = False  # whether kernels are compiled when they are first launched
-
-    def unavailable(self) -> str | None:
-        """Say why this machine cannot run it; None if it can."""
-        return None
-
-    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Say why such tensors cannot use it; None if they can."""
-        return None
-
-    def only_by_name(self, device: torch.device) -> str | None:
-        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
-        return None
-
-    @property
-    def kernels(self) -> RowKernels:
-        """Its row kernels."""
-        raise NotImplementedError(self.name)
-
-    @property
-    def entries(self) -> EntryKernels:
-        """Its passes over entries of the gradient."""
-        raise NotImplementedError(self.name)
-
-    def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
-        """Return the forward without logits in memory; None where it does not exist for these."""
-        return None
-
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
-        """Name what its kernels are configured by, for the fingerprint."""
-        return []
-
-    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``values`` times the () ``scale`` in ``dtype``; ``values`` is used up."""
-        unit = host.reading_is_free(scale) and scale.item() == 1  # no sync, and a pass saved
-        return (values if unit else values.mul_(scale)).to(dtype)
-
-
-class _Chunked(Backend):
-    name, has_tiles = "chunked", True
-
-    @property
-    def kernels(self) -> RowKernels:
-        return TORCH_ROWS
-
-    @property
-    def entries(self) -> EntryKernels:
-        return TORCH_ENTRIES
-
-
-class _Native(Backend):
-    name, has_tiles = "cpu", True
-
-    def unavailable(self) -> str | None:
-        return cpu.unavailable()
-
-    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cpu":
-            return f"the tensors are on {device.type}"
-        if dtype == torch.float64:
-            return "the native kernels have no fp64"
-        cpu.announce_absence()  # once, where it would have served
-        return None
-
-    @property
-    def kernels(self) -> RowKernels:
-        return cpu.NATIVE_HEAD_ROWS
-
-    @property
-    def entries(self) -> EntryKernels:
-        return cpu.NATIVE_ENTRIES
-
-    def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
-        return cpu.NATIVE_LINEAR
-
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
-        return [cpu.isa()]
+    name, has_tiles = "reference", False
 
 
 class _Triton(Backend):
     """Its kernels are imported on first use: they import Triton."""
 
-    name, has_tiles, generates, compiles = "triton", True, True, True
+    name, generates, compiles = "triton", True, True
 
     def unavailable(self) -> str | None:
         return triton_install.unavailable()
@@ -139,32 +59,6 @@ class _Triton(Backend):
         # the interpreter runs kernels one program at a time
         return "the tensors are on the CPU" if device.type == "cpu" else None
 
-    @property
-    def kernels(self) -> RowKernels:
-        from grpo_kernels.backends import triton
-
-        return triton.TRITON_ROWS
-
-    @property
-    def entries(self) -> EntryKernels:
-        from grpo_kernels.backends import triton
-
-        return triton.TRITON_ENTRIES
-
-    def linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> LinearStats | None:
-        if head.lora is not None:  # its update is added to a tile
-            return None
-        if not LinearCase.of(dtype, head, precision).pays:
-            return None
-        from grpo_kernels.backends import triton
-
-        return triton.linear_stats
-
-    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        from grpo_kernels.backends import triton
-
-        return triton.scaled_(values, scale, dtype)
-
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         import triton  # by its module: the distribution has other names on other platforms
 
@@ -174,10 +68,54 @@ class _Triton(Backend):
         columns, device = head.weight.shape[0], head.weight.device
         return [version, str(row_config("stats", logits_dtype(dtype, precision), columns, device))]
 
+    @property
+    def _kernels(self) -> Any:
+        from grpo_kernels.backends import triton
+
+        return triton
+
+    def stats(self, tile: Tile, extras: bool) -> RowStats:
+        return self._kernels.row_stats(tile, extras)
+
+    def dlogits_(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGradients,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._kernels.dlogits_(tile, stats, outer, out_dtype, out)
+
+    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        # an adapter's update is added to a tile
+        return head.lora is None and LinearCase.of(dtype, head, precision).pays
+
+    def linear_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
+    ) -> RowStats:
+        return self._kernels.linear_stats(hidden, head, target, precision, extras)
+
+    def extract_entries(
+        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
+    ) -> Entries:
+        return self._kernels.extract_entries(tile, stats, keys, allowed, slots)
+
+    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
+        self._kernels.entries_matmul(entries, factor, matrix, out)
+
+    def entries_transposed_matmul(
+        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
+    ) -> None:
+        self._kernels.entries_transposed_matmul(entries, factor, rows, out, add)
+
+    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.scaled_(values, scale, dtype)
+
 
 # in order of preference
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (_Triton(), _Native(), _Chunked(), Backend())
+    backend.name: backend for backend in (_Triton(), cpu.Native(), Chunked(), _Reference())
 }
 
 

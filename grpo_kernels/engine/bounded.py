@@ -55,7 +55,7 @@ def chosen_entries(
     keys = row_keys(bounded.seed, stats.lse, part.start)
     slots = min(bounded.slots, route.columns)
     allowed = allowed.to(stats.logp.dtype)
-    found = route.backend.entries.extract(tile, stats, keys, allowed, slots)
+    found = route.backend.extract_entries(tile, stats, keys, allowed, slots)
     none = {n: torch.where(ignored, 0, getattr(found, n)) for n in ("used", "error", "error_l1")}
     return found._replace(**none), allowed
 
@@ -179,33 +179,33 @@ def _with_entries(
     found: Gradients, entries: Entries, dlogp: Tensor, rows: Rows, route: Route, needs: Needs
 ) -> Gradients:
     """Add the entries' share to what has been ``found`` of whole rows."""
-    kernels, hidden, weight = route.backend.entries, rows.hidden, rows.ready().head.weight
+    backend, hidden, weight = route.backend, rows.hidden, rows.ready().head.weight
     wide = stats_dtype(hidden.dtype)
     narrow = wide if hidden.dtype == torch.float16 else hidden.dtype  # to be scaled yet
     dhidden, dweight, dbias, da, db = found
     if needs.hidden:
         if dhidden is None:
             dhidden = torch.empty_like(hidden, dtype=narrow)
-        kernels.matmul(entries, dlogp, weight, dhidden)
+        backend.entries_matmul(entries, dlogp, weight, dhidden)
     if needs.weight and needs.main_grad is not None:
-        kernels.transposed_matmul(entries, dlogp, hidden, needs.main_grad.total, True)
+        backend.entries_transposed_matmul(entries, dlogp, hidden, needs.main_grad.total, True)
     elif needs.weight:
         add = dweight is not None
         if dweight is None:  # under autocast it may be wider than what is multiplied
             rounded = rows.head.weight.dtype == hidden.dtype and not needs.wide
             dtype = narrow if rounded else wide
             dweight = on_huge_pages(torch.empty_like(weight, dtype=dtype))
-        kernels.transposed_matmul(entries, dlogp, hidden, dweight, add)
+        backend.entries_transposed_matmul(entries, dlogp, hidden, dweight, add)
     if needs.bias:
         ones = dlogp.new_ones(len(dlogp), 1)
         sums = dlogp.new_zeros(len(weight), 1) if dbias is None else dbias[:, None]
-        kernels.transposed_matmul(entries, dlogp, ones, sums, True)
+        backend.entries_transposed_matmul(entries, dlogp, ones, sums, True)
         dbias = sums[:, 0]
     if rows.head.lora is not None:  # a product with 0 would not hide what is no number
         rows = replace(rows, hidden=torch.where(entries.used[:, None] > 0, hidden, 0))
     lora = needs.lora(rows)
     if lora is not None:
-        lora.add_entries(kernels, entries, dlogp)
+        lora.add_entries(backend, entries, dlogp)
         more = lora.finish(dhidden)
         da, db = (_plus(x, y) for x, y in zip((da, db), more, strict=True))
     return Gradients(dhidden, dweight, dbias, da, db)

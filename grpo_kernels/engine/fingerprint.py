@@ -20,7 +20,7 @@ from grpo_kernels.version import VERSION
 def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
     """Return the line for the route of a head; it ends in a hash of the rest."""
     backend, dtype, device = route.backend, route.dtype, head.weight.device
-    tiled = route.linear_stats is None
+    tiled = route.has_tile
     parts = [
         f"grpo-kernels {VERSION}",
         " ".join([backend.name, *backend.numerics(dtype, head, route.precision, tiled)]),
@@ -39,7 +39,7 @@ def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
 
 def _device(device: torch.device, route: Route, head: Head) -> list[str]:
     """Describe the device; on a CPU a library's GEMM depends on the number of threads, too."""
-    by_library = device.type == "cpu" and (route.linear_stats is None or head.lora is not None)
+    by_library = device.type == "cpu" and (route.has_tile or head.lora is not None)
     threads = [f"threads={torch.get_num_threads()}"] if by_library else []
     return [device_numerics(device), *threads]
 

@@ -197,7 +197,7 @@ class GradientSums:
             rows, stats, outer = rows.at(order), stats.rows(order), outer.rows(order)
             tile = Tile(move_rows_(tile.logits, moves), rows.target, rows.head.transform)
             masked = masked.at(order) if masked is not None else None
-        dlogits = route.backend.kernels.dlogits_(tile, stats, outer, rows.hidden.dtype)
+        dlogits = route.backend.dlogits_(tile, stats, outer, rows.hidden.dtype)
         if masked is not None and outer.dmasked is not None:
             masked.add_gradient_(dlogits, outer.dmasked)
         self.add(TileGradient(dlogits), part, rows)

@@ -87,7 +87,7 @@ class Keeping:
         """Return the route of such a forward: it has a tile, whose statistics are as exact."""
         if self.what == NOTHING or route.options.batch_invariant:
             return route
-        return replace(route, linear_stats=None)
+        return replace(route, has_tile=True)
 
     def __str__(self) -> str:
         kept = "logits are formed again"
@@ -187,7 +187,7 @@ class KeptLogits:
 
     def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
         place = self._kept[chunk.part]
-        route.backend.kernels.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
+        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
 
     def finish(self) -> Gradients:
         return Gradients()

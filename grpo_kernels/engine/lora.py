@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import Entries, EntryKernels, TileGradient
+from grpo_kernels.backends import Backend, Entries, TileGradient
 from grpo_kernels.head import HeadLoRA, VocabShard, accumulate, clear_row_ends
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
@@ -48,13 +48,13 @@ class LoRAGradients:
             inner = gradient.weighted(self._lora.inner(self._hidden[rows]))
             _add(self._db[columns], dlogits.t(), _Narrow.of(inner, dlogits.dtype))
 
-    def add_entries(self, kernels: EntryKernels, entries: Entries, dlogp: Tensor) -> None:
+    def add_entries(self, backend: Backend, entries: Entries, dlogp: Tensor) -> None:
         """Add the share of all rows that have entries."""
         if self._dinner is not None:
-            kernels.matmul(entries, dlogp, self._lora.b, self._dinner)
+            backend.entries_matmul(entries, dlogp, self._lora.b, self._dinner)
         if self._db is not None:
             inner = self._lora.inner(self._hidden)
-            kernels.transposed_matmul(entries, dlogp, inner, self._db, True)
+            backend.entries_transposed_matmul(entries, dlogp, inner, self._db, True)
 
     def times_(self, factor: Tensor) -> None:
         """Multiply what is summed so far by a () tensor."""

@@ -124,18 +124,18 @@ class _Work:
 
     def dlogits(self, part: slice, head: Head, columns: slice) -> Tensor:
         """Compute the gradient of the raw logits of some rows and columns, in the buffer."""
-        hidden, head, kernels = self.rows.hidden[part], head.rows(part), self.route.backend.kernels
+        hidden, head, backend = self.rows.hidden[part], head.rows(part), self.route.backend
         logits = self.buffer[: hidden.shape[0], : head.weight.shape[0]]
         # relative to the slice; the target of another slice is in none of its columns
         target = self.rows.target[part] - columns.start
-        if (own := self.route.forms_logits) is not None:
+        if self.route.forms_logits:
             # as the forward formed them: what was rounded in another way is an error here
-            own.logits_stats(hidden, head, target, False, logits)
+            backend.logits_stats(hidden, head, target, False, logits)
         else:
             project(hidden, head, logits)
         tile = Tile(logits, target, head.transform)
         stats, outer = self.stats.rows(part), self.outer.rows(part)
-        return kernels.dlogits_(tile, stats, outer, hidden.dtype)
+        return backend.dlogits_(tile, stats, outer, hidden.dtype)
 
 
 def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:

@@ -8,8 +8,6 @@ import torch
 
 from grpo_kernels.backends import (
     Backend,
-    FormsLogits,
-    LinearStats,
     choose_backend,
     chunk_rows,
 )
@@ -35,7 +33,7 @@ class Route:
     device: torch.device
     columns: int  # of the weight
     tile_rows: int
-    linear_stats: LinearStats | None  # the forward without a tile of logits, where there is one
+    has_tile: bool  # else statistics are formed without a tile of logits
     shard: VocabShard | None = None  # which ids the columns are; None: all
 
     @property
@@ -65,7 +63,7 @@ class Route:
     @property
     def fixed_rows(self) -> int | None:
         """The height to which every tile is filled up; None where that is not needed."""
-        fixed = self.options.batch_invariant and self.linear_stats is None
+        fixed = self.options.batch_invariant and self.has_tile
         return self.tile_rows if fixed else None
 
     @property
@@ -73,7 +71,7 @@ class Route:
         """How statistics are formed, in words."""
         if not self.backend.has_tiles:
             return "full logits"
-        if self.linear_stats is not None:
+        if not self.has_tile:
             return "linear_stats"
         words = f"logits tile of {self.tile_rows} rows"
         if self.fixed_rows is None:
@@ -89,20 +87,18 @@ class Route:
     @property
     def keeps_bits_in_one_pass(self) -> bool:
         """Return whether a tile made for its gradient has the forward's statistics to the bit."""
-        # without linear_stats both are that tile
-        return self.linear_stats is None or self.forms_logits is not None
+        # where both are that tile
+        return self.has_tile or self.forms_logits
 
     @property
-    def forms_logits(self) -> FormsLogits | None:
-        """The row kernels, where they also form the logits; None: a library's GEMM does."""
-        kernels = self.backend.kernels
-        forms = isinstance(kernels, FormsLogits) and kernels.forms(self.dtype, self.logits)
-        return kernels if forms else None  # type: ignore[return-value]
+    def forms_logits(self) -> bool:
+        """Whether the backend forms the logits of a tile; else a library's GEMM does."""
+        return self.backend.forms_logits(self.dtype, self.logits)
 
     def tiled(self) -> Route:
         """Return the same route for a backward, which always has a tile, of any height."""
         options = replace(self.options, batch_invariant=False)
-        return replace(self, linear_stats=None, options=options)
+        return replace(self, has_tile=True, options=options)
 
     def smaller(self) -> Route | None:
         """Return a route with a smaller tile; None if there is none or it changes a row's bits.
@@ -110,7 +106,7 @@ class Route:
         None also for a shard of the vocabulary: the other ranks would not know of it.
         """
         rows = self.tile_rows // _FEWER_ROWS
-        fixed = self.linear_stats is not None or self.fixed_rows is not None
+        fixed = not self.has_tile or self.fixed_rows is not None
         if not rows or fixed or self.shard is not None:
             return None
         return replace(self, tile_rows=rows)
@@ -141,9 +137,7 @@ def choose_route(
     rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:
         rows = _fixed_rows(backend, device, rows, workspace)
-    linear_stats = None
-    if backend.has_tiles and not tiled:
-        linear_stats = backend.linear_stats(dtype, head, options.precision)
+    has_tile = tiled or not backend.has_linear_stats(dtype, head, options.precision)
     return Route(
         backend=backend,
         options=options,
@@ -152,7 +146,7 @@ def choose_route(
         columns=head.weight.shape[0],
         shard=shard,
         tile_rows=rows,
-        linear_stats=linear_stats,
+        has_tile=has_tile,
     )
 
 

@@ -80,11 +80,12 @@ def new_tile(route: Route, height: int) -> Tensor:
 
 def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
     """Compute the statistics of every row."""
-    if route.linear_stats is not None:
+    if not route.has_tile:
         rows = rows.local()
         hidden, head, column = rows.hidden, rows.head, own_column(rows)
         with matmul_precision(hidden.device, route.precision):
-            stats = route.linear_stats(hidden, head, column, route.precision, wanted.extras)
+            given = (hidden, head, column, route.precision, wanted.extras)
+            stats = route.backend.linear_stats(*given)
         return of_whole_rows(stats, rows)
     return sweep(rows, route, row_chunks(rows.count, route), wanted)[0]
 
@@ -144,16 +145,16 @@ def _pass(
 
 def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:
     """Form the raw logits (C, V) of a chunk in ``buffer``, and their statistics."""
-    count, kernels = chunk.count, route.backend.kernels
+    count, backend = chunk.count, route.backend
     transform, column = chunk.head.transform, own_column(chunk)
-    if (own := route.forms_logits) is not None:
+    if route.forms_logits:
         logits = buffer[:count]
-        stats = own.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
+        stats = backend.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
         return Tile(logits, chunk.target, transform), stats
     tile = Tile(_project(chunk, buffer, route), column, transform)
     if route.fixed_rows is not None:
         tile = _filled_tile(tile, route.fixed_rows)
-    stats = kernels.stats(tile, extras).rows(slice(count))
+    stats = backend.stats(tile, extras).rows(slice(count))
     return Tile(tile.logits[:count], chunk.target, transform), stats
 
 

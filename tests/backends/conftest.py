@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends
-from grpo_kernels.backends.base import LinearStats, RowKernels
-from grpo_kernels.backends.chunked import TORCH_ROWS
+from grpo_kernels.backends import BACKENDS, Backend, cpu
 from grpo_kernels.backends.configs import LinearCase, LinearConfig
 from grpo_kernels.backends.configs import linear as linear_tiles
-from grpo_kernels.backends.cpu import rows as cpu
-from grpo_kernels.backends.cpu.entries import NativeEntries
-from grpo_kernels.backends.cpu.linear import NativeLinear
-from grpo_kernels.backends.cpu.rows import NativeRows
-from grpo_kernels.backends.entries import TORCH_ENTRIES, EntryKernels
+from grpo_kernels.backends.cpu import Native
 from tests.conftest import HAS_GPU
 
 ISAS = [] if cpu.unavailable() else cpu.isas()
@@ -49,32 +44,10 @@ class Kernels:
         return interpreted if self.interpreted else usual
 
     @property
-    def rows(self) -> RowKernels:
+    def backend(self) -> Backend:
         if self.native:
-            return NativeRows(ISAS.index(self.name))
-        if self.name == "torch":
-            return TORCH_ROWS
-        from grpo_kernels.backends.triton import TRITON_ROWS
-
-        return TRITON_ROWS
-
-    @property
-    def linear(self) -> LinearStats:
-        if self.native:
-            return NativeLinear(ISAS.index(self.name))
-        from grpo_kernels.backends.triton import linear_stats
-
-        return linear_stats
-
-    @property
-    def entries(self) -> EntryKernels:
-        if self.native:
-            return NativeEntries(ISAS.index(self.name))
-        if self.name == "torch":
-            return TORCH_ENTRIES
-        from grpo_kernels.backends.triton import TRITON_ENTRIES
-
-        return TRITON_ENTRIES
+            return Native(ISAS.index(self.name))
+        return BACKENDS["chunked" if self.name == "torch" else self.name]
 
 
 @pytest.fixture(params=KERNELS)

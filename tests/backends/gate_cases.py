@@ -25,11 +25,11 @@ from grpo_kernels.backends.triton import (
     linear_launch,
     merge,
     row_loss,
-    row_stats,
     scale,
 )
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
+from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
 from grpo_kernels.backends.triton.segment_sum import (
     _BLOCK,
     _OPTIONS,
@@ -104,7 +104,7 @@ def _stats_cases(target: str) -> Iterator[Case]:
             thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG.on(target)
             for flags in _variants(*names, thorough=thorough):
                 results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
-                case = _row_case(row_stats._row_stats_kernel, config, results, flags)
+                case = _row_case(_row_stats_kernel, config, results, flags)
                 case.constants.update(config.blocks(dtype, True))
                 yield case
             constants = case.constants | config.blocks(dtype, False)

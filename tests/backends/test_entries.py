@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import StatsGradients, Tile
-from grpo_kernels.backends.entries import Entries, row_keys
+from grpo_kernels.backends.base import Entries
+from grpo_kernels.backends.entries import row_keys
 from grpo_kernels.head import Transform
 from tests.backends.conftest import KERNELS, Kernels
 from tests.backends.problems import BF16, DTYPES, FP16, FP32, PLAIN, dlogits
@@ -35,9 +36,9 @@ def tile_of(kernels: Kernels, logits: Tensor, transform: Transform = PLAIN, dtyp
 
 
 def extract(kernels: Kernels, tile: Tile, allowed: float = 3e-3, slots: int = 512) -> Entries:
-    stats = kernels.rows.stats(tile, extras=False)
+    stats = kernels.backend.stats(tile, extras=False)
     size = torch.full_like(stats.logp, allowed)
-    return kernels.entries.extract(tile, stats, row_keys(7, stats.lse), size, slots)
+    return kernels.backend.extract_entries(tile, stats, row_keys(7, stats.lse), size, slots)
 
 
 def gradient(tile: Tile) -> Tensor:
@@ -173,7 +174,7 @@ def assert_rounded_once(kernels: Kernels, got: Tensor, exact: Tensor, size: Tens
 def test_matmul(kernels, made, factor, columns, width, dtypes):
     weight = matrix(kernels, columns, width, dtypes[0])
     out = matrix(kernels, ROWS, width, dtypes[1]).fill_(math.nan)
-    kernels.entries.matmul(made, factor, weight, out)
+    kernels.backend.entries_matmul(made, factor, weight, out)
     kept = made.used >= 0
     coefficients = dense(made, columns) * factor.double()[:, None]
     exact, size = coefficients @ weight.double(), coefficients.abs() @ weight.double().abs()
@@ -190,7 +191,7 @@ def test_transposed_matmul(kernels, made, factor, columns, width, dtypes, add):
     before = out.double() if add else torch.zeros_like(out, dtype=torch.float64)
     if not add:
         out.fill_(math.nan)
-    kernels.entries.transposed_matmul(made, factor, rows, out, add)
+    kernels.backend.entries_transposed_matmul(made, factor, rows, out, add)
     coefficients = (dense(made, columns) * factor.double()[:, None]).t()
     known = torch.where(made.used[:, None] >= 0, rows, 0.0).double()
     exact = before + coefficients @ known

@@ -41,7 +41,9 @@ def dtype(request: pytest.FixtureRequest, kernels: Kernels) -> torch.dtype:
 def check(kernels: Kernels, hidden: Tensor, head: Head, target: Tensor) -> RowStats:
     """Check statistics against fp64: at most twice eager's error, plus roundings of the largest."""
     with poisoned_allocations():
-        stats, lean = (kernels.linear(hidden, head, target, "fp32", x) for x in (True, False))
+        stats, lean = (
+            kernels.backend.linear_stats(hidden, head, target, "fp32", x) for x in (True, False)
+        )
     assert all(getattr(lean, name) is None for name in EXTRAS) and same(lean, stats)
     exact, eager = (
         statistics(logits_of(hidden, head, wide), target, head.transform)
@@ -110,5 +112,7 @@ def test_top1_is_the_first_of_equal_maxima(kernels, transform):
     weight[[first, second, last]] = 1.0
     target = torch.tensor([first, second, last, 0], device=kernels.device)
     hidden = torch.ones(4, 1, dtype=BF16, device=kernels.device)
-    stats = kernels.linear(hidden, Head(weight, None, transform), target, "fp32", True)
+    stats = kernels.backend.linear_stats(
+        hidden, Head(weight, None, transform), target, "fp32", True
+    )
     assert stats.is_top1.tolist() == [True, False, False, False]

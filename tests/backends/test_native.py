@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.backends import cpu
-from grpo_kernels.backends.cpu import NATIVE_LINEAR
-from grpo_kernels.backends.cpu.entries import NativeEntries
-from grpo_kernels.backends.cpu.linear import NativeHeadRows, NativeLinear
+from grpo_kernels.backends import BACKENDS
+from grpo_kernels.backends.cpu import Native
 from grpo_kernels.head import Head, Transform
 from tests.backends.conftest import ISAS
 from tests.net.test_net import assert_none_fails
@@ -29,7 +27,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 _GUARDED = """
 import ctypes, itertools, mmap, sys, torch
-from grpo_kernels.backends.cpu.linear import NativeLinear
+from grpo_kernels.backends.cpu import Native
 from grpo_kernels.head import Head, HeadLoRA, Transform
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -44,7 +42,7 @@ def at_the_end(x):  # of a mapping, before a page that cannot be read
 
 dtypes = (torch.float32, torch.bfloat16, torch.float16)
 for rank, dtype in itertools.product(range(int(sys.argv[1])), dtypes):
-    linear = NativeLinear(rank)
+    linear = Native(rank).linear_stats
     for tokens, depth, columns in ((1, 1, 1), (3, 33, 17), (17, 100, 1025), (50, 257, 130)):
         hidden, weight = (at_the_end(torch.randn(n, depth).to(dtype)) for n in (tokens, columns))
         target = at_the_end(torch.randint(columns, (tokens,)))
@@ -58,17 +56,17 @@ print("done")
 # there is no room for the stacks of all 64 threads
 _CRAMPED = """
 import mmap, resource, torch
-from grpo_kernels.backends.cpu.linear import NATIVE_LINEAR
+from grpo_kernels.backends.cpu import Native
 from grpo_kernels.head import Head, Transform
 
 hidden, head = torch.randn(64, 64), Head(torch.randn(5000, 64), None, Transform())
 target = torch.arange(64)
-expected = NATIVE_LINEAR(hidden, head, target, "fp32", False)
+expected = Native().linear_stats(hidden, head, target, "fp32", False)
 torch.set_num_threads(64)
 with open("/proc/self/statm") as file:
     size = int(file.read().split()[0]) * mmap.PAGESIZE
 resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20),) * 2)
-found = NATIVE_LINEAR(hidden, head, target, "fp32", False)
+found = Native().linear_stats(hidden, head, target, "fp32", False)
 assert torch.equal(found.logp, expected.logp)
 print("done")
 """
@@ -93,9 +91,7 @@ def test_generated_cases_of_every_instruction_set(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """Those of other tests run what is best here."""
-    monkeypatch.setattr(cpu, "NATIVE_HEAD_ROWS", NativeHeadRows(rank))
-    monkeypatch.setattr(cpu, "NATIVE_LINEAR", NativeLinear(rank))
-    monkeypatch.setattr(cpu, "NATIVE_ENTRIES", NativeEntries(rank))
+    monkeypatch.setitem(BACKENDS, "cpu", Native(rank))
     assert_none_fails(103, 60, ("cpu",))
 
 
@@ -120,9 +116,9 @@ def test_out_of_memory_is_torchs_error() -> None:
     hidden, target = torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64)
     message = f"grpo_linear: can't allocate memory to work on 64 rows of {columns} logits"
     with at_most(64 << 20), pytest.raises(torch.OutOfMemoryError, match=message):
-        NATIVE_LINEAR(hidden, head, target, "fp32", False)
+        BACKENDS["cpu"].linear_stats(hidden, head, target, "fp32", False)
     few = Head(torch.zeros(9, 8), None, Transform())
-    assert NATIVE_LINEAR(hidden, few, target, "fp32", False).logp.isfinite().all()
+    assert BACKENDS["cpu"].linear_stats(hidden, few, target, "fp32", False).logp.isfinite().all()
 
 
 _STARVED = """

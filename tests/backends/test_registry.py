@@ -44,7 +44,7 @@ def test_a_backend_that_cannot_run_is_an_error() -> None:
 def test_missing_native_library_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    from grpo_kernels.backends.cpu import rows as cpu
+    from grpo_kernels.backends.cpu import library as cpu
 
     monkeypatch.setattr(cpu, "_load", lambda: "it was not built")
     cpu.announce_absence.cache_clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from grpo_kernels.backends import StatsGradients, Tile, TileGradient
-from grpo_kernels.backends.triton import MAX_VALUES, TRITON_ROWS, RowFunction, row_loss_
+from grpo_kernels.backends.triton import MAX_VALUES, RowFunction, row_loss_, row_stats
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from tests.backends.problems import (
     BF16,
@@ -34,7 +34,7 @@ def run(tile: Tile, dlogp: Tensor) -> tuple[Tensor, TileGradient]:
     values = (dlogp, *[None] * (MAX_VALUES - 1))
     own = tile._replace(logits=tile.logits.clone())
     stats, each, gradient = row_loss_(own, function, values, BF16)
-    plain = TRITON_ROWS.stats(tile, False)
+    plain = row_stats(tile, False)
     torch.testing.assert_close(stats, plain, rtol=0, atol=0, equal_nan=True)  # the same bits
     torch.testing.assert_close(each, stats.logp * dlogp, equal_nan=True)
     return stats.logp, gradient

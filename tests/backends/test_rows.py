@@ -63,7 +63,7 @@ def check(
 ) -> RowStats:
     """Check statistics and gradient against fp64, and that nothing else is written to."""
     logits, target, transform = tile._replace(logits=tile.logits.clone())
-    stats, lean = (kernels.rows.stats(tile, extras=extras) for extras in (True, False))
+    stats, lean = (kernels.backend.stats(tile, extras=extras) for extras in (True, False))
     assert torch.equal(tile.logits, logits)
     assert all(getattr(lean, name) is None for name in EXTRAS)
     assert all(torch.equal(a, b) for a, b in zip(lean[:3], stats[:3], strict=True))
@@ -81,7 +81,7 @@ def check(
     vectors = torch.randn(2, len(target), generator=generator).to(logits.device)
     outer = StatsGradients(vectors[0], vectors[1] if with_entropy else None)
     behind = _behind(tile, out_dtype).clone()
-    got = kernels.rows.dlogits_(tile, stats, outer, out_dtype)
+    got = kernels.backend.dlogits_(tile, stats, outer, out_dtype)
     assert got.dtype == out_dtype and got.shape == logits.shape
     assert got.untyped_storage().data_ptr() == tile.logits.untyped_storage().data_ptr()
     assert torch.equal(_behind(tile, out_dtype), behind)
@@ -128,9 +128,9 @@ def test_target_of_probability_zero(kernels):
     logits, target = random_rows(1, 7)
     logits[0, target] = -math.inf
     tile = tile_of(kernels, logits, target)
-    stats = kernels.rows.stats(tile, extras=False)
+    stats = kernels.backend.stats(tile, extras=False)
     want = torch.nn.functional.one_hot(target, 7) - logits.softmax(-1)
-    got = kernels.rows.dlogits_(tile, stats, StatsGradients(torch.ones_like(stats.logp)), FP32)
+    got = kernels.backend.dlogits_(tile, stats, StatsGradients(torch.ones_like(stats.logp)), FP32)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -138,10 +138,10 @@ def test_narrowing_in_place_is_the_rounded_fp32_gradient(kernels):
     """Bit for bit: a store that overtook a load of the same row would show. Large on a GPU."""
     count, columns = (2000, 50_001) if kernels.device.type == "cuda" else (3, 4096 + 77)
     tile = tile_of(kernels, *random_rows(count, columns))
-    stats = kernels.rows.stats(tile, extras=False)
+    stats = kernels.backend.stats(tile, extras=False)
     outer = StatsGradients(*torch.randn(2, count, device=kernels.device))
     wide, narrow = (
-        kernels.rows.dlogits_(tile._replace(logits=tile.logits.clone()), stats, outer, dtype)
+        kernels.backend.dlogits_(tile._replace(logits=tile.logits.clone()), stats, outer, dtype)
         for dtype in (FP32, FP16)
     )
     assert torch.equal(wide.to(FP16), narrow)
@@ -158,7 +158,7 @@ def test_offsets_beyond_32_bits(kernels):
         storage = torch.empty(stride + columns, dtype=BF16, device=kernels.device)
         logits = storage.as_strided((2, columns), (stride, 1)).copy_(rows[0])
         tile = Tile(logits, rows[1].to(kernels.device), PLAIN)
-        stats = kernels.rows.stats(tile, extras=False)
-        got = kernels.rows.dlogits_(tile, stats, outer, BF16)
+        stats = kernels.backend.stats(tile, extras=False)
+        got = kernels.backend.dlogits_(tile, stats, outer, BF16)
         results.append((stats.logp, stats.entropy, got))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

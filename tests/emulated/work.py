@@ -45,14 +45,14 @@ def _logits(columns: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor,
 def _ours(entropy: bool = False, extras: bool = False) -> Run:
     def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
         from grpo_kernels.backends import StatsGradients, Tile
-        from grpo_kernels.backends.triton import TRITON_ROWS
+        from grpo_kernels.backends.triton import dlogits_, row_stats
         from grpo_kernels.head import Transform
 
         logits, target = _logits(columns, dtype)
         tile, one = Tile(logits, target, Transform()), torch.ones(ROWS)
-        stats = TRITON_ROWS.stats(tile, extras)
+        stats = row_stats(tile, extras)
         outer = StatsGradients(one, one if entropy else None)
-        gradient = TRITON_ROWS.dlogits_(tile, stats, outer, torch.bfloat16)
+        gradient = dlogits_(tile, stats, outer, torch.bfloat16)
         return {"logp": stats.logp, "entropy": stats.entropy, "gradient": gradient}
 
     return run
@@ -120,13 +120,13 @@ def _fused(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
 def _entries(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Choose the entries of a bounded backward, and round a tile to 16 bits."""
     from grpo_kernels.backends import Tile, row_keys
-    from grpo_kernels.backends.triton import TRITON_ENTRIES, TRITON_ROWS, scaled_
+    from grpo_kernels.backends.triton import extract_entries, row_stats, scaled_
     from grpo_kernels.head import Transform
 
     logits, target = _logits(columns, dtype)
     tile = Tile(logits, target, Transform())
-    stats = TRITON_ROWS.stats(tile, False)
-    TRITON_ENTRIES.extract(tile, stats, row_keys(1, stats.lse), torch.full((ROWS,), 0.05), 96)
+    stats = row_stats(tile, False)
+    extract_entries(tile, stats, row_keys(1, stats.lse), torch.full((ROWS,), 0.05), 96)
     scaled_(logits.clone(), torch.tensor(0.5), torch.bfloat16)
     return {"logp": stats.logp}
 

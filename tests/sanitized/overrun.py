@@ -7,4 +7,4 @@ from grpo_kernels.head import Transform
 
 if __name__ == "__main__":
     beyond = Tile(torch.zeros(1, 33), torch.tensor([33]), Transform())
-    BACKENDS["cpu"].kernels.stats(beyond, extras=False)
+    BACKENDS["cpu"].stats(beyond, extras=False)

@@ -1,19 +1,24 @@
 """Triton kernels and what launches them. Importing this room imports Triton."""
 
-from grpo_kernels.backends.triton.entries import TRITON_ENTRIES
+from grpo_kernels.backends.triton.dlogits import dlogits_
+from grpo_kernels.backends.triton.extract import extract_entries
+from grpo_kernels.backends.triton.gather import entries_matmul, entries_transposed_matmul
 from grpo_kernels.backends.triton.linear_launch import linear_stats
 from grpo_kernels.backends.triton.row_loss import MAX_VALUES, RowFunction, row_loss_
-from grpo_kernels.backends.triton.rows import TRITON_ROWS
+from grpo_kernels.backends.triton.row_stats import row_stats
 from grpo_kernels.backends.triton.scale import scaled_
 from grpo_kernels.backends.triton.segment_sum import segment_sum
 
 __all__ = [
     "MAX_VALUES",
-    "TRITON_ENTRIES",
-    "TRITON_ROWS",
     "RowFunction",
+    "dlogits_",
+    "entries_matmul",
+    "entries_transposed_matmul",
+    "extract_entries",
     "linear_stats",
     "row_loss_",
+    "row_stats",
     "scaled_",
     "segment_sum",
 ]

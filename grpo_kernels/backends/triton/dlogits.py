@@ -193,7 +193,7 @@ def dlogits_(
     out: Tensor | None = None,
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
-    """Write the gradient by the raw logits; see :class:`RowKernels`."""
+    """Write the gradient by the raw logits; see :class:`Backend`."""
     check_tile(tile)
     logits, target, transform = tile
     dlogp, dentropy = outer.dlogp, outer.dentropy

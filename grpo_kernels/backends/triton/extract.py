@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile
+from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
 from grpo_kernels.backends.configs import RowConfig, device_class, rows_are_aligned
-from grpo_kernels.backends.entries import GOLDEN, STEPS, WHOLE, Entries
+from grpo_kernels.backends.entries import GOLDEN, STEPS
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
@@ -305,14 +305,14 @@ def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
     return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
 
 
-def extract(
+def extract_entries(
     tile: Tile,  # fp32, bf16 or fp16, with all targets
     stats: RowStats,
     keys: Tensor,  # (C,) int32
     allowed: Tensor,  # (C,)
     slots: int,
 ) -> Entries:
-    """Choose the entries of each row; see :class:`EntryKernels`."""
+    """Choose the entries of each row; see ``Backend.extract_entries``."""
     check_tile(tile)
     logits, target, transform = tile
     (rows, columns), device = logits.shape, logits.device

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.entries import Entries
+from grpo_kernels.backends.base import Entries
 from grpo_kernels.backends.triton.common import on_device
 
 _BLOCK_K, _BLOCK_N = 16, 256  # gathered rows in flight, and columns
@@ -118,7 +118,7 @@ def _entries_transposed_matmul_kernel(
 
 
 def entries_matmul(entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """Compute the product of rows of entries and a matrix; see :class:`EntryKernels`."""
+    """Compute the product of rows of entries and a matrix; see :class:`Backend`."""
     columns = out.shape[1]
     if out.numel():
         with on_device(matrix):
@@ -144,7 +144,7 @@ def entries_matmul(entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor
 def entries_transposed_matmul(
     entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
 ) -> None:
-    """Compute the product of the transposed entries and rows; see :class:`EntryKernels`."""
+    """Compute the product of the transposed entries and rows; see :class:`Backend`."""
     columns = out.shape[1]
     assert entries.ids.numel() < 1 << 31  # the kernel divides in 32 bits
     if out.numel():

@@ -150,7 +150,7 @@ class Call:
             device=self.where,
             columns=self.head.vocabulary,
             tile_rows=self.fit,
-            linear_stats=None,
+            has_tile=True,
         )
         return Keeping.of(self.tokens, self.head.hidden, route, self.needs)
 

@@ -295,7 +295,7 @@ def _rate(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[float | No
     if arguments.tflops is not None:
         return arguments.tflops, "--tflops"
     if arguments.device == "cpu":
-        isa, threads = cpu.isa() if cpu.unavailable() is None else "", torch.get_num_threads()
+        isa, threads = cpu.isas()[0] if cpu.unavailable() is None else "", torch.get_num_threads()
         rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
         source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
         return rate * threads, f"{source}, for {threads} threads"

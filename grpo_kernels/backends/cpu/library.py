@@ -1,7 +1,7 @@
-"""The native CPU row kernels: the ctypes side of ``csrc``.
+"""The shared library of ``csrc``, by ctypes, and what is handed to it.
 
-The library is optional. Where it is missing, ``unavailable`` says why and the pure-torch row
-kernels serve, with the same numerics.
+It is optional. Where it is missing, ``unavailable`` says why and the pure-torch kernels serve, with
+the same numerics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
+from grpo_kernels.backends.base import RowStats
 from grpo_kernels.backends.cpu.abi import (
     ABI_VERSION,
     EntriesView,
@@ -95,11 +95,6 @@ def isas() -> list[str]:
     return names
 
 
-def isa() -> str:
-    """Return the instruction set that ``NATIVE_ROWS`` uses."""
-    return isas()[0]
-
-
 @functools.cache
 def announce_absence() -> None:
     """Warn, once in a process, that CPU tensors take the slower pure-torch path."""
@@ -110,58 +105,6 @@ def announce_absence() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-class NativeRows:
-    """``RowKernels`` for CPU tiles of fp32, bf16 or fp16 logits.
-
-    Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
-    number nor on the other rows. Scale, softcap and temperature must be positive.
-
-    ``RowStats.lse`` is fp64 here, whatever the logits: the gradient's probabilities are
-    ``exp(z - lse)``, and fp32 would round an lse of 1e4 by 5e-4.
-    """
-
-    def __init__(self, isa_rank: int = 0) -> None:
-        self._isa_rank = isa_rank  # index into ``isas()``
-
-    def stats(self, tile: Tile, extras: bool) -> RowStats:
-        rows, columns = tile.logits.shape
-        stats = empty_stats(rows, extras)
-        view = tile_view(tile.logits, rows, columns, tile.target, tile.transform)
-        out = stats_pointers(stats)
-        library().grpo_stats(view, out, self._isa_rank, torch.get_num_threads())
-        return stats
-
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGradients,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        logits = tile.logits
-        assert out_dtype == logits.dtype or (
-            logits.dtype == torch.float32 and out_dtype in DTYPES
-        ), out_dtype
-        rows, columns = logits.shape
-        view = tile_view(logits, rows, columns, tile.target, tile.transform)
-        dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
-        vectors = [
-            row_vector(stats.logp, rows),
-            row_vector(stats.entropy, rows),
-            row_vector(stats.lse, rows, torch.float64),
-            row_vector(dlogp, rows),
-            None if outer.dentropy is None else row_vector(outer.dentropy, rows),
-        ]
-        place = (None, 0) if out is None else (out.data_ptr(), out.stride(0))
-        gradient = Gradient(*(pointer(vector) for vector in vectors), *place, DTYPES[out_dtype])
-        library().grpo_dlogits(view, gradient, self._isa_rank, torch.get_num_threads())
-        return output_view(logits, out_dtype) if out is None else out
-
-
-NATIVE_ROWS = NativeRows()
 
 
 def pointer(tensor: Tensor | None) -> int | None:
