@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import grpo_kernels
 from grpo_kernels.backends import (
     BACKEND_VARIABLE,
     BACKENDS,
@@ -20,6 +19,7 @@ from grpo_kernels.backends import (
     cpu,
     why_backend,
 )
+from grpo_kernels.version import VERSION
 
 EXAMPLE_VOCABULARY = 151936  # of the Qwen models
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "vllm")
@@ -52,7 +52,7 @@ def facts() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Return versions by name; None for a package that is not installed."""
     found = {name: installed_version(name) for name in _PACKAGES}
-    own = {"grpo-kernels": grpo_kernels.__version__, "python": platform.python_version()}
+    own = {"grpo-kernels": VERSION, "python": platform.python_version()}
     return {**own, **found, "cuda": torch.version.cuda, "rocm": torch.version.hip}
 
 

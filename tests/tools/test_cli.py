@@ -158,7 +158,7 @@ def test_check_fails_on_what_is_wrong(capsys, monkeypatch, wrong, dtype, said):
         ("--bounded 0", "--bounded: "),
         ("--hidden -3", "--hidden: expected a whole number > 0; got '-3'"),
         ("--tflops nan", "--tflops: expected a number > 0; got 'nan'"),
-        ("--gpu H1000", "--gpu: expected one of H100 PCIe"),
+        ("--gpu H1000", "--gpu: expected one of H100 SXM"),
         ("--gpu H200 --device cpu", "with --device cuda; got 'H200'"),
         ("--gpu H200 --tflops 1", "--gpu: not allowed with --tflops"),
         ("--max-workspace 1KiB", "--max-workspace: expected at least 4000"),

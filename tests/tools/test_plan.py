@@ -207,8 +207,8 @@ def test_reserved_memory(capsys) -> None:
 
 
 @pytest.mark.parametrize("driver,name", [
-    ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA L40S", "L40S"), ("NVIDIA A10G", "A10"),
-    ("NVIDIA GH200 480GB", "H200"), ("H1000", None), ("XH100", None), ("RTX 40900", None),
+    ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA A100-SXM4-80GB", "A100"),
+    ("NVIDIA GH200 480GB", "H200"), ("NVIDIA H100 PCIe", None), ("H1000", None), ("XH100", None),
 ])  # fmt: skip
 def test_gpus_are_found_by_their_names(driver, name) -> None:
     row = command.find_gpu(driver)

@@ -64,14 +64,8 @@ def _trl(call: Call) -> int:
     base = sums + rows * _TRL_COLUMNS * head.width + slices + call.library(fp32_gemms=True)
     rounded = [(hidden, head.width), (head.trained, head.weight_width)]
     peak = sum(size * width for size, width in rounded if width < WIDE)
-    if call.on_cpu:
-        tile = rows * columns * WIDE
-        # scaled and tempered scores, log p, p, the gradient, the indicator, minus p, and a flag;
-        # with a softcap its tanh, too
-        temporaries = tile * (7 + head.softcap) + rows * columns
-        # fp32 copies of a 16-bit tile and of its other factor, a slice of the weight or the rows
-        copies = tile + max(columns, rows) * head.hidden * WIDE if head.width < WIDE else 0
-        peak = max(peak, temporaries, copies)
+    if call.on_cpu:  # in fp32: the scores, softmaxes and gradients of a tile, and a flag
+        peak = max(peak, rows * columns * (WIDE * (7 + head.softcap) + 1))
     return base + peak
 
 
