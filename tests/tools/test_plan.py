@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
 
-from grpo_kernels import LossConfig, TokenBatch, available_backends, explain, linear_policy_loss
+from grpo_kernels import (
+    Bounded,
+    LossConfig,
+    TokenBatch,
+    available_backends,
+    explain,
+    linear_policy_loss,
+)
 from grpo_kernels.tools import cli
 from grpo_kernels.tools.estimate import HeadShape, command, default_schedule, estimate_memory
 from tests.tools.test_cli import error
@@ -119,6 +126,21 @@ def test_a_step_allocates_what_is_said(
     for tokens in (300, 2500):
         estimate = estimate_memory(name, head, tokens, device="cpu", **options)
         assert estimate.growth == pytest.approx(allocated(name, head, tokens, **options), rel=0.01)
+
+
+@pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
+@pytest.mark.parametrize("name", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("exact", (False, True))
+def test_a_bounded_step_allocates_about_what_is_said(monkeypatch, name, frozen, exact) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    head = HeadShape(hidden=D, vocabulary=V, dtype=BF16, frozen=frozen)
+    for slots, size in ((64, None), (1024, None), (1024, 16_000_000)):
+        bounded = Bounded(slots=slots, exact_weight=exact)
+        options = {"max_workspace_bytes": size}
+        estimate = estimate_memory(name, head, 2500, device="cpu", bounded=bounded, **options)
+        found = allocated(name, head, 2500, backward=bounded, **options)
+        assert estimate.growth == pytest.approx(found, rel=0.05)
 
 
 def test_the_default_is_what_a_step_takes() -> None:

@@ -23,8 +23,8 @@ def one_pass(call: Call) -> int:
     single = call.tokens <= call.fit or call.sparse_weight
     gradients = call.dhidden + call.dweight(single)
     tile = _tile(call)
-    if call.bounded is not None:  # those of the chunks, and joined
-        tile += 2 * call.keeping.nbytes
+    if call.bounded is not None:  # the gradient beside the logits; entries of the chunks, joined
+        tile += call.tile + 2 * call.keeping.nbytes
     return gradients + max(tile, _rounded(call, single))
 
 
@@ -65,14 +65,16 @@ def _with_dlogits(call: Call) -> int:
 
 
 def _with_entries(call: Call) -> int:
-    """Estimate sparse products; the entries are there twice, of the chunks and joined."""
+    """Estimate sparse products; the entries are there twice, as kept and as used."""
     head, kept = call.head, call.keeping.nbytes
     if call.sparse_weight or head.frozen:
         gradients = call.dhidden + call.dweight(single=True)
         products = kept + gradients + max(head.cast, _rounded(call, single=True))
     else:
-        products = kept + call.dhidden + head.cast + _slice(call) + call.returned[1]
-    return kept + max(_tile(call), products)
+        of_head = head.cast + _slice(call) + call.returned[1]
+        products = call.dhidden + max(kept, of_head)
+    found = 2 * (kept * call.height // call.tokens)  # those of a chunk, as they are found
+    return kept + max(_tile(call) + found, products)
 
 
 def _with_nothing(call: Call) -> int:
