@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import host
 from grpo_kernels.head import Head, Transform
 
 # A log-probability of less is as good as -inf, whose probability is 0 in every dtype; unlike the
@@ -277,8 +276,7 @@ class Backend:
 
     def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``values`` times the () ``scale`` in ``dtype``; ``values`` is used up."""
-        unit = host.reading_is_free(scale) and scale.item() == 1  # no sync, and a pass saved
-        return (values if unit else values.mul_(scale)).to(dtype)
+        return values.mul_(scale).to(dtype)
 
 
 class FusedStage(ABC):

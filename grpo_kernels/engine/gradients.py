@@ -229,7 +229,9 @@ class GradientSums:
 
         ``chunk`` has the rows of the range that have a gradient, by their places in it.
         """
-        where = part if chunk.index is None else chunk.index + part.start
+        where: slice | Tensor = part
+        if chunk.index is not None:
+            where = chunk.index + part.start if part.start else chunk.index
         dlogits = gradient.dlogits
         if self._sums.hidden is not None:
             self._set_rows(self._sums.hidden, gradient, part, where, chunk)

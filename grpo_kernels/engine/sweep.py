@@ -75,7 +75,7 @@ def new_tile(route: Route, height: int) -> Tensor:
     rows = tile_height(route.fixed_rows or height, route.tile_rows, route.device)
     shape = rows, row_pitch(route.columns, route.logits, route.device)
     tile = on_huge_pages(torch.empty(shape, dtype=route.logits, device=route.device))
-    return tile[:, : route.columns]
+    return tile if shape[1] == route.columns else tile[:, : route.columns]
 
 
 def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
@@ -148,7 +148,7 @@ def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile
     count, backend = chunk.count, route.backend
     transform, column = chunk.head.transform, own_column(chunk)
     if route.forms_logits:
-        logits = buffer[:count]
+        logits = buffer if len(buffer) == count else buffer[:count]
         stats = backend.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
         return Tile(logits, chunk.target, transform), stats
     tile = Tile(_project(chunk, buffer, route), column, transform)

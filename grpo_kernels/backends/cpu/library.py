@@ -128,7 +128,6 @@ def empty_stats(rows: int, extras: bool) -> RowStats:
 
 def unit_stride(matrix: Tensor) -> Tensor:
     """Return the matrix, copied unless its columns are contiguous."""
-    matrix = matrix.detach()
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
