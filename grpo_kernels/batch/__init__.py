@@ -10,15 +10,3 @@ from grpo_kernels.batch.packing import IGNORE_INDEX
 from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
 from grpo_kernels.batch.segments import Segments
 from grpo_kernels.batch.token_batch import TokenBatch
-
-__all__ = [
-    "IGNORE_INDEX",
-    "RankRows",
-    "SamplingMask",
-    "Segments",
-    "TokenBatch",
-    "check_sampling_mask",
-    "context_parallel_rows",
-    "host",
-    "next_token_targets",
-]

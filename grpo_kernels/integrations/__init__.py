@@ -1,5 +1,3 @@
 """Our ops in other trainers: a module per host, which is not imported before it is enabled."""
 
 from grpo_kernels.integrations.switch import HOSTS
-
-__all__ = ["HOSTS"]

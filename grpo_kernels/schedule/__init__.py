@@ -3,12 +3,3 @@
 from grpo_kernels.schedule.compile_op import compiled_policy_loss
 from grpo_kernels.schedule.plan import Plan, adding_costs_more, summing_rows
 from grpo_kernels.schedule.run import planned, run_plan
-
-__all__ = [
-    "Plan",
-    "adding_costs_more",
-    "compiled_policy_loss",
-    "planned",
-    "run_plan",
-    "summing_rows",
-]

@@ -8,13 +8,3 @@ from grpo_kernels.tools.machine import (
     installed_version,
 )
 from grpo_kernels.tools.text import OneLineParser, count
-
-__all__ = [
-    "OneLineParser",
-    "count",
-    "cpu_name",
-    "device_memory",
-    "hub_or_cache",
-    "install_command",
-    "installed_version",
-]

@@ -15,17 +15,3 @@ from grpo_kernels.backends.configs.rows import (
     row_config,
     rows_are_aligned,
 )
-
-__all__ = [
-    "LinearCase",
-    "LinearConfig",
-    "RowConfig",
-    "device_class",
-    "gpu_chunk_rows",
-    "has_bf16",
-    "linear_config",
-    "origin",
-    "row_config",
-    "row_stride",
-    "rows_are_aligned",
-]

@@ -2,5 +2,3 @@
 
 from grpo_kernels.backends.cpu.library import isas, unavailable
 from grpo_kernels.backends.cpu.native import Native
-
-__all__ = ["Native", "isas", "unavailable"]

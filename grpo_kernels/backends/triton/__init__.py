@@ -8,17 +8,3 @@ from grpo_kernels.backends.triton.row_loss import MAX_VALUES, RowFunction, row_l
 from grpo_kernels.backends.triton.row_stats import row_stats
 from grpo_kernels.backends.triton.scale import scaled_
 from grpo_kernels.backends.triton.segment_sum import segment_sum
-
-__all__ = [
-    "MAX_VALUES",
-    "RowFunction",
-    "dlogits_",
-    "entries_matmul",
-    "entries_transposed_matmul",
-    "extract_entries",
-    "linear_stats",
-    "row_loss_",
-    "row_stats",
-    "scaled_",
-    "segment_sum",
-]

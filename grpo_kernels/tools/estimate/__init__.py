@@ -8,13 +8,3 @@ from grpo_kernels.tools.estimate.memory import (
     what_is_kept,
 )
 from grpo_kernels.tools.estimate.shard import SHARDS, read_shard
-
-__all__ = [
-    "SHARDS",
-    "HeadShape",
-    "MemoryEstimate",
-    "default_schedule",
-    "estimate_memory",
-    "read_shard",
-    "what_is_kept",
-]

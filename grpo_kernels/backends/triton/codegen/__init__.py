@@ -2,5 +2,3 @@
 
 from grpo_kernels.backends.triton.codegen.ops import UntraceableError
 from grpo_kernels.backends.triton.codegen.trace import PointwiseKernel
-
-__all__ = ["PointwiseKernel", "UntraceableError"]
