@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # what ends at a deadline ends in the last of these
 _ORDER = (
     *("host", "accuracy", "savings", "head", "backwards", "sharded", "memory"),
-    *("hosts", "training", "rollouts", "learning"),
+    *("hosts", "training", "rollouts"),
 )
 _ROUNDS = {"cpu": 5, "cuda": 10}
 _HERE = Path(__file__).parent

@@ -17,8 +17,6 @@ from pathlib import Path
 from benchmarks import executed as counted
 from benchmarks import text
 from benchmarks.accuracy.providers import PROVIDERS
-from benchmarks.curves import NAME as CURVES
-from benchmarks.curves import save_curves
 from benchmarks.environment import ROOT
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.results import RESULTS, Device, Table, load
@@ -26,7 +24,6 @@ from benchmarks.shapes import MODELS
 from benchmarks.tables import backwards, heads, others
 from benchmarks.tables.columns import in_order
 from benchmarks.tables.hosts import hosts
-from benchmarks.tables.learning import learning
 from benchmarks.tables.sharded import sharded
 from benchmarks.work import WORKS
 
@@ -47,7 +44,6 @@ BLOCKS = {
         "Generation and the rest of a step",
         lambda device: others.rollouts(device.rollouts),
     ),
-    "learning": ("Learning with a bounded backward", lambda device: learning(device.learning)),
     "accuracy": (
         "Errors on a policy's distributions",
         lambda device: others.accuracy(device.accuracy),
@@ -82,11 +78,6 @@ def headline(
 def plots(kind: str, folder: str) -> str:
     """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
     return _links(kind, folder, {name: title for name, (title, _) in PLOTS.items()})
-
-
-def curves(kind: str, folder: str) -> str:
-    """Link to the picture of what is learned on the newest device of a kind."""
-    return _links(kind, folder, {CURVES: "reward and entropy over the steps, by gradient"})
 
 
 def _links(kind: str, folder: str, titles: dict[str, str]) -> str:
@@ -158,7 +149,6 @@ def main() -> None:
     for device in load(folder).values():
         if draws:
             save_plots(device.tables, folder / device.slug)
-            save_curves(device.learning, folder / device.slug)
         (folder / device.slug / "report.md").write_text(report(device))
         print(f"{folder / device.slug}: {len(device.tables)} cases of {len(device.runs)} runs")
         print(heads.cases(device.tables[:_PRINTED]))

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 # the lists of a file
 KINDS = (
     *("tables", "training", "accuracy", "savings", "backwards", "sharded"),
-    *("hosts", "rollouts", "learning"),
+    *("hosts", "rollouts"),
 )
 # a list of numbers, which JSON with an indent spreads over as many lines
 _NUMBERS = re.compile(r"\[(?:\s+(?:-?\d[-+.\de]*|-?Infinity|NaN),?)+\s+\]")
@@ -151,14 +151,6 @@ class TrainingRow(Line):
     memory: dict[str, int] | None = None  # peak bytes by phase
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)  # of each step, before clipping
-
-
-@dataclass
-class LearningRow(Line):
-    """One arm's curves: by metric a list for every seed, with a point for every logged step."""
-
-    seeds: list[int] = field(default_factory=list)
-    curves: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -313,17 +305,6 @@ class RolloutsEntry(Entry):
 
 
 @dataclass(kw_only=True)
-class LearningTable(Entry):
-    """All arms of a comparison in training."""
-
-    tokens: int  # of a step, at most
-    vocabulary: int
-    steps: int
-    every: int  # steps from one point of a curve to the next
-    rows: list[LearningRow]
-
-
-@dataclass(kw_only=True)
 class Run:
     """One file."""
 
@@ -336,7 +317,6 @@ class Run:
     sharded: list[ShardedTable] = field(default_factory=list)
     hosts: list[HostTable] = field(default_factory=list)
     rollouts: list[RolloutsEntry] = field(default_factory=list)
-    learning: list[LearningTable] = field(default_factory=list)
 
 
 class Device:
@@ -350,7 +330,6 @@ class Device:
     sharded: list[ShardedTable]
     hosts: list[HostTable]
     rollouts: list[RolloutsEntry]
-    learning: list[LearningTable]
 
     def __init__(self, slug: str, runs: Iterable[Run]) -> None:
         self.slug, self.runs = slug, sorted(runs, key=lambda run: run.environment.date)

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.accuracy.measure import measure_accuracy
 from benchmarks.conftest import Session
 from benchmarks.figures import is_ours
-from benchmarks.learning import measure_learning
 from benchmarks.replay import replay
 from benchmarks.results import SavingsTable, TrainingTable
 from benchmarks.savings import VARIANTS, measure_savings
@@ -71,14 +70,3 @@ def test_training_step(
     benchmark.group = f"training step, {training.model}, {training.dtype}"
     benchmark.extra_info["errors"] = row.errors
     replay(benchmark, row.seconds)
-
-
-def test_learning(benchmark: Any, session: Session) -> None:
-    """Train with exact gradients of the head and with sampled ones, on several seeds."""
-    session.begin()
-    start = time.perf_counter()
-    found = measure_learning("quick" if session.quick else "full")
-    benchmark.group = f"learning, {found.model}"
-    replay(benchmark, [time.perf_counter() - start])
-    session.keep("learning", found)
-    assert not [row for row in found.rows if row.failure]

@@ -117,31 +117,6 @@ def rollouts(engine: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def learning(**changes: Any) -> dict[str, Any]:
-    """Return two arms of two seeds, the second one without a backward at its first point."""
-    reward, entropy = [[0.5, 0.75, 0.8, 0.9], [0.5, 0.7, 0.8, 1.0]], [[2.0, 1.0, 0.5, 0.1]] * 2
-    curves = {"reward": reward, "entropy": entropy}
-    of_backward = {
-        "backward_entries": [[90.0, 30.0, 30.0, 10.0], [float("nan"), 30.0, 30.0, 20.0]],
-        "backward_whole_rows": [[0.25, 0.0, 0.0, 0.0]] * 2,
-        "backward_error": [[1e-3] * 4] * 2,
-    }
-    return {
-        "model": "a policy",
-        "tokens": 512,
-        "vocabulary": 1024,
-        "dtype": "fp32",
-        "steps": 40,
-        "every": 10,
-        "rows": [
-            {"provider": "exact", "note": "n", "seeds": [0, 1], "curves": curves},
-            {"provider": "bounded", "note": "n", "seeds": [0, 1], "curves": curves | of_backward},
-            {"provider": "other", "note": "n", "seeds": [0, 1], "failure": "no memory"},
-        ],
-        **changes,
-    }
-
-
 def run(tables: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     return {"environment": environment(), "tables": tables, **changes}
 
