@@ -43,7 +43,7 @@ def test_it_is_the_layer_itself() -> None:
     assert type(head).__name__ == "FusedLinear"
     assert torch.equal(head(hidden), logits)
     out = head(hidden, target, outputs=("logprobs", "entropy"))
-    assert torch.equal(out.logprobs, expected(layer)) and out.rank is None
+    assert torch.equal(out.logprobs, expected(layer)) and out.lse is None
     torch.testing.assert_close(
         out.entropy, torch.distributions.Categorical(logits=logits).entropy()
     )
