@@ -29,7 +29,7 @@ def _sequences(batch: TokenBatch) -> float:
 
 def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
     lengths = batch.segments.lengths.clamp(min=1).double()
-    return batch.segments.expand(1.0 / (lengths * _sequences(batch)))
+    return batch.segments.expand((lengths * _sequences(batch)).reciprocal())
 
 
 def _sequence_sum(batch: TokenBatch, max_length: int | None) -> float:
@@ -63,7 +63,7 @@ def inverse(count: Tensor | float) -> Tensor | float:
     if isinstance(count, Tensor):
         if not host.reading_is_free(count):
             # 0 only when no process has a token; a fraction is a share of processes or steps
-            return 1.0 / torch.where(count > 0, count.double(), 1.0)
+            return torch.where(count > 0, count.double(), 1.0).reciprocal()
         count = host.known(count)
     return 1.0 / count if count > 0 else 1.0
 
