@@ -1,4 +1,4 @@
-"""One measurement: ``python -m benchmarks.alone WHAT CASE... PROVIDER`` prints it as JSON."""
+"""One provider by itself: ``python -m benchmarks.alone WHAT CASE... PROVIDER ROUNDS``, as JSON."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import measure
-from benchmarks.accuracy import measure as accuracy
-from benchmarks.backwards.providers import OURS
+from benchmarks import accuracy, measure
 from benchmarks.problem import make_problem
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import EVERY
 from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import measure_memory
 from benchmarks.work import WORKS
 
 
 def _answer(what: str, case: Case, name: str, rounds: int) -> dict[str, Any]:
-    provider = {**PROVIDERS, **OURS}[name]
+    provider = EVERY[name]
     if what == "row":
-        return asdict(measure.measure_one(case, provider, "cuda", rounds))
+        return asdict(measure.measure_one(provider, case, "cuda", rounds))
     if what == "accuracy":
-        return asdict(accuracy.measure_one(case, provider, "cuda"))
+        return asdict(accuracy.measure_one(provider, case, "cuda"))
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
     provider.run(make_problem(tiny))  # libraries are loaded, threads started
-    return asdict(measure_memory(provider.run, make_problem(case, exact=False))[0])
+    return measure_memory(provider.run, make_problem(case, exact=False))[0]
 
 
 def _main(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,22 +18,15 @@ _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the r
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
-@dataclass(frozen=True)
-class Check:
-    """Errors of one provider by output, and why it failed if it did."""
-
-    errors: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None
-
-
 def reference_dtype(case: Case, device: str) -> torch.dtype:
     """Return fp64, or fp32 where that would take longer than everything else."""
     product = case.tokens * case.model.vocabulary * case.model.hidden
     return torch.float64 if product <= _FP64_PRODUCT[device] else torch.float32
+
+
+def against(case: Case, device: str) -> str:
+    """Say what errors are measured against."""
+    return f"errors against {str(reference_dtype(case, device)).removeprefix('torch.')}"
 
 
 def reference(problem: Problem) -> Result:
@@ -55,23 +48,26 @@ def reference(problem: Problem) -> Result:
     )
 
 
-def compare(result: Result, exact: Result, problem: Problem, allowed: float | None = None) -> Check:
-    """Return the errors of the outputs that the work asks for; a NaN or a missing one fails.
+def compare(
+    result: Result, exact: Result, problem: Problem, allowed: float | None = None
+) -> tuple[dict[str, float], str | None]:
+    """Return the errors of the outputs that the work asks for, and why they are wrong or None.
 
-    ``allowed``: how large they may be; None: :data:`TOLERANCE`.
+    A NaN and a missing output are wrong. ``allowed``: how large errors may be; None:
+    :data:`TOLERANCE`.
     """
-    errors = {}
+    errors: dict[str, float] = {}
     for name in problem.work.outputs:
         actual, expected = getattr(result, name), getattr(exact, name)
         if actual is None:
-            return Check(errors, f"no {name}")
+            return errors, f"no {name}"
         if name in ("logprobs", "entropy"):
             actual, expected = actual[problem.mask], expected[problem.mask]
         absolute = name == "loss"
         errors[name] = (
             (actual - expected).abs().item() if absolute else relative_error(actual, expected)
         )
-    return Check(errors, why_wrong(errors, problem.case.dtype, allowed))
+    return errors, why_wrong(errors, problem.case.dtype, allowed)
 
 
 def why_wrong(errors: dict[str, float], dtype: str, allowed: float | None = None) -> str | None:

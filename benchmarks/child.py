@@ -1,6 +1,7 @@
-"""Measurements in a process of their own, by ``benchmarks.alone``.
+"""Measurements in a process of their own.
 
-For the resident memory of a CPU process, and for providers that may hang and must be killed.
+For the resident memory of a CPU process, for who may hang and must be killed, and for who changes
+the process that it is in.
 """
 
 from __future__ import annotations
@@ -9,45 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.providers.base import Provider
-from benchmarks.results import Memory
-from benchmarks.shapes import Case
-
-_LONGEST = 900.0  # seconds; for those who are not expected to hang
-
-
-def memory_alone(case: Case, provider: Provider) -> Memory | None:
-    """Measure the peak memory of one call on the CPU; None where the process failed."""
-    answer = _ask("memory", case, provider.name, 0, _LONGEST)
-    if "failure" in answer:
-        warnings.warn(f"no memory of {provider.name}, {case}: {answer['failure']}", stacklevel=2)
-        return None
-    return Memory(**answer)
-
-
-def measured_alone(
-    case: Case, provider: Provider, rounds: int, left: float, what: str = "row"
-) -> dict[str, Any]:
-    """Measure the fields of a row on the GPU; a ``failure`` where the process failed.
-
-    ``left``: seconds until the deadline of all. ``what``: "row" of a case, or of "accuracy".
-    """
-    assert provider.timeout is not None
-    if left < provider.timeout:
-        return {"absent": "not reached: too little time was left for it"}
-    answer = _ask(what, case, provider.name, rounds, provider.timeout)
-    if answer.get("memory"):
-        answer["memory"] = Memory(**answer["memory"])
-    return answer
-
-
-def _ask(what: str, case: Case, name: str, rounds: int, timeout: float) -> dict[str, Any]:
-    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, case.inputs]
-    return ask("benchmarks.alone", [what, *words, name, str(rounds)], timeout)
 
 
 def ask(module: str, words: list[str], timeout: float, **environment: str) -> dict[str, Any]:

@@ -1,39 +1,44 @@
-"""Options of the suite, and the measurements that its tests share."""
+"""Options of the suites, and what their tests share.
+
+A benchmark is a file ``test_<name>.py`` with three things: ``CASES``, by suite; ``names(case)``,
+who is measured in one; ``measure(case, names, session)``, which gives a row for each. A case is
+measured when its first test runs, everybody in turns, and each test replays its row's samples.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.check import reference_dtype
-from benchmarks.environment import environment
-from benchmarks.figures import is_ours, is_quoted
-from benchmarks.measure import Settings, device_is_lost, measure
-from benchmarks.providers import PROVIDERS
-from benchmarks.replay import clock
-from benchmarks.results import Collector, Environment, Line, Row, Table
-from benchmarks.results import Entry as Stored
-from benchmarks.suites import ACCURACY, BACKWARDS, SAVINGS, SUITES, Entry
-from benchmarks.tables.summary import summary
+from benchmarks import tables, text
+from benchmarks.measure import Settings, device_is_lost
+from benchmarks.providers.base import is_ours
+from benchmarks.results import Recorder, Row
+from benchmarks.shapes import Entry
+from benchmarks.timing import clock, replay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SUITES = ("tiny", "quick", "cpu", "gpu", "gpu-full")
 # what ends at a deadline ends in the last of these
 _ORDER = (
-    *("host", "accuracy", "savings", "head", "backwards", "sharded", "memory"),
+    *("host", "accuracy", "savings", "heads", "backwards", "sharded", "memory"),
     *("hosts", "training", "rollouts"),
 )
 _ROUNDS = {"cpu": 5, "cuda": 10}
+_WIDTH = 100
 _HERE = Path(__file__).parent
 _QUICKLY = (
     "One case in two dtypes takes some five minutes on two free CPU cores; "
     "all dots of a dtype\ncome at once. --full measures everything, which takes hours."
 )
-_TABLES = pytest.StashKey[dict[str, Table]]()
+_SESSION = pytest.StashKey["Session"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,29 +57,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not config.getoption("--benchmark-only") or collection_path.parent != _HERE:
         return None
     name = collection_path.name
-    wanted = name == "test_heads.py" if suite(config) == "quick" else name != "tests"
+    wanted = name == "test_heads.py" if suite(config) == "quick" else name not in ("tests", "gpu")
     return None if wanted else True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.path.parent != _HERE:  # the harness's own tests
-        return
-    if "entry" in metafunc.fixturenames:
-        entries = SUITES[suite(metafunc.config)]()
-        metafunc.parametrize("entry", entries, ids=str, scope="session")
-    of_suites = {
-        "accuracy_entry": ACCURACY,
-        "savings_entry": SAVINGS,
-        "backwards_entry": BACKWARDS,
-    }
-    for name, entries in of_suites.items():
-        if name in metafunc.fixturenames:
-            of_suite = entries[suite(metafunc.config)]
-            metafunc.parametrize(name, of_suite, ids=str, scope="session")
-    if "provider_name" in metafunc.fixturenames:
-        quick = suite(metafunc.config) == "quick"
-        names = [name for name in PROVIDERS if is_quoted(name) or not quick]
-        metafunc.parametrize("provider_name", names)
+    found: ModuleType = metafunc.module
+    if "row" in metafunc.fixturenames and hasattr(found, "CASES"):
+        cases = found.CASES[suite(metafunc.config)]
+        pairs = [(case, name) for case in cases for name in found.names(case)]
+        ids = [f"{case}-{name}" for case, name in pairs]
+        metafunc.parametrize(("case", "name"), pairs, ids=ids)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "benchmark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=clock))
+            # a provider that is skipped has no samples
+            item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
 
 
 def pytest_report_collectionfinish(
@@ -98,22 +93,23 @@ def pytest_report_collectionfinish(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list, list]:
-    """Leave to pytest-benchmark's own tables what the quick suite does not show in its one."""
+    """Leave to pytest-benchmark's own tables what has none of ours."""
     groups = yield
-    shown = _summarised(config)
+    shown = {name for session in _sessions(config) for name in session.shown}
     return [(group, found) for group, found in groups if group not in shown]
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if tables := _summarised(config):
-        terminalreporter.write_line(f"\n{summary(list(tables.values()))}\n")
+    for session in _sessions(config):
+        for benchmark in dict.fromkeys(group.benchmark for group in session.recorder.groups):
+            found = tables.show(benchmark, session.recorder.groups, text.plain)
+            terminalreporter.write_line(f"\n{text.filled(found, _WIDTH)}\n")
 
 
-def _summarised(config: pytest.Config) -> dict[str, Table]:
-    """Return the tables of the heads that the quick suite measured, by pytest-benchmark's group."""
-    return config.stash.get(_TABLES, {}) if suite(config) == "quick" else {}
+def _sessions(config: pytest.Config) -> list[Session]:
+    return [config.stash[_SESSION]] if _SESSION in config.stash else []
 
 
 def suite(config: pytest.Config) -> str:
@@ -124,72 +120,82 @@ def suite(config: pytest.Config) -> str:
 
 @dataclass(frozen=True)
 class Session:
-    """What all suites share."""
+    """What all benchmarks share."""
 
-    config: pytest.Config
+    suite: str
+    selected: set[tuple[str, int, str]]  # module, case and name of the tests that run
     deadline: float  # by ``time.monotonic()``; nothing is begun after it
-    collector: Collector | None  # where the results go
+    recorder: Recorder
     device: str = DEVICE
+    shown: list[str] = field(default_factory=list)  # groups that a table of ours has
+    _rows: dict[tuple[str, int], dict[str, Row]] = field(default_factory=dict)
 
     @property
-    def quick(self) -> bool:
-        return suite(self.config) == "quick"
+    def brief(self) -> bool:
+        return self.suite in ("tiny", "quick")
 
-    def begin(self, entry: Entry | None = None) -> None:
+    def settings(self, entry: Entry, **changes: Any) -> Settings:
+        """Return how thoroughly a case is measured."""
+        patient = entry.slow and not self.brief
+        usual: dict[str, Any] = dict(
+            device=self.device,
+            rounds=1 if self.suite == "tiny" else _ROUNDS[self.device],
+            budget=float("inf") if patient else 30.0,
+            memory=entry.memory,
+            slow=entry.slow,
+            deadline=self.deadline,
+        )
+        return Settings(**usual | changes)
+
+    def begin(self, case: Any = None) -> None:
         """Skip what there is no time or, for a case, no memory for."""
         if time.monotonic() > self.deadline:
             pytest.skip("not reached: the time was up")
-        if entry is not None and (reason := entry.too_large(DEVICE)) is not None:
-            pytest.skip(reason)
+        too_large = isinstance(case, Entry) and case.too_large(self.device)
+        if too_large:
+            pytest.skip(str(too_large))
 
-    def keep(self, kind: str, entry: Stored) -> None:
-        """Add to the result file."""
-        if self.collector is not None:
-            self.collector.add(kind, entry)
-
-    def judge(self, row: Line) -> None:
-        """Skip who is not here, and fail who is wrong: ours is a defect, another's a result."""
-        if (reason := row.absent or row.unable) is not None:
-            pytest.skip(reason)
-        if row.failure is not None:
-            (pytest.fail if is_ours(row.provider) else pytest.xfail)(row.failure)
+    def rows(self, module: ModuleType, case: Any) -> dict[str, Row]:
+        """Measure everybody of a case whose tests run; once."""
+        key = module.__name__, id(case)
+        if key not in self._rows:
+            self.begin(case)
+            names = [name for name in module.names(case) if (*key, name) in self.selected]
+            rows = module.measure(case, names, self)
+            benchmark = module.__name__.rpartition("test_")[2]
+            about = module.about(case, self.device) if hasattr(module, "about") else ""
+            self.recorder.add(benchmark, case.facts(), rows, about)
+            self._rows[key] = dict(zip(names, rows, strict=True))
+            if device_is_lost(self.device):
+                pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
+        return self._rows[key]
 
 
 @pytest.fixture(scope="session")
-def session(pytestconfig: pytest.Config) -> Session:
-    seconds, folder = pytestconfig.getoption("--deadline"), pytestconfig.getoption("--results")
+def session(request: pytest.FixtureRequest) -> Session:
+    config = request.config
+    tests: list[Any] = [test for test in request.session.items if hasattr(test, "callspec")]
+    calls = [(test.module.__name__, test.callspec.params) for test in tests]
+    selected = {(module, id(x["case"]), x["name"]) for module, x in calls if "case" in x}
+    seconds, folder = config.getoption("--deadline"), config.getoption("--results")
     end = time.monotonic() + seconds if seconds is not None else float("inf")
-    return Session(pytestconfig, end, Collector(folder, DEVICE) if folder else None)
+    made = Session(suite(config), selected, end, Recorder(folder, DEVICE))
+    config.stash[_SESSION] = made
+    return made
 
 
-@pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest, entry: Entry, session: Session) -> dict[str, Row]:
-    """Measure the rows of one case, by provider: of those that the command line selected."""
-    session.begin(entry)
-    wanted = {
-        item.callspec.params["provider_name"]
-        for item in request.session.items
-        if getattr(item, "callspec", None) and item.callspec.params.get("entry") == entry
-    }
-    providers = [
-        provider
-        for name, provider in PROVIDERS.items()
-        if name in wanted and (entry.slow or not (provider.slow_start or provider.timeout))
-    ]
-    settings = Settings(
-        device=DEVICE,
-        rounds=_ROUNDS[DEVICE],
-        budget=float("inf") if entry.slow and not session.quick else 30.0,
-        memory=entry.memory,
-        deadline=session.deadline,
-    )
-    rows = measure(entry.case, providers, settings)
-    exact = str(reference_dtype(entry.case, DEVICE)).removeprefix("torch.")
-    facts = {**entry.case.facts(), "sequences": entry.case.sequences}
-    where = Environment(**environment(DEVICE))
-    found = Table(**facts, environment=where, reference=exact, rows=rows)
-    session.keep("tables", found)
-    session.config.stash.setdefault(_TABLES, {})[str(entry.case)] = found
-    if device_is_lost(DEVICE):
-        pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
-    return {row.provider: row for row in rows}
+@pytest.fixture
+def row(
+    request: pytest.FixtureRequest, benchmark: Any, case: Any, name: str, session: Session
+) -> Row:
+    """Measure a provider in a case with all others, and replay its samples."""
+    found = session.rows(request.module, case)[name]
+    if not found.shown:
+        pytest.skip(found.reason)
+    if not found.runs:  # of ours it is a defect, of another a result
+        (pytest.fail if is_ours(found.provider) else pytest.xfail)(found.reason)
+    benchmark.group = f"{request.module.__name__} {case}"
+    session.shown.append(benchmark.group)
+    benchmark.extra_info |= {"errors": found.errors, **found.info}
+    replay(benchmark, found.seconds or [0.0])
+    return found

@@ -1,26 +1,28 @@
-"""Interleaved timing of checked providers."""
+"""Providers on problems: checked first, then timed in turns."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from benchmarks.check import compare, reference, same_bits, same_rows
-from benchmarks.child import measured_alone, memory_alone
+from benchmarks.check import TOLERANCE, compare, reference, same_bits, same_rows
+from benchmarks.child import ask
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
 from benchmarks.shapes import Case
-from benchmarks.timing import make_timer, measure_memory, quick_collections
+from benchmarks.timing import in_turns, make_timer, measure_memory
 
 _FEWEST_ROUNDS = 3
-_Row = TypeVar("_Row")
+_LONGEST = 900.0  # seconds of a process that is not expected to hang
+NOT_REACHED = "not reached: the time was up"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,123 +33,162 @@ class Settings:
     rounds: int = 5
     budget: float = 30.0  # seconds of timing after which no further round starts
     memory: bool = False  # on a CPU it takes a process for each provider; on a GPU it is free
+    bits: bool = True  # also whether they are the same again, and in half of the batch
+    slow: bool = True  # also who compiles for long or needs a process
     deadline: float = float("inf")  # time.monotonic() after which nothing starts
+    allowed: float | None = None  # error of others than ours; None: as of ours
 
 
-def measure(case: Case, providers: list[Provider], settings: Settings) -> list[Row]:
-    """Check every provider, measure its memory, and time those that passed.
+@dataclass(frozen=True)
+class Call:
+    """A provider in a case; its row is filled as it is measured."""
 
-    A round runs each once, so that a change of the machine's load meets them all.
-    """
-    rows = [_make_row(provider, case, settings.device) for provider in providers]
-    pairs = list(zip(rows, providers, strict=True))
+    provider: Provider
+    case: Case
+    row: Row
+
+    @property
+    def alone(self) -> bool:
+        return self.provider.timeout is not None
+
+
+def measure(calls: Sequence[tuple[Provider, Case]], settings: Settings) -> list[Row]:
+    """Check every provider, measure its memory, and time those that passed, in turns."""
+    made = [Call(*call, start_row(*call, settings)) for call in calls]
     if settings.memory and settings.device == "cpu":  # while this process is small
-        for row, provider in pairs:
+        for call in made:
             # what compiles inside of the call would count its compiler
-            if row.runs and not row.alone and not provider.slow_start:
-                row.memory = memory_alone(case, provider)
-    problem = make_problem(case, settings.device)
-    here = [pair for pair in pairs if pair[0].runs and not pair[0].alone]
-    _check_all(here, problem, settings)
-    if device_is_lost(settings.device):
-        return rows
-    _time_all(here, problem, settings)
-    del problem
-    for row, provider in pairs:
-        if row.runs and row.alone:
-            left = settings.deadline - time.monotonic()
-            vars(row).update(measured_alone(case, provider, settings.rounds, left))
-    return rows
+            if call.row.runs and not call.alone and not call.provider.slow_start:
+                found = ask_alone("memory", call.provider, call.case)
+                if "failure" in found:
+                    warnings.warn(
+                        f"no memory of {call.row.provider}: {found['failure']}", stacklevel=2
+                    )
+                else:
+                    call.row.info |= found
+    check_all([call for call in made if not call.alone], settings, _check)
+    if not device_is_lost(settings.device):
+        _time([call for call in made if call.row.runs and not call.alone], settings)
+    measure_alone(made, settings, "row")
+    return [call.row for call in made]
 
 
-def measure_one(case: Case, provider: Provider, device: str, rounds: int) -> Row:
+def measure_one(provider: Provider, case: Case, device: str, rounds: int) -> Row:
     """Measure a provider by itself; for a process that is killed when it hangs."""
     settings = Settings(device=device, rounds=rounds)
-    row, problem = _make_row(provider, case, device), make_problem(case, device)
-    _check_all([(row, provider)], problem, settings)
-    _time_all([(row, provider)], problem, settings)
+    call = Call(provider, case, start_row(provider, case, settings))
+    check_all([call], settings, _check)
+    if call.row.runs:
+        _time([call], settings)
+    return call.row
+
+
+def start_row(provider: Provider, case: Case, settings: Settings) -> Row:
+    """Return a row as it is before any measurement."""
+    row = Row(provider.name, provider.note)
+    row.leave_out("absent", provider.absent(settings.device))
+    row.leave_out("unable", provider.unable(case))
+    if not settings.slow and (provider.slow_start or provider.timeout):
+        row.leave_out("absent", "starts slowly: not in this case")
     return row
 
 
-def _make_row(provider: Provider, case: Case, device: str) -> Row:
-    return Row(
-        provider.name,
-        provider.note,
-        absent=provider.absent(device),
-        unable=provider.unable(case),
-        alone=provider.timeout is not None,
-    )
-
-
-def _check_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
+def check_all(
+    calls: Sequence[Call],
+    settings: Settings,
+    check: Callable[[Call, Problem, Result, Settings], None],
+) -> None:
     """Check all; these runs are also the warm-up."""
-    exact = reference(problem)
-    for index, (row, provider) in enumerate(pairs):
+    exact: dict[Any, Result] = {}
+    for index, call in enumerate(calls):
         if time.monotonic() > settings.deadline:
-            row.absent = "not reached: the time was up"
+            call.row.leave_out("absent", NOT_REACHED)
+        if not call.row.runs:
             continue
+        problem = make_problem(call.case, settings.device)
+        # before a frozen head the exact values are a part of the others
+        key = replace(call.case.work, name="", title="", frozen=False, entropy=False)
+        if key not in exact:
+            exact = {key: reference(problem)}
         try:
-            _check(row, provider, problem, exact)
+            call.row.leave_out("unable", call.provider.redundant(problem))
+            if call.row.runs:
+                check(call, problem, exact[key], settings)
         except Exception as error:  # another library's failure is a result to report
-            row.failure = describe(error)
+            call.row.leave_out("wrong", describe(error))
         if device_is_lost(settings.device):
-            for later, _ in pairs[index + 1 :]:
-                later.absent = f"not reached: {row.provider} broke the device"
+            for later in calls[index + 1 :]:
+                later.row.leave_out("absent", f"not reached: {call.provider.name} broke the device")
             return
         free(settings.device)
 
 
-def _check(row: Row, provider: Provider, problem: Problem, exact: Result) -> None:
-    row.unable = provider.redundant(problem)
-    if row.unable is not None:
-        return
-    row.schedule = provider.planned(problem)
+def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
+    row, provider = call.row, call.provider
+    row.info |= provider.info(problem)
     result = provider.run(problem)
     if provider.checked:
-        check = compare(result, exact, problem)
-        row.errors, row.failure = check.errors, check.failure
-        if not check.passed:
+        posed = problem
+        if provider.exact is not None:
+            posed, exact = provider.exact(problem)
+        own = TOLERANCE[problem.case.dtype] + provider.tolerance
+        row.errors, wrong = compare(
+            result, exact, posed, own if provider.is_ours else settings.allowed
+        )
+        row.leave_out("wrong", wrong)
+        if not row.runs:
             return
-        half = problem.half()
-        row.batch_invariant = same_rows(provider.run(half), result, half)
+        if settings.bits:
+            half = problem.half()
+            row.info["batch_invariant"] = same_rows(provider.run(half), result, half)
+    again = None
     if problem.hidden.device.type == "cuda":
-        row.memory, again = measure_memory(provider.run, problem)
-    else:
+        memory, again = measure_memory(provider.run, problem)
+        row.info |= memory
+    elif settings.bits and provider.checked:
         again = provider.run(problem)
-    if provider.checked:
-        row.repeatable = same_bits(result, again, problem)
+    if again is not None and provider.checked:
+        row.info["repeatable"] = same_bits(result, again, problem)
 
 
-def _time_all(pairs: list[tuple[Row, Provider]], problem: Problem, settings: Settings) -> None:
+def _time(calls: Sequence[Call], settings: Settings) -> None:
     timer, start = make_timer(settings.device), time.monotonic()
-    calls = [(row, partial(provider.run, problem)) for row, provider in pairs if row.runs]
+    problems: dict[Case, Problem] = {}
+    for call in calls:
+        if call.case not in problems:
+            problems[call.case] = make_problem(call.case, settings.device)
+    runs = [(call.row, partial(call.provider.run, problems[call.case])) for call in calls]
 
     def enough(index: int) -> bool:
         return index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget
 
-    for row, call in in_turns(calls, settings.rounds, settings.deadline, enough):
-        row.seconds.append(timer(call))
+    for row, run in in_turns(runs, settings.rounds, settings.deadline, enough):
+        row.seconds.append(timer(run))
 
 
-def in_turns(
-    calls: Sequence[tuple[_Row, Any]],
-    rounds: int,
-    deadline: float = float("inf"),
-    enough: Callable[[int], bool] = lambda index: False,
-) -> Iterator[tuple[_Row, Any]]:
-    """Give each once a round, every other round backwards, so that nobody always follows the same.
+def measure_alone(calls: Sequence[Call], settings: Settings, what: str) -> None:
+    """Measure those that may hang, each in a process that is killed then."""
+    for call in calls:
+        if call.alone and call.row.runs:
+            timeout = call.provider.timeout or _LONGEST
+            if settings.deadline - time.monotonic() < timeout:
+                call.row.leave_out("absent", "not reached: too little time was left for it")
+                continue
+            found = ask_alone(what, call.provider, call.case, settings.rounds)
+            call.row.leave_out("wrong", found.pop("failure", None))
+            vars(call.row).update(found)
+            call.row.info["alone"] = True
 
-    No round but the first begins after ``deadline``, by ``time.monotonic()``.
-    """
-    for index in range(rounds):
-        if enough(index) or (index > 0 and time.monotonic() > deadline):
-            return
-        with quick_collections():
-            yield from calls if index % 2 == 0 else reversed(calls)
+
+def ask_alone(what: str, provider: Provider, case: Case, rounds: int = 0) -> dict[str, Any]:
+    """Measure a provider in a process of its own: "memory", "accuracy", or a whole "row"."""
+    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, case.inputs]
+    words = [what, *words, provider.name, str(rounds)]
+    return ask("benchmarks.alone", words, provider.timeout or _LONGEST)
 
 
 def describe(error: Exception) -> str:
-    """Write an error in one line, as a ``failure``."""
+    """Write an error in one line, as a reason."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 

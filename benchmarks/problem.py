@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.exact import sample, statistics
-from benchmarks.shapes import DTYPES, SPREADS, Case, Model
+from benchmarks.policy import make_policy
+from benchmarks.shapes import DECIDED, DTYPES, SPREADS, Case, Model
 from benchmarks.work import Work
 from grpo_kernels import LossConfig, TokenBatch
 
@@ -143,7 +144,10 @@ def _make_inputs(
 
     "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
     so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
+    "mostly-decided" ones are those of ``policy.py``.
     """
+    if inputs == DECIDED:
+        return Inputs(*make_policy(model, sequences, length, dtype, device))
     spread = SPREADS[inputs]
     generator = torch.Generator(device).manual_seed(0)
     options = dict(dtype=DTYPES[dtype], device=device)

@@ -11,80 +11,84 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from benchmarks import executed as counted
-from benchmarks import text
-from benchmarks.accuracy.providers import PROVIDERS
+from benchmarks import tables, text
 from benchmarks.environment import ROOT
+from benchmarks.executed import table as executed  # noqa: F401 (a block of the documents)
 from benchmarks.plots import PLOTS, save_plots
-from benchmarks.results import RESULTS, Device, Table, load
+from benchmarks.providers import EVERY
+from benchmarks.providers.savings import VARIANTS
+from benchmarks.results import RESULTS, Group, load
 from benchmarks.shapes import MODELS
-from benchmarks.tables import backwards, heads, others
-from benchmarks.tables.columns import in_order
-from benchmarks.tables.hosts import hosts
-from benchmarks.tables.sharded import sharded
 from benchmarks.work import WORKS
 
 NOT_MEASURED = "not measured yet"
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
+_OVER_ALL = {"standings": tables.standings, "cases": tables.cases}
 _PRINTED = 14  # cases of a device
-# what a block can show of a device, with a title
-BLOCKS = {
-    "standings": ("Everybody over all cases", lambda device: heads.standings(device.tables)),
-    "cases": ("Every case in a line", lambda device: heads.cases(device.tables)),
-    "schedules": ("One pass or two", lambda device: heads.schedules(device.tables)),
-    "training": ("Training step", lambda device: others.training(device.training)),
-    "savings": ("What is saved", lambda device: others.savings(device.savings)),
-    "backwards": ("Backwards", lambda device: backwards.backwards(device.backwards)),
-    "sharded": ("Over several ranks", lambda device: sharded(device.sharded)),
-    "hosts": ("In other trainers", lambda device: hosts(device.hosts)),
-    "rollouts": (
-        "Generation and the rest of a step",
-        lambda device: others.rollouts(device.rollouts),
-    ),
-    "accuracy": (
-        "Errors on a policy's distributions",
-        lambda device: others.accuracy(device.accuracy),
-    ),
-}
 
 
-def show(block: str, kind: str, devices: dict[str, Device] | None = None) -> str:
-    """Write a block, of the newest device of the kind "cpu" or "cuda"."""
-    found = newest(kind, devices)
-    return (BLOCKS[block][1](found) if found else "") or NOT_MEASURED
+def show(block: str, kind: str) -> str:
+    """Write a view over all cases or the tables of a benchmark, of the newest device of a kind.
+
+    The kinds are "cpu" and "cuda".
+    """
+    groups = newest(kind)[1]
+    view = _OVER_ALL[block](groups) if block in _OVER_ALL else tables.show(block, groups)
+    return view or NOT_MEASURED
 
 
-def executed() -> str:
-    """Write what GPU kernels execute for a logit."""
-    return counted.table()
-
-
-def headline(
-    kind: str, work: str, model: str, tokens: int, devices: dict[str, Device] | None = None
-) -> str:
-    """Write one case in every dtype, of the newest device of a kind."""
-    device = newest(kind, devices)
+def headline(kind: str, work: str, model: str, tokens: int) -> str:
+    """Write one case of the heads in every dtype, of the newest device of a kind."""
+    wanted = {"work": work, "model": model, "tokens": tokens}
     found = [
-        table
-        for table in (device.tables if device else [])
-        if (table.work, table.model, table.tokens) == (work, model, tokens)
+        group
+        for group in newest(kind)[1]
+        if group.benchmark == "heads" and wanted.items() <= group.facts.items()
     ]
-    return heads.headline(found) if found else NOT_MEASURED
+    return tables.headline(found) if found else NOT_MEASURED
 
 
 def plots(kind: str, folder: str) -> str:
     """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
-    return _links(kind, folder, {name: title for name, (title, _) in PLOTS.items()})
-
-
-def _links(kind: str, folder: str, titles: dict[str, str]) -> str:
-    device = newest(kind)
-    there = [x for x in titles if device and (RESULTS / device.slug / f"{x}.png").exists()]
-    links = [f"![{titles[name]}]({folder}/{device.slug}/{name}.png)" for name in there if device]
+    slug, _ = newest(kind)
+    there = [name for name in PLOTS if slug and (RESULTS / slug / f"{name}.png").exists()]
+    links = [f"![{PLOTS[name][0]}]({folder}/{slug}/{name}.png)" for name in there]
     return "\n\n".join(links) or NOT_MEASURED
+
+
+def newest(kind: str) -> tuple[str, list[Group]]:
+    """Return the folder's name and the groups of the device that was measured last."""
+    of_kind = [(x, groups) for x, groups in _stored().items() if kind in _all(groups, "kind")]
+    return max(of_kind, key=lambda found: max(_all(found[1], "date")), default=("", []))
+
+
+_stored = cache(load)
+
+
+def _all(groups: Sequence[Group], fact: str) -> list[str]:
+    return [group.environment[fact] for group in groups]
+
+
+def models() -> str:
+    rows = [
+        [f"`{x.name}`", str(x.hidden), str(x.vocabulary), f"{x.softcap:g}" if x.softcap else ""]
+        for x in MODELS.values()
+    ]
+    return text.markdown([["", "hidden", "vocabulary", "softcap"], *rows])
+
+
+def works() -> str:
+    return "\n".join(f"* `{name}`: {work.title}" for name, work in WORKS.items())
+
+
+def providers() -> str:
+    """List everybody but the variants of a benchmark whose table says what they are."""
+    listed = (provider for provider in EVERY.values() if provider not in VARIANTS)
+    return "\n".join(f"* `{provider.name}`: {provider.note}" for provider in listed)
 
 
 def write_documents(check: bool = False) -> int:
@@ -96,42 +100,14 @@ def write_documents(check: bool = False) -> int:
     return Cog().main(["cog", *options, *paths])
 
 
-def newest(kind: str, devices: dict[str, Device] | None = None) -> Device | None:
-    every = (_stored() if devices is None else devices).values()
-    found = (device for device in every if device.environment.kind == kind)
-    return max(found, key=lambda device: device.environment.date, default=None)
-
-
-_stored = cache(load)
-
-
-def models() -> str:
-    rows = (
-        [f"`{x.name}`", str(x.hidden), str(x.vocabulary), f"{x.softcap:g}" if x.softcap else ""]
-        for x in MODELS.values()
-    )
-    return text.table(["", "hidden", "vocabulary", "softcap"], rows)
-
-
-def works() -> str:
-    return "\n".join(f"* `{name}`: {work.title}" for name, work in WORKS.items())
-
-
-def providers() -> str:
-    return "\n".join(f"* `{name}`: {provider.note}" for name, provider in PROVIDERS.items())
-
-
-def report(device: Device) -> str:
-    """Write every block of a device, and a table of every case."""
-    parts = [f"# {device.environment.where}"]
-    for title, write in BLOCKS.values():
-        if shown := write(device):
-            parts += [f"## {title}", shown]
-    by_case: dict[tuple[str, str, int], list[Table]] = {}
-    for table in in_order(device.tables):
-        by_case.setdefault((table.work, table.model, table.tokens), []).append(table)
-    for (work, model, tokens), tables in by_case.items():
-        parts += [f"## {work}, {model}, T = {tokens}", heads.headline(tables, every=True)]
+def report(groups: Sequence[Group]) -> str:
+    """Write all that is known of a device."""
+    parts = [f"# {groups[0].where}"]
+    views = {"Everybody over all cases": tables.standings, "A case in a line": tables.cases}
+    written = {title: view(groups) for title, view in views.items()}
+    written |= {x.title: tables.show(name, groups) for name, x in tables.LAYOUTS.items()}
+    for title, shown in written.items():
+        parts += [f"## {title}", shown] if shown else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -146,12 +122,12 @@ def main() -> None:
     draws = importlib.util.find_spec("matplotlib") is not None
     if not draws:
         print("matplotlib is not installed: no plots are drawn, the old ones stay")
-    for device in load(folder).values():
+    for slug, groups in load(folder).items():
         if draws:
-            save_plots(device.tables, folder / device.slug)
-        (folder / device.slug / "report.md").write_text(report(device))
-        print(f"{folder / device.slug}: {len(device.tables)} cases of {len(device.runs)} runs")
-        print(heads.cases(device.tables[:_PRINTED]))
+            save_plots(groups, folder / slug)
+        (folder / slug / "report.md").write_text(report(groups))
+        print(f"{folder / slug}: {len(groups)} cases of {len(set(_all(groups, 'date')))} runs")
+        print(tables.cases([group for group in groups if group.benchmark == "heads"][:_PRINTED]))
     if arguments.documents and (code := write_documents()):
         sys.exit(code)
 

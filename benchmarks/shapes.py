@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.work import Work
+from benchmarks.work import WORKS, Work
+from grpo_kernels.tools import device_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LONGEST = 1024  # tokens of a sequence
@@ -24,11 +25,14 @@ class Spread(NamedTuple):
 # Inputs by name; targets are drawn from them. At a vocabulary of 152k the mean entropies are near
 # 0.3 nats, as of a policy in RL, and 1.9, as of plain text. Were the logits of the first as large
 # for all ids, many of their probabilities would be subnormal, which CPUs multiply slowly and which
-# real ones are not. "peaked" raises its targets over a flat tail, see ``problem.py``.
+# real ones are not. "peaked" raises its targets over a flat tail, see ``problem.py``; of
+# "mostly-decided" tokens a fifth is open, see ``policy.py``.
+DECIDED = "mostly-decided"
 SPREADS = {
     "peaked": None,
     "policy-like": Spread(16.0, others=2.0, every=512),
     "text-like": Spread(6.8),
+    DECIDED: None,
 }
 
 
@@ -104,8 +108,39 @@ class Case:
             "vocabulary": model.vocabulary,
             "softcap": model.softcap,
             "dtype": self.dtype,
+            "inputs": self.inputs,
         }
 
     def __str__(self) -> str:
         inputs = "" if self.inputs == "peaked" else f", {self.inputs}"
         return f"{self.work.name}, {self.model.name}, T={self.tokens}, {self.dtype}{inputs}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case of a suite, and how thoroughly it is measured."""
+
+    case: Case
+    memory: bool = False  # also on a CPU, where it takes a process for each provider
+    slow: bool = False  # also the providers that compile for long or need a process; all rounds
+
+    def too_large(self, device: str) -> str | None:
+        """Return why the case is not measured on this machine; None where it fits."""
+        needed = self.case.least_bytes
+        if needed <= 0.8 * device_memory(device):
+            return None
+        return f"needs {needed / 2**30:.0f} GiB of memory"
+
+    def facts(self) -> dict[str, Any]:
+        return self.case.facts()
+
+    def __str__(self) -> str:
+        case = self.case
+        inputs = "" if case.inputs == "peaked" else f"-{case.inputs}"
+        return f"{case.work.name}-{case.model.name}-{case.tokens}-{case.dtype}{inputs}"
+
+
+def entry(
+    work: str, model: str, tokens: int, dtype: str, inputs: str = "peaked", **options: bool
+) -> Entry:
+    return Entry(Case(MODELS[model], tokens, dtype, WORKS[work], inputs), **options)

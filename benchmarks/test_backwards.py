@@ -1,48 +1,74 @@
-"""The backwards of the ops: ``python -m pytest benchmarks/test_backwards.py --benchmark-only``."""
+"""What each backward of our ops costs and how exact it is, beside the other libraries."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import pytest
-
-from benchmarks.backwards.measure import measure_backwards
-from benchmarks.backwards.providers import BARE, BARE_WORK, WAYS
+from benchmarks import accuracy
+from benchmarks.check import against
 from benchmarks.conftest import Session
-from benchmarks.replay import replay
-from benchmarks.results import BackwardsTable
-from benchmarks.suites import Entry
-
-_ROUNDS = 3  # the slowest take minutes
-_LINES = [(BARE_WORK, BARE.name)] + [(work, x.name) for work, of in WAYS.items() for x in of]
-
-
-@pytest.fixture(scope="session")
-def backwards(backwards_entry: Entry, session: Session) -> BackwardsTable:
-    session.begin(backwards_entry)
-    table = measure_backwards(
-        backwards_entry.case,
-        session.device,
-        _ROUNDS,
-        memory=backwards_entry.memory,
-        slow=backwards_entry.slow,
-        deadline=session.deadline,
-    )
-    session.keep("backwards", table)
-    return table
+from benchmarks.measure import measure as measured
+from benchmarks.problem import make_problem
+from benchmarks.providers import EVERY
+from benchmarks.providers.backwards import AGAIN, BOUNDED, KEPT
+from benchmarks.results import Row
+from benchmarks.shapes import DTYPES, Entry, entry
+from benchmarks.work import WORKS
 
 
-@pytest.mark.parametrize("work, name", _LINES, ids=lambda value: value)
-def test_backwards(
-    benchmark: Any, session: Session, backwards: BackwardsTable, work: str, name: str
-) -> None:
-    """Time a backward, with the forward before it."""
-    found = [row for row in backwards.rows if (row.work, row.provider) == (work, name)]
-    if not found:
-        pytest.skip("not with these inputs")
-    (row,) = found
-    session.judge(row)
-    of = f"{backwards.model}, T={backwards.tokens}, {backwards.dtype}, {backwards.inputs}"
-    benchmark.group = f"backwards, {of}"
-    benchmark.extra_info["errors"] = row.errors
-    replay(benchmark, row.seconds)
+def _every_input(model: str, tokens: int, *dtypes: str, slow: bool = True) -> list[Entry]:
+    """Return entries with the inputs that matter most first."""
+    return [
+        entry("logprobs-grad", model, tokens, dtype, inputs, slow=slow, memory=slow and first)
+        for inputs in ("policy-like", "text-like", "peaked")
+        for dtype in dtypes
+        for first in [inputs == "policy-like"]
+    ]
+
+
+CASES = {
+    "tiny": _every_input("tiny", 32, *DTYPES, slow=False),
+    "quick": _every_input("small", 128, *DTYPES, slow=False),
+    "cpu": _every_input("qwen2.5-0.5b", 1024, *DTYPES),
+    "gpu": _every_input("qwen3-1.7b", 8192, "bf16"),
+    "gpu-full": [
+        *_every_input("qwen3-1.7b", 8192, "bf16"),
+        *_every_input("qwen3-8b", 8192, "bf16"),
+    ],
+}
+_WRONG = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
+_BARE = ("logprobs bare-gemms",)  # the bare work of "logprobs" is one GEMM
+_OURS = [f"logprobs-grad {provider.name}" for provider in (AGAIN, KEPT, *BOUNDED)]
+_USUAL = "ours-bounded-2e-3"
+_WAYS = (
+    *_OURS,
+    *(f"logprobs-grad {name}" for name in ("eager", "compile", "trl")),
+    *(f"logprobs-grad-frozen {name}" for name in (AGAIN.name, KEPT.name, _USUAL, "eager")),
+    *(f"dapo {name}" for name in ("ours", _USUAL, "eager", "trl", "liger")),
+)
+
+
+def names(case: Entry) -> list[str]:
+    """Return works with who does them: an exact backward takes as long on any inputs."""
+    others = (*_OURS, "logprobs-grad eager")
+    return [*_BARE, *(_WAYS if case.case.inputs == "policy-like" else others)]
+
+
+def measure(case: Entry, names: Sequence[str], session: Session) -> list[Row]:
+    pairs = [name.split() for name in names]
+    calls = [(EVERY[name], replace(case.case, work=WORKS[work])) for work, name in pairs]
+    rows = measured(calls, session.settings(case, bits=False, allowed=_WRONG))
+    for row, (work, _) in zip(rows, pairs, strict=True):
+        row.info["work"] = work
+    return rows
+
+
+def about(case: Entry, device: str) -> str:
+    described = accuracy.distribution(make_problem(case.case, device))
+    return f"{against(case.case, device)}; {described}"
+
+
+def test_backwards(row: Row) -> None:
+    """Time a backward with the forward before it."""
+    assert row.seconds

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.child import memory_alone
 from benchmarks.conftest import Session
+from benchmarks.measure import ask_alone
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.replay import replay
-from benchmarks.results import Memory
 from benchmarks.shapes import DTYPES, MODELS, Case
-from benchmarks.timing import measure_memory
+from benchmarks.timing import measure_memory, replay
 from benchmarks.work import WORKS
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import HeadShape, default_schedule, estimate_memory
@@ -37,7 +35,7 @@ TOLERANCE = 0.15
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dtype: str) -> None:
-    if not session.config.getoption("--full") and (name not in ALWAYS or dtype == "fp32"):
+    if session.suite == "tiny" or (session.brief and (name not in ALWAYS or dtype == "fp32")):
         pytest.skip("with --full")
     session.begin()
     device = session.device
@@ -59,20 +57,19 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
     replay(benchmark, [time.perf_counter() - start])
     benchmark.group = "measuring memory, to compare it with grpo-kernels plan"
     benchmark.extra_info["memory"] = {
-        "measured": measured.extra + measured.returned,
+        "measured": measured,
         "estimated": estimate.growth,
     }
-    assert estimate.growth == pytest.approx(measured.extra + measured.returned, rel=TOLERANCE), (
-        f"{estimate}; measured: {measured}"
-    )
+    assert estimate.growth == pytest.approx(measured, rel=TOLERANCE), str(estimate)
 
 
-def _measure(case: Case, name: str, device: str) -> Memory:
+def _measure(case: Case, name: str, device: str) -> int:
     """Measure in a fresh process on a CPU, on a GPU in a second call, after warm-up."""
+    provider = PROVIDERS[name]
     if device == "cpu":
-        memory = memory_alone(case, PROVIDERS[name])
-        assert memory is not None, "the process failed"
-        return memory
-    problem = make_problem(case, device, exact=False)
-    PROVIDERS[name].run(problem)
-    return measure_memory(PROVIDERS[name].run, problem)[0]
+        memory = ask_alone("memory", provider, case)
+    else:
+        problem = make_problem(case, device, exact=False)
+        provider.run(problem)
+        memory = measure_memory(provider.run, problem)[0]
+    return memory["extra_bytes"] + memory["returned_bytes"]

@@ -1,34 +1,65 @@
-"""Generation, weight updates and the rest of a step, by engine, in the suite."""
+"""Generation, weight updates and the rest of a training step, by engine."""
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections.abc import Sequence
 
-import pytest
-
-from benchmarks.conftest import DEVICE, Session, suite
-from benchmarks.replay import replay
-from benchmarks.rollouts.engines import Engine
-from benchmarks.rollouts.measure import SIZES, measure_rollouts, pairs
+from benchmarks.child import ask
+from benchmarks.conftest import DEVICE, Session
+from benchmarks.results import Row
+from benchmarks.training.engines import ENGINES
+from benchmarks.training.task import Sized
+from benchmarks.training.trainers import precision
 
 _STEPS = 3
+_LONGEST = 600.0  # seconds of an engine that starts and trains a few steps
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
+}
+_GPU = [Sized(size, precision(DEVICE)) for size in ("middle-gpu", "large-gpu")]
+CASES = {
+    "tiny": [Sized("tiny", precision(DEVICE))],
+    "quick": [Sized("quick", precision(DEVICE))],
+    "cpu": [Sized(size) for size in ("quick", "middle", "large")],
+    "gpu": _GPU,
+    "gpu-full": _GPU,
+}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    found = pairs(DEVICE, full=suite(metafunc.config) != "quick")
-    names = [f"{engine.name}-{size}" for engine, size in found]
-    metafunc.parametrize(("engine", "size"), found, ids=names)
+def names(case: Sized) -> list[str]:
+    """Return every engine; at a middle size those that are sent weights, which cost by size."""
+    return [name for name, x in ENGINES.items() if x.sent or not case.size.startswith("middle")]
 
 
-def test_rollouts(benchmark: Any, engine: Engine, size: str, session: Session) -> None:
-    if (reason := engine.absent()) is not None:
-        warnings.warn(f"{engine.name}: {reason}", stacklevel=1)
-        pytest.skip(reason)
-    session.begin()
-    entry = measure_rollouts(engine, size, session.device, _STEPS)
-    session.keep("rollouts", entry)
-    assert entry.failure is None
-    benchmark.group = f"a step by engine, {SIZES[session.device][size]}"
-    benchmark.extra_info["phases"] = entry.phases
-    replay(benchmark, entry.seconds)
+def measure(case: Sized, names: Sequence[str], session: Session) -> list[Row]:
+    """Measure engines, one after another: each fills the machine."""
+    environment = dict(_ENVIRONMENT)
+    if session.device == "cpu":
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    rows = []
+    for name in names:
+        row = Row(name, ENGINES[name].note)
+        row.leave_out("absent", ENGINES[name].absent())
+        if row.runs:
+            words = [name, case.size, session.device, str(_STEPS)]
+            found = ask("benchmarks.training.engines", words, _LONGEST, **environment)
+            row.leave_out("wrong", found.pop("failure", None))
+            vars(row).update(found)
+        rows.append(row)
+    return rows
+
+
+def about(case: Sized, device: str) -> str:
+    config = case.config
+    return (
+        f"{config.sequences} completions of up to {config.completion_tokens} tokens after "
+        f"{config.prompt_tokens}"
+    )
+
+
+def test_rollouts(row: Row) -> None:
+    """Time a training step with an engine."""
+    assert row.seconds

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
+
+Lines = list[list[str]]  # of cells; the first line is the header
 
 
 def duration(seconds: float | None) -> str:
@@ -30,6 +33,10 @@ def mib(size: float | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
 
+def percent(share: float | None) -> str:
+    return "" if share is None else digits(100 * share, 2)
+
+
 def error(value: float | None) -> str:
     """Write one digit: 9e-7."""
     if value is None:
@@ -40,20 +47,10 @@ def error(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def yes_no(value: bool | None) -> str:
-    return "" if value is None else "yes" if value else "no"
-
-
 def spread(values: Sequence[float], middle: float) -> str:
     """Write a ratio, and in brackets from which to which."""
     ends = ratio(min(values)), ratio(max(values))
     return ratio(middle) if ends[0] == ends[1] else f"{ratio(middle)} ({ends[0]} to {ends[1]})"
-
-
-def over_seeds(values: Sequence[float]) -> str:
-    """Write a mean, and in brackets from which to which."""
-    mean, *ends = (f"{x:.3f}" for x in (sum(values) / len(values), min(values), max(values)))
-    return f"{mean} ({' to '.join(ends)})"
 
 
 def bold(text: str) -> str:
@@ -61,32 +58,46 @@ def bold(text: str) -> str:
 
 
 def bold_least(values: Sequence[float | None], texts: Sequence[str]) -> list[str]:
-    """Make those ``texts`` bold that are as the smallest value is written."""
+    """Make those ``texts`` bold that are as the smallest value is written, but for brackets."""
     known = [value for value in values if value is not None and not math.isnan(value)]
-    best = texts[list(values).index(min(known))] if known else None
-    return [bold(text) if text == best else text for text in texts]
+    written = [text.partition(" (")[0] for text in texts]
+    best = written[list(values).index(min(known))] if known else None
+    return [bold(x) if short == best else x for x, short in zip(texts, written, strict=True)]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write Markdown, without empty columns: numbers to the right, words to the left."""
-    lines = [list(row) for row in rows]
-    kept = [i for i in range(len(header)) if i == 0 or any(line[i] for line in lines)]
-    rules = ["---:" if _is_of_numbers(line[i] for line in lines) else "---" for i in kept]
-    body = ([line[i] for i in kept] for line in lines)
+def markdown(lines: Lines) -> str:
+    """Write a table without empty columns: numbers to the right, words to the left."""
+    header, *body = _filled(lines)
+    columns = list(zip(*body, strict=True)) or [()] * len(header)
+    rules = ["---:" if _is_of_numbers(cells) else "---" for cells in columns]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
-        for line in ([header[i] for i in kept], rules, *body)
+        for line in (header, rules, *body)
     )
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Write columns for a terminal: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+def plain(lines: Lines) -> str:
+    """Write a table for a terminal: numbers to the right, words to the left."""
+    rows = [[cell.replace("**", "") for cell in line] for line in _filled(lines)]
+    columns = []
+    for title, *cells in zip(*rows, strict=True):
+        align = str.rjust if _is_of_numbers(cells) else str.ljust
+        columns.append([align(cell, max(map(len, (title, *cells)))) for cell in (title, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _filled(lines: Lines) -> Lines:
+    kept = [i for i in range(len(lines[0])) if i == 0 or any(line[i] for line in lines[1:])]
+    return [[line[i] for i in kept] for line in lines]
 
 
 def _is_of_numbers(cells: Iterable[str]) -> bool:
     """Return whether most of a column's cells start with a number."""
-    starts = [cell.lstrip("*")[:1].isdigit() for cell in cells if cell]
+    starts = [cell.lstrip("*x ")[:1].isdigit() for cell in cells if cell]
     return 2 * sum(starts) > len(starts)
+
+
+def filled(words: str, width: int) -> str:
+    """Break the lines of text that are longer than ``width``; tables have theirs."""
+    lines = words.split("\n")
+    return "\n".join(line if "  " in line else textwrap.fill(line, width) for line in lines)

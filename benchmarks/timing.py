@@ -1,4 +1,4 @@
-"""Time and memory of one call.
+"""Time and memory of one call, and calls in turns.
 
 Wall time on a CPU, device events on a GPU whose L2 cache was flushed; the peak of the CUDA
 allocator, or of a fresh process's resident memory.
@@ -6,36 +6,67 @@ allocator, or of a fresh process's resident memory.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.problem import Problem, Result
-from benchmarks.results import Memory
 
 _FLUSH_BYTES = 256 << 20  # more than any L2
+_Key = TypeVar("_Key")
+_now = 0.0
+
+
+def in_turns(
+    calls: Sequence[tuple[_Key, Any]],
+    rounds: int,
+    deadline: float = float("inf"),
+    enough: Callable[[int], bool] = lambda index: False,
+) -> Iterator[tuple[_Key, Any]]:
+    """Give each once a round, every other round backwards, so that nobody always follows the same.
+
+    A change of the machine's load so meets them all. No round but the first begins after
+    ``deadline``, by ``time.monotonic()``.
+    """
+    for index in range(rounds):
+        if enough(index) or (index > 0 and time.monotonic() > deadline):
+            return
+        gc.collect()
+        gc.freeze()  # a collection need not walk through everything that is loaded by now
+        try:
+            yield from calls if index % 2 == 0 else reversed(calls)
+        finally:
+            gc.unfreeze()
+
+
+def clock() -> float:
+    """Tell pytest-benchmark the time of the samples that are replayed."""
+    return _now
+
+
+def replay(benchmark: Any, seconds: Sequence[float]) -> None:
+    """Hand samples to pytest-benchmark, whose timer is :func:`clock`.
+
+    Its own loop runs one test to the end before the next begins, so a change of the machine's load
+    would hit some providers only, and it knows no device events.
+    """
+    samples = iter(seconds)
+
+    def advance() -> None:
+        global _now
+        _now += next(samples)
+
+    benchmark.pedantic(advance, rounds=len(seconds))
 
 
 def make_timer(device: str) -> Callable[[Callable[[], Any]], float]:
     """Return a timer: call -> seconds, without the time to free the call's result."""
     return _DeviceTimer() if device == "cuda" else _wall_seconds
-
-
-@contextlib.contextmanager
-def quick_collections() -> Iterator[None]:
-    """Keep garbage collection from walking through everything that is loaded by now."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _wall_seconds(call: Callable[[], Any]) -> float:
@@ -65,11 +96,16 @@ class _DeviceTimer:
         return start.elapsed_time(stop) / 1000
 
 
-def measure_memory(run: Callable[[Problem], Result], problem: Problem) -> tuple[Memory, Result]:
-    """Measure one call. On a CPU this needs a fresh process: an old one has memory to reuse."""
+def measure_memory(
+    run: Callable[[Problem], Result], problem: Problem
+) -> tuple[dict[str, int], Result]:
+    """Measure one call in bytes: beyond the inputs and what it returns, and what it returns.
+
+    On a CPU this needs a fresh process: an old one has memory to reuse.
+    """
     peak = _cuda_growth if problem.hidden.device.type == "cuda" else resident_growth
     result, growth = peak(partial(run, problem))
-    return Memory(growth - result.nbytes, result.nbytes), result
+    return {"extra_bytes": growth - result.nbytes, "returned_bytes": result.nbytes}, result
 
 
 def _cuda_growth(run: Callable[[], Result]) -> tuple[Result, int]:
@@ -81,7 +117,7 @@ def _cuda_growth(run: Callable[[], Result]) -> tuple[Result, int]:
     return result, torch.cuda.max_memory_allocated() - before
 
 
-def resident_growth(run: Callable[[], Result]) -> tuple[Result, int]:
+def resident_growth(run: Callable[[], Any]) -> tuple[Any, int]:
     """Return what a call gives, and by how many bytes this process grew until its peak."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")

@@ -75,7 +75,7 @@ if [ -n "$wheels" ]; then # in one command: packages share name spaces
 fi
 step benchmarks 190 $pytest benchmarks --benchmark-only --suite=gpu "--results=$OUT" --deadline=130 \
     --benchmark-columns=median,rounds
-"$python" -c "import msgspec" 2>/dev/null && step report 30 -m benchmarks.report "$OUT"
+step report 30 -m benchmarks.report "$OUT"
 workers=$("$python" -c "import os, xdist; print('-n', max(1, min(8, os.cpu_count() // 2)))" 2>/dev/null)
 step tests 520 $pytest -m gpu $workers -o faulthandler_timeout=90 --continue-on-collection-errors \
     tests/backends tests/engine tests/head tests/schedule tests/test_linear_logprobs.py tests/test_linear_policy_loss.py

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks.providers import bare_gemms, cce, eager, liger, ours, quack, torch_lce, trl
+from benchmarks.providers import (
+    backwards,
+    bare_gemms,
+    cce,
+    eager,
+    liger,
+    numerics,
+    ours,
+    quack,
+    savings,
+    torch_lce,
+    trl,
+)
 from benchmarks.providers.base import Provider
 
 PROVIDERS: dict[str, Provider] = {
@@ -22,4 +34,8 @@ PROVIDERS: dict[str, Provider] = {
         cce.CCE_EXACT,
         quack.QUACK,
     )
+}
+# those of one benchmark too
+EVERY = PROVIDERS | {
+    provider.name: provider for provider in (*backwards.OURS, *numerics.ADDED, *savings.VARIANTS)
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +24,28 @@ class Provider:
     unable: Callable[[Case], str | None] = lambda case: None  # why it has no such work
     missing: Callable[[str], str | None] = lambda device: None  # what it lacks on "cpu" or "cuda"
     redundant: Callable[[Problem], str | None] = lambda problem: None  # why it repeats another
-    planned: Callable[[Problem], str | None] = lambda problem: None  # ours: the schedule
+    info: Callable[[Problem], dict[str, Any]] = lambda problem: {}  # what a row says beside times
+    # the problem whose outputs are compared, and their exact values; None: its own
+    exact: Callable[[Problem], tuple[Problem, Result]] | None = None
+    tolerance: float = 0.0  # the relative error that its caller allows
     package: str | None = None  # the distribution that has to be installed
     checked: bool = True  # False: only GEMMs, there is no result to compare
     slow_start: bool = False  # compiles for long: left out where a suite is short of time
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
+
+    @property
+    def is_ours(self) -> bool:
+        return is_ours(self.name)
 
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
         if self.package is not None and installed_version(self.package) is None:
             return f"{self.package} is not installed"
         return self.missing(device)
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("ours")
 
 
 def needs_gpu(device: str) -> str | None:

@@ -80,15 +80,15 @@ def _unless_default(name: str) -> Callable[[str], str | None]:
 def _provider(name: str, note: str, schedule: str = "auto", **rest: Any) -> Provider:
     settings = {key: rest.pop(key) for key in ("precision", "backend") if key in rest}
 
-    def planned(problem: Problem) -> str | None:
+    def info(problem: Problem) -> dict[str, Any]:
         if problem.work.kind in ("forward", "backward"):
-            return None
-        return _call(explain, problem, {**settings, "schedule": schedule}).schedule
+            return {}
+        return {"schedule": _call(explain, problem, {**settings, "schedule": schedule}).schedule}
 
     def run(problem: Problem) -> Result:
         return run_work(problem, settings, schedule)
 
-    return Provider(name=name, note=note, run=run, planned=planned, **rest)
+    return Provider(name=name, note=note, run=run, info=info, **rest)
 
 
 OURS_ALL = (

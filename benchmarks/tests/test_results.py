@@ -1,92 +1,118 @@
-"""Result files: the stored ones are well-formed, a broken one is an error, the newest counts."""
+"""Result files and their tables: every row as it came, the newest counts, nobody is left out."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import environment as machine
-from benchmarks.accuracy.measure import measure_accuracy
-from benchmarks.providers import PROVIDERS
-from benchmarks.results import KINDS, RESULTS, Collector, Row, Table, load, load_run
-from benchmarks.shapes import MODELS, Case
-from benchmarks.tests.stored import NEWER, device, row, run, table
-from benchmarks.work import WORKS
+from benchmarks import tables
+from benchmarks.environment import slug
+from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run
+
+FACTS = {
+    "work": "dapo", "model": "tiny", "tokens": 32, "hidden": 32, "vocabulary": 257,
+    "softcap": None, "dtype": "fp32", "inputs": "peaked",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*/????-??-??-*.json")), ids=lambda path: path.stem
-)
+def recorded(folder: Path, date: str, *cases: tuple[dict[str, Any], list[Row]]) -> Recorder:
+    recorder = Recorder(folder, "cpu")
+    recorder.environment["date"] = date
+    for changes, rows in cases:
+        recorder.add("heads", {**FACTS, **changes}, rows, "errors against float64")
+    return recorder
+
+
+def group(*rows: Row, **facts: Any) -> Group:
+    recorder = Recorder(None, "cpu")
+    return recorder.add("heads", {**FACTS, **facts}, rows)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.jsonl")), ids=lambda path: path.stem)
 def test_a_stored_file_is_well_formed(path: Path) -> None:
     found = load_run(path)
-    assert found.environment.kind in ("cpu", "cuda") and found.environment.versions["torch"]
-    assert path.parent.name == machine.slug(found.environment.device)
-    assert path.name.startswith(f"{found.environment.day}-{found.environment.commit[:12]}")
-    assert any(getattr(found, kind) for kind in KINDS)
-    for each in found.tables:
-        names = [one.provider for one in each.rows]
-        assert names and len(names) == len(set(names))
-        for one in each.rows:
-            assert one.note and all(seconds > 0 for seconds in one.seconds)
-            assert one.runs or not one.seconds, "a time beside a reason for having none"
-            assert not one.runs or all(value < 1 for value in one.errors.values())
+    assert found and path.parent.name == slug(found[0].environment["device"])
+    for each in found:
+        assert each.benchmark in tables.LAYOUTS and each.source[:10] in path.name
+        places = [(row.provider, row.info.get("work")) for row in each.rows]
+        assert len(places) == len(set(places)) > 0
+        for row in each.rows:
+            assert all(seconds > 0 for seconds in row.seconds)
+            assert row.runs != bool(row.reason) and (row.runs or not row.seconds)
+            assert not row.runs or all(value < 1 for value in row.errors.values())
+
+
+def test_what_is_recorded_can_be_read_and_the_newest_counts(tmp_path: Path) -> None:
+    wrong = Row("eager", state="wrong", reason="error of loss nan", errors={"loss": math.nan})
+    recorded(tmp_path, "2026-02-03", ({}, [Row("ours", seconds=[2.0], info={"again": True})]))
+    recorded(
+        tmp_path, "2026-01-02",
+        ({}, [Row("ours", seconds=[1.0])]),
+        ({"dtype": "bf16"}, [Row("ours", seconds=[3.0]), wrong]),
+    )  # fmt: skip
+    ((_, (fp32, bf16)),) = load(tmp_path).items()
+    assert fp32.rows == [Row("ours", seconds=[2.0], info={"again": True})]
+    assert bf16.rows[0].seconds == [3.0] and math.isnan(bf16.rows[1].errors["loss"])
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 2  # one did not write over the other
 
 
 @pytest.mark.parametrize(
-    "data, message",
+    "line, message",
     [
-        ({"work": "loss"}, "missing required field `environment`"),
-        ([], "Expected `object`, got `array`"),
-        (run([table([{"provider": "ours"}])]), r"missing required field `note`.*\.rows\[0\]"),
-        (run([table([row("ours", errors={"loss": "1"})])]), "Expected `float`, got `str`.*errors"),
-        (run([table([row("ours", alone=1)])]), "Expected `bool`, got `int`.*alone"),
-        (run([], training=[{"tokens": 3}]), r"missing required field `model`.*training\[0\]"),
+        ("{", "line 2: JSONDecodeError"),
+        ('{"benchmark": "heads"}', "line 2: KeyError: 'facts'"),
         (
-            run([table([], work="fly")]),
-            r"work: expected one of logprobs, .* got 'fly'.*tables\[0\]",
+            '{"benchmark": "heads", "facts": {}, "about": "", "provider": "x", "size": 3}',
+            "line 2: TypeError: .*size",
         ),
-        (run([table([], tokens="many")]), "Expected `int`, got `str`.*tokens"),
+        (
+            '{"benchmark": "heads", "facts": {}, "about": "", "provider": "x", "state": "gone"}',
+            "state: expected one of measured, absent, unable, wrong, got 'gone'",
+        ),
     ],
 )
-def test_a_broken_file_is_an_error(tmp_path: Path, data: Any, message: str) -> None:
-    path = tmp_path / "test-cpu" / "2026-01-02-abc.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=f"2026-01-02-abc.json: .*{message}"):
+def test_a_broken_file_is_an_error(tmp_path: Path, line: str, message: str) -> None:
+    recorder = recorded(tmp_path, "2026-01-02", ({}, []))
+    assert recorder._path is not None
+    recorder._path.write_text(recorder._path.read_text().splitlines()[0] + f"\n{line}\n")
+    with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 
-def test_what_is_no_json_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "broken.json").write_text('{"environment": ')
-    with pytest.raises(ValueError, match=r"broken.json: Expecting value"):
-        load_run(tmp_path / "broken.json")
+def test_a_table_names_everybody() -> None:
+    fp32 = group(
+        Row("bare-gemms", seconds=[1.0]),
+        Row("eager", seconds=[1.0, 2.0, 9.0], info={"extra_bytes": 3 << 20}),
+        Row("ours", seconds=[1.1], errors={"loss": 2e-9, "dhidden": 4e-6}),
+        Row("trl", state="wrong", reason="error of loss nan", errors={"loss": math.nan}),
+        Row("cce", state="absent", reason="needs a GPU"),
+        Row("ours-input", state="unable", reason="the same as ours"),
+    )
+    bf16 = group(Row("cce", state="absent", reason="needs a GPU"), dtype="bf16")
+    caption, table, missing = tables.show("heads", [bf16, fp32]).split("\n\n")[1:]
+    assert caption.startswith("dapo loss, beta 0, full head: forward + backward; tiny (D = 32")
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
+        "bare-gemms", "**ours**", "eager", "trl",
+    ]  # fmt: skip
+    assert "| **1.10** | **1.00** |" in table and "| 2.00 | 1.82 | **3** |" in table
+    assert "FAILED" in table and "| **2e-9** | **4e-6** |" in table
+    assert missing == (
+        "Not here: cce (needs a GPU). Not able: ours-input in fp32 (the same as ours). "
+        "Wrong: trl in fp32 (error of loss nan)."
+    )
 
 
-def test_the_newest_file_that_has_a_case_counts(tmp_path: Path) -> None:
-    old = run([table([row("ours", [1.0])]), table([row("ours", [1.0])], dtype="bf16")])
-    new = run([table([row("ours", [2.0])])], environment=NEWER)
-    found = {t.dtype: t for t in device(tmp_path, new, old).tables}
-    assert found["fp32"].rows[0].seconds == [2.0] and found["fp32"].environment.day == "2026-02-03"
-    assert found["bf16"].rows[0].seconds == [1.0] and found["bf16"].environment.day == "2026-01-02"
-
-
-def test_what_is_collected_can_be_read(tmp_path: Path) -> None:
-    """Every token too, a list of numbers in a line; and the NaN of a failure."""
-    case = Case(MODELS["tiny"], 32, "bf16", WORKS["logprobs-entropy"])
-    measured = measure_accuracy(case, "cpu", providers=[PROVIDERS["eager"]])
-    failed = Table(**table([]))
-    failed.rows = [Row(**row("eager", failure="error of loss nan", errors={"loss": math.nan}))]
-    collector = Collector(tmp_path, "cpu")
-    collector.add("accuracy", measured)
-    collector.add("tables", failed)
-    found = load_run(collector.path)
-    assert found.accuracy[0].rows == measured.rows and found.accuracy[0].logprobs
-    assert math.isnan(found.tables[0].rows[0].errors["loss"])
-    assert len(collector.path.read_text().splitlines()) < 100
-    again = Collector(tmp_path, "cpu")
-    again.add("accuracy", measured)
-    assert again.path != collector.path and collector.path.exists()
+def test_standings_count_cases() -> None:
+    groups = [
+        group(Row("bare-gemms", seconds=[1.0]), Row("ours", seconds=[x]), tokens=16 * x)
+        for x in (1, 2, 3)
+    ]
+    groups[0].rows[1].info["repeatable"] = False
+    groups[1].rows[1].info["repeatable"] = True
+    shown = tables.standings(groups)
+    assert shown.startswith("fp32, 3 cases:")
+    assert "| **ours** | 3 | 2.00 (1.00 to 3.00) | 1.00 | all but 1 |" in shown
+    assert "| dapo | tiny | 16 | fp32 | 1.00 s | **1.00** |" in tables.cases(groups)

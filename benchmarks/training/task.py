@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,21 +67,54 @@ QUICK = TrainingConfig(
     prompts=2, group=4, prompt_tokens=16, completion_tokens=32, micro_batches=2,
 )  # fmt: skip
 # the width, the head and the tied embeddings of Qwen2.5-0.5B, which has 24 layers
-FULL = TrainingConfig(
+_FULL = TrainingConfig(
     layers=2, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
     prompts=2, group=4, prompt_tokens=32, completion_tokens=64, micro_batches=2,
 )  # fmt: skip
-FULL_GPU = TrainingConfig(
+_FULL_GPU = TrainingConfig(
     layers=4, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
     prompts=8, group=8, prompt_tokens=64, completion_tokens=256, micro_batches=2,
 )  # fmt: skip
+SIZES = {
+    "tiny": TrainingConfig(
+        layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1, vocabulary=512,
+        prompts=2, group=4, prompt_tokens=4, completion_tokens=6, micro_batches=2,
+    ),
+    "quick": QUICK,
+    "full": _FULL,
+    "full-gpu": _FULL_GPU,
+    # what an update of an engine's weights costs depends on the size
+    "middle": replace(
+        _FULL, layers=4, hidden=512, intermediate=2048, heads=8, vocabulary=32000,
+        completion_tokens=32,
+    ),
+    "large": replace(_FULL, completion_tokens=32),
+    "middle-gpu": replace(_FULL_GPU, layers=12),
+    # the width of Qwen2.5-1.5B
+    "large-gpu": replace(_FULL_GPU, layers=14, hidden=1536, intermediate=8960, heads=12),
+}  # fmt: skip
 
 
-def choose(device: str, full: bool) -> TrainingConfig:
-    """Return the shapes of a suite."""
-    if not full:
-        return QUICK
-    return FULL_GPU if device == "cuda" else FULL
+@dataclass(frozen=True)
+class Sized:
+    """A case of a training step: a size of the model and the batch."""
+
+    size: str  # of SIZES
+    dtype: str = "fp32"
+
+    @property
+    def config(self) -> TrainingConfig:
+        return SIZES[self.size]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts as a result file holds them."""
+        config = self.config
+        names = ("sequences", "prompt_tokens", "completion_tokens", "micro_batches", "tokens")
+        facts = {name: getattr(config, name) for name in names}
+        return {"model": str(config), "dtype": self.dtype, **facts}
+
+    def __str__(self) -> str:
+        return self.size
 
 
 def make_model(config: TrainingConfig) -> PreTrainedModel:

@@ -1,0 +1,307 @@
+"""A head over several ranks, against one process and against eager torch in the same wrapping.
+
+``python -m benchmarks.sharded RANKS ROUNDS MODEL TOKENS DTYPE WORK [ARM]`` prints JSON. With an ARM
+its memory is measured, in processes that do nothing else; without one all arms are checked, and
+timed in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from benchmarks.check import compare, reference
+from benchmarks.measure import describe
+from benchmarks.problem import Problem, Result, make_problem
+from benchmarks.providers.baselines import lacking
+from benchmarks.results import Row
+from benchmarks.shapes import MODELS, Case
+from benchmarks.timing import in_turns, resident_growth
+from benchmarks.work import WORKS
+from grpo_kernels import FusedHead, VocabShard, linear_policy_loss, policy_loss
+
+_TIMEOUT = timedelta(minutes=20)
+Step = Callable[[], Result]  # every rank calls it; with its part of the gradients
+Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to run the step."""
+
+    name: str
+    note: str
+    build: Callable[[Problem], Built]
+    ranks: int | None = None  # how many work; None: all
+    needs: str | None = None  # a package
+
+
+def _one(problem: Problem) -> Built:
+    def step() -> Result:
+        loss = linear_policy_loss(
+            problem.hidden, problem.weight, problem.batch(), problem.loss
+        ).loss
+        return _with_gradients(loss, problem.hidden, problem.weight)
+
+    return step, lambda result: result
+
+
+def _vocabulary(problem: Problem) -> Built:
+    weight = problem.weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
+    weight.requires_grad_()
+    shard = VocabShard.of(_world(), weight)
+
+    def step() -> Result:
+        out = linear_policy_loss(
+            problem.hidden, weight, problem.batch(), problem.loss, vocab_shard=shard
+        )
+        return _with_gradients(out.loss, problem.hidden, weight)
+
+    def joined(result: Result) -> Result:
+        assert result.dweight is not None
+        return Result(result.loss, dhidden=result.dhidden, dweight=_gathered(result.dweight))
+
+    return step, joined
+
+
+class _Model(nn.Module):
+    """A model that is nothing but its head."""
+
+    def __init__(self, weight: Tensor, fused: bool) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        self.lm_head.weight.data = weight.detach().clone()
+        if fused:
+            self.lm_head = FusedHead(self.lm_head)
+        self._fused = fused
+
+    def forward(self, problem: Problem) -> Tensor:
+        if self._fused:
+            return self.lm_head.policy_loss(problem.hidden, problem.batch(), problem.loss).loss
+        logits, target = self.lm_head(problem.hidden), problem.target
+        logp = logits.float().log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+        return policy_loss(logp.flatten(), problem.batch(), problem.loss).loss
+
+
+def _fsdp(fused: bool) -> Callable[[Problem], Built]:
+    def build(problem: Problem) -> Built:
+        from torch.distributed.fsdp import fully_shard
+
+        model, mine = _Model(problem.weight, fused), _share(problem)
+        fully_shard(model.lm_head)
+        fully_shard(model)
+        weight: Any = model.lm_head.weight
+
+        def step() -> Result:
+            mine.hidden.grad = weight.grad = None
+            loss = model(mine)
+            loss.backward()
+            return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
+
+        def joined(result: Result) -> Result:
+            whole: Any = result.dweight
+            return _mean(Result(result.loss, dhidden=result.dhidden, dweight=whole.full_tensor()))
+
+        return step, joined
+
+    return build
+
+
+def _zero3(fused: bool) -> Callable[[Problem], Built]:
+    def build(problem: Problem) -> Built:
+        import deepspeed
+        from deepspeed.utils import safe_get_full_grad
+
+        model, mine = _Model(problem.weight, fused), _share(problem)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": problem.weight.dtype == torch.bfloat16},
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+        def step() -> Result:
+            mine.hidden.grad = None
+            engine.optimizer.zero_grad()
+            loss = engine(mine)
+            engine.backward(loss)
+            return Result(loss.detach(), dhidden=mine.hidden.grad)
+
+        def joined(result: Result) -> Result:
+            dweight = safe_get_full_grad(model.lm_head.weight)
+            return _mean(Result(result.loss, dhidden=result.dhidden, dweight=dweight))
+
+        return step, joined
+
+    return build
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("one process", "the whole head, a thread for each of the ranks", _one, ranks=1),
+        Arm("ours, vocabulary", "a shard of the vocabulary on each rank, all tokens", _vocabulary),
+        Arm("ours, FSDP2", "FusedHead in a unit of its own, a share of the tokens", _fsdp(True)),
+        Arm("eager, FSDP2", "torch's logits in the same wrapping", _fsdp(False)),
+        Arm("ours, ZeRO-3", "the same under DeepSpeed", _zero3(True), needs="deepspeed"),
+        Arm("eager, ZeRO-3", "torch's logits under DeepSpeed", _zero3(False), needs="deepspeed"),
+    )
+}
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _with_gradients(loss: Tensor, hidden: Tensor, weight: Tensor) -> Result:
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    return Result(loss.detach(), dhidden=dhidden, dweight=dweight)
+
+
+def _share(problem: Problem) -> Problem:
+    """Return this rank's sequences."""
+    return problem.share(dist.get_rank(), dist.get_world_size())
+
+
+def _mean(result: Result) -> Result:
+    """Join what ranks have found for sequences of their own."""
+    ranks = dist.get_world_size()
+    assert result.loss is not None and result.dhidden is not None
+    loss = result.loss.clone()
+    dist.all_reduce(loss)
+    return Result(loss / ranks, dhidden=_gathered(result.dhidden) / ranks, dweight=result.dweight)
+
+
+def _gathered(part: Tensor) -> Tensor:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return torch.cat(parts)
+
+
+def _worker(rank: int, ranks: int, rounds: int, case: Case, arm: str | None, folder: str) -> None:
+    torch.set_num_threads(1)
+    # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    found: Any
+    if arm is None:
+        found = {"rows": [asdict(row) for row in _times(case, rounds)]}
+    else:
+        found = {"grown_bytes": _growth(case, ARMS[arm])}
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _growth(case: Case, arm: Arm) -> int:
+    """Return the growth of the rank that grows most, from before the step to its peak."""
+    tiny = replace(case, model=MODELS["tiny"], tokens=32)
+    with _working(arm):
+        arm.build(make_problem(tiny))[0]()  # libraries are loaded, threads started
+        step = arm.build(make_problem(case, exact=False))[0]
+        dist.barrier()
+        growth = torch.tensor(resident_growth(step)[1] if _works(arm) else 0)
+    dist.all_reduce(growth, dist.ReduceOp.MAX)
+    return int(growth)
+
+
+def _times(case: Case, rounds: int) -> list[Row]:
+    """Check every arm, and time those that passed in turns: all ranks are waited for."""
+    problem = make_problem(case)
+    exact = reference(problem)
+    steps: list[tuple[Row, Step]] = []
+    rows = [Row(arm.name, arm.note) for arm in ARMS.values()]
+    for row, arm in zip(rows, ARMS.values(), strict=True):
+        row.leave_out("absent", lacking(arm.needs) if arm.needs else None)
+        if not row.runs:
+            continue
+        try:
+            step, joined = arm.build(problem)
+            result = exact
+            with _working(arm), _counted() as sent:
+                if _works(arm):
+                    result = step()
+            states = case.tokens * (32 + 4 * case.model.hidden)
+            if sent[0]:
+                row.info["sent"] = [sent[0], round(sent[0] / states, 4)]
+            row.errors, wrong = compare(joined(result), exact, problem)
+            row.leave_out("wrong", wrong)
+            steps.append((row, step))
+        except Exception as error:
+            row.leave_out("wrong", describe(error))
+    for row, step in in_turns(steps, rounds):
+        arm = ARMS[row.provider]
+        dist.barrier()
+        start = time.perf_counter()
+        with _working(arm):
+            if _works(arm):
+                step()
+        dist.barrier()
+        if row.runs:
+            row.seconds.append(time.perf_counter() - start)
+    return rows
+
+
+def _works(arm: Arm) -> bool:
+    return arm.ranks is None or dist.get_rank() < arm.ranks
+
+
+@contextmanager
+def _working(arm: Arm) -> Iterator[None]:
+    """Give a single process the threads of all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(dist.get_world_size() if arm.ranks == 1 else threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Count the bytes that this rank hands to collectives."""
+    sent, gather, reduce = [0], dist.all_gather, dist.all_reduce
+
+    def counted_gather(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += x.nbytes
+        return gather(out, x, *args, **kwargs)
+
+    def counted_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += x.nbytes
+        return reduce(x, *args, **kwargs)
+
+    with patch.multiple(dist, all_gather=counted_gather, all_reduce=counted_reduce):
+        yield sent
+
+
+def _main(
+    ranks: str, rounds: str, model: str, tokens: str, dtype: str, work: str, arm: str | None = None
+) -> None:
+    case = Case(MODELS[model], int(tokens), dtype, WORKS[work])
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (int(ranks), int(rounds), case, arm, folder), nprocs=int(ranks))
+        print(Path(folder, "found.json").read_text())
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,1 +1,0 @@
-"""Measurements as Markdown tables."""
