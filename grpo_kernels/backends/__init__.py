@@ -9,7 +9,6 @@ from grpo_kernels.backends.base import (
     WHOLE,
     Backend,
     Entries,
-    FusedStage,
     RowStats,
     StatsGradients,
     Tile,

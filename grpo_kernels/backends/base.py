@@ -7,7 +7,6 @@ the tile, in place.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -218,6 +217,24 @@ class Backend:
         """
         raise NotImplementedError(self.name)
 
+    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`logp_gradient_` exists for gradients of this dtype."""
+        return False
+
+    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
+        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
+
+        So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
+        """
+        raise NotImplementedError(self.name)
+
+    def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
+        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
+
+        A row without weight has a factor of 0, whatever its own.
+        """
+        raise NotImplementedError(self.name)
+
     def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
         """Return whether :meth:`logits_stats` forms such logits of hidden states of ``dtype``."""
         return False
@@ -273,20 +290,6 @@ class Backend:
         better, in the order of the rows, and rounded once; rows that are whole add nothing.
         """
         raise NotImplementedError(self.name)
-
-    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``values`` times the () ``scale`` in ``dtype``; ``values`` is used up."""
-        return values.mul_(scale).to(dtype)
-
-
-class FusedStage(ABC):
-    """The loss between statistics and gradient, where it runs inside the row kernel."""
-
-    @abstractmethod
-    def gradient_(
-        self, rows: slice, tile: Tile, out_dtype: torch.dtype
-    ) -> tuple[RowStats, TileGradient]:
-        """Do what ``stats`` and ``dlogits_`` of a :class:`Backend` do, for the range ``rows``."""
 
 
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import cpu, triton_install
-from grpo_kernels.backends.base import Backend, Entries, RowStats, StatsGradients, Tile
-from grpo_kernels.backends.configs import (
-    LinearCase,
+from grpo_kernels.backends.base import (
+    Backend,
+    Entries,
+    RowStats,
+    StatsGradients,
+    Tile,
+    TileGradient,
+)
+from grpo_kernels.backends.gpu_tiles import (
     device_class,
     gpu_chunk_rows,
     has_bf16,
@@ -63,10 +69,8 @@ class _Triton(Backend):
         import triton  # by its module: the distribution has other names on other platforms
 
         version = f"triton={triton.__version__}"
-        if not tiled:
-            return [version, str(linear_config(dtype, head, precision))]
-        columns, device = head.weight.shape[0], head.weight.device
-        return [version, str(row_config("stats", logits_dtype(dtype, precision), columns, device))]
+        tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
+        return [version, str(tile)]
 
     @property
     def _kernels(self) -> Any:
@@ -87,9 +91,18 @@ class _Triton(Backend):
     ) -> Tensor:
         return self._kernels.dlogits_(tile, stats, outer, out_dtype, out)
 
+    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
+        return out_dtype == torch.bfloat16  # fp16 has not the range
+
+    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
+        return self._kernels.logp_gradient_(tile)
+
+    def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
+        return self._kernels.weighted_gradient(gradient, dlogp)
+
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
-        # an adapter's update is added to a tile
-        return head.lora is None and LinearCase.of(dtype, head, precision).pays
+        # the library is faster for fp32 inputs, and an adapter's update is added to a tile
+        return head.lora is None and dtype.itemsize == 2
 
     def linear_stats(
         self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
@@ -108,9 +121,6 @@ class _Triton(Backend):
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
         self._kernels.entries_transposed_matmul(entries, factor, rows, out, add)
-
-    def scaled_(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._kernels.scaled_(values, scale, dtype)
 
 
 # in order of preference
@@ -188,7 +198,7 @@ def chunk_rows(
     row_bytes = max(1, columns) * tile_dtype.itemsize
     if max_workspace_bytes is None:
         if device.type != "cpu":
-            return gpu_chunk_rows(tile_dtype, columns, device)
+            return gpu_chunk_rows(tile_dtype, columns)
         max_workspace_bytes = max(_CPU_WORKSPACE_BYTES, row_bytes)
     rows = max_workspace_bytes // row_bytes
     if rows < 1:

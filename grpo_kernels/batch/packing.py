@@ -77,7 +77,8 @@ def packed_fields(
     total, keep = sum(host.known(counts)[0]), None
     picked = layout.target
     if total < picked.numel():
-        keep = torch.argsort(~layout.mask, stable=True)[:total]  # needs no transfer, unlike nonzero
+        # needs no transfer, unlike nonzero
+        keep = layout.mask.argsort(stable=True, descending=True)[:total]
         picked, table = picked[keep], table[:, keep]
     return {
         "target": picked,

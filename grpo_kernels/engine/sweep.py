@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    FusedStage,
     RowStats,
     StatsGradients,
     Tile,
@@ -95,17 +94,26 @@ def sweep(
     route: Route,
     chunks: Sequence[slice],  # of the rows, in order, without gaps
     wanted: Wanted = Wanted(),  # noqa: B008
-    stage: Stage | FusedStage | None = None,
+    stage: Stage | None = None,
     sums: TileGradients | None = None,
+    reads_once: bool = False,
 ) -> tuple[RowStats, Gradients]:
-    """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them."""
+    """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them.
+
+    ``reads_once``: of ``logp`` alone, in :class:`GradientSums`, where the backend gives them.
+    """
     hidden = rows.hidden
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
     found: list[RowStats] = []
     with matmul_precision(hidden.device, route.precision):
         for part in chunks:
-            found.append(_pass(rows.narrow(part), part, buffer, route, wanted, stage, sums))
+            chunk = rows.narrow(part)
+            if reads_once:
+                assert stage is not None and isinstance(sums, GradientSums)
+                found.append(_pass_of_one_read(chunk, part, buffer, route, stage, sums))
+            else:
+                found.append(_pass(chunk, part, buffer, route, wanted, stage, sums))
         gradients = Gradients() if sums is None else sums.finish()
     return concatenate(found) if found else _no_stats(rows, wanted), gradients
 
@@ -116,17 +124,10 @@ def _pass(
     buffer: Tensor,
     route: Route,
     wanted: Wanted,
-    stage: Stage | FusedStage | None,
+    stage: Stage | None,
     sums: TileGradients | None,
 ) -> RowStats:
     """Form a chunk's logits in ``buffer`` and their statistics; with a stage also gradients."""
-    if isinstance(stage, FusedStage):
-        assert isinstance(sums, GradientSums)
-        logits = _project(chunk, buffer, route)[: chunk.count]
-        tile = Tile(logits, chunk.target, chunk.head.transform)
-        stats, gradient = stage.gradient_(part, tile, chunk.hidden.dtype)
-        sums.add(gradient, part, chunk)
-        return stats
     tile, stats = _tile(chunk, buffer, route, wanted.extras)
     stats, shard = of_whole_rows(stats, chunk), chunk.head.shard
     masked = None
@@ -140,6 +141,19 @@ def _pass(
     if stage is not None and sums is not None:
         outer = stage(part, stats)
         sums.take(Chunk(chunk, part, tile, stats, masked), outer, route)
+    return stats
+
+
+def _pass_of_one_read(
+    chunk: Rows, part: slice, buffer: Tensor, route: Route, stage: Stage, sums: GradientSums
+) -> RowStats:
+    """Form a chunk's logits in ``buffer``, then statistics and gradients in one read of them."""
+    logits = _project(chunk, buffer, route)[: chunk.count]
+    tile = Tile(logits, chunk.target, chunk.head.transform)
+    stats, gradient = route.backend.logp_gradient_(tile)
+    outer = stage(part, stats)
+    assert outer.dlogp is not None
+    sums.add(route.backend.weighted_gradient(gradient, outer.dlogp), part, chunk)
     return stats
 
 

@@ -1,11 +1,11 @@
-"""The loss between statistics and gradients: torch ops, a generated kernel, or in a row kernel."""
+"""The loss between statistics and gradients: torch ops, or a generated kernel."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from grpo_kernels.backends import (
     Backend,
-    FusedStage,
     RowStats,
     StatsGradients,
-    Tile,
-    TileGradient,
 )
 from grpo_kernels.batch import Segments, TokenBatch
 from grpo_kernels.losses import (
@@ -28,9 +25,6 @@ from grpo_kernels.losses import (
     run_stage,
     token_inputs,
 )
-
-if TYPE_CHECKING:
-    from grpo_kernels.backends.triton import RowFunction
 
 
 class LossStage:
@@ -151,52 +145,13 @@ class GeneratedStage(LossStage):
         return StageOutput(each, dlogp, rest[0] if rest else None)
 
 
-class RowKernelStage(LossStage, FusedStage):
-    """The stage inside the Triton row kernel, between a row's statistics and its gradient."""
-
-    words = "in the row kernel, generated from the loss"
-
-    def gradient_(
-        self, rows: slice, tile: Tile, out_dtype: torch.dtype
-    ) -> tuple[RowStats, TileGradient]:
-        """Compute statistics of a tile's rows, and write the gradient of its raw logits."""
-        from grpo_kernels.backends import triton
-
-        function, values = self.function(rows)
-        stats, each, gradient = triton.row_loss_(tile, function, values, out_dtype)
-        self._contributions.append(each)
-        return stats, gradient
-
-    def function(self, rows: slice) -> tuple[RowFunction, tuple[Tensor | None, ...]]:
-        """Return what the row kernel calls for each of the ``rows``, and the values it gets."""
-        from grpo_kernels.backends import triton
-
-        x = self._inputs.rows(rows)
-        kernel = _generated(self._config, _present(x._replace(entropy=x.logprobs)))
-        function = triton.RowFunction(
-            device_function=kernel.device_function,
-            has_dentropy=len(kernel.output_dtypes) > 2,
-        )
-        return function, x[2:]
-
-
-def choose_stage(
-    backend: Backend, batch: TokenBatch, config: LossConfig, dtype: torch.dtype, whole: bool = True
-) -> type[LossStage]:
-    """Choose generated code where backend and loss allow it, else torch ops.
-
-    ``whole``: a row kernel sees whole rows, and writes all of their gradient.
-    """
+def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> type[LossStage]:
+    """Choose generated code where backend and loss allow it, else torch ops."""
     if not backend.generates:
         return LossStage
     if config.scope(batch.rollout_logprobs is not None) != "token":
         return SegmentStage
-    if why_not_generated(batch, config) is not None:
-        return LossStage
-    # these need the gradients of the statistics themselves: to scale them, or to spread them
-    if dtype == torch.float16 or batch.sampling_mask is not None or not whole:
-        return GeneratedStage
-    return RowKernelStage
+    return LossStage if why_not_generated(batch, config) is not None else GeneratedStage
 
 
 def why_not_generated(batch: TokenBatch, config: LossConfig) -> str | None:

@@ -54,7 +54,7 @@ class _OnePass(torch.autograd.Function):
             run = lambda plan: _swept(inputs[0], plan)  # noqa: E731
             plan = replace(plan, options=replace(plan.options, schedule="one_pass"))
             found = with_less_memory(run, plan)
-        gradients, backend = found.gradients, plan.route.backend
+        gradients = found.gradients
         if plan.main_grad is not None:
             plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
             gradients = gradients._replace(weight=None)
@@ -63,7 +63,7 @@ class _OnePass(torch.autograd.Function):
         def scaled(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if gradient is None or unit:
                 return None if gradient is None else gradient.to(dtype)
-            return backend.scaled_(gradient, dloss, dtype)
+            return _scaled_(gradient, dloss, dtype)
 
         pairs = zip(gradients, inputs, strict=True)
         dhidden, *rest = (scaled(g, torch.float32 if x is None else x.dtype) for g, x in pairs)
@@ -71,6 +71,13 @@ class _OnePass(torch.autograd.Function):
         if dhidden is not None and index is not None:
             dhidden = dhidden.new_zeros(inputs[0].shape).index_copy(0, index, dhidden)
         return None, dhidden, *rest
+
+
+def _scaled_(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``gradient * scale``, rounded once to ``dtype``; the gradient is used up."""
+    if gradient.dtype == dtype or gradient.device.type == "cpu":  # which would take a copy
+        return gradient.mul_(scale).to(dtype)
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def one_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
@@ -108,6 +115,8 @@ def _swept(hidden: Tensor, plan: Plan) -> _Swept:
     total: GradientSums | BoundedSums = GradientSums(rows, needs, len(chunks))
     if plan.options.bounded is not None:
         total = BoundedSums(rows, needs, len(chunks), plan.route)
-    stats, gradients = sweep(rows, plan.route, chunks, stage=stage, sums=total)
+    stats, gradients = sweep(
+        rows, plan.route, chunks, stage=stage, sums=total, reads_once=plan.reads_once
+    )
     report = total.report if isinstance(total, BoundedSums) else None
     return _Swept(stage.loss(), stats, gradients, report)

@@ -83,6 +83,13 @@ class Plan:
         return self.route.logits
 
     @property
+    def reads_once(self) -> bool:
+        """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
+        exact = self.options.bounded is None and _why_exact(self.batch, self.config) is None
+        given = self.route.backend.gives_logp_gradient(self.route.dtype)
+        return self.schedule == "one_pass" and given and exact and self.route.shard is None
+
+    @property
     def tile_rows(self) -> int:
         """Rows of logits that exist at a time."""
         if self.route.fixed_rows is not None:
@@ -168,7 +175,8 @@ class Plan:
         why_not = None
         if self.route.backend.generates and self.stage is LossStage:
             why_not = why_not_generated(self.batch, self.config)
-        return self.stage.words + (f", because {why_not}" if why_not else "")
+        words = self.stage.words + (f", because {why_not}" if why_not else "")
+        return words + ("; logits are read once" if self.reads_once else "")
 
     def _rows_left_out(self) -> list[str]:
         """Say what happens to the rows that get no gradient."""
@@ -176,8 +184,8 @@ class Plan:
         if self.options.metric_rows == "all":
             waiting = self.active.waiting
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
-        if hasattr(self.stage, "gradient_"):
-            found = "multiplied as zeros, since the loss runs inside the row kernel"
+        if self.reads_once:
+            found = "zeros in the GEMMs, since their logits are gradients by then"
         elif host.reading_is_free(self.head.weight):
             found = "left out of the GEMMs of their gradients"
         else:
@@ -234,7 +242,6 @@ def make_plan(
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
     if schedule == "one_pass":
         route = summing
-    whole = options.bounded is None and head.shard is None
     return Plan(
         head=head,
         batch=batch,
@@ -246,7 +253,7 @@ def make_plan(
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        stage=choose_stage(route.backend, active.batch, config, dtype, whole),
+        stage=choose_stage(route.backend, active.batch, config),
         why_two_passes=why_two,
     )
 

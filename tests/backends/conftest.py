@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends
-from grpo_kernels.backends import BACKENDS, Backend, cpu
-from grpo_kernels.backends.configs import LinearCase, LinearConfig
-from grpo_kernels.backends.configs import linear as linear_tiles
+from grpo_kernels.backends import BACKENDS, Backend, cpu, gpu_tiles
 from grpo_kernels.backends.cpu import Native
+from grpo_kernels.backends.gpu_tiles import LinearConfig
 from tests.conftest import HAS_GPU
 
 ISAS = [] if cpu.unavailable() else cpu.isas()
@@ -61,8 +60,8 @@ SMALL = LinearConfig(16, 32, 16, 4, 2, subtiles=2, tiles=2, group=2, descriptors
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearCase, "config", SMALL)
-    monkeypatch.setattr(linear_tiles, "UNALIGNED_CONFIG", SMALL)
+    monkeypatch.setattr(gpu_tiles, "aligned_config", lambda device: SMALL)
+    monkeypatch.setattr(gpu_tiles, "UNALIGNED_CONFIG", SMALL)
 
 
 @pytest.fixture

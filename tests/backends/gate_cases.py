@@ -10,22 +10,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.linear_tiles import scheduled_configs
-from grpo_kernels.backends.configs.linear import (
+from grpo_kernels.backends.gpu_tiles import (
+    ROW_CONFIG,
     UNALIGNED_CONFIG,
     LinearConfig,
-    default_config,
+    RowConfig,
+    aligned_config,
 )
-from grpo_kernels.backends.configs.rows import DEFAULT_ROW_CONFIG, RowConfig, bits
-from grpo_kernels.backends.configs.tuned import LINEAR_CONFIGS, ROW_CONFIGS
 from grpo_kernels.backends.triton import (
     dlogits,
     extract,
     gather,
     linear_launch,
     merge,
-    row_loss,
-    scale,
 )
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
@@ -35,7 +32,6 @@ from grpo_kernels.backends.triton.segment_sum import (
     _OPTIONS,
     _segment_sum_kernel,
 )
-from grpo_kernels.losses.kl import KL_ESTIMATORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +56,7 @@ class Case:
 
 
 def cases(target: str) -> list[Case]:
-    rows = (*_stats_cases(target), *_dlogits_cases(target), *_row_loss_cases(target))
+    rows = (*_stats_cases(target), *_dlogits_cases(target), *_logp_gradient_cases(target))
     linear = (*_linear_cases(target), *_merge_cases())
     entries = (*_extract_cases(target), *_gather_cases())
     return [*rows, *linear, *entries, *_reduce_cases(), _pointwise_case()]
@@ -70,14 +66,6 @@ def _row_types(**more: str) -> dict[str, str]:
     scalars = dict.fromkeys(("inner", "outer"), "fp32")
     sizes = {"stride_row": "i64", "num_columns": "i32"}
     return {"target_ptr": "*i64", **sizes, **scalars, **more}
-
-
-def _configs(kernel: str, dtype: torch.dtype, target: str) -> list[RowConfig]:
-    """Return what may be launched on ``target``: the default first, then what was tuned there."""
-    tuned = [
-        RowConfig(*v) for k, v in ROW_CONFIGS.items() if k[:3] == (target, kernel, bits(dtype))
-    ]
-    return [config.on(target) for config in dict.fromkeys([DEFAULT_ROW_CONFIG, *tuned])]
 
 
 def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict[str, Any]) -> Case:
@@ -100,15 +88,15 @@ def _stats_cases(target: str) -> Iterator[Case]:
     names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "EXTRAS")
     for name, dtype in DTYPES.items():
         types = _row_types(logits_ptr=f"*{name}", **_BASICS)
-        for config in _configs("stats", dtype, target):
-            thorough = name == "fp32" and config == DEFAULT_ROW_CONFIG.on(target)
-            for flags in _variants(*names, thorough=thorough):
-                results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
-                case = _row_case(_row_stats_kernel, config, results, flags)
-                case.constants.update(config.blocks(dtype, True))
-                yield case
-            constants = case.constants | config.blocks(dtype, False)
-            yield dataclasses.replace(case, constants=constants, aligned=False)
+        types["stride_out_row"] = "i64"
+        config = ROW_CONFIG.on(target)
+        for flags in _variants(*names, thorough=name == "fp32"):
+            results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
+            case = _row_case(_row_stats_kernel, config, results, flags)
+            case.constants.update(config.blocks(dtype, True))
+            yield case
+        constants = case.constants | config.blocks(dtype, False)
+        yield dataclasses.replace(case, constants=constants, aligned=False)
 
 
 def _dlogits_cases(target: str) -> Iterator[Case]:
@@ -117,10 +105,8 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
     for dtype, out in pairs:
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
         types["stride_out_row"] = "i64"
-        for config in _configs("dlogits", DTYPES[dtype], target):
-            default = config == DEFAULT_ROW_CONFIG.on(target)
-            thorough = (dtype, out) == ("fp32", "bf16") and default
-            yield from _dlogits_variants(config, types, thorough)
+        thorough = (dtype, out) == ("fp32", "bf16")
+        yield from _dlogits_variants(ROW_CONFIG.on(target), types, thorough)
 
 
 def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) -> Iterator[Case]:
@@ -132,39 +118,18 @@ def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) 
     yield dataclasses.replace(case, aligned=False)
 
 
-def _row_loss_cases(target: str) -> Iterator[Case]:
-    """Yield the statistics, a loss with all of its inputs, and the gradient."""
-    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
-    values = {f"value{index}_ptr": "*fp32" for index in range(row_loss.MAX_VALUES)}
-    kernel = row_loss._row_loss_kernel
-    for dtype, out in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")):
-        types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **_BASICS, **values)
-        types |= {"each_ptr": "*fp32", "stride_out_row": "i64"}
-        for config in _configs("loss", DTYPES[dtype], target):
-            for flags in (*_variants(*names[:2], thorough=False), dict.fromkeys(names, True)):
-                flags = {"HAS_DENTROPY": False, **flags}
-                one_read = out == "bf16" and not flags["HAS_DENTROPY"]
-                given = {**types, "factor_ptr": "*fp32"} if one_read else types
-                case = _row_case(kernel, config, given, flags)
-                case.constants.update(config.blocks(DTYPES[dtype], True))
-                case.constants["FUNCTION"] = _loss(flags["HAS_DENTROPY"])
-                yield case
-
-
-def _loss(has_dentropy: bool) -> Any:
-    """Return a generated loss of all inputs with its derivative."""
-
-    def fn(logp: torch.Tensor, entropy: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        advantage, weight, old, reference, rollout, correction, other = x
-        logp = logp.detach().requires_grad_()
-        ratio = (logp - old).clamp(-20, 20).exp()
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        kl = KL_ESTIMATORS["k3"](reference - logp)
-        loss = (loss + 0.1 * kl) * (old - rollout).exp() * correction * weight
-        (dlogp,) = torch.autograd.grad(loss.sum(), logp)
-        return (loss, dlogp, *([other * entropy] if has_dentropy else []))
-
-    return PointwiseKernel.trace(fn, 2 + row_loss.MAX_VALUES).device_function
+def _logp_gradient_cases(target: str) -> Iterator[Case]:
+    """Yield the statistics with the gradient in the same read."""
+    config, kernel = ROW_CONFIG.on(target), _row_stats_kernel
+    for dtype in ("fp32", "bf16"):
+        types = _row_types(logits_ptr=f"*{dtype}", out_ptr="*bf16", **_BASICS, unit_ptr="*fp32")
+        types["stride_out_row"] = "i64"
+        for flags in _variants("HAS_SOFTCAP", "ROW_TEMPERATURE", thorough=True):
+            case = _row_case(kernel, config, types, {**flags, "EXTRAS": False})
+            case.constants.update(config.blocks(DTYPES[dtype], True))
+            yield case
+        constants = case.constants | config.blocks(DTYPES[dtype], False)
+        yield dataclasses.replace(case, constants=constants, aligned=False)
 
 
 _SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
@@ -177,14 +142,11 @@ _EXTRAS |= {"is_top1_ptr": "*i1"}
 
 def _linear_cases(target: str) -> Iterator[Case]:
     """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
-    tuned = [LinearConfig(*v) for k, v in LINEAR_CONFIGS.items() if k[0] == target and v]
-    first, *others = dict.fromkeys([default_config(target), *tuned, *scheduled_configs(target)])
-    names = ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
+    config, names = aligned_config(target), ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
     for flags in _variants(*names, thorough=True):
-        yield _linear_case("bf16", first, flags)
-    for config, dtype in ((first, "fp16"), *((config, "bf16") for config in others)):
-        for flags in _variants(*names, thorough=False):
-            yield _linear_case(dtype, config, flags)
+        yield _linear_case("bf16", config, flags)
+    for flags in _variants(*names, thorough=False):
+        yield _linear_case("fp16", config, flags)
     yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, flags), aligned=False)
 
 
@@ -273,10 +235,6 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 def _reduce_cases() -> Iterator[Case]:
     types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
     yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)
-    for wide, narrow in (("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")):
-        types = {"values_ptr": f"*{wide}", "out_ptr": f"*{narrow}", "scale_ptr": "*fp32"}
-        constants = {"IN_PLACE": wide == narrow, "BLOCK": scale._BLOCK}
-        yield Case(scale._scale_kernel, {**types, "length": "i64"}, constants, scale._OPTIONS)
 
 
 def _pointwise_case() -> Case:

@@ -19,7 +19,7 @@ from tests.backends.compile_gate import command, fits
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LINEAR = {"linear_stats_kernel": 1, "_merge_splits_kernel": 1}
-FUSED = {"_row_loss_kernel": 1, "_scale_kernel": 2, "_dlogits_kernel": 1}
+FUSED = {"_row_stats_kernel": 1, "_pointwise_kernel": 2, "_dlogits_kernel": 1}
 
 
 def environment(**variables: str) -> dict[str, str]:

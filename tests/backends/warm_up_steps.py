@@ -27,7 +27,6 @@ from grpo_kernels import (
     linear_policy_loss,
     warm_up,
 )
-from grpo_kernels.backends.configs import linear
 from grpo_kernels.head import row_pitch
 from tests.backends import fake_driver
 
@@ -50,7 +49,6 @@ class Case:
     softcap: float | None = None
     master: torch.dtype | None = None  # of the weight, under autocast
     options: dict[str, Any] = field(default_factory=dict)
-    tile: dict[str, int] = field(default_factory=dict)  # changes of the fused forward's
 
     def head(self) -> Head:
         dtype = self.master or self.dtype
@@ -101,7 +99,6 @@ CASES = {
     "unaligned": Case(columns=1001, depth=61),
     "two passes": Case(options={"schedule": "two_pass"}),
     "one pass": Case(options={"schedule": "one_pass"}),
-    "persistent": Case(tile={"persistent": 1}),
 }
 
 
@@ -115,7 +112,6 @@ class Found:
 
 def run(case: Case, found: fake_driver.Variants) -> Found:
     torch.manual_seed(0)
-    linear._DEVICES["sm_90"] = dataclasses.replace(linear._HOPPER, **case.tile)
     head, config = case.head(), LossConfig(**case.loss)
     options = {"backend": "triton", **case.options}
     with torch.autocast("cpu", case.dtype, enabled=case.master is not None):

@@ -35,7 +35,6 @@ MUTATIONS = [
     ("segment_sum", "mask=tokens < end", "mask=tokens <= end", "test_triton.py sum"),
     ("gather", "mask_k = start + offs_k < used", "mask_k = start + offs_k <= used",
      "test_entries.py matmul"),
-    ("scale", "first + BLOCK <= length", "first <= length", "test_triton.py scaled"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from grpo_kernels.testing import make_problem
 # these start no work on a device
 _FREE = ("view", "slice", "select", "expand", "detach", "alias", "as_strided", "unsqueeze")
 _FREE += ("squeeze", "t", "split", "unbind", "empty", "new_empty", "empty_like", "set_")
-_FREE += ("_unsafe_view", "lift_fresh", "zero_")  # the last is of a CPU's GEMMs
+_FREE += ("_unsafe_view", "lift_fresh")
+_FREE += ("zero_", "_local_scalar_dense")  # of a CPU's GEMMs, and of numbers that lie there
 
 
 class Operations(TorchDispatchMode):

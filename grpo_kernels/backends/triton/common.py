@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from grpo_kernels.backends.base import EXTRAS, RowStats, Tile, dtype_of
-from grpo_kernels.backends.configs import LinearConfig, RowConfig, origin
+from grpo_kernels.backends.gpu_tiles import LinearConfig, RowConfig, device_class
 from grpo_kernels.backends.triton.math import LN2, LOG2_E, tanh
 from grpo_kernels.head import Transform
 
@@ -263,4 +263,7 @@ def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None
         with on_device(tensor):
             yield
     except OutOfResources as error:
-        raise RuntimeError(f"{error} {origin(config, tensor.device)}") from error
+        raise RuntimeError(
+            f"{error} {config} of grpo_kernels/backends/gpu_tiles.py does not fit "
+            f"{device_class(tensor.device)}; `make gpu-tune` measures some that do"
+        ) from error

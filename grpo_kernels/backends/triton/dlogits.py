@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
-from grpo_kernels.backends.configs import RowConfig, row_config
+from grpo_kernels.backends.gpu_tiles import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     LOG2_UNDERFLOW,
     PER_ROW,
@@ -202,7 +202,7 @@ def dlogits_(
     out = gradient_view(logits, out_dtype) if out is None else out
     rows, columns = logits.shape
     if rows:
-        config = config or row_config("dlogits", logits.dtype, columns, logits.device)
+        config = config or row_config(logits.device)
         with launching(config, logits):
             _dlogits_kernel[(rows,)](
                 logits_ptr=logits,

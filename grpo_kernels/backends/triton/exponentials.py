@@ -84,15 +84,15 @@ def finish_exponentials(
     num_columns,
     logp,
     log_anchor,  # anchor - lse
-    dlogp,
     inner,
     factor,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Complete ``E`` at the target, and return the row's factor r.
+    """Complete ``E`` at the target, and return what the row's dlogp is multiplied by.
 
-    A row without weight that holds infinities or NaNs becomes zeros: r = 0 would not hide them.
+    A row that holds infinities or NaNs becomes zeros and this NaN: without a weight the row then
+    adds nothing, and with one it shows.
     """
     slope = factor
     at_target = expm1(logp) * tl.exp(-log_anchor)
@@ -101,11 +101,11 @@ def finish_exponentials(
         at_target = at_target * softcap_slope(x_target, inner)
     finite = (log_anchor - log_anchor == 0.0) & (logp - logp == 0.0)
     tl.debug_barrier()  # the target's place was written by another thread
-    if (dlogp == 0.0) & (finite == 0):
+    if finite:
+        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty))
+    else:
         for start in range(0, num_columns, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
-    else:
-        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty))
-    return tl.where(dlogp == 0.0, 0.0, -dlogp * slope * tl.exp(log_anchor))
+    return tl.where(finite, -slope * tl.exp(log_anchor), float("nan"))

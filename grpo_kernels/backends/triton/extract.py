@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
-from grpo_kernels.backends.configs import RowConfig, device_class, rows_are_aligned
 from grpo_kernels.backends.entries import GOLDEN, STEPS
+from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_aligned
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.backends.base import RowStats
-from grpo_kernels.backends.configs import LinearConfig, linear_config, row_stride
+from grpo_kernels.backends.gpu_tiles import LinearConfig, linear_config, row_stride
 from grpo_kernels.backends.triton.common import empty_stats, launching, transform_arguments
 from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
 from grpo_kernels.backends.triton.merge import SUMS, merge_splits
@@ -35,7 +35,7 @@ def linear_stats(
     config: LinearConfig | None = None,  # the table's
 ) -> RowStats:
     """Return the statistics of every row of a 16-bit head; see :class:`RowStats`."""
-    config = config or linear_config(hidden.dtype, head, precision)
+    config = config or linear_config(hidden.dtype, head)
     weight = head.weight.to(hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = head.bias.contiguous() if head.bias is not None else None
@@ -90,10 +90,7 @@ def _chunk(
     if config.descriptors:
         x = _descriptor(x, config.block_t, config.block_d)
         weight = _descriptor(weight, config.block_v, config.block_d)
-    items = triton.cdiv(rows, config.block_t) * splits
-    if config.persistent:
-        items = min(items, _multiprocessors(hidden.device))
-    linear_stats_kernel[(items,)](
+    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * splits,)](
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=head.bias,
@@ -111,13 +108,6 @@ def _chunk(
         **constants(config, depth, logits),
     )
     merge_splits(target, y_target, partials, transform, stats)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Return how many programs of the largest kind run at once."""
-    if device.type == "cpu":  # the interpreter's
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _partials(

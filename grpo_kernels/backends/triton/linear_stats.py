@@ -10,10 +10,6 @@ logit would have to come first, from a GEMM of another summation order, and rows
 too improbable would have to be done again; the maximum costs one operation of about ten per logit.
 The target's own logit is picked in the few tiles that hold a target of the block.
 
-A persistent program takes one work item (a block of rows and a split) after the other, in the order
-in which programs of one item each would start. A row's sums are the same: which program folds a
-split decides nothing.
-
 A tile is folded in two subtiles where one would not fit into the registers beside its temporaries.
 With extras a tile is a single subtile: the same subtiles in the same order, so the same bits.
 """
@@ -46,14 +42,13 @@ def _matmul(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     """Compute x @ weight.T for a tile, fp32 (BLOCK_T, BLOCK_V)."""
     rows = first_row + tl.arange(0, BLOCK_T)
     columns = first_column + tl.arange(0, BLOCK_V)
     offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-    for start in tl.range(0, depth, BLOCK_D, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(0, depth, BLOCK_D):
         if DESCRIPTORS:  # zeros beyond the ends
             x = x_ptr.load([first_row, start])
             w = weight_ptr.load([first_column, start])
@@ -74,12 +69,12 @@ def _matmul(
 
 
 @triton.jit
-def _place(item, num_rows, num_splits, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
-    """Return the first row and the split of a work item; ``GROUP`` row blocks run side by side."""
-    num_blocks = tl.cdiv(num_rows, BLOCK_T)
-    first_block = item // (GROUP * num_splits) * GROUP
+def _place(num_rows, num_splits, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
+    """Return the first row and the split of a program; ``GROUP`` row blocks run side by side."""
+    program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
+    first_block = program // (GROUP * num_splits) * GROUP
     group = tl.minimum(num_blocks - first_block, GROUP)
-    within = item % (GROUP * num_splits)
+    within = program % (GROUP * num_splits)
     return (first_block + within % group) * BLOCK_T, within // group
 
 
@@ -91,27 +86,6 @@ def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits & -0x10000).to(tl.float32, bitcast=True)
     return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _no_sums(BLOCK_T: tl.constexpr):
-    """Return a row's sums before its first logit; see :func:`_fold`."""
-    zero = tl.zeros((BLOCK_T,), tl.float32)
-    infinite = tl.full((BLOCK_T,), float("inf"), tl.float32)
-    return -infinite, zero, zero, zero, infinite, tl.full((BLOCK_T,), _NO_COLUMN, tl.int32)
-
-
-@triton.jit
-def _select(condition, a, b):
-    """Return the sums ``a`` where ``condition`` holds, else ``b``."""
-    return (
-        tl.where(condition, a[0], b[0]),
-        tl.where(condition, a[1], b[1]),
-        tl.where(condition, a[2], b[2]),
-        tl.where(condition, a[3], b[3]),
-        tl.where(condition, a[4], b[4]),
-        tl.where(condition, a[5], b[5]),
-    )
 
 
 @triton.jit
@@ -167,37 +141,24 @@ def linear_stats_kernel(
     SUBTILES: tl.constexpr,  # 1 or 2, of a tile, folded one after the other
     TILES: tl.constexpr,  # of a split
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
-    FLAT: tl.constexpr,  # one pipeline of loads through all tiles
-    PERSISTENT: tl.constexpr,  # a program takes every num_programs-th item
-    WARP_SPECIALIZE: tl.constexpr,  # loads, products and the rest on warps of their own
 ):
     SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
-    item = tl.program_id(0)
-    if PERSISTENT:  # the last split as long as the others: columns beyond the end add nothing
-        items = tl.cdiv(num_rows, BLOCK_T) * num_splits
-        steps = tl.cdiv(items - item, tl.num_programs(0)) * TILES
-    else:
-        _, split = _place(item, num_rows, num_splits, BLOCK_T, GROUP)
-        steps = tl.minimum(tl.cdiv(num_columns - split * (TILES * BLOCK_V), BLOCK_V), TILES)
-    sums = _no_sums(BLOCK_T)
-    for step in tl.range(0, steps, flatten=FLAT):
-        tile = step
-        if PERSISTENT:
-            item = tl.program_id(0) + step // TILES * tl.num_programs(0)
-            tile = step % TILES
-            sums = _select(tile == 0, _no_sums(BLOCK_T), sums)
-        first_row, split = _place(item, num_rows, num_splits, BLOCK_T, GROUP)
-        rows = first_row + tl.arange(0, BLOCK_T)
-        mask_t = rows < num_rows
-        target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
-        inside = tl.minimum(rows, num_rows - 1)
-        f2 = row_factor(outer, temperature_ptr, inside, ROW_TEMPERATURE) * LOG2_E
-        f2 += tl.zeros((BLOCK_T,), tl.float32)
-        tile_column = (split * TILES + tile) * BLOCK_V
+    first_row, split = _place(num_rows, num_splits, BLOCK_T, GROUP)
+    rows = first_row + tl.arange(0, BLOCK_T)
+    mask_t = rows < num_rows
+    target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
+    inside = tl.minimum(rows, num_rows - 1)
+    f2 = row_factor(outer, temperature_ptr, inside, ROW_TEMPERATURE) * LOG2_E
+    f2 += tl.zeros((BLOCK_T,), tl.float32)
+    zero = tl.zeros((BLOCK_T,), tl.float32)
+    infinite = tl.full((BLOCK_T,), float("inf"), tl.float32)
+    sums = -infinite, zero, zero, zero, infinite, tl.full((BLOCK_T,), _NO_COLUMN, tl.int32)
+    first_column = split * (TILES * BLOCK_V)
+    for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):
+        tile_column = first_column + tile * BLOCK_V
         acc = _matmul(
             x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
             DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
-            WARP_SPECIALIZE,
         )  # fmt: skip
         subtiles = (acc,)
         if SUBTILES == 2:
@@ -221,14 +182,12 @@ def linear_stats_kernel(
             # masked after the transform: a softcap would turn -inf into a finite value
             y = tl.where(mask_v[None, :], y, float("-inf"))
             sums = _fold(y, offs_v, mask_v, f2, sums, EXTRAS)
-        # masked: with a branch on the last tile Triton 3.6 makes no flat loop
-        peak, total, moment, squares, least, best = sums
-        at = split.to(tl.int64) * num_rows + rows
-        last = tl.where((tile == TILES - 1) | (step == steps - 1), mask_t, False)
-        tl.store(peak_ptr + at, peak, mask=last)
-        tl.store(total_ptr + at, total, mask=last)
-        tl.store(moment_ptr + at, moment, mask=last)
-        if EXTRAS:
-            tl.store(squares_ptr + at, squares, mask=last)
-            tl.store(least_ptr + at, least, mask=last)
-            tl.store(best_ptr + at, best, mask=last)
+    peak, total, moment, squares, least, best = sums
+    at = split.to(tl.int64) * num_rows + rows
+    tl.store(peak_ptr + at, peak, mask=mask_t)
+    tl.store(total_ptr + at, total, mask=mask_t)
+    tl.store(moment_ptr + at, moment, mask=mask_t)
+    if EXTRAS:
+        tl.store(squares_ptr + at, squares, mask=mask_t)
+        tl.store(least_ptr + at, least, mask=mask_t)
+        tl.store(best_ptr + at, best, mask=mask_t)

@@ -1,12 +1,17 @@
-"""Softmax statistics of each row of a logits tile, in one read."""
+"""Softmax statistics of each row of a logits tile in one read, with its gradient on request."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile
-from grpo_kernels.backends.configs import RowConfig, row_config, rows_are_aligned
+from grpo_kernels.backends.base import RowStats, Tile, TileGradient
+from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
+from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
@@ -24,7 +29,9 @@ from grpo_kernels.backends.triton.common import (
     tile_offsets,
     transform_arguments,
 )
+from grpo_kernels.backends.triton.dlogits import gradient_view
 from grpo_kernels.backends.triton.exponentials import (
+    finish_exponentials,
     first_anchor,
     raised_anchor,
     store_exponentials,
@@ -141,41 +148,15 @@ def row_sums(
     return row_peak, total, moment, squares, rival, tl.min(least, axis=0), anchor
 
 
-@triton.jit
-def write_statistics(
-    logits_ptr,  # of one row
-    out_ptr,  # as in row_sums
-    row,
-    target,
-    factor,
-    logp_ptr,  # (C,), as the next two
-    entropy_ptr,
-    lse_ptr,
-    num_columns,
-    inner,
-    HAS_SOFTCAP: tl.constexpr,
-    EXTRAS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Store the statistics of every call; return them, the target's y and the row's sums."""
-    y_target = bounded(tl.load(logits_ptr + target), inner, HAS_SOFTCAP)
-    sums = row_sums(
-        logits_ptr, out_ptr, num_columns, target, y_target, inner, factor,
-        HAS_SOFTCAP, EXTRAS, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
-    peak, total, moment = sums[0], sums[1], sums[2]
-    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment)
-    tl.store(logp_ptr + row, logp)
-    tl.store(entropy_ptr + row, entropy)
-    tl.store(lse_ptr + row, lse)
-    return logp, entropy, lse, y_target, sums
-
-
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(
+    # rows of the gradient may be aligned where those of the logits are not: the statistics would
+    # be added up in another order than without it
+    do_not_specialize=["stride_out_row"],
+    do_not_specialize_on_alignment=[*PER_ROW, "unit_ptr"],
+)
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
+    out_ptr,  # (C, V), the same storage, of the same or half the width; or None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
     logp_ptr,  # (C,) fp32, as the other results
@@ -185,7 +166,9 @@ def _row_stats_kernel(
     sum_sq_probs_ptr,
     max_logit_ptr,
     min_logit_ptr,
+    unit_ptr,  # of the gradient's rows, with out_ptr
     stride_row,
+    stride_out_row,
     num_columns,
     inner,
     outer,
@@ -198,43 +181,96 @@ def _row_stats_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
+    if out_ptr is not None:
+        if VECTOR > 1:
+            stride_out_row = tl.multiple_of(stride_out_row, 16)
+        out_ptr += row * stride_out_row
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
     target = tl.load(target_ptr + row).to(tl.int32)
-    _, _, _, y_target, sums = write_statistics(
-        logits_ptr, None, row, target, factor, logp_ptr, entropy_ptr, lse_ptr, num_columns, inner,
+    x_target = tl.load(logits_ptr + target)
+    y_target = bounded(x_target, inner, HAS_SOFTCAP)
+    peak, total, moment, squares, rival, least, anchor = row_sums(
+        logits_ptr, out_ptr, num_columns, target, y_target, inner, factor,
         HAS_SOFTCAP, EXTRAS, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
+    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment)
+    tl.store(logp_ptr + row, logp)
+    tl.store(entropy_ptr + row, entropy)
+    tl.store(lse_ptr + row, lse)
     if EXTRAS:
-        peak, total, _, squares, rival, least, _ = sums
         is_top1 = (y_target == peak) & (not rival)
         store_extras(
             row, None, total, squares, is_top1, peak * factor, least * factor,
             is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr,
         )  # fmt: skip
+    if out_ptr is not None:
+        log_anchor = (anchor - peak) * factor - tl.log(total.to(tl.float32))  # its score less lse
+        unit = finish_exponentials(
+            out_ptr, x_target, target, num_columns, logp, log_anchor, inner, factor,
+            HAS_SOFTCAP, BLOCK_V,
+        )  # fmt: skip
+        tl.store(unit_ptr + row, unit)
 
 
 def row_stats(
     tile: Tile,  # fp32, bf16 or fp16, with all targets
     extras: bool,
-    config: RowConfig | None = None,  # the table's
+    config: RowConfig | None = None,  # the device's
 ) -> RowStats:
     """Compute statistics of each row in fp32; see :class:`RowStats`."""
+    stats = empty_stats(len(tile.target), tile.logits.device, extras)
+    _launch(tile, stats, None, config)
+    return stats
+
+
+def logp_gradient_(
+    tile: Tile,  # fp32 or bf16, with all targets; overwritten
+    config: RowConfig | None = None,  # the device's
+) -> tuple[RowStats, TileGradient]:
+    """Compute the same statistics, and the bf16 gradients of the log-probabilities."""
+    stats = empty_stats(len(tile.target), tile.logits.device, extras=False)
+    out = gradient_view(tile.logits, torch.bfloat16)
+    gradient = TileGradient(out, torch.empty_like(stats.logp))
+    _launch(tile, stats, gradient, config)
+    return stats, gradient
+
+
+def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
+    """Weigh what :func:`logp_gradient_` returns; see :class:`Backend`."""
+    assert gradient.factor is not None
+    return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.factor))
+
+
+@functools.cache
+def _weighing() -> PointwiseKernel:
+    def factor(dlogp: Tensor, unit: Tensor) -> tuple[Tensor, ...]:
+        return (torch.where(dlogp == 0, 0.0, dlogp * unit),)
+
+    return PointwiseKernel.trace(factor, 2, ("dlogp", "unit"))
+
+
+def _launch(
+    tile: Tile, stats: RowStats, gradient: TileGradient | None, config: RowConfig | None
+) -> None:
     check_tile(tile)
     logits, target, transform = tile
     rows, columns = logits.shape
-    stats = empty_stats(rows, logits.device, extras)
-    if rows:
-        config = config or row_config("stats", logits.dtype, columns, logits.device)
-        with launching(config, logits):
-            _row_stats_kernel[(rows,)](
-                logits_ptr=logits,
-                target_ptr=target.contiguous(),
-                **pointers(stats),
-                stride_row=logits.stride(0),
-                num_columns=columns,
-                EXTRAS=extras,
-                **config.blocks(logits.dtype, rows_are_aligned(logits)),
-                **config.options,
-                **transform_arguments(transform, logits),
-            )
-    return stats
+    if not rows:
+        return
+    config = config or row_config(logits.device)
+    out, unit = gradient or (None, None)
+    with launching(config, logits):
+        _row_stats_kernel[(rows,)](
+            logits_ptr=logits,
+            out_ptr=out,
+            target_ptr=target.contiguous(),
+            **pointers(stats),
+            unit_ptr=unit,
+            stride_row=logits.stride(0),
+            stride_out_row=0 if out is None else out.stride(0),
+            num_columns=columns,
+            EXTRAS=stats.is_top1 is not None,
+            **config.blocks(logits.dtype, rows_are_aligned(logits)),
+            **config.options,
+            **transform_arguments(transform, logits),
+        )

@@ -21,19 +21,12 @@ from grpo_kernels.backends.triton.codegen.ops import (
 )
 
 KERNEL_NAME = "_pointwise_kernel"
-VALUES_NAME = "pointwise_values"
 
 _TEMPLATE = """\
 import triton
 import triton.language as tl
 
 from grpo_kernels.backends.triton import math as tm
-
-
-@triton.jit
-def {values}({inputs}, BLOCK: tl.constexpr):
-{body}
-    return {results}
 
 
 @triton.jit(
@@ -44,7 +37,7 @@ def {name}({pointers}, length, BLOCK: tl.constexpr):
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask_t = offs_t < length
 {loads}
-    {outputs} = {values}({inputs}, BLOCK)
+{body}
 {stores}
 """
 
@@ -78,13 +71,12 @@ class _Generator:
         outputs = [f"out{index}" for index in range(len(self.outputs))]
         pointers = [f"{name}_ptr" for name in (*self.input_names, *outputs)]
         loads = [f"{x} = tl.load({x}_ptr + offs_t, mask=mask_t)" for x in self.input_names]
-        stores = [f"tl.store({x}_ptr + offs_t, {x}, mask=mask_t)" for x in outputs]
+        stores = [
+            f"tl.store({x}_ptr + offs_t, {self.names[node]}, mask=mask_t)"
+            for x, node in zip(outputs, self.outputs, strict=True)
+        ]
         return _TEMPLATE.format(
-            values=VALUES_NAME,
             name=KERNEL_NAME,
-            inputs=", ".join(self.input_names),
-            outputs=", ".join(outputs),
-            results=", ".join(self.names[node] for node in self.outputs),
             pointers=", ".join(pointers),
             quoted=", ".join(f'"{pointer}"' for pointer in pointers),
             body=_indented(self.lines),

@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from grpo_kernels.backends.triton.codegen.generate import KERNEL_NAME, VALUES_NAME, generate_kernel
+from grpo_kernels.backends.triton.codegen.generate import KERNEL_NAME, generate_kernel
 from grpo_kernels.backends.triton.codegen.ops import UntraceableError
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
@@ -90,11 +90,6 @@ class PointwiseKernel:
     def kernel(self) -> Any:
         """The ``triton.jit`` kernel of :attr:`source`, which loads, computes and stores."""
         return getattr(_load(self.source), KERNEL_NAME)
-
-    @property
-    def device_function(self) -> Any:
-        """What other kernels can call on vectors of ``BLOCK`` values: ``(*inputs, BLOCK)``."""
-        return getattr(_load(self.source), VALUES_NAME)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""

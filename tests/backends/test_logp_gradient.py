@@ -1,4 +1,4 @@
-"""The row kernel with a loss inside, read once: factor and exponentials against fp64 autograd."""
+"""Logits that are read once: factors and exponentials against fp64 autograd."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from grpo_kernels.backends import StatsGradients, Tile, TileGradient
-from grpo_kernels.backends.triton import MAX_VALUES, RowFunction, row_loss_, row_stats
-from grpo_kernels.backends.triton.codegen import PointwiseKernel
+from grpo_kernels.backends.triton import logp_gradient_, row_stats, weighted_gradient
 from tests.backends.problems import (
     BF16,
     FP32,
@@ -25,19 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 def run(tile: Tile, dlogp: Tensor) -> tuple[Tensor, TileGradient]:
     """Return log-probabilities, and the gradient of the loss ``dlogp * logp``."""
-
-    def loss(logp: Tensor, entropy: Tensor, dlogp: Tensor, *unused: Tensor) -> tuple[Tensor, ...]:
-        return logp * dlogp, dlogp
-
-    kernel = PointwiseKernel.trace(loss, 2 + MAX_VALUES)
-    function = RowFunction(device_function=kernel.device_function, has_dentropy=False)
-    values = (dlogp, *[None] * (MAX_VALUES - 1))
     own = tile._replace(logits=tile.logits.clone())
-    stats, each, gradient = row_loss_(own, function, values, BF16)
+    stats, gradient = logp_gradient_(own)
     plain = row_stats(tile, False)
     torch.testing.assert_close(stats, plain, rtol=0, atol=0, equal_nan=True)  # the same bits
-    torch.testing.assert_close(each, stats.logp * dlogp, equal_nan=True)
-    return stats.logp, gradient
+    return stats.logp, weighted_gradient(gradient, dlogp)
 
 
 def check(tile: Tile, slack: float | Tensor = 1e-12, exact: Tensor | None = None) -> Tensor:

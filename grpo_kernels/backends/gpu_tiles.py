@@ -1,0 +1,170 @@
+"""Tile sizes of the GPU kernels.
+
+They depend on the device, the dtype and the head, never on the row count: a row's bits are the same
+in every batch. All are guesses, since none has run; ``make gpu-tune`` measures others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.head import Head
+
+# Of a logits tile. By the roofline of an H200 a 16-bit GEMM of some 190 rows takes as long as
+# reading the weight for it; more rows gain nothing. `schedule/plan.py` has the larger tiles.
+_TILE_BYTES = 256 << 20
+_FEWEST_ROWS, _MOST_ROWS = 256, 16384
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Tile of a kernel that reads rows of logits."""
+
+    num_warps: int
+    depth: int  # 16-byte loads of one thread for one tile
+    warp: int = 32  # threads
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch options. Without fusion of ``a * b + c`` every operation rounds as it is written:
+        ``z - peak`` is exactly 0 at the peak, and the interpreter's numbers are the GPU's."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
+
+    def columns(self, dtype: torch.dtype) -> int:
+        """Return the number of columns of a tile."""
+        return self.num_warps * self.warp * self.depth * (16 // dtype.itemsize)
+
+    def blocks(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
+        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes.
+
+        Columns that are loaded one by one take more registers: a tile has fewer.
+        """
+        tile = self if aligned else replace(self, depth=max(1, self.depth // 2))
+        return {
+            "BLOCK_V": tile.columns(dtype),
+            "THREADS": self.num_warps * self.warp,
+            "VECTOR": 16 // dtype.itemsize if aligned else 1,
+        }
+
+    def on(self, device: str) -> RowConfig:
+        """Return the same on a class of devices: a warp of AMD's CDNA has 64 threads."""
+        return replace(self, warp=64 if device.startswith("gfx9") else 32)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tile of the GEMM whose logits stay on the chip."""
+
+    block_t: int
+    block_v: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    subtiles: int  # of a tile, 1 or 2, folded one after the other: fewer live registers
+    tiles: int  # of a split, the share of the vocabulary that one program folds
+    group: int  # row blocks that run side by side
+    descriptors: int  # 1: the copy engine (Hopper and later) brings the operands
+
+    @property
+    def split_columns(self) -> int:
+        """Columns of a split."""
+        return self.block_v * self.tiles
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch options. Where the compiler may fuse ``a * b + c`` it does so at other places with
+        the extra statistics than without them, which would have other bits."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": False,
+        }
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """The kernel's constants."""
+        return {
+            "DESCRIPTORS": bool(self.descriptors),
+            "BLOCK_T": self.block_t,
+            "BLOCK_V": self.block_v,
+            "BLOCK_D": self.block_d,
+            "SUBTILES": self.subtiles,
+            "TILES": self.tiles,
+            "GROUP": self.group,
+        }
+
+    def of_one_subtile(self) -> LinearConfig:
+        """Return tiles as wide as a subtile: same splits and steps, fewer registers."""
+        wide, tiles = self.block_v // self.subtiles, self.tiles * self.subtiles
+        return replace(self, block_v=wide, subtiles=1, tiles=tiles)
+
+
+ROW_CONFIG = RowConfig(num_warps=4, depth=4)
+# What fits into registers and shared memory: 144 KiB of the 227 of H100, B200, B300 and Thor, 48 of
+# the 99 and more of all others of NVIDIA, 64 of the 64 of MI300.
+_BY_COPY_ENGINE = LinearConfig(128, 256, 64, 8, 3, subtiles=2, tiles=8, group=16, descriptors=1)
+_BY_POINTERS = LinearConfig(128, 128, 32, 8, 3, subtiles=2, tiles=16, group=16, descriptors=0)
+_CDNA = LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)
+_COPY_ENGINES = ("sm_90", "sm_100", "sm_103", "sm_110")
+# of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one
+UNALIGNED_CONFIG = LinearConfig(64, 64, 32, 8, 1, subtiles=1, tiles=32, group=16, descriptors=0)
+
+
+def row_config(device: torch.device) -> RowConfig:
+    """Return the tile of a kernel that reads rows of logits."""
+    return ROW_CONFIG.on(device_class(device))
+
+
+def aligned_config(device: str) -> LinearConfig:
+    """Return the tile of the fused GEMM on a class of devices, for rows on 16-byte boundaries."""
+    if device.startswith("gfx"):
+        return _CDNA
+    return _BY_COPY_ENGINE if device in _COPY_ENGINES else _BY_POINTERS
+
+
+def linear_config(dtype: torch.dtype, head: Head) -> LinearConfig:
+    """Return the tile for hidden states of ``dtype`` before ``head``, however many."""
+    weight = head.weight
+    # what is converted or transposed is a fresh copy
+    copied = weight.dtype != dtype or weight.stride(1) != 1
+    whole = weight.shape[1] * dtype.itemsize % 16 == 0
+    on_16_bytes = row_stride(weight) * dtype.itemsize % 16 == 0 and weight.data_ptr() % 16 == 0
+    if whole and (copied or on_16_bytes):
+        return aligned_config(device_class(weight.device))
+    return UNALIGNED_CONFIG
+
+
+def row_stride(x: Tensor) -> int:
+    """Return the elements from one row to the next; of a single row, its length."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # that of a single row may be anything
+
+
+def rows_are_aligned(logits: Tensor) -> bool:
+    """Return whether all rows begin where 16 bytes can be loaded at once, as Triton sees it."""
+    return logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+
+
+def gpu_chunk_rows(dtype: torch.dtype, columns: int) -> int:
+    """Return the rows of a logits tile of ``dtype`` with ``columns`` columns."""
+    rows = _TILE_BYTES // (max(1, columns) * dtype.itemsize)
+    return max(_FEWEST_ROWS, min(rows, _MOST_ROWS) // _FEWEST_ROWS * _FEWEST_ROWS)
+
+
+def device_class(device: torch.device) -> str:
+    """Return the class of GPUs that share tiles, ``"sm_90"`` or ``"gfx942"``; else the type."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    # torch.compile folds this call; it would stop at get_device_capability
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether the matrix units of a device take bf16; elsewhere it is emulated, slowly."""
+    name = device_class(device)
+    return not name.startswith("sm_") or int(name.removeprefix("sm_")) >= 80
