@@ -91,11 +91,12 @@ results: $(VENV)/.dev
 # checks, measurements, benchmarks, tests and a summary in under nine minutes; writes to OUT, by
 # default benchmarks/results
 gpu:
-	benchmarks/gpu/run.sh $(PYTHON)
+	benchmarks/gpu.sh $(PYTHON)
 
-# rewrites grpo_kernels/backends/configs/tuned.py
+# the kernels at all tiles; the best belong into grpo_kernels/backends/gpu_tiles.py
 gpu-tune:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.sweep
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:cacheprovider -o addopts= benchmarks/test_tiles.py --benchmark-only \
+	    --suite=gpu-full "--results=$${OUT:-benchmarks/results}"
 
 # the baselines for make gpu, where that machine has no network: carry the folder along. With
 # BASELINES="benchmarks/baselines.txt benchmarks/baselines-hopper.txt" also those on the CuTe DSL, a large one.

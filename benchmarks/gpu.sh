@@ -1,18 +1,17 @@
 #!/bin/sh
-# What only a GPU can answer, what is dearest to know first: checks, measurements, tables, tests.
-#   benchmarks/gpu/run.sh [PYTHON]
+# What only a GPU can answer, what is dearest to know first: tests, measurements, tables.
+#   benchmarks/gpu.sh [PYTHON]
 # Needs no network and no native extension. Each step is a process of its own, which is ended when its
 # seconds, or the nine minutes of all, are over; the next begins. What was found until then is in the
 # folder OUT, by default benchmarks/results. The exit code is 1 where anything failed, 2 without a GPU.
 set -u
 
 python=${1:-python3}
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 export OUT="${OUT:-$PWD/benchmarks/results}" PYTHONUNBUFFERED=1 COLUMNS=200
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
 log=$OUT/gpu-log.txt
-rm -f "$OUT/gpu-parts.jsonl"
 end=$(($(date +%s) + 520))
 status=0
 
@@ -24,7 +23,7 @@ print(f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, torch {torch.__version
 END
 summary=$(cat "$log")
 
-# step NAME SECONDS WORDS...: a command of PYTHON; failures and headlines go into the summary
+# step NAME SECONDS WORDS...: a command of PYTHON; failures and what ours takes go into the summary
 step() {
     name=$1 seconds=$2
     shift 2
@@ -39,7 +38,7 @@ step() {
     fi
     case $code in 0) state=ok ;; 124 | 137 | timeout) state=timeout ;; *) state=failed ;; esac
     [ $state = ok ] || status=1
-    shown=$(grep -E '^(FAILED|ERROR|\* )' "$log.step" 2>/dev/null | sort -r | head -n 8 | cut -c1-160)
+    shown=$(grep -E '^(FAILED|ERROR|ours )' "$log.step" 2>/dev/null | head -n 8 | cut -c1-160)
     summary="$summary
 $(printf '%-11s%-8s %s' "$name" $state "$(tail -n 1 "$log.step" 2>/dev/null | tr -d '=' | cut -c1-120)")${shown:+
 $shown}"
@@ -47,20 +46,12 @@ $shown}"
     rm -f "$log.step"
 }
 
-pytest="-m pytest -p no:cacheprovider -o addopts= --tb=short -rfE"
-part() { step "$1" "$2" $pytest benchmarks/tests/test_gpu_parts.py -k "test_part and cuda and $1" -s -q; }
+pytest="-m pytest -p no:cacheprovider -o addopts= -o faulthandler_timeout=90 --tb=short -rfE -q"
+measured() { step "$1" "$2" $pytest "benchmarks/test_$1.py" --benchmark-only --suite=gpu "--results=$OUT" -s; }
 
-part smoke 50
-part canaries 25
-part races 55
-part bits 30
-part waiting 25
-step capture 30 $pytest -m gpu tests/schedule/test_capture.py
-part products 40
-part rows 40
-part profiles 30
-part forward 40
-part chunks 35
+step losses 60 $pytest -m gpu --durations=5 tests/test_linear_policy_loss.py tests/test_linear_logprobs.py
+step bits 80 $pytest -m gpu tests/gpu/test_bits.py
+step waiting 50 $pytest -m gpu tests/gpu/test_waiting.py tests/schedule/test_capture.py
 
 wheels=$("$python" -c '
 from pathlib import Path
@@ -73,12 +64,16 @@ if [ -n "$wheels" ]; then # in one command: packages share name spaces
     step wheels 30 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --no-input --target "$site" $wheels
     export PYTHONPATH="$PYTHONPATH:$site"
 fi
-step benchmarks 190 $pytest benchmarks --benchmark-only --suite=gpu "--results=$OUT" --deadline=130 \
-    --benchmark-columns=median,rounds
-step report 30 -m benchmarks.report "$OUT"
+measured heads 120
+measured products 30
+measured profile 25
+measured tiles 60
+step report 20 -m benchmarks.report "$OUT"
 workers=$("$python" -c "import os, xdist; print('-n', max(1, min(8, os.cpu_count() // 2)))" 2>/dev/null)
-step tests 520 $pytest -m gpu $workers -o faulthandler_timeout=90 --continue-on-collection-errors \
-    tests/backends tests/engine tests/head tests/schedule tests/test_linear_logprobs.py tests/test_linear_policy_loss.py
+step tests 520 $pytest -m gpu $workers --continue-on-collection-errors \
+    tests/backends tests/engine tests/head tests/schedule
+measured backwards 520
+measured accuracy 520
 
 echo "$summary" | tee -a "$log"
 echo "files in $OUT:" $(cd "$OUT" && find . -newer "$log" -o -name 'gpu-*' -type f | sort)

@@ -1,0 +1,134 @@
+"""Each GEMM of a step in every form, and a copy; for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.conftest import Session
+from benchmarks.measure import describe, free
+from benchmarks.results import Row
+from benchmarks.timing import in_turns, make_timer
+from grpo_kernels.backends import output_view
+from grpo_kernels.head import Head, accumulate, matmul_precision, project
+
+_BF16 = torch.bfloat16
+_COLUMNS, _ODD, _PADDED = 151936, 151665, 151680
+FORMS = {
+    "logits bf16": "what the others are held against",
+    "logits fp32": "16-bit operands, fp32 results",
+    "dhidden": "a tile without gaps",
+    "dhidden, strided": "the first half of each row of an fp32 tile",
+    "dweight": "as dhidden",
+    "dweight, strided": "as dhidden, strided",
+    "dweight fp32": "a sum of one chunk",
+    "dweight fp32, added": "the sum of further chunks",
+    "copy": "of the weight",
+    "scale": "an fp32 gradient of the weight to bf16",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tile of logits."""
+
+    rows: int  # C
+    columns: int  # V
+    depth: int  # D
+    pitch: int  # elements from one row of the tile to the next
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "model": f"rows of {self.pitch} elements",
+            "tokens": self.rows,
+            "hidden": self.depth,
+            "vocabulary": self.columns,
+            "dtype": "bf16",
+        }
+
+    def __str__(self) -> str:
+        return f"C={self.rows}, V={self.columns}, D={self.depth}, pitch={self.pitch}"
+
+
+_GPU = [
+    *(Case(rows, _COLUMNS, depth, _COLUMNS) for depth in (2048, 4096) for rows in (4096, 8192)),
+    *(Case(8192, _ODD, 2048, pitch) for pitch in (_ODD, _PADDED)),
+    *(Case(rows, _COLUMNS, 896, _COLUMNS) for rows in (4096, 8192)),
+]
+CASES = {
+    "tiny": [Case(16, 257, 32, 272)],
+    "quick": [],
+    "cpu": [Case(1024, _COLUMNS, 896, _COLUMNS)],
+    "gpu": _GPU[:3],
+    "gpu-full": _GPU,
+}
+
+
+def names(case: Case) -> list[str]:
+    return list(FORMS)
+
+
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+    calls, timer = _calls(case, session.device), make_timer(session.device)
+    rows = [Row(name, FORMS[name]) for name in names]
+    with matmul_precision(torch.device(session.device), "fp32"):
+        for row in rows:
+            try:
+                calls[row.provider]()
+            except Exception as error:  # torch without this form, or too little memory
+                row.leave_out("wrong", describe(error))
+        present = [(row, calls[row.provider]) for row in rows if row.runs]
+        for row, call in in_turns(present, session.rounds):
+            row.seconds.append(timer(call))
+    for row in rows:
+        row.info |= _rate(case, row)
+    calls.clear()
+    free(session.device)
+    return rows
+
+
+def _calls(case: Case, device: str) -> dict[str, Callable[[], object]]:
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=_BF16, device=device).normal_()
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    rows, columns, depth, pitch = case.rows, case.columns, case.depth, case.pitch
+    hidden, weight = normal(rows, depth), normal(columns, depth)
+    narrow, wide = normal(rows, pitch)[:, :columns], empty(rows, pitch)[:, :columns]
+    strided = output_view(empty(rows, pitch)[:, :columns], _BF16)
+    strided.normal_()
+    head, dhidden = Head(weight), empty(rows, depth, dtype=_BF16)
+    dweight, total = empty(columns, depth, dtype=_BF16), torch.zeros_like(weight, dtype=torch.float)
+    half = torch.full((), 0.5, device=device)
+    return {
+        "logits bf16": lambda: project(hidden, head, narrow),
+        "logits fp32": lambda: project(hidden, head, wide),
+        "dhidden": lambda: torch.mm(narrow, weight, out=dhidden),
+        "dhidden, strided": lambda: torch.mm(strided, weight, out=dhidden),
+        "dweight": lambda: accumulate(dweight, narrow.t(), hidden, True),
+        "dweight, strided": lambda: accumulate(dweight, strided.t(), hidden, True),
+        "dweight fp32": lambda: accumulate(total, narrow.t(), hidden, True),
+        "dweight fp32, added": lambda: accumulate(total, narrow.t(), hidden, False),
+        "copy": lambda: dweight.copy_(weight),
+        "scale": lambda: torch.mul(total, half, out=dweight),
+    }
+
+
+def _rate(case: Case, row: Row) -> dict[str, float]:
+    if row.median is None:
+        return {}
+    size = case.columns * case.depth
+    if row.provider in ("copy", "scale"):
+        return {"gb_per_second": size * (4 if row.provider == "copy" else 6) / row.median / 1e9}
+    return {"tflop_per_second": 2 * case.rows * size / row.median / 1e12}
+
+
+def test_products(row: Row) -> None:
+    """Time a GEMM."""
+    assert row.seconds
