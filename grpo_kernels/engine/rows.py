@@ -129,8 +129,9 @@ class Rows:
 
 
 # A row that moves is read and written once, V values each; in the two GEMMs it would have cost
-# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster.
-_LEAST_SHARE = 1 / 16
+# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
+# move costs the host a few operations.
+_LEAST_SHARE, _FEWEST = 1 / 16, 16
 
 
 def surviving_rows(wanted: Tensor | None) -> list[int] | None:
@@ -143,7 +144,7 @@ def surviving_rows(wanted: Tensor | None) -> list[int] | None:
         return None
     flags = host.known(wanted)
     count, total = sum(flags), len(flags)
-    if total - count < max(1, total * _LEAST_SHARE):
+    if total - count < max(_FEWEST, total * _LEAST_SHARE):
         return None
     later = iter([row for row in range(count, total) if flags[row]])
     return [place if flags[place] else next(later) for place in range(count)]
