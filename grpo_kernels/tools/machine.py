@@ -41,7 +41,8 @@ def facts() -> dict[str, Any]:
     return {
         "versions": versions(),
         "devices": devices(),
-        "native_isas": _native_isas(),
+        # the instruction sets that the native kernels can use here, the one in use first
+        "native_isas": cpu.isas() if cpu.unavailable() is None else [],
         "backends": unavailable_backends(),
         "example_vocabulary": EXAMPLE_VOCABULARY,
         "defaults": [_default(device, dtype) for device in device_types() for dtype in _DTYPES],
@@ -97,24 +98,22 @@ def unavailable_backends() -> dict[str, str | None]:
     return {name: backend.unavailable() for name, backend in BACKENDS.items()}
 
 
-def _native_isas() -> list[str]:
-    """Return the instruction sets that the native kernels can use here, the one in use first."""
-    return cpu.isas() if cpu.unavailable() is None else []
-
-
 def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return the choice of ``backend="auto"``, and the rows of its logits tile."""
-    where = torch.device(device)
-    answer: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    where, name, rows = torch.device(device), None, None
     try:
         choice = choose_backend("auto", where, dtype)
     except ValueError as error:  # the environment variable forces one that cannot run
-        return {**answer, "backend": None, "chunk_rows": None, "reasons": [str(error)]}
+        reasons = [str(error)]
+    else:
+        name, reasons = choice.name, why_backend(choice, "auto", where, dtype)
+        rows = chunk_rows(EXAMPLE_VOCABULARY, dtype, "fp32", where, None)
     return {
-        **answer,
-        "backend": choice.name,
-        "chunk_rows": chunk_rows(EXAMPLE_VOCABULARY, dtype, "fp32", where, None),
-        "reasons": why_backend(choice, "auto", where, dtype),
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": name,
+        "chunk_rows": rows,
+        "reasons": reasons,
     }
 
 
