@@ -59,7 +59,7 @@ def canaries(notes: Notes, small: bool) -> None:
     ]
     notes.every(
         (f"{dtype}, {shape}", partial(_canaries, notes, dtype, shape))
-        for shape in (Shape(rows=c, columns=v, depth=d) for c, v, d in tiles)
+        for shape in (Shape(*tile) for tile in tiles)
         for dtype in (*_HALF, torch.float32)
     )
 
