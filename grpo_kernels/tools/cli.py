@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.integrations import HOSTS
@@ -41,13 +41,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="grpo-kernels", description=__doc__)
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (run, words) in _COMMANDS.items():
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], words: str) -> OneLineParser:
         command = commands.add_parser(name, help=words)
         command.set_defaults(run=run, parser=command)
-        if name == "plan":
-            plan.add_arguments(command)
-        if name in ("plan", "info"):
-            command.add_argument("--json", action="store_true", help="for programs")
+        return command
+
+    info = add("info", _info, "versions, devices, and which backend runs on them")
+    info.add_argument("--json", action="store_true", help="for programs")
+    checked = "GEMMs of this machine; values and gradients of every backend, against fp64"
+    add("check", _check, checked)
+    add(
+        "doctor", _doctor, "other trainers: which are here, and which versions ours was tested with"
+    )
+    plan.add_arguments(
+        add("plan", plan.run, "memory and time of a model's head, without running it")
+    )
     return parser
 
 
@@ -122,18 +131,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 _LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
-_COMMANDS = {
-    "info": (_info, "versions, devices, and which backend runs on them"),
-    "check": (
-        _check,
-        "GEMMs of this machine; values and gradients of every backend, against fp64",
-    ),
-    "doctor": (
-        _doctor,
-        "other trainers: which are here, and which versions ours was tested with",
-    ),
-    "plan": (plan.run, "memory and time of a model's head, without running it"),
-}
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from grpo_kernels.engine import (
 )
 from grpo_kernels.head import row_pitch
 from grpo_kernels.schedule import adding_costs_more, summing_rows
+from grpo_kernels.tools.head_shape import WIDE, HeadShape
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WIDE = 4  # bytes of an element in fp32
 # What MKL keeps once several threads have shared an fp32 GEMM: measured, and about the same for
 # all shapes of a head. cuBLAS has its workspace since its first call.
 _MKL_PANELS = 30 << 20
@@ -34,51 +33,6 @@ _MKL_PANELS = 30 << 20
 _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
 # GEMMs over the vocabulary, forward and backward, of what keeps nothing; a frozen head's: one fewer
 _GEMMS = {"eager": 3, "trl": 4, "one_pass": 3}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadShape:
-    """An LM head under hidden states of ``dtype``; its weight may be fp32, as under autocast."""
-
-    hidden: int  # D
-    vocabulary: int  # V
-    dtype: torch.dtype = torch.bfloat16
-    weight_dtype: torch.dtype | None = None  # None: the dtype of the hidden states
-    frozen: bool = False  # the weight needs no gradient
-    softcap: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
-        if self.dtype not in DTYPES.values():
-            known = ", ".join(map(str, DTYPES.values()))
-            raise ValueError(f"dtype: expected one of {known}; got {self.dtype}")
-        if self.weight_dtype not in (None, torch.float32, self.dtype):
-            raise ValueError(
-                f"weight_dtype: expected torch.float32 or that of the hidden states, "
-                f"{self.dtype}; got {self.weight_dtype}"
-            )
-
-    @property
-    def size(self) -> int:
-        """Elements of the weight."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def weight(self) -> int:
-        """Bytes of the weight."""
-        return self.size * (self.weight_dtype or self.dtype).itemsize
-
-    @property
-    def dweight(self) -> int:
-        """Bytes of its gradient."""
-        return 0 if self.frozen else self.weight
-
-    @property
-    def cast(self) -> int:
-        """Bytes of the weight's copy in the dtype of the hidden states, where that is another."""
-        return self.size * self.dtype.itemsize if self.weight_dtype not in (None, self.dtype) else 0
 
 
 @dataclass(frozen=True)
@@ -160,9 +114,9 @@ class Call:
         if bounded is None and self.name in _GEMMS:
             return Keeping(gemms=_GEMMS[self.name] - self.head.frozen)
         kept = Keeping.of(self.tokens, self.head.hidden, self.route, needs)
-        return (
-            kept if bounded is None or self.name == "two_pass" else kept.of_one_pass(needs, bounded)
-        )
+        if bounded is not None and self.name == "one_pass":
+            kept = kept.of_one_pass(needs, bounded)
+        return kept
 
     def with_(self, **options: Any) -> Call:
         """Return the same with other options."""
@@ -182,10 +136,6 @@ class Call:
         return min(self.tokens, rows)
 
     @property
-    def on_cpu(self) -> bool:
-        return self.device == "cpu"
-
-    @property
     def hidden(self) -> int:
         """Bytes of the hidden states, and of their gradient."""
         return self.tokens * self.head.hidden * self.head.dtype.itemsize
@@ -202,18 +152,14 @@ def _eager(call: Call) -> int:
     logits, wide = elements * head.dtype.itemsize, elements * WIDE
     tanh = logits if head.softcap else 0  # saved for the backward
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
-    converts = head.dtype == torch.float16 and not call.on_cpu
+    converts = head.dtype == torch.float16 and call.device != "cpu"
     narrow = 0 if head.frozen else head.size * head.dtype.itemsize
-    # autocast keeps its copy of the weight to the end
-    return (
-        head.cast
-        + _library(call, head.dtype)
-        + max(
-            # the log-softmax, its gradient (zeros but for the targets), the gradient of its input
-            tanh + 2 * wide + (logits if converts else wide),
-            logits + call.hidden + narrow,
-            call.hidden + narrow + (head.dweight if head.cast else 0),  # the weight's in two dtypes
-        )
+    base = head.cast + _library(call, head.dtype)  # autocast keeps its copy to the end
+    return base + max(
+        # the log-softmax, its gradient (zeros but for the targets), the gradient of its input
+        tanh + 2 * wide + (logits if converts else wide),
+        logits + call.hidden + narrow,
+        call.hidden + narrow + (head.dweight if head.cast else 0),  # the weight's in two dtypes
     )
 
 
@@ -224,11 +170,10 @@ def _trl(call: Call) -> int:
     several = call.tokens > rows or head.vocabulary > columns
     # of the weight, cast: the slice in use, and the one before it while this one is made
     slices = (1 + several) * columns * head.hidden * width if head.cast else 0
-    sums = [(call.wide_hidden, call.hidden), (0 if head.frozen else head.size * WIDE, head.dweight)]
-    rounded = sum(result for total, result in sums if total != result)
+    sums, rounded = _sums(call, wide=True)
     # on a CPU in fp32: the scores, softmaxes and gradients of a tile, and a flag
-    tile = rows * columns * (WIDE * (7 + head.softcap) + 1) if call.on_cpu else 0
-    kept = sum(total for total, _ in sums) + rows * _TRL_COLUMNS * width + slices
+    tile = rows * columns * (WIDE * (7 + head.softcap) + 1) if call.device == "cpu" else 0
+    kept = sums + rows * _TRL_COLUMNS * width + slices
     return kept + _library(call, torch.float32) + max(rounded, tile)
 
 
@@ -277,7 +222,7 @@ def _with_nothing(call: Call, kept: int) -> int:
     """Estimate a backward that forms the logits slice by slice."""
     head, narrow = call.head, call.head.dtype.itemsize < WIDE
     # the forward has a tile only where no GEMM comes with its statistics
-    tiled = BACKENDS["cpu"].unavailable() if call.on_cpu else not narrow
+    tiled = BACKENDS["cpu"].unavailable() if call.device == "cpu" else not narrow
     gradients = call.wide_hidden + head.dweight
     return _library(call, head.dtype) + max(
         head.cast + (_tile(call) if tiled else 0),
@@ -297,7 +242,9 @@ _PEAKS = {"eager": _eager, "trl": _trl, "one_pass": _one_pass, "two_pass": _two_
 
 def _library(call: Call, *dtypes: torch.dtype) -> int:
     """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
-    shared = call.on_cpu and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
+    shared = (
+        call.device == "cpu" and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
+    )
     return _MKL_PANELS if shared and torch.float32 in dtypes else 0
 
 
@@ -337,13 +284,13 @@ def _dhidden(call: Call) -> int:
     return call.wide_hidden if wide else call.hidden
 
 
-def _sums(call: Call, single: bool) -> tuple[int, int]:
+def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, int]:
     """Return the bytes of both gradients as they are summed, and of those rounded at the end.
 
-    ``single``: the weight's is of one GEMM, rounded once.
+    ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
     """
     head = call.head
     narrow = single and head.dtype != torch.float16 and not head.cast
     dweight = head.dweight if narrow or head.frozen else head.size * WIDE
-    pairs = ((_dhidden(call), call.hidden), (dweight, head.dweight))
+    pairs = ((call.wide_hidden if wide else _dhidden(call), call.hidden), (dweight, head.dweight))
     return sum(size for size, _ in pairs), sum(end for size, end in pairs if size != end)

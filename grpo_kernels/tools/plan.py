@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -13,28 +12,13 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.backends import cpu
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
-from grpo_kernels.tools.estimate import DTYPES, Call, HeadShape
+from grpo_kernels.tools.estimate import Call
+from grpo_kernels.tools.head_shape import DTYPES, SHARDS, HeadShape, Share, read_shard, whole
 from grpo_kernels.tools.hub import read_config
-from grpo_kernels.tools.shard import SHARDS, Share, read_shard, whole
 from grpo_kernels.tools.text import aligned, byte_size, count, duration, in_units, positive
 
-# name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
-# with fp32 sums, by the data sheets. The first pattern that is found decides.
-GPUS = (
-    ("H100 SXM", r"\bh100\b(?!.*(pcie|nvl))", 989, 67),
-    ("H200", r"\bg?h200\b", 989, 67),
-    ("B200", r"\bg?b200\b", 2250, 75),
-    ("A100", r"\ba100\b", 312, 19.5),
-    ("MI300X", r"\bmi300x\b", 1307, 163.4),
-)
-_NAMES = ", ".join(name for name, *_ in GPUS)
-_REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
-# TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
-_MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
-_SOME_THREAD = (0.05, 0.05)  # a guess
 # names in messages -> options
 _OPTIONS = {
     "model": "--model",
@@ -77,7 +61,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB"
     )
-    device.add_argument("--gpu", help=f"for the time [the present device]: {_NAMES}")
+    device.add_argument("--gpu", help=f"for the time [the present device]: {machine.GPU_NAMES}")
     device.add_argument("--tflops", type=positive, help="for the time: reached by GEMMs")
     backward = plan.add_argument_group("our backward")
     backward.add_argument(
@@ -93,6 +77,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         metavar="SLOTS",
         help=f"also with a bounded error, by as many entries of a row [{Bounded().slots}]",
     )
+    plan.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,7 +105,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         options=RunOptions(activation_bytes=arguments.activation_bytes),
         **share.of_call,
     )
-    tflops, source = _rate(arguments, head.dtype)
+    tflops, source = machine.gemm_rate(device, head.dtype, arguments.gpu, arguments.tflops)
     memory = arguments.gpu_memory
     if memory is None and device in machine.device_types():
         memory = machine.device_memory(device)
@@ -197,9 +182,8 @@ def _largest(call: Call, free: int) -> int:
 
     numbers = range(1, free + 1)
     keeping = bisect_left(numbers, True, key=keeps_nothing)
-    if keeping < free and total(keeping + 1) <= free:
-        return bisect_right(numbers, free, lo=keeping, key=total)
-    return bisect_right(numbers, free, hi=keeping or None, key=total)
+    most = bisect_right(numbers, free, lo=keeping, key=total)
+    return most if most > keeping else bisect_right(numbers, free, hi=keeping, key=total)
 
 
 def _head(arguments: argparse.Namespace) -> HeadShape:
@@ -232,39 +216,6 @@ def _name(model: str | None) -> str | None:
         return None
     path = Path(model).expanduser().resolve()
     return (path.parent if path.is_file() else path).name
-
-
-def _rate(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[float | None, str]:
-    """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
-    row, column = None, 1 if dtype == torch.float32 else 0
-    if arguments.gpu is not None:
-        if arguments.tflops is not None:
-            raise ValueError("gpu: not allowed with --tflops")
-        row = find_gpu(arguments.gpu)
-        if row is None or arguments.device == "cpu":
-            raise ValueError(
-                f"gpu: expected one of {_NAMES}, with --device cuda; got {arguments.gpu!r}"
-            )
-    if arguments.tflops is not None:
-        return arguments.tflops, "--tflops"
-    if arguments.device == "cpu":
-        isa, threads = cpu.isas()[0] if cpu.unavailable() is None else "", torch.get_num_threads()
-        rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
-        source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
-        return rate * threads, f"{source}, for {threads} threads"
-    if row is None and torch.cuda.is_available():
-        row = find_gpu(torch.cuda.get_device_name())
-    if row is None:
-        return None, "not known: --gpu or --tflops says it"
-    name, _, *rates = row
-    peak = f"{rates[column]:g} TFLOP/s in the data sheet of {name}"
-    return rates[column] * _REACHED, f"a guess, {_REACHED:.0%} of the {peak}"
-
-
-def find_gpu(name: str) -> tuple[str, str, float, float] | None:
-    """Return the row of ``GPUS`` for a device's name; None when it is not in the table."""
-    plain = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    return next((row for row in GPUS if re.search(row[1], plain)), None)
 
 
 def _table(facts: dict[str, Any]) -> list[str]:

@@ -31,9 +31,9 @@ from grpo_kernels import (
     linear_policy_loss,
 )
 from grpo_kernels.engine import RunOptions
-from grpo_kernels.tools import cli
-from grpo_kernels.tools import plan as plan_command
-from grpo_kernels.tools.estimate import Call, HeadShape
+from grpo_kernels.tools import cli, machine
+from grpo_kernels.tools.estimate import Call
+from grpo_kernels.tools.head_shape import HeadShape
 from tests.tools.test_cli import error
 
 D, V = 64, 5000
@@ -241,7 +241,7 @@ def test_reserved_memory(capsys) -> None:
     ("NVIDIA GH200 480GB", "H200"), ("NVIDIA H100 PCIe", None), ("H1000", None), ("XH100", None),
 ])  # fmt: skip
 def test_gpus_are_found_by_their_names(driver, name) -> None:
-    row = plan_command.find_gpu(driver)
+    row = machine.find_gpu(driver)
     assert (row and row[0]) == name
 
 

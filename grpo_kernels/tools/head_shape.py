@@ -1,4 +1,4 @@
-"""What a rank holds and sends where the head is sharded over several."""
+"""The shape of a head, and what a rank holds and sends where it is sharded over several."""
 
 from __future__ import annotations
 
@@ -8,10 +8,58 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_kernels.tools.estimate import WIDE, HeadShape
+import torch
+
 from grpo_kernels.tools.text import count
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIDE = 4  # bytes of an element in fp32
 _ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who has the target
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """An LM head under hidden states of ``dtype``; its weight may be fp32, as under autocast."""
+
+    hidden: int  # D
+    vocabulary: int  # V
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype | None = None  # None: the dtype of the hidden states
+    frozen: bool = False  # the weight needs no gradient
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
+        if self.dtype not in DTYPES.values():
+            known = ", ".join(map(str, DTYPES.values()))
+            raise ValueError(f"dtype: expected one of {known}; got {self.dtype}")
+        if self.weight_dtype not in (None, torch.float32, self.dtype):
+            raise ValueError(
+                f"weight_dtype: expected torch.float32 or that of the hidden states, "
+                f"{self.dtype}; got {self.weight_dtype}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the weight."""
+        return self.size * (self.weight_dtype or self.dtype).itemsize
+
+    @property
+    def dweight(self) -> int:
+        """Bytes of its gradient."""
+        return 0 if self.frozen else self.weight
+
+    @property
+    def cast(self) -> int:
+        """Bytes of the weight's copy in the dtype of the hidden states, where that is another."""
+        return self.size * self.dtype.itemsize if self.weight_dtype not in (None, self.dtype) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
