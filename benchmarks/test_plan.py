@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.shapes import DTYPES, MODELS, Case
 from benchmarks.timing import measure_memory, replay
 from benchmarks.work import WORKS
+from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import device_memory
-from grpo_kernels.tools.estimate import HeadShape, default_schedule, estimate_memory
+from grpo_kernels.tools.estimate import Call
+from grpo_kernels.tools.head_shape import HeadShape
 
 # real heads: of a few seconds on a CPU, and one whose full logits fit into 24 GiB of a GPU
 HEADS = {"cpu": ("qwen2.5-0.5b", 1024), "cuda": ("qwen3-1.7b", 8192)}
@@ -47,9 +50,9 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
         hidden=case.model.hidden, vocabulary=case.model.vocabulary, dtype=case.torch_dtype
     )
     formula, precision = FORMULAS[name]
-    options = dict(device=device, precision=precision)
-    formula = formula or default_schedule(head, tokens, **options)
-    estimate = estimate_memory(formula, head, tokens, **options)
+    options = RunOptions(precision=precision)
+    call = Call(name="one_pass", head=head, tokens=tokens, device=device, options=options)
+    estimate = replace(call, name=formula or call.default).memory
     if estimate.total > 0.8 * device_memory(device):
         pytest.skip(f"needs {estimate.total / 2**30:.0f} GiB")
     start = time.perf_counter()

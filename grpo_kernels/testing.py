@@ -39,19 +39,11 @@ class Problem:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
         """Return the same values in another dtype, as fresh leaves."""
-
-        def leaf(x: Tensor) -> Tensor:
-            return x.detach().to(device, dtype).requires_grad_()
-
-        return Problem(
-            leaf(self.hidden),
-            leaf(self.weight),
-            leaf(self.bias),
-            self.target.to(device),
-            self.mask.to(device),
-            self.advantages.to(device),
-            {name: value.to(device) for name, value in self.logprobs.items()},
-        )
+        leaves, others = ("hidden", "weight", "bias"), ("target", "mask", "advantages")
+        parts = {x: getattr(self, x).detach().to(device, dtype).requires_grad_() for x in leaves}
+        parts |= {name: getattr(self, name).to(device) for name in others}
+        logprobs = {name: value.to(device) for name, value in self.logprobs.items()}
+        return Problem(**parts, logprobs=logprobs)
 
 
 def make_problem(
@@ -98,22 +90,16 @@ def make_config(loss_type: str, **settings: Any) -> LossConfig:
     return LossConfig(loss_type=loss_type, **(needed | _NEEDED.get(loss_type, {}) | settings))
 
 
-@dataclass(frozen=True)
-class LossRun(Mapping[str, Tensor]):
-    """The results of a loss's forward and backward; as a mapping, all of them by name."""
+class LossRun(dict[str, Tensor]):
+    """The results of a loss's forward and backward, all of them by name."""
 
-    loss: Tensor  # (), detached
-    gradients: dict[str, Tensor]  # of the leaves that got one: "dhidden", "dweight", ...
-    metrics: dict[str, Tensor]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return {"loss": self.loss, **self.gradients, **self.metrics}[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("loss", *self.gradients, *self.metrics))
-
-    def __len__(self) -> int:
-        return 1 + len(self.gradients) + len(self.metrics)
+    def __init__(
+        self, loss: Tensor, gradients: dict[str, Tensor], metrics: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__(loss=loss, **gradients, **metrics)
+        self.loss = loss  # (), detached
+        self.gradients = gradients  # of the leaves that got one: "dhidden", "dweight", ...
+        self.metrics = metrics
 
 
 def run(

@@ -6,7 +6,7 @@ other bits than for a copy without a gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from grpo_kernels.head import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A tile of logits and its GEMMs."""
 
@@ -37,7 +37,7 @@ class Shape:
         return f"C {self.rows} V {self.columns} D {self.depth}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Canary:
     """One GEMM, and whether its result is the expected one."""
 
@@ -66,28 +66,25 @@ def _sums_of_ones(device: torch.device, dtype: torch.dtype, shape: Shape) -> lis
     hidden, weight = ones(rows, depth), ones(columns, depth)
     dlogits = _narrowed(_tile(shape, wide, device), ones(rows, columns))
     head, tile = Head(weight), partial(_tile, shape, device=device)
-    gemms: dict[str, tuple[float, Callable[[], Tensor]]] = {
-        "logits": (depth, lambda: project(hidden, head, tile(wide))),
-        "dhidden": (columns, lambda: _sum(new(rows, depth), dlogits, weight)),
-        "dweight": (rows, lambda: _sum(new(columns, depth), dlogits.t(), hidden)),
-        "dweight, added": (rows + 3, lambda: _sum(three(), dlogits.t(), hidden, first=False)),
-        "dweight, added half": (
-            rows / 2 + 3,
-            lambda: _sum(three(), dlogits.t(), hidden, first=False, alpha=0.5),
-        ),
-    }
-    if dtype != wide:
-        narrow = partial(new, of=dtype)
-        gemms |= {
-            "logits of 16 bits": (depth, lambda: project(hidden, head, tile(dtype))),
-            "dhidden of 16 bits": (
-                columns,
-                lambda: torch.mm(dlogits, weight, out=narrow(rows, depth)),
-            ),
-            "dweight of 16 bits": (rows, lambda: _sum(narrow(columns, depth), dlogits.t(), hidden)),
-        }
     with matmul_precision(device, "fp32"):
-        return [_all_equal(gemm, expected, run()) for gemm, (expected, run) in gemms.items()]
+        found = [
+            _all_equal("logits", depth, project(hidden, head, tile(wide))),
+            _all_equal("dhidden", columns, _sum(new(rows, depth), dlogits, weight)),
+            _all_equal("dweight", rows, _sum(new(columns, depth), dlogits.t(), hidden)),
+            _all_equal("dweight, added", rows + 3, _sum(three(), dlogits.t(), hidden, False)),
+            _all_equal(
+                "dweight, added half", rows / 2 + 3, _sum(three(), dlogits.t(), hidden, False, 0.5)
+            ),
+        ]
+        if dtype == wide:
+            return found
+        dhidden, dweight = new(rows, depth, of=dtype), new(columns, depth, of=dtype)
+        return [
+            *found,
+            _all_equal("logits of 16 bits", depth, project(hidden, head, tile(dtype))),
+            _all_equal("dhidden of 16 bits", columns, torch.mm(dlogits, weight, out=dhidden)),
+            _all_equal("dweight of 16 bits", rows, _sum(dweight, dlogits.t(), hidden)),
+        ]
 
 
 def _tile(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,8 +109,7 @@ def _sum(out: Tensor, a: Tensor, b: Tensor, first: bool = True, alpha: float = 1
 def _all_equal(gemm: str, number: float, came: Tensor) -> Canary:
     expected = torch.tensor(number).to(came.dtype).item()
     least, most = (float(x) for x in came.aminmax())
-    ok = least == most == expected
-    return Canary(gemm=gemm, ok=ok, expected=f"{expected}", came=f"{least} to {most}")
+    return Canary(gemm, least == most == expected, f"{expected}", f"{least} to {most}")
 
 
 def _narrowed_tiles(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Canary]:
@@ -138,9 +134,5 @@ def _narrowed_tiles(device: torch.device, dtype: torch.dtype, shape: Shape) -> l
 
 def _same(gemm: str, expected: Tensor, came: Tensor) -> Canary:
     differ = int((expected != came).sum())  # NaNs, too: there should be none
-    return Canary(
-        gemm=f"{gemm} of a narrowed tile",
-        ok=not differ,
-        expected="the bits of a copy",
-        came=f"{differ} of {came.numel()} that differ" if differ else "these",
-    )
+    said = f"{differ} of {came.numel()} that differ" if differ else "these"
+    return Canary(f"{gemm} of a narrowed tile", not differ, "the bits of a copy", said)

@@ -1,10 +1,11 @@
-"""Facts about this machine and installation, as plain data: for bug reports."""
+"""Facts about this machine and installation, as plain data, and what devices compute."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,29 @@ _VARIABLES = (
 _MARKER = 'extra == "{}"'  # of a requirement of an extra
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
+# with fp32 sums, by the data sheets. The first pattern that is found decides.
+GPUS = (
+    ("H100 SXM", r"\bh100\b(?!.*(pcie|nvl))", 989, 67),
+    ("H200", r"\bg?h200\b", 989, 67),
+    ("B200", r"\bg?b200\b", 2250, 75),
+    ("A100", r"\ba100\b", 312, 19.5),
+    ("MI300X", r"\bmi300x\b", 1307, 163.4),
+)
+GPU_NAMES = ", ".join(name for name, *_ in GPUS)
+_REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
+# TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
+_MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
+_SOME_THREAD = (0.05, 0.05)  # a guess
+
 
 def facts() -> dict[str, Any]:
     """Return everything that ``grpo-kernels info`` shows."""
     return {
         "versions": versions(),
         "devices": devices(),
-        "native_isas": _native_isas(),
+        # the instruction sets that the native kernels can use here, the one in use first
+        "native_isas": cpu.isas() if cpu.unavailable() is None else [],
         "backends": unavailable_backends(),
         "example_vocabulary": EXAMPLE_VOCABULARY,
         "defaults": [_default(device, dtype) for device in device_types() for dtype in _DTYPES],
@@ -97,25 +114,66 @@ def unavailable_backends() -> dict[str, str | None]:
     return {name: backend.unavailable() for name, backend in BACKENDS.items()}
 
 
-def _native_isas() -> list[str]:
-    """Return the instruction sets that the native kernels can use here, the one in use first."""
-    return cpu.isas() if cpu.unavailable() is None else []
-
-
 def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return the choice of ``backend="auto"``, and the rows of its logits tile."""
-    where = torch.device(device)
-    answer: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    where, name, rows = torch.device(device), None, None
     try:
         choice = choose_backend("auto", where, dtype)
     except ValueError as error:  # the environment variable forces one that cannot run
-        return {**answer, "backend": None, "chunk_rows": None, "reasons": [str(error)]}
+        reasons = [str(error)]
+    else:
+        name, reasons = choice.name, why_backend(choice, "auto", where, dtype)
+        rows = chunk_rows(EXAMPLE_VOCABULARY, dtype, "fp32", where, None)
     return {
-        **answer,
-        "backend": choice.name,
-        "chunk_rows": chunk_rows(EXAMPLE_VOCABULARY, dtype, "fp32", where, None),
-        "reasons": why_backend(choice, "auto", where, dtype),
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": name,
+        "chunk_rows": rows,
+        "reasons": reasons,
     }
+
+
+def gemm_rate(
+    device: str, dtype: torch.dtype, gpu: str | None = None, tflops: float | None = None
+) -> tuple[float | None, str]:
+    """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from.
+
+    Args:
+        device: "cuda" or "cpu".
+        dtype: of what is multiplied.
+        gpu: in place of the present one.
+        tflops: known already.
+
+    Raises:
+        ValueError: the GPU is not in the table, or is not what is asked for.
+    """
+    row, column = None, 1 if dtype == torch.float32 else 0
+    if gpu is not None:
+        if tflops is not None:
+            raise ValueError("gpu: not allowed with --tflops")
+        row = find_gpu(gpu)
+        if row is None or device == "cpu":
+            raise ValueError(f"gpu: expected one of {GPU_NAMES}, with --device cuda; got {gpu!r}")
+    if tflops is not None:
+        return tflops, "--tflops"
+    if device == "cpu":
+        isa, threads = cpu.isas()[0] if cpu.unavailable() is None else "", torch.get_num_threads()
+        rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
+        source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
+        return rate * threads, f"{source}, for {threads} threads"
+    if row is None and torch.cuda.is_available():
+        row = find_gpu(torch.cuda.get_device_name())
+    if row is None:
+        return None, "not known: --gpu or --tflops says it"
+    name, _, *rates = row
+    peak = f"{rates[column]:g} TFLOP/s in the data sheet of {name}"
+    return rates[column] * _REACHED, f"a guess, {_REACHED:.0%} of the {peak}"
+
+
+def find_gpu(name: str) -> tuple[str, str, float, float] | None:
+    """Return the row of ``GPUS`` for a device's name; None when it is not in the table."""
+    plain = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    return next((row for row in GPUS if re.search(row[1], plain)), None)
 
 
 def installed_version(distribution: str) -> str | None:

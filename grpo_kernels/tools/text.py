@@ -71,10 +71,6 @@ def in_units(size: int) -> str:
     return f"{size} B"
 
 
-class BadArgumentError(ValueError):
-    """An error that the user of a command can fix; the message names the argument."""
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -9,6 +9,7 @@ import contextlib
 import json
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from grpo_kernels import (
     explain,
     linear_policy_loss,
 )
-from grpo_kernels.tools import cli
-from grpo_kernels.tools.estimate import HeadShape, command, default_schedule, estimate_memory
+from grpo_kernels.engine import RunOptions
+from grpo_kernels.tools import cli, machine
+from grpo_kernels.tools.estimate import Call
+from grpo_kernels.tools.head_shape import HeadShape
 from tests.tools.test_cli import error
 
 D, V = 64, 5000
@@ -81,6 +84,11 @@ class LiveBytes(TorchDispatchMode):
         self.growth = max(self.growth, self._now)
 
 
+def growth(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
+    options = RunOptions(**options)
+    return Call(name=name, head=head, tokens=tokens, device="cpu", options=options).memory.growth
+
+
 def allocated(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
     hidden = torch.randn(1, tokens, D, dtype=head.dtype).requires_grad_()
     weight = torch.randn(V, D, dtype=head.weight_dtype or head.dtype).mul_(0.1)
@@ -124,8 +132,8 @@ def test_a_step_allocates_what_is_said(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     head = HeadShape(hidden=D, vocabulary=V, dtype=dtype, weight_dtype=weight_dtype, frozen=frozen)
     for tokens in (300, 2500):
-        estimate = estimate_memory(name, head, tokens, device="cpu", **options)
-        assert estimate.growth == pytest.approx(allocated(name, head, tokens, **options), rel=0.01)
+        found = allocated(name, head, tokens, **options)
+        assert growth(name, head, tokens, **options) == pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
@@ -137,10 +145,9 @@ def test_a_bounded_step_allocates_about_what_is_said(monkeypatch, name, frozen, 
     head = HeadShape(hidden=D, vocabulary=V, dtype=BF16, frozen=frozen)
     for slots, size in ((64, None), (1024, None), (1024, 16_000_000)):
         bounded = Bounded(slots=slots, exact_weight=exact)
-        options = {"max_workspace_bytes": size}
-        estimate = estimate_memory(name, head, 2500, device="cpu", bounded=bounded, **options)
-        found = allocated(name, head, 2500, backward=bounded, **options)
-        assert estimate.growth == pytest.approx(found, rel=0.05)
+        options = {"max_workspace_bytes": size, "backward": bounded}
+        found = allocated(name, head, 2500, **options)
+        assert growth(name, head, 2500, **options) == pytest.approx(found, rel=0.05)
 
 
 def test_the_default_is_what_a_step_takes() -> None:
@@ -151,7 +158,8 @@ def test_the_default_is_what_a_step_takes() -> None:
         hidden = torch.zeros(1, tokens, 2, dtype=dtype, requires_grad=True)
         weight = torch.zeros(columns, 2, dtype=dtype, requires_grad=not frozen)
         plan = explain(hidden, weight, batch, LossConfig(loss_type="dapo"))
-        assert default_schedule(head, tokens, device="cpu") == plan.schedule
+        call = Call(name="two_pass", head=head, tokens=tokens, device="cpu")
+        assert call.default == plan.schedule
         seen.add(plan.schedule)
     assert seen == {"one_pass", "two_pass"}
 
@@ -164,10 +172,10 @@ def test_the_default_takes_less_memory_than_a_chunked_head(device, hidden, vocab
         head = HeadShape(hidden=hidden, vocabulary=vocabulary, dtype=dtype, frozen=frozen)
         before = 0
         for tokens in (4096, 5000, 16384, 1 << 20):
-            name = default_schedule(head, tokens, device=device)
-            ours, trl = (estimate_memory(x, head, tokens, device=device) for x in (name, "trl"))
-            assert before < ours.total < trl.total
-            before = ours.total
+            trl = Call(name="trl", head=head, tokens=tokens, device=device)
+            ours = replace(trl, name=trl.default).memory.total
+            assert before < ours < trl.memory.total
+            before = ours
 
 
 def test_a_plan_adds_up(capsys) -> None:
@@ -233,7 +241,7 @@ def test_reserved_memory(capsys) -> None:
     ("NVIDIA GH200 480GB", "H200"), ("NVIDIA H100 PCIe", None), ("H1000", None), ("XH100", None),
 ])  # fmt: skip
 def test_gpus_are_found_by_their_names(driver, name) -> None:
-    row = command.find_gpu(driver)
+    row = machine.find_gpu(driver)
     assert (row and row[0]) == name
 
 
