@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import BACKENDS, EXTRAS, RowStats, Wanted, requested_backend, why_backend
+from grpo_kernels.backends import BACKENDS, EXTRAS, RowStats, Wanted, requested_backend
 from grpo_kernels.batch import SamplingMask, check_sampling_mask
 from grpo_kernels.engine import (
     ENTRIES,
-    OF_MASK,
     Bounded,
-    Keeping,
+    LogprobsPlan,
     Needs,
-    Route,
     Rows,
     RunOptions,
     agree,
     choose_route,
     compiled_stats,
     differentiable_stats,
-    fingerprint,
     of_kept,
     telling_others,
 )
@@ -196,11 +191,9 @@ def linear_logprobs(
         )
         compiling = torch.compiler.is_compiling() and _forms_tiles(backend)
         if not compiling:
-            route = choose_route(hidden.dtype, head, options, _reads_tile(rows, wanted))
             valid = rows.valid()
-    stats, kept = (
-        compiled_stats(rows, options, wanted) if compiling else _eager_stats(valid, route, wanted)
-    )
+            plan = LogprobsPlan.of(valid, options, wanted, Needs.of(valid.inputs))
+    stats, kept = compiled_stats(rows, options, wanted) if compiling else _eager_stats(valid, plan)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     named = dict(zip(OUTPUTS, stats, strict=True))
     if any(name in BOUNDED for name in outputs):
@@ -216,72 +209,14 @@ def _forms_tiles(backend: str) -> bool:
     return forced is None or forced.has_tiles
 
 
-def _reads_tile(rows: Rows, wanted: Wanted) -> bool:
-    """Return whether something is asked for that is read from a tile of logits."""
-    return wanted.tiled or rows.sampling_mask is not None
-
-
-def _eager_stats(rows: Rows, route: Route, wanted: Wanted) -> tuple[RowStats, Tensor | None]:
+def _eager_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
     """Compute statistics of all rows from those of the ``rows`` with a target."""
-    needs = Needs.of(rows.inputs)
-    why_not = OF_MASK if rows.sampling_mask is not None else None
-    tokens, depth = rows.hidden.shape
-    keeping = Keeping.of(tokens, depth, route, needs, why_not)
-    agree(rows, route, wanted, keeping.what)
-    all_rows = rows.narrow(slice(0, tokens))
-    stats, kept = differentiable_stats(all_rows, route, needs, keeping, wanted)
+    agree(rows, plan.route, plan.wanted, plan.keeping.what)
+    stats, kept = differentiable_stats(rows.narrow(slice(0, rows.count)), plan)
     whole = (None if x is None else rows.spread(x) for x in stats)
-    if kept is not None and keeping.what == ENTRIES:
+    if kept is not None and plan.keeping.what == ENTRIES:
         kept = rows.spread(kept)
     return RowStats(*whole), kept  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogprobsPlan:
-    """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why."""
-
-    route: Route
-    head: Head
-    tiled: bool  # something is asked for that is read from a tile of logits
-    keeping: Keeping  # what the forward keeps for the backward
-
-    @property
-    def backend(self) -> str:
-        return self.route.backend.name
-
-    @property
-    def forward(self) -> str:
-        """How statistics are formed: with a tile of logits, without one, from all logits."""
-        return self.route.forward
-
-    @property
-    def precision(self) -> str:
-        return self.route.precision
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A line to log with a run: where it differs, so may the bits."""
-        return fingerprint(self.route, self.head)
-
-    @cached_property
-    def reasons(self) -> tuple[str, ...]:
-        """Why it is so, a sentence each."""
-        route, device = self.route, self.head.weight.device
-        reasons = why_backend(route.backend, route.options.backend, device, route.dtype)
-        if self.tiled:
-            reasons.append("a tile of logits: some of what is asked for is read from it")
-        reasons.append(str(self.keeping))
-        return tuple(reasons)
-
-    def __str__(self) -> str:
-        lines = [
-            f"backend   {self.backend}",
-            f"forward   {self.forward}, precision={self.precision!r}",
-            f"numerics  {self.fingerprint}",
-        ]
-        return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
-
-    __repr__ = __str__
 
 
 def explain_logprobs(
@@ -316,13 +251,14 @@ def explain_logprobs(
     chosen, tiled = RunOptions(**options), sampling_mask or tiled
     head = head_of(weight, bias, lora, logit_scale, softcap, 1.0, vocab_shard)
     hidden, head = checked_head(hidden, head, chosen.precision)
-    route = choose_route(hidden.dtype, head, chosen, tiled)
-    inputs = (hidden, *head.tensors)
-    needs = Needs.of(inputs)
-    tokens = hidden.numel() // hidden.shape[-1]
-    why_not = OF_MASK if sampling_mask else None
-    keeping = Keeping.of(tokens, hidden.shape[-1], route, needs, why_not)
-    return LogprobsPlan(route=keeping.route(route), head=head, tiled=tiled, keeping=keeping)
+    return LogprobsPlan(
+        head=head,
+        route=choose_route(hidden.dtype, head, chosen, tiled),
+        needs=Needs.of((hidden, *head.tensors)),
+        tokens=hidden.numel() // hidden.shape[-1],
+        wanted=Wanted(mean=tiled),
+        masked=sampling_mask,
+    )
 
 
 def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor | None]:

@@ -17,6 +17,7 @@ from grpo_kernels.engine.ops import (
     linear_logprobs_forward,
 )
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, Bounded, RunOptions
+from grpo_kernels.engine.plan import LogprobsPlan
 from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route, choose_route, row_block

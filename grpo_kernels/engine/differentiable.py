@@ -1,6 +1,6 @@
 """Statistics of a head's rows that autograd can differentiate, with as much memory as there is.
 
-A forward keeps what :class:`Keeping` says; the backward takes that, or forms the logits again.
+A forward keeps what its plan says; the backward takes that, or forms the logits again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Wanted, reference_logprobs
+from grpo_kernels.backends import RowStats, StatsGradients, reference_logprobs
 from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
-from grpo_kernels.engine.kept import NOTHING, Keeping, keeping_forward, kept_gradients
+from grpo_kernels.engine.kept import NOTHING, keeping_forward, kept_gradients
+from grpo_kernels.engine.plan import LogprobsPlan
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry import with_less_memory
 from grpo_kernels.engine.route import Route
@@ -27,42 +28,31 @@ INPUTS = ("hidden", "weight", "bias", "lora.a", "lora.b")
 
 def differentiable_stats(
     rows: Rows,  # all with a target
-    route: Route,
-    needs: Needs,
-    keeping: Keeping,
-    wanted: Wanted = Wanted(),  # noqa: B008
+    plan: LogprobsPlan,
     name: str = "linear_logprobs",  # whose results they are, for an error
 ) -> tuple[RowStats, Tensor | None]:
     """Compute the statistics of every row, and what is kept for the backward.
 
     Log-probabilities and entropy have gradients with respect to the hidden states and the head.
     """
-    if not route.backend.has_tiles:
-        given = (rows.hidden, rows.head, rows.target, route.precision, rows.sampling_mask, wanted)
-        return reference_logprobs(*given), None
+    if not plan.route.backend.has_tiles:
+        given = (rows.hidden, rows.head, rows.target, plan.precision, rows.sampling_mask)
+        return reference_logprobs(*given, plan.wanted), None
     check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
-    if not needs.any:
-        return rows_forward(rows, route, wanted)
-    *stats, kept = _Stats.apply(rows, route, needs, keeping, wanted, name, *rows.inputs)
+    if not plan.needs.any:
+        return rows_forward(rows, plan)
+    *stats, kept = _Stats.apply(rows, plan, name, *rows.inputs)
     return RowStats(*stats), kept
 
 
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Rows,
-        route: Route,
-        needs: Needs,
-        keeping: Keeping,
-        wanted: Wanted,
-        name: str,
-        *inputs: Tensor | None,
+        ctx: Any, rows: Rows, plan: LogprobsPlan, name: str, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        stats, kept = rows_forward(rows, route, wanted, keeping)
+        stats, kept = rows_forward(rows, plan)
         # autograd keeps the tensors; without them the rows are what else belongs to them
-        ctx.rows, ctx.call = replace(rows, hidden=rows.hidden[:0]), (route, needs, keeping)
-        ctx.result_of = name
+        ctx.rows, ctx.plan, ctx.result_of = replace(rows, hidden=rows.hidden[:0]), plan, name
         # what belongs to the rows, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(*inputs, kept, *stats[:3], *rows.belongings)
         of_stats = (x for n, x in zip(stats._fields, stats, strict=True) if n not in DIFFERENTIABLE)
@@ -78,11 +68,10 @@ class _Stats(torch.autograd.Function):
         given = RowStats(*outer[:-1])  # type: ignore[arg-type]
         grad_stats = StatsGradients(*map(_dense, (given.logp, given.entropy, given.masked_logp)))
         stats = RowStats(logp, entropy, lse)
-        route, needs, keeping = ctx.call
-        gradients = stats_backward(rows, stats, grad_stats, route, needs, keeping, kept)
+        gradients = stats_backward(rows, stats, grad_stats, ctx.plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
         found = (None if g is None else g.to(x.dtype) for g, x in pairs)
-        return *[None] * 6, *found
+        return *[None] * 3, *found
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
@@ -93,42 +82,36 @@ def stats_backward(
     rows: Rows,
     stats: RowStats,
     outer: StatsGradients,
-    route: Route,
-    needs: Needs,
-    keeping: Keeping,
+    plan: LogprobsPlan,
     kept: Tensor | None,
 ) -> Gradients:
     """Compute gradients from the rows' statistics, the gradients of these and what was kept."""
     only_logp = outer.dlogp is not None and outer.dentropy is None and outer.dmasked is None
     if kept is not None and outer.dlogp is not None and only_logp:
-        return kept_gradients(keeping.what, kept, rows, stats, outer.dlogp, route, needs)
+        given = (plan.keeping.what, kept, rows, stats, outer.dlogp)
+        return kept_gradients(*given, plan.route, plan.needs)
     chosen = rows.chosen(outer.nonzero)
     outer = StatsGradients(*(chosen.take(gradient) for gradient in outer))
     stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    gradients = rows_backward(chosen, stats, outer, route, needs)
+    gradients = rows_backward(chosen, stats, outer, plan.route, plan.needs)
     if gradients.hidden is None:
         return gradients
     return gradients._replace(hidden=chosen.spread(gradients.hidden))
 
 
-def rows_forward(
-    rows: Rows,
-    route: Route,
-    wanted: Wanted = Wanted(),  # noqa: B008
-    keeping: Keeping = Keeping(),  # noqa: B008
-) -> tuple[RowStats, Tensor | None]:
+def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
     """Compute the statistics of rows that all have a target, with as much memory as there is.
 
     Also return what is kept for the backward.
     """
 
     def run(route: Route) -> tuple[RowStats, Tensor | None]:
-        if keeping.what == NOTHING:
-            return forward(rows, route, wanted), None
-        return keeping_forward(rows, route, wanted, keeping)
+        if plan.keeping.what == NOTHING:
+            return forward(rows, route, plan.wanted), None
+        return keeping_forward(rows, route, plan.wanted, plan.keeping)
 
     with torch.no_grad():
-        return with_less_memory(run, route)
+        return with_less_memory(run, plan.route)
 
 
 def rows_backward(

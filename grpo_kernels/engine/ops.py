@@ -12,9 +12,9 @@ from grpo_kernels.backends import RowStats, StatsGradients, Wanted, dtype_of, sh
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.engine.differentiable import rows_backward, rows_forward
 from grpo_kernels.engine.gradients import Needs
-from grpo_kernels.engine.kept import NOTHING, OF_ALL_ROWS, OF_MASK, Keeping, kept_gradients
+from grpo_kernels.engine.kept import NOTHING, OF_ALL_ROWS, kept_gradients
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
-from grpo_kernels.engine.route import Route, choose_route
+from grpo_kernels.engine.plan import LogprobsPlan
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.shards import agree, telling_others
 from grpo_kernels.head import (
@@ -108,21 +108,11 @@ def compiled_stats(
     return RowStats(*found[:-1]), found[-1]
 
 
-def _route(rows: Rows, options: RunOptions, wanted: Wanted = Wanted()) -> Route:  # noqa: B008
-    tiled = wanted.tiled or rows.sampling_mask is not None
-    return choose_route(rows.hidden.dtype, rows.head, options, tiled)
-
-
-def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, Wanted, Route, Keeping]:
+def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
     """Rebuild the call of the forward."""
     rows, options = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
     *of_wanted, needs = arguments[_NUM_TENSORS + _NUM_OPTIONS :]
-    wanted = Wanted(*of_wanted)
-    route = _route(rows, options, wanted)
-    tokens, depth = rows.hidden.shape
-    why_not = OF_MASK if rows.sampling_mask is not None else None
-    keeping = Keeping.of(tokens, depth, route, Needs(*needs), why_not)
-    return rows, wanted, route, keeping
+    return rows, LogprobsPlan.of(rows, options, Wanted(*of_wanted), Needs(*needs))
 
 
 @torch.library.custom_op(
@@ -134,11 +124,12 @@ def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, Wanted, Route, Keepin
 def linear_logprobs_forward(*arguments):
     """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
     for the backward; what is not computed is empty."""
-    rows, wanted, route, keeping = _forward_call(arguments)
+    rows, plan = _forward_call(arguments)
+    keeping = plan.keeping
     with telling_others(rows.head.shard, rows.hidden):
         valid = rows.valid()
-    agree(valid, route, wanted, keeping.what)
-    stats, kept = rows_forward(valid, route, wanted, keeping)
+    agree(valid, plan.route, plan.wanted, keeping.what)
+    stats, kept = rows_forward(valid, plan)
     if kept is None:
         kept = rows.hidden.new_empty(0, dtype=keeping.dtype)
     return (
@@ -157,14 +148,14 @@ def _stats_dtypes(rows: Rows) -> list[torch.dtype]:
 
 @linear_logprobs_forward.register_fake
 def _(*arguments):
-    rows, wanted, _, keeping = _forward_call(arguments)
-    shapes = shapes_of(rows.target.shape, wanted, rows.sampling_mask is not None)
+    rows, plan = _forward_call(arguments)
+    shapes = shapes_of(rows.target.shape, plan.wanted, plan.masked)
     return (
         *(
             rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
             for name, dtype in zip(RowStats._fields, _stats_dtypes(rows), strict=True)
         ),
-        rows.hidden.new_empty(keeping.shape, dtype=keeping.dtype),
+        rows.hidden.new_empty(plan.keeping.shape, dtype=plan.keeping.dtype),
     )
 
 
@@ -182,7 +173,8 @@ def linear_logprobs_backward(*arguments):
     """Compute the gradients of the differentiable statistics; one that is not needed is empty."""
     *call, logp, entropy, lse, dlogp, dentropy, dmasked, kept, keeps, needs = arguments
     rows, options = _call(call)
-    outer, route = StatsGradients(dlogp, dentropy, dmasked), _route(rows, options)
+    outer = StatsGradients(dlogp, dentropy, dmasked)
+    route = LogprobsPlan.of(rows, options, Wanted(), Needs(*needs)).route
     suffices = keeps != NOTHING and dlogp is not None and dentropy is None
     if keeps in OF_ALL_ROWS and suffices:
         valid = rows
@@ -220,7 +212,7 @@ def _inputs(rows: Rows) -> list[Tensor]:
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3], output[-1])  # logp, entropy, lse
     ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
-    ctx.keeps = _forward_call(inputs)[-1].what
+    ctx.keeps = _forward_call(inputs)[1].keeping.what
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
 

@@ -14,6 +14,7 @@ from grpo_kernels.engine import (
     OF_ENTROPY,
     OF_MASK,
     Keeping,
+    LogprobsPlan,
     Needs,
     Route,
     Rows,
@@ -37,17 +38,17 @@ _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer r
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One call of ``linear_policy_loss``, decided. Print it for what will run, and why."""
+class Plan(LogprobsPlan):
+    """One call of ``linear_policy_loss``, decided. Print it for what will run, and why.
 
-    head: Head
+    The rows of which it is a :class:`LogprobsPlan` are those with a gradient.
+    """
+
     batch: TokenBatch  # every valid token
     config: LossConfig
     options: RunOptions
     active: ActiveRows  # those with a gradient
-    needs: Needs
     main_grad: Tensor | None  # (V, D), to which the weight's gradient is added; None: autograd's
-    route: Route
     schedule: str  # "one_pass" | "two_pass"
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
     stage: type[LossStage]  # how the loss runs between statistics and gradients
@@ -66,17 +67,9 @@ class Plan:
         return Rows(hidden=hidden, head=self.head, target=target, sampling_mask=mask)
 
     @property
-    def backend(self) -> str:
-        return self.route.backend.name
-
-    @property
     def scope(self) -> str:
         """How far one token's gradient reaches: "token", "sequence" or "batch"."""
         return self.config.scope(self.batch.rollout_logprobs is not None)
-
-    @property
-    def precision(self) -> str:
-        return self.options.precision
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -108,7 +101,7 @@ class Plan:
     def keeping(self) -> Keeping:
         """What the forward keeps for the backward, or for its end."""
         why_not = _why_exact(self.batch, self.config)
-        size = self.active.batch.num_tokens, self.head.weight.shape[1]
+        size = self.tokens, self.head.weight.shape[1]
         kept = Keeping.of(*size, self.route, self.needs, why_not)
         bounded = self.options.bounded
         if bounded is None or self.schedule == "two_pass":
@@ -117,7 +110,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A line to log with a run: where it differs from another run's, so may the bits."""
+        """A line to log with a run: where it differs, so may the bits."""
         route = self.route if self.schedule == "one_pass" else self.keeping.route(self.route)
         return fingerprint(route, self.head, self.schedule)
 
@@ -192,17 +185,16 @@ class Plan:
             found = "zeros in the GEMMs: the host would have to wait for the device"
         return [known, f"rows that the loss clips or gates: {found}"]
 
-    def __str__(self) -> str:
-        lines = [
+    def _lines(self) -> list[str]:
+        return [
             f"backend   {self.backend}",
             f"schedule  {self.schedule} (scope of the loss: {self.scope})",
             f"logits    {self.logits_dtype}, precision={self.precision!r}",
             f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]
-        return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
 
-    __repr__ = __str__
+    __str__ = __repr__ = LogprobsPlan.__str__
 
 
 def make_plan(
@@ -244,6 +236,8 @@ def make_plan(
         route = summing
     return Plan(
         head=head,
+        tokens=active.batch.num_tokens,
+        masked=batch.sampling_mask is not None,
         batch=batch,
         config=config,
         options=options,

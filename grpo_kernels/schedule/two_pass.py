@@ -11,7 +11,6 @@ from grpo_kernels.backends import RowStats, StatsGradients
 from grpo_kernels.engine import (
     ENTRIES,
     Gradients,
-    Keeping,
     MainGrad,
     Needs,
     Rows,
@@ -46,8 +45,8 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     The gradient of the hidden states is that of the rows with one.
     """
     config, active = plan.config, plan.active
-    rows, keeping = plan.rows(hidden), plan.keeping
-    stats, kept = rows_forward(rows, plan.route, keeping=keeping)
+    rows = plan.rows(hidden)
+    stats, kept = rows_forward(rows, plan)
     logp, entropy = _of_policy(stats), stats.entropy
     batch, weights, gate = active.batch, static_weights(plan.batch, config), None
     if plan.scope == "batch":
@@ -58,14 +57,14 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
         weights = active.take_weights(weights)
     stage = plan.stage(batch, weights, config, logp.dtype, gate)
     outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
-    parts = LossParts(stage.loss(), logp, entropy, gate, _report(keeping, kept))
+    parts = LossParts(stage.loss(), logp, entropy, gate, _report(plan, kept))
     if not plan.needs.any:
         return parts, Gradients()
     if plan.scope == "batch" and active.index is not None:
         outer = outer.rows(active.index)
     if rows.sampling_mask is not None:
         outer = StatsGradients(None, outer.dentropy, outer.dlogp)
-    return parts, stats_backward(rows, stats, outer, plan.route, plan.needs, keeping, kept)
+    return parts, stats_backward(rows, stats, outer, plan, kept)
 
 
 def _entropy_gate(entropy: Tensor, plan: Plan) -> Tensor:
@@ -95,15 +94,15 @@ def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the policy's log-probabilities of the targets, its entropy, and the report of a
     bounded backward."""
     rows.check_values()
-    keeping, needs = (plan.keeping, plan.needs) if torch.is_grad_enabled() else (Keeping(), Needs())
-    if plan.main_grad is not None:
-        needs = replace(needs, main_grad=MainGrad(plan.main_grad))
-    given = (rows, plan.route, needs, keeping)
-    stats, kept = differentiable_stats(*given, name="linear_policy_loss")
-    return _of_policy(stats), stats.entropy, _report(keeping, kept)
+    if not torch.is_grad_enabled():
+        plan = replace(plan, needs=Needs())
+    elif plan.main_grad is not None:
+        plan = replace(plan, needs=replace(plan.needs, main_grad=MainGrad(plan.main_grad)))
+    stats, kept = differentiable_stats(rows, plan, name="linear_policy_loss")
+    return _of_policy(stats), stats.entropy, _report(plan, kept)
 
 
-def _report(keeping: Keeping, kept: Tensor | None) -> Tensor | None:
-    if kept is None or keeping.what != ENTRIES:
+def _report(plan: Plan, kept: Tensor | None) -> Tensor | None:
+    if kept is None or plan.keeping.what != ENTRIES:
         return None
     return bounded_report(of_kept(kept)[0])

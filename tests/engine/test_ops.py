@@ -68,6 +68,6 @@ def test_opcheck(backend: str, name: str) -> None:
     call_of_forward = (*flat, *call.wanted, list(call.needs))
     *found, kept = linear_logprobs_forward(*call_of_forward)
     outer = (None, None, torch.randn(5)) if call.masked else (torch.randn(5), None, None)
-    for keeps in {NOTHING, _forward_call(call_of_forward)[-1].what}:
+    for keeps in {NOTHING, _forward_call(call_of_forward)[1].keeping.what}:
         given = (*flat, *found[:3], *outer, kept, keeps, list(call.needs))
         opcheck(linear_logprobs_backward, given)
