@@ -496,7 +496,7 @@ def _extra(row: Row | None) -> int | None:
 
 
 def _middle(values: list[float]) -> str:
-    return text.spread(values, statistics.median(values)) if values else ""
+    return text.scatter(values, statistics.median(values)) if values else ""
 
 
 def _always(values: Sequence[bool | None]) -> str:

@@ -15,7 +15,7 @@ from benchmarks.problem import make_problem
 from benchmarks.providers.ours import run_loss
 from benchmarks.shapes import MODELS, Case
 from benchmarks.work import WORKS
-from grpo_kernels.backends import RowStats, StatsGradients, Tile
+from grpo_kernels.backends import RowStats, StatsGrad, Tile
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
     LinearConfig,
@@ -138,7 +138,7 @@ def _row_kernel(name: str, tile: Tile, config: RowConfig) -> dict[str, Tensor]:
         stats, gradient = logp_gradient_(own, config)
         return _named(stats) | {"gradient": gradient.dlogits}
     stats = row_stats(tile, False)
-    outer = StatsGradients(torch.ones_like(stats.logp))
+    outer = StatsGrad(torch.ones_like(stats.logp))
     return {"gradient": dlogits_(own, stats, outer, torch.bfloat16, config=config)}
 
 

@@ -9,7 +9,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.head import Head, Transform, gathered_head, head_of_layer
+from grpo_kernels.head import Head, Transform, head_of_layer, unshard_head
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
@@ -126,7 +126,7 @@ class FusedHead(Overlay, nn.Module):
     def forward(self, hidden: Tensor, fn: HeadFn | None = None, **options: Any) -> Any:
         if fn is None:
             return super().forward(hidden, **options)
-        head = gathered_head(head_of_layer(self, self._transform))
+        head = unshard_head(head_of_layer(self, self._transform))
         if self._vocab_size is not None and self._vocab_size < head.weight.shape[0]:
             head = head.columns(slice(self._vocab_size))
         return fn(hidden, head, **options)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import BACKENDS, EXTRAS, RowStats, Wanted, requested_backend
+from grpo_kernels.backends import BACKENDS, EXTRAS, OutputSpec, RowStats, requested_backend
 from grpo_kernels.batch import SamplingMask, check_sampling_mask
 from grpo_kernels.engine import (
     ENTRIES,
@@ -16,12 +16,12 @@ from grpo_kernels.engine import (
     Needs,
     Rows,
     RunOptions,
-    agree,
+    check_ranks_agree,
     choose_route,
     compiled_stats,
     differentiable_stats,
     of_kept,
-    telling_others,
+    raise_on_all_ranks,
 )
 from grpo_kernels.head import (
     Head,
@@ -30,9 +30,9 @@ from grpo_kernels.head import (
     check_device,
     check_floating,
     checked_head,
-    gathered_head,
     head_of,
     row_temperature,
+    unshard_head,
 )
 
 # in the order of RowStats
@@ -157,7 +157,7 @@ def linear_logprobs(
         RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
     check_floating("hidden", hidden)
-    with telling_others(vocab_shard, hidden):
+    with raise_on_all_ranks(vocab_shard, hidden):
         _check_outputs(outputs, sampling_mask, top_k)
         options = RunOptions(
             precision=precision,
@@ -170,7 +170,7 @@ def linear_logprobs(
         _check_target(hidden, target)
         temperature = row_temperature(temperature, target.shape, hidden)
         head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
-        head = gathered_head(head)
+        head = unshard_head(head)
         hidden, head = checked_head(hidden, head, precision)
         if sampling_mask is not None:
             check_sampling_mask(sampling_mask, target)
@@ -184,7 +184,7 @@ def linear_logprobs(
             target=target.reshape(-1),
             sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
         )
-        wanted = Wanted(
+        wanted = OutputSpec(
             extras=any(name in EXTRAS for name in outputs),
             mean="mean_logit" in outputs,
             top_k=top_k or 0,
@@ -211,11 +211,11 @@ def _forms_tiles(backend: str) -> bool:
 
 def _eager_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
     """Compute statistics of all rows from those of the ``rows`` with a target."""
-    agree(rows, plan.route, plan.wanted, plan.keeping.what)
+    check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
     stats, kept = differentiable_stats(rows.narrow(slice(0, rows.count)), plan)
-    whole = (None if x is None else rows.spread(x) for x in stats)
-    if kept is not None and plan.keeping.what == ENTRIES:
-        kept = rows.spread(kept)
+    whole = (None if x is None else rows.scatter(x) for x in stats)
+    if kept is not None and plan.saving.kind == ENTRIES:
+        kept = rows.scatter(kept)
     return RowStats(*whole), kept  # type: ignore[arg-type]
 
 
@@ -256,7 +256,7 @@ def explain_logprobs(
         route=choose_route(hidden.dtype, head, chosen, tiled),
         needs=Needs.of((hidden, *head.tensors)),
         tokens=hidden.numel() // hidden.shape[-1],
-        wanted=Wanted(mean=tiled),
+        wanted=OutputSpec(mean=tiled),
         masked=sampling_mask,
     )
 

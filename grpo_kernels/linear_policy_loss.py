@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.engine import Bounded, RunOptions, telling_others
-from grpo_kernels.head import Head, HeadLoRA, VocabShard, gathered_head, head_of
+from grpo_kernels.engine import Bounded, RunOptions, raise_on_all_ranks
+from grpo_kernels.head import Head, HeadLoRA, VocabShard, head_of, unshard_head
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
 
@@ -82,7 +82,7 @@ def linear_policy_loss(
         RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
     shard = weight.shard if isinstance(weight, Head) else vocab_shard
-    with telling_others(shard, hidden):
+    with raise_on_all_ranks(shard, hidden):
         options = RunOptions(
             precision=precision,
             backend=backend,
@@ -95,7 +95,7 @@ def linear_policy_loss(
         )
         temperature = _temperature(config)
         head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
-        head = gathered_head(head)
+        head = unshard_head(head)
         if torch.compiler.is_compiling():
             return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
         rows, plan = planned(hidden, head, batch, config, options, main_grad)

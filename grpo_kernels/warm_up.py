@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.batch import SamplingMask, TokenBatch
 from grpo_kernels.engine import RunOptions
-from grpo_kernels.head import Head, HeadLoRA, check_weight, gathered_head, head_of
+from grpo_kernels.head import Head, HeadLoRA, check_weight, head_of, unshard_head
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule import Plan, planned, run_plan
 
@@ -70,7 +70,7 @@ def warm_up(
     if not isinstance(config, LossConfig):
         raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
     head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
-    head = gathered_head(head)  # by all processes at once
+    head = unshard_head(head)  # by all processes at once
     check_weight(head.weight)
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import grpo_trainer
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
-from grpo_kernels.backends.registry import BACKENDS
+from grpo_kernels.backends.choice import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
 from grpo_kernels.losses.gates import CORRECTION_MODES

@@ -9,20 +9,17 @@ from grpo_kernels.backends.base import (
     WHOLE,
     Backend,
     Entries,
+    OutputSpec,
     RowStats,
-    StatsGradients,
+    StatsGrad,
     Tile,
     TileGradient,
-    Wanted,
     concatenate,
     dtype_of,
     output_view,
     shapes_of,
 )
-from grpo_kernels.backends.chunked import slope, transformed
-from grpo_kernels.backends.entries import row_keys
-from grpo_kernels.backends.reference import reference_logprobs
-from grpo_kernels.backends.registry import (
+from grpo_kernels.backends.choice import (
     BACKEND_VARIABLE,
     BACKENDS,
     available_backends,
@@ -33,4 +30,7 @@ from grpo_kernels.backends.registry import (
     requested_backend,
     why_backend,
 )
+from grpo_kernels.backends.chunked import slope, transformed
+from grpo_kernels.backends.entries import row_keys
+from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.topk import mean_logits, with_top_k

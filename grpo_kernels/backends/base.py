@@ -60,7 +60,7 @@ class RowStats(NamedTuple):
         return RowStats(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
-class StatsGradients(NamedTuple):
+class StatsGrad(NamedTuple):
     """Gradients of the statistics of C rows, each (C,) or None for zeros."""
 
     dlogp: Tensor | None
@@ -75,32 +75,32 @@ class StatsGradients(NamedTuple):
             return given[0] if given else None
         return torch.stack(given).any(0)
 
-    def rows(self, index: slice | Tensor) -> StatsGradients:
+    def rows(self, index: slice | Tensor) -> StatsGrad:
         """Return the same for a subset of rows."""
-        return StatsGradients(*(x[index] if x is not None else None for x in self))
+        return StatsGrad(*(x[index] if x is not None else None for x in self))
 
-    def times(self, scale: Tensor | None) -> StatsGradients:
+    def times(self, scale: Tensor | None) -> StatsGrad:
         """Return the same, multiplied by a () tensor."""
         if scale is None:
             return self
-        return StatsGradients(*(x * scale if x is not None else None for x in self))
+        return StatsGrad(*(x * scale if x is not None else None for x in self))
 
 
 class TileGradient(NamedTuple):
-    """The gradient of a tile of raw logits: ``dlogits``, each row times its ``factor``."""
+    """The gradient of a tile of raw logits: ``dlogits``, each row times its ``row_scale``."""
 
     dlogits: Tensor  # (C, V)
-    factor: Tensor | None = None  # (C,) fp32; None: 1
+    row_scale: Tensor | None = None  # (C,) fp32; None: 1
 
     def weighted(self, rows: Tensor) -> Tensor:
-        """Return (C, n) ``rows`` times the factor, for a product with ``dlogits^T``."""
-        if self.factor is None:
+        """Return (C, n) ``rows`` times the scale, for a product with ``dlogits^T``."""
+        if self.row_scale is None:
             return rows
         # one rounding, in one kernel
-        return torch.mul(rows, self.factor[:, None], out=torch.empty_like(rows))
+        return torch.mul(rows, self.row_scale[:, None], out=torch.empty_like(rows))
 
 
-class Wanted(NamedTuple):
+class OutputSpec(NamedTuple):
     """The statistics requested beside those of every call."""
 
     extras: bool = False  # is_top1, sum_sq_probs, max_logit and min_logit
@@ -127,7 +127,7 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
     return _DTYPES.get(name, wide)
 
 
-def shapes_of(rows: torch.Size, wanted: Wanted, masked: bool) -> dict[str, torch.Size]:
+def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, torch.Size]:
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
     names = ("logp", "entropy", "lse", *(EXTRAS if wanted.extras else ()))
     shapes = dict.fromkeys(names, rows)
@@ -202,7 +202,7 @@ class Backend:
         self,
         tile: Tile,
         stats: RowStats,
-        outer: StatsGradients,
+        outer: StatsGrad,
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:

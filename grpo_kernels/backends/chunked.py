@@ -8,7 +8,7 @@ from torch import Tensor
 from grpo_kernels.backends.base import (
     LEAST_LOGP,
     RowStats,
-    StatsGradients,
+    StatsGrad,
     Tile,
 )
 from grpo_kernels.head import Transform, stats_dtype
@@ -93,7 +93,7 @@ def block_stats(tile: Tile, extras: bool) -> RowStats:
     )
 
 
-def block_dlogits(tile: Tile, stats: RowStats, outer: StatsGradients) -> Tensor:
+def block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
     """Return the gradient of some rows by their raw logits."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)

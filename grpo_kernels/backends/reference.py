@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import LEAST_LOGP, RowStats, Wanted
+from grpo_kernels.backends.base import LEAST_LOGP, OutputSpec, RowStats
 from grpo_kernels.backends.topk import completed
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.head import Head, logits_dtype, matmul_precision, stats_dtype
@@ -17,7 +17,7 @@ def reference_logprobs(
     target: Tensor,
     precision: str,
     sampling_mask: SamplingMask | None = None,
-    wanted: Wanted = Wanted(),  # noqa: B008
+    wanted: OutputSpec = OutputSpec(),  # noqa: B008
 ) -> RowStats:
     """Compute statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
 

@@ -9,7 +9,7 @@ from grpo_kernels.backends.base import (
     Backend,
     Entries,
     RowStats,
-    StatsGradients,
+    StatsGrad,
     Tile,
     concatenate,
     output_view,
@@ -33,7 +33,7 @@ class Chunked(Backend):
         self,
         tile: Tile,
         stats: RowStats,
-        outer: StatsGradients,
+        outer: StatsGrad,
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:

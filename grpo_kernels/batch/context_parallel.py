@@ -47,7 +47,7 @@ def next_token_targets(
     if mask is not None:
         check_mask(mask, input_ids, "input_ids")
         known = ((mask == 0) | (mask == 1)).all()
-        host.require(known, "mask: expected bool or 0 and 1, got other values")
+        host.assert_async(known, "mask: expected bool or 0 and 1, got other values")
         following = torch.where(mask[..., 1:] != 0, following, IGNORE_INDEX)
     target[..., :-1] = following
     total = input_ids.numel()
@@ -56,7 +56,7 @@ def next_token_targets(
     check_cu_seqlens(cu_seqlens, input_ids)
     ends = cu_seqlens.long()
     rising = (ends.diff() >= 0).all() & (ends[0] == 0) & (ends[-1] == total)
-    host.require(rising, f"cu_seqlens: expected offsets rising from 0 to T = {total}")
+    host.assert_async(rising, f"cu_seqlens: expected offsets rising from 0 to T = {total}")
     # an empty sequence ends where the one before it does; before the first one that is row T - 1
     return target.index_fill_(0, (ends[1:] - 1) % total, IGNORE_INDEX)
 
@@ -98,7 +98,7 @@ def context_parallel_rows(
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise ValueError(f"rank: expected an int in [0, {size}), got {rank!r}")
     check_cu_seqlens(cu_seqlens)
-    offsets = host.known(host.fetch(cu_seqlens))
+    offsets = host.values(host.sync_to_host(cu_seqlens))
     if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
         raise ValueError(f"cu_seqlens: expected offsets rising from 0, got {offsets}")
     return _LAYOUTS[layout](cu_seqlens.long(), offsets, rank, size)

@@ -13,22 +13,22 @@ def reading_is_free(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def hold(values: Any, dtype: torch.dtype | None = None) -> Tensor:
+def to_host(numbers: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers that the host knows as a CPU tensor, on whose values no compiler guards."""
-    return torch.tensor(values, dtype=dtype)
+    return torch.tensor(numbers, dtype=dtype)
 
 
-def known(x: Tensor) -> Any:
+def values(x: Tensor) -> Any:
     """Return the numbers in a CPU tensor that holds what the host knows of a batch."""
     return x.tolist()
 
 
-def fetch(x: Tensor) -> Tensor:
+def sync_to_host(x: Tensor) -> Tensor:
     """Return integers ``x`` as a CPU tensor. A training step waits for a device here, and once."""
     return x.cpu()
 
 
-def require(condition: Tensor, message: str) -> None:
+def assert_async(condition: Tensor, message: str) -> None:
     """Raise ValueError unless ``condition``, (); on a device an assertion there fails later."""
     if not reading_is_free(condition):
         torch._assert_async(condition, message)

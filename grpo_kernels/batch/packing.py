@@ -61,12 +61,12 @@ def packed_fields(
         for name in TOKEN_FIELDS
         if (value := optional.get(name)) is not None
     }
-    table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
+    table = torch.stack(list(columns.values()))  # (k, N), of the max_local_vocab dtype
     offsets = _offsets(layout, table[0])  # (2, B + 1)
     names, flags = _value_flags(layout, table, list(columns), scalars)
     if given is None or host.reading_is_free(target):
-        found = host.fetch(torch.cat([*flags, offsets.reshape(-1)]))
-        low, _, *rest = host.known(found)
+        found = host.sync_to_host(torch.cat([*flags, offsets.reshape(-1)]))
+        low, _, *rest = host.values(found)
         wrong = [name for name, flag in zip(names, rest, strict=False) if flag]
         _raise_on_flags(low, wrong, target.numel())
         counts, max_target = _agreed(_counts(rest[len(names) :]), given), found[1]
@@ -74,7 +74,7 @@ def packed_fields(
         counts, max_target = given, None
         _require(torch.cat(flags), offsets, given)
 
-    total, keep = sum(host.known(counts)[0]), None
+    total, keep = sum(host.values(counts)[0]), None
     picked = layout.target
     if total < picked.numel():
         # needs no transfer, unlike nonzero
@@ -85,7 +85,7 @@ def packed_fields(
         **dict(zip(columns, table.unbind(0), strict=True)),
         "cu_seqlens": offsets[0],
         "counts": counts,
-        "layout": host.hold(target.shape),
+        "layout": host.to_host(target.shape),
         "rows": keep,
         "max_target": max_target,
         "advantages_per_token": per_token,
@@ -144,7 +144,7 @@ def _given_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None:
         return None
     if active is not None and any(few > all_ for few, all_ in zip(active, lengths, strict=True)):
         raise ValueError(f"active_lengths: expected at most lengths {lengths}, got {active}")
-    return host.hold([lengths, active or [UNKNOWN] * sequences])
+    return host.to_host([lengths, active or [UNKNOWN] * sequences])
 
 
 def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[int] | None:
@@ -161,8 +161,8 @@ def _count_list(name: str, value: Sequence[int] | None, sequences: int) -> list[
 def _agreed(found: list[list[int]], given: Tensor | None) -> Tensor:
     """Return the counts (2, B) after comparing them with what the caller says they are."""
     if given is None:
-        return host.hold(found)
-    for name, stated, true in zip(COUNT_FIELDS, host.known(given), found, strict=True):
+        return host.to_host(found)
+    for name, stated, true in zip(COUNT_FIELDS, host.values(given), found, strict=True):
         if UNKNOWN not in stated and stated != true:
             raise ValueError(
                 f"{name}: expected {tuple(true)} for these tensors, got {tuple(stated)}"
@@ -172,14 +172,16 @@ def _agreed(found: list[list[int]], given: Tensor | None) -> Tensor:
 
 def _require(flags: Tensor, offsets: Tensor, given: Tensor) -> None:
     """Check the values later and on the device."""
-    host.require(flags[0] >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
-    host.require(
+    host.assert_async(flags[0] >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
+    host.assert_async(
         ~flags[2:].any(),
         "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values",
     )
-    for name, stated, ends in zip(COUNT_FIELDS, host.known(given), offsets, strict=True):
+    for name, stated, ends in zip(COUNT_FIELDS, host.values(given), offsets, strict=True):
         if UNKNOWN not in stated:
-            host.require(ends[-1] == sum(stated), f"{name}: expected another sum for these tensors")
+            host.assert_async(
+                ends[-1] == sum(stated), f"{name}: expected another sum for these tensors"
+            )
 
 
 def check_target(target: Tensor, dim: int, shape: str, name: str = "target") -> None:
@@ -264,14 +266,14 @@ def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor |
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
         largest = sys.float_info.max  # an int may be larger
-        value = host.hold(value if value <= largest else math.inf, torch.float64)
+        value = host.to_host(value if value <= largest else math.inf, torch.float64)
     if not isinstance(value, Tensor) or value.dim():
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name}: expected a finite number >= 0, got {got}")
     value = value.double()
     if not host.reading_is_free(value):
         return value.to(target.device)
-    number = host.known(value)
+    number = host.values(value)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name}: expected a finite number >= 0, got {number!r}")
     return value

@@ -35,7 +35,7 @@ class SequenceGroup:
     @property
     def num_tokens(self) -> int:
         """Tokens on all ranks."""
-        return sum(host.known(self.counts)[0])
+        return sum(host.values(self.counts)[0])
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits.
@@ -111,7 +111,7 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
 def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the other ranks are told."""
     optional = (*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask")
-    counts = host.known(fields["counts"])
+    counts = host.values(fields["counts"])
     return {
         "counts": counts,
         # what follows has to be the same on all ranks; the names are those of messages

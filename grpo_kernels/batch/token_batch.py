@@ -177,13 +177,13 @@ class TokenBatch:
     @property
     def lengths(self) -> tuple[int, ...]:
         """(B,) tokens of each sequence, as host integers."""
-        return tuple(host.known(self.counts)[0])
+        return tuple(host.values(self.counts)[0])
 
     @property
     def active_lengths(self) -> tuple[int, ...] | None:
         """(B,) those of them whose advantage is not 0; None: the host does not know."""
-        active = tuple(host.known(self.counts)[1])
-        return None if UNKNOWN in (*active, *host.known(self.whole_counts)[1]) else active
+        active = tuple(host.values(self.counts)[1])
+        return None if UNKNOWN in (*active, *host.values(self.whole_counts)[1]) else active
 
     @property
     def whole_counts(self) -> Tensor:
@@ -232,7 +232,7 @@ class TokenBatch:
             raise ValueError(f"{name}: expected a tensor on {self.target.device}, got {got}")
         if values.shape == self.target.shape:
             return values
-        layout = tuple(host.known(self.layout))
+        layout = tuple(host.values(self.layout))
         if values.shape != layout:
             raise ValueError(
                 f"{name}: expected shape {tuple(self.target.shape)} (the batch's tokens) or "
@@ -255,7 +255,7 @@ class TokenBatch:
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
         cu_seqlens = pad(kept.cumsum(0), (1, 0))[self.cu_seqlens]
         return self._take(
-            keep, cu_seqlens, host.fetch(cu_seqlens.diff()) if lengths is None else lengths
+            keep, cu_seqlens, host.sync_to_host(cu_seqlens.diff()) if lengths is None else lengths
         )
 
     def occupied(self) -> TokenBatch:

@@ -1,6 +1,12 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
 from grpo_kernels.engine.bounded import REPORT, BoundedSums, bounded_report, of_kept
+from grpo_kernels.engine.chunked_loop import chunk_height, chunked_loop, row_chunks, tile_height
+from grpo_kernels.engine.compiled_logprobs import (
+    compiled_stats,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
+)
 from grpo_kernels.engine.differentiable import (
     INPUTS,
     differentiable_stats,
@@ -10,17 +16,17 @@ from grpo_kernels.engine.differentiable import (
 )
 from grpo_kernels.engine.fingerprint import fingerprint
 from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
-from grpo_kernels.engine.kept import ENTRIES, OF_ENTROPY, OF_MASK, Keeping, kept_gradients
-from grpo_kernels.engine.ops import (
-    compiled_stats,
-    linear_logprobs_backward,
-    linear_logprobs_forward,
-)
+from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, Bounded, RunOptions
-from grpo_kernels.engine.plan import LogprobsPlan
 from grpo_kernels.engine.recompute import tile_shape
-from grpo_kernels.engine.retry import with_less_memory
+from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route, row_block
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.shards import agree, telling_others
-from grpo_kernels.engine.sweep import chunk_height, row_chunks, sweep, tile_height
+from grpo_kernels.engine.saved_for_backward import (
+    ENTRIES,
+    OF_ENTROPY,
+    OF_MASK,
+    SavedForBackward,
+    saved_gradients,
+)
+from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks

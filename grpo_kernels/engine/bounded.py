@@ -17,17 +17,17 @@ from grpo_kernels.backends import (
     WHOLE,
     Entries,
     RowStats,
-    StatsGradients,
+    StatsGrad,
     concatenate,
     row_keys,
 )
 from grpo_kernels.batch import host
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
+from grpo_kernels.engine.masked_rows import Scores
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sampling_mask import Scores
 from grpo_kernels.head import matmul_precision, on_huge_pages, stats_dtype
 
 # of the tolerance: what is left is for other gradients than that of the logits
@@ -68,7 +68,7 @@ class KeptEntries:
         self._bounded = route.options.bounded
         self._found: list[Tensor] = []
 
-    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         entries, allowed = chosen_entries(chunk, None, self._bounded, route)
         self._found.append(to_keep(entries, allowed))
 
@@ -134,7 +134,7 @@ class BoundedSums:
         # of :func:`bounded_report`, after ``finish``
         self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
 
-    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         assert outer.dlogp is not None and outer.dentropy is None
         entries, _ = chosen_entries(chunk, outer.dlogp, self._bounded, route)
         self._found.append((entries, RowStats(*chunk.stats[:3]), outer.dlogp))
@@ -161,11 +161,11 @@ def bounded_gradients(
     """Compute gradients from the rows' entries; of rows that are whole from their logits."""
     entries = entries._replace(used=torch.where(dlogp == 0, 0, entries.used))
     whole = entries.used < 0
-    (count,) = host.known(host.fetch(whole.sum()[None]))
+    (count,) = host.values(host.sync_to_host(whole.sum()[None]))
     found = Gradients()
     if count:
         order = torch.argsort(~whole, stable=True)[:count]
-        outer = StatsGradients(dlogp[order])
+        outer = StatsGrad(dlogp[order])
         exact = replace(needs, wide=True)
         found = recompute_backward(rows.at(order), stats.rows(order), outer, route.tiled(), exact)
         if found.hidden is not None:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, reference_logprobs
+from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
+from grpo_kernels.engine.chunked_loop import chunked_loop, forward, row_chunks
 from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
-from grpo_kernels.engine.kept import NOTHING, keeping_forward, kept_gradients
-from grpo_kernels.engine.plan import LogprobsPlan
+from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.recompute import recompute_backward
-from grpo_kernels.engine.retry import with_less_memory
+from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import forward, row_chunks, sweep
+from grpo_kernels.engine.saved_for_backward import NOTHING, saved_gradients, saving_forward
 from grpo_kernels.head import check_plain, first_derivative_only
 
 DIFFERENTIABLE = ("logp", "entropy", "masked_logp")
@@ -66,7 +66,7 @@ class _Stats(torch.autograd.Function):
         hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
         rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
         given = RowStats(*outer[:-1])  # type: ignore[arg-type]
-        grad_stats = StatsGradients(*map(_dense, (given.logp, given.entropy, given.masked_logp)))
+        grad_stats = StatsGrad(*map(_dense, (given.logp, given.entropy, given.masked_logp)))
         stats = RowStats(logp, entropy, lse)
         gradients = stats_backward(rows, stats, grad_stats, ctx.plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
@@ -81,22 +81,22 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 def stats_backward(
     rows: Rows,
     stats: RowStats,
-    outer: StatsGradients,
+    outer: StatsGrad,
     plan: LogprobsPlan,
     kept: Tensor | None,
 ) -> Gradients:
     """Compute gradients from the rows' statistics, the gradients of these and what was kept."""
     only_logp = outer.dlogp is not None and outer.dentropy is None and outer.dmasked is None
     if kept is not None and outer.dlogp is not None and only_logp:
-        given = (plan.keeping.what, kept, rows, stats, outer.dlogp)
-        return kept_gradients(*given, plan.route, plan.needs)
+        given = (plan.saving.kind, kept, rows, stats, outer.dlogp)
+        return saved_gradients(*given, plan.route, plan.needs)
     chosen = rows.chosen(outer.nonzero)
-    outer = StatsGradients(*(chosen.take(gradient) for gradient in outer))
+    outer = StatsGrad(*(chosen.take(gradient) for gradient in outer))
     stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
     gradients = rows_backward(chosen, stats, outer, plan.route, plan.needs)
     if gradients.hidden is None:
         return gradients
-    return gradients._replace(hidden=chosen.spread(gradients.hidden))
+    return gradients._replace(hidden=chosen.scatter(gradients.hidden))
 
 
 def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
@@ -106,16 +106,16 @@ def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
     """
 
     def run(route: Route) -> tuple[RowStats, Tensor | None]:
-        if plan.keeping.what == NOTHING:
+        if plan.saving.kind == NOTHING:
             return forward(rows, route, plan.wanted), None
-        return keeping_forward(rows, route, plan.wanted, plan.keeping)
+        return saving_forward(rows, route, plan.wanted, plan.saving)
 
     with torch.no_grad():
-        return with_less_memory(run, plan.route)
+        return retry_on_oom(run, plan.route)
 
 
 def rows_backward(
-    rows: Rows, stats: RowStats, outer: StatsGradients, route: Route, needs: Needs
+    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from what :func:`rows_forward` found, in fp32 or the hidden states' dtype.
 
@@ -129,6 +129,6 @@ def rows_backward(
         chunks = row_chunks(rows.count, route)
         stage = lambda part, stats: outer.rows(part)  # noqa: E731
         sums = GradientSums(rows, needs, len(chunks))
-        return sweep(rows, route, chunks, stage=stage, sums=sums)[1]
+        return chunked_loop(rows, route, chunks, stage=stage, sums=sums)[1]
 
-    return with_less_memory(run, route.tiled(), spoils=needs.main_grad is not None)
+    return retry_on_oom(run, route.tiled(), not_retryable=needs.main_grad is not None)

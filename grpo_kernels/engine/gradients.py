@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Tile, TileGradient
+from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
 from grpo_kernels.batch import host
 from grpo_kernels.engine.lora import LoRAGradients
+from grpo_kernels.engine.masked_rows import MaskedRows
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows, move_rows_, surviving_rows
-from grpo_kernels.engine.sampling_mask import MaskedRows
+from grpo_kernels.engine.rows import Rows, compact_plan, compact_rows_
 from grpo_kernels.head import (
     SLICE_COLUMNS,
     Head,
     accumulate,
-    clear_row_ends,
     on_huge_pages,
     stats_dtype,
+    zero_row_padding,
 )
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Gradients(NamedTuple):
         return self
 
 
-def fp16_scale(outer: StatsGradients) -> Tensor | None:
+def fp16_scale(outer: StatsGrad) -> Tensor | None:
     """Return the power of two, (), that brings the largest to 1/2 to 1; None for no values.
 
     Without it fp16 gradients of small losses underflow, and those of huge ratios overflow; above 1
@@ -165,7 +165,7 @@ class Chunk(NamedTuple):
 class TileGradients(Protocol):
     """What becomes of the gradients of tiles of logits."""
 
-    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         """Take a chunk, whose statistics have the gradients ``outer``."""
         ...
 
@@ -187,22 +187,22 @@ class GradientSums:
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
-    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         """Add the share of a chunk's rows that have a gradient."""
         rows, part, tile, stats, masked = chunk
         outer = self.scaled(outer)
-        moves = surviving_rows(outer.nonzero)
+        moves = compact_plan(outer.nonzero)
         if moves is not None:
             order = torch.tensor(moves, dtype=torch.int64)  # there may be none
             rows, stats, outer = rows.at(order), stats.rows(order), outer.rows(order)
-            tile = Tile(move_rows_(tile.logits, moves), rows.target, rows.head.transform)
+            tile = Tile(compact_rows_(tile.logits, moves), rows.target, rows.head.transform)
             masked = masked.at(order) if masked is not None else None
         dlogits = route.backend.dlogits_(tile, stats, outer, rows.hidden.dtype)
         if masked is not None and outer.dmasked is not None:
             masked.add_gradient_(dlogits, outer.dmasked)
         self.add(TileGradient(dlogits), part, rows)
 
-    def scaled(self, outer: StatsGradients) -> StatsGradients:
+    def scaled(self, outer: StatsGrad) -> StatsGrad:
         """Multiply a chunk's coefficients by the scale that fp16 needs, which never rises.
 
         What is summed already follows where it falls: to a huge importance ratio, for example.
@@ -279,7 +279,7 @@ class GradientSums:
     ) -> None:
         """Set the chunk's rows of ``dhidden``; rows that were dropped have no gradient."""
         dlogits, factor = gradient
-        clear_row_ends(dlogits)
+        zero_row_padding(dlogits)
         weight = chunk.head.weight
         if isinstance(where, slice):
             place = dhidden[where]

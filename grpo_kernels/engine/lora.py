@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Backend, Entries, TileGradient
-from grpo_kernels.head import HeadLoRA, VocabShard, accumulate, clear_row_ends
+from grpo_kernels.head import HeadLoRA, VocabShard, accumulate, zero_row_padding
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 
@@ -40,7 +40,7 @@ class LoRAGradients:
         """Add a tile's share; the gradient has the dtype of the hidden states."""
         dlogits, of_rows = gradient
         if self._dinner is not None and self._factor is not None:
-            clear_row_ends(dlogits)
+            zero_row_padding(dlogits)
             place = self._dinner[rows]  # a copy for an index
             _add(place, dlogits, self._factor.rows(columns), of_rows)
             self._dinner[rows] = place

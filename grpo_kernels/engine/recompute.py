@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Tile, TileGradient
+from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
+from grpo_kernels.engine.chunked_loop import chunk_height, ranges
 from grpo_kernels.engine.gradients import Gradients, Needs, fp16_scale
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import chunk_height, ranges
 from grpo_kernels.head import (
     Head,
     accumulate,
-    clear_row_ends,
+    leading_dim,
     matmul_precision,
     on_huge_pages,
     project,
-    row_pitch,
     stats_dtype,
+    zero_row_padding,
 )
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class Slices:
         return _longest(self.columns)
 
 
-def cut(rows: int, columns: int, widest: int, elements: int, block: int) -> Slices:
-    """Cut rows and columns into tiles of :func:`tile_shape`, for the rank with the ``widest``."""
-    height, width = tile_shape(rows, widest, elements, block)
+def cut(rows: int, columns: int, max_local_vocab: int, elements: int, block: int) -> Slices:
+    """Cut rows and columns into tiles of :func:`tile_shape`, for the rank with the most columns."""
+    height, width = tile_shape(rows, max_local_vocab, elements, block)
     return Slices(rows=ranges(rows, height), columns=ranges(columns, width))
 
 
@@ -69,7 +69,7 @@ def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int,
 def recompute_backward(
     rows: Rows,
     stats: RowStats,  # of these rows
-    outer: StatsGradients,
+    outer: StatsGrad,
     route: Route,
     needs: Needs,
 ) -> Gradients:
@@ -77,9 +77,9 @@ def recompute_backward(
     rows = rows.local()
     hidden, whole, shard = rows.hidden, rows.head.to(rows.hidden.dtype), rows.head.shard
     scale = fp16_scale(outer) if hidden.dtype == torch.float16 else None
-    size = rows.count, route.columns, route.widest
-    slices = cut(*size, route.tile_rows * route.widest, route.block)
-    pitch = row_pitch(slices.longest_columns, route.logits, route.device)
+    size = rows.count, route.columns, route.max_local_vocab
+    slices = cut(*size, route.tile_rows * route.max_local_vocab, route.block)
+    pitch = leading_dim(slices.longest_columns, route.logits, route.device)
     buffer = on_huge_pages(hidden.new_empty((slices.longest_rows, pitch), dtype=route.logits))
     work = _Work(rows, stats, outer.times(scale), route, buffer)
     results, lora = _zeros(hidden, rows.head, needs), needs.lora(rows)
@@ -91,7 +91,7 @@ def recompute_backward(
             for part in slices.rows:
                 dlogits = work.dlogits(part, head, columns)
                 if results.hidden is not None:
-                    clear_row_ends(dlogits)
+                    zero_row_padding(dlogits)
                     accumulate(results.hidden[part], dlogits, head.weight, columns.start == 0)
                     if shard is not None and columns.stop == route.columns:
                         sums.append(shard.start_sum(results.hidden[part]))
@@ -118,7 +118,7 @@ def recompute_backward(
 class _Work:
     rows: Rows
     stats: RowStats
-    outer: StatsGradients
+    outer: StatsGrad
     route: Route
     buffer: Tensor  # as large as the largest tile
 

@@ -37,9 +37,9 @@ class Route:
     shard: VocabShard | None = None  # which ids the columns are; None: all
 
     @property
-    def widest(self) -> int:
+    def max_local_vocab(self) -> int:
         """The columns of the rank with the most: by them all ranks cut their rows alike."""
-        return self.columns if self.shard is None else self.shard.most_columns
+        return self.columns if self.shard is None else self.shard.max_local_vocab
 
     @property
     def precision(self) -> str:
@@ -53,7 +53,7 @@ class Route:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row's logits."""
-        return self.widest * self.logits.itemsize
+        return self.max_local_vocab * self.logits.itemsize
 
     @property
     def block(self) -> int:
@@ -133,7 +133,7 @@ def choose_route(
     columns, workspace, shard = head.weight.shape[0], options.max_workspace_bytes, head.shard
     if shard is not None:
         _check_options_of_shard(backend, options)
-        columns = shard.most_columns
+        columns = shard.max_local_vocab
     rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:
         rows = _fixed_rows(backend, device, rows, workspace)

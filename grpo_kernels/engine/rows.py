@@ -54,8 +54,8 @@ class Rows:
         valid = self.target != IGNORE_INDEX
         inside = torch.where(valid, self.target, 0)
         matter = valid if wanted is None else valid & wanted
-        found = host.fetch(torch.stack([*inside.aminmax(), matter.sum()]))
-        low, high, count = host.known(found)
+        found = host.sync_to_host(torch.stack([*inside.aminmax(), matter.sum()]))
+        low, high, count = host.values(found)
         check_target_range(low, high, self.head.vocab_size)
         return self._where(matter, count)
 
@@ -120,7 +120,7 @@ class Rows:
         """Return the (all, ...) values at these rows."""
         return values if values is None or self.index is None else values[self.index]
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """Put these rows' values back among all rows; the others are 0."""
         if self.index is None:
             return values
@@ -134,7 +134,7 @@ class Rows:
 _LEAST_SHARE, _FEWEST = 1 / 16, 16
 
 
-def surviving_rows(wanted: Tensor | None) -> list[int] | None:
+def compact_plan(wanted: Tensor | None) -> list[int] | None:
     """Return which row each place of a tile takes over, of (C,) bool; None: the tile stays.
 
     The n wanted rows take the first n places. Those that lie there stay, the others fill the gaps:
@@ -142,7 +142,7 @@ def surviving_rows(wanted: Tensor | None) -> list[int] | None:
     """
     if wanted is None or not host.reading_is_free(wanted):
         return None
-    flags = host.known(wanted)
+    flags = host.values(wanted)
     count, total = sum(flags), len(flags)
     if total - count < max(_FEWEST, total * _LEAST_SHARE):
         return None
@@ -150,7 +150,7 @@ def surviving_rows(wanted: Tensor | None) -> list[int] | None:
     return [place if flags[place] else next(later) for place in range(count)]
 
 
-def move_rows_(tile: Tensor, order: list[int]) -> Tensor:
+def compact_rows_(tile: Tensor, order: list[int]) -> Tensor:
     """Move the rows ``order`` of a (C, V) tile to its beginning, and return them."""
     for place, row in enumerate(order):
         if place != row:

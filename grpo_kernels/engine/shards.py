@@ -24,13 +24,13 @@ _FACTS = ("the number of rows", "D", "rows of a tile", "the arguments", "targets
 _FAILED = -1  # of a rank that has nothing to agree on
 
 
-def own_column(rows: Rows) -> Tensor:
+def local_target(rows: Rows) -> Tensor:
     """Return (C,) the columns of local rows' targets, 0 for those of another rank."""
     shard, target = rows.head.shard, rows.target
     return target if shard is None else torch.where(shard.owns(target), target, 0)
 
 
-def of_whole_rows(stats: RowStats, rows: Rows) -> RowStats:
+def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     """Return the statistics of whole local rows, from those of this rank's columns.
 
     The log-probability of another rank's target is not read.
@@ -80,7 +80,7 @@ def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:
     return is_top1.bool().gather(0, owner[None]).squeeze(0) & ~beaten.any(0)
 
 
-def agree(rows: Rows, route: Route, *arguments: object) -> None:
+def check_ranks_agree(rows: Rows, route: Route, *arguments: object) -> None:
     """Raise on every rank unless all make the same call; on a GPU, as a device assertion later.
 
     One small gather. Without it a rank with other rows would wait in another collective, for ever.
@@ -99,9 +99,9 @@ def agree(rows: Rows, route: Route, *arguments: object) -> None:
     everyone = shard.gather(mine)
     if not host.reading_is_free(mine):
         same = (everyone == everyone[:1]).all()
-        host.require(same, f"vocab_shard: expected ranks that agree on {', '.join(_FACTS)}")
+        host.assert_async(same, f"vocab_shard: expected ranks that agree on {', '.join(_FACTS)}")
         return
-    table = host.known(everyone)
+    table = host.values(everyone)
     failed = [rank for rank, facts in enumerate(table) if facts[0] == _FAILED]
     if failed:
         raise ValueError(f"vocab_shard: ranks {failed} have refused the same call")
@@ -110,10 +110,10 @@ def agree(rows: Rows, route: Route, *arguments: object) -> None:
             raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {list(found)}")
 
 
-def telling_others(
+def raise_on_all_ranks(
     shard: VocabShard | None, hidden: Tensor
 ) -> AbstractContextManager[object]:  # a decorated generator is not for torch.compile
-    """Tell the other ranks, which go on to :func:`agree`, if this one refuses the same call."""
+    """Tell the other ranks, which wait in :func:`check_ranks_agree`, if this one refuses a call."""
     return nullcontext() if shard is None else _tells_others(shard, hidden.device)
 
 

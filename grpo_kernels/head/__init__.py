@@ -17,7 +17,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.gathered import gathered_head
+from grpo_kernels.head.gathered import unshard_head
 from grpo_kernels.head.head import (
     PRECISIONS,
     Head,
@@ -30,12 +30,12 @@ from grpo_kernels.head.layer import head_of_layer, layer_in_use
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,
-    clear_row_ends,
+    leading_dim,
     matmul_precision,
     on_huge_pages,
     project,
-    row_pitch,
     tf32_unavailable,
+    zero_row_padding,
 )
 from grpo_kernels.head.vocab_shard import (
     SHARD_SCHEMA,

@@ -19,7 +19,7 @@ from grpo_kernels.head.vocab_shard import VocabShard
 AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head)"
 
 
-def gathered_head(head: Head) -> Head:
+def unshard_head(head: Head) -> Head:
     """Return the head with whole tensors in place of sharded parameters.
 
     Of a DTensor all dimensions of the mesh are gathered but that of the head's vocabulary shard,

@@ -161,7 +161,7 @@ def accumulate(
 _CPU_COLUMNS = 32
 
 
-def clear_row_ends(dlogits: Tensor) -> None:
+def zero_row_padding(dlogits: Tensor) -> None:
     """Set to zero what lies behind each row's last column, as far as a GEMM may read it.
 
     Behind narrowed rows lie halves of the fp32 logits, which look like anything.
@@ -184,7 +184,7 @@ def with_clear_row_ends(x: Tensor) -> Tensor:
 _GPU_ROW_BYTES = 128
 
 
-def row_pitch(columns: int, dtype: torch.dtype, device: torch.device) -> int:
+def leading_dim(columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the elements from one row of a tile to the next.
 
     On a GPU rows start at multiples of 128 bytes, whatever the vocabulary: without that neither a

@@ -95,7 +95,7 @@ class VocabShard:
         return min(self.start + self.rows[self.rank], self.vocab_size) - self.start
 
     @property
-    def most_columns(self) -> int:
+    def max_local_vocab(self) -> int:
         """The ids of the rank with the most: all ranks cut their rows alike, as it does."""
         return max(self.rows)
 

@@ -64,7 +64,7 @@ def inverse(count: Tensor | float) -> Tensor | float:
         if not host.reading_is_free(count):
             # 0 only when no process has a token; a fraction is a share of processes or steps
             return torch.where(count > 0, count.double(), 1.0).reciprocal()
-        count = host.known(count)
+        count = host.values(count)
     return 1.0 / count if count > 0 else 1.0
 
 

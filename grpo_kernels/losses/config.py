@@ -19,7 +19,7 @@ from grpo_kernels.losses.checks import (
 )
 from grpo_kernels.losses.gates import CORRECTION_MODES, CorrectionMode
 from grpo_kernels.losses.kl import KL_ESTIMATORS
-from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel, widest
+from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel, max_local_vocab
 from grpo_kernels.losses.registry import LOSSES, NamedLoss
 from grpo_kernels.losses.surrogates import Surrogate
 
@@ -68,7 +68,7 @@ class LossConfig:
     rollout_correction_min: float | None = None
     surrogate: Surrogate = field(default=None)  # type: ignore[assignment]  # made of its settings
     # () on the CPU: a compiled graph is told the loss by it
-    number: Tensor = field(init=False, repr=False, compare=False)
+    registry_key: Tensor = field(init=False, repr=False, compare=False)
 
     def __init__(self, **settings: Any) -> None:
         own = [item for item in fields(self) if item.init]
@@ -81,16 +81,16 @@ class LossConfig:
         self._check_ranges()
         number = next(_numbers)
         _alive[number] = self
-        object.__setattr__(self, "number", host.hold(number))
+        object.__setattr__(self, "registry_key", host.to_host(number))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy by the constructor: its number is of the process that it is in."""
         return _made, ({item.name: getattr(self, item.name) for item in fields(self) if item.init},)
 
     @staticmethod
-    def of_number(number: Tensor) -> LossConfig:
-        """Return the config whose ``number`` it is."""
-        return _alive[int(number)]
+    def of_registry_key(key: Tensor) -> LossConfig:
+        """Return the config whose ``registry_key`` it is."""
+        return _alive[int(key)]
 
     @property
     def loss(self) -> NamedLoss:
@@ -125,7 +125,7 @@ class LossConfig:
             scopes.append("sequence" if self.correction_mode.per_sequence else "token")
         if self.top_entropy_quantile < 1:
             scopes.append("batch")
-        return widest(*scopes)
+        return max_local_vocab(*scopes)
 
     def _check_names(self) -> None:
         check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)

@@ -63,6 +63,6 @@ def log_ratio(level: RatioLevel, delta: Tensor, logprobs: Tensor, segments: Segm
     return level.map(delta, logprobs, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def widest(*scopes: str) -> str:
-    """Return the widest of the given scopes."""
+def max_local_vocab(*scopes: str) -> str:
+    """Return the max_local_vocab of the given scopes."""
     return max(scopes, key=SCOPES.index)

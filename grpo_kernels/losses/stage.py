@@ -92,7 +92,7 @@ def _per_token(weight: Tensor | float, batch: TokenBatch) -> Tensor:
     like = batch.advantages
     if isinstance(weight, Tensor) and not (weight.dim() == 0 and host.reading_is_free(weight)):
         return weight.double().expand(like.shape)
-    number = host.known(weight) if isinstance(weight, Tensor) else weight
+    number = host.values(weight) if isinstance(weight, Tensor) else weight
     return torch.full_like(like, number, dtype=torch.float64)
 
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from grpo_kernels.backends import (
     Backend,
     RowStats,
-    StatsGradients,
+    StatsGrad,
 )
 from grpo_kernels.batch import Segments, TokenBatch
 from grpo_kernels.losses import (
@@ -53,14 +53,14 @@ class LossStage:
         self._batch, self._config, self._entropy_gate = batch, config, entropy_gate
         self._contributions: list[Tensor] = []
 
-    def __call__(self, rows: slice, stats: RowStats) -> StatsGradients:
+    def __call__(self, rows: slice, stats: RowStats) -> StatsGrad:
         logp = stats.logp if stats.masked_logp is None else stats.masked_logp
         x = self._inputs.rows(rows)._replace(logprobs=logp, entropy=stats.entropy)
         output = self._run(x, rows)
         self._contributions.append(output.contributions)
         if stats.masked_logp is None:
-            return StatsGradients(output.dlogp, output.dentropy)
-        return StatsGradients(None, output.dentropy, output.dlogp)
+            return StatsGrad(output.dlogp, output.dentropy)
+        return StatsGrad(None, output.dentropy, output.dlogp)
 
     def loss(self) -> Tensor:
         """Return the () loss of all rows seen, summed in fp64 and in a fixed order."""

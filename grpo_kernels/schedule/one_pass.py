@@ -15,13 +15,13 @@ from grpo_kernels.engine import (
     BoundedSums,
     Gradients,
     GradientSums,
-    sweep,
-    with_less_memory,
+    chunked_loop,
+    retry_on_oom,
 )
 from grpo_kernels.head import check_plain, first_derivative_only, stats_dtype
 from grpo_kernels.losses import static_weights
-from grpo_kernels.schedule.parts import LossParts
-from grpo_kernels.schedule.plan import Plan
+from grpo_kernels.schedule.loss_metrics import LossParts
+from grpo_kernels.schedule.loss_plan import Plan
 
 
 def one_pass(hidden: Tensor, plan: Plan) -> LossParts:
@@ -53,7 +53,7 @@ class _OnePass(torch.autograd.Function):
             plan = replace(plan, head=plan.head.with_tensors(*inputs[1:]))
             run = lambda plan: _swept(inputs[0], plan)  # noqa: E731
             plan = replace(plan, options=replace(plan.options, schedule="one_pass"))
-            found = with_less_memory(run, plan)
+            found = retry_on_oom(run, plan)
         gradients = found.gradients
         if plan.main_grad is not None:
             plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
@@ -115,7 +115,7 @@ def _swept(hidden: Tensor, plan: Plan) -> _Swept:
     total: GradientSums | BoundedSums = GradientSums(rows, needs, len(chunks))
     if plan.options.bounded is not None:
         total = BoundedSums(rows, needs, len(chunks), plan.route)
-    stats, gradients = sweep(
+    stats, gradients = chunked_loop(
         rows, plan.route, chunks, stage=stage, sums=total, reads_once=plan.reads_once
     )
     report = total.report if isinstance(total, BoundedSums) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
-from grpo_kernels.engine import Needs, RunOptions, agree, with_less_memory
+from grpo_kernels.engine import Needs, RunOptions, check_ranks_agree, retry_on_oom
 from grpo_kernels.head import (
     Head,
     check_device,
@@ -14,11 +14,11 @@ from grpo_kernels.head import (
     checked_head,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
-from grpo_kernels.schedule.active import ActiveRows, active_rows
+from grpo_kernels.schedule.loss_metrics import LossParts, loss_metrics
+from grpo_kernels.schedule.loss_plan import Plan, make_plan
 from grpo_kernels.schedule.main_grad import checked_main_grad
 from grpo_kernels.schedule.one_pass import one_pass
-from grpo_kernels.schedule.parts import LossParts, measured
-from grpo_kernels.schedule.plan import Plan, make_plan
+from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient, rows_with_gradient
 from grpo_kernels.schedule.two_pass import two_pass, with_rest
 
 
@@ -47,7 +47,7 @@ def planned(
         rows = rows.index_select(0, batch.rows)
     needs = Needs.of((rows, *head.tensors)) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
-    active = active_rows(batch, config) if skips else ActiveRows(batch)
+    active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
     return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, main_grad)
 
 
@@ -56,14 +56,20 @@ def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
     parts = loss_parts(rows, plan)
     batch, config, metric_rows = plan.batch, plan.config, plan.options.metric_rows
     metrics = LazyMetrics(
-        measured, *parts[3:], batch, config, metric_rows, logprobs=parts.logp, entropy=parts.entropy
+        loss_metrics,
+        *parts[3:],
+        batch,
+        config,
+        metric_rows,
+        logprobs=parts.logp,
+        entropy=parts.entropy,
     )
     return PolicyLossOutput(parts.loss, metrics.ready_for(batch))
 
 
 def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
     """Return the loss, and the values that metrics are made from."""
-    agree_on(rows, plan)
+    check_same_plan(rows, plan)
 
     def run(plan: Plan) -> LossParts:
         one = plan.schedule == "one_pass" and plan.needs.any
@@ -74,18 +80,18 @@ def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
         logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
         return parts._replace(logp=logp, entropy=entropy)
 
-    return with_less_memory(run, plan)
+    return retry_on_oom(run, plan)
 
 
-def agree_on(rows: Tensor, plan: Plan) -> None:
+def check_same_plan(rows: Tensor, plan: Plan) -> None:
     """Raise on every rank unless all that share the vocabulary have the same plan and rows."""
     what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
-    agree(plan.rows(rows), plan.route, *what)
+    check_ranks_agree(plan.rows(rows), plan.route, *what)
 
 
 def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
     columns, depth = head.vocab_size, head.weight.shape[1]
-    layout = tuple(host.known(batch.layout))
+    layout = tuple(host.values(batch.layout))
     if tuple(hidden.shape[:-1]) != layout:
         raise ValueError(
             f"hidden: expected shape {(*layout, depth)} (the batch's layout and D), got "
@@ -93,9 +99,9 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
         )
     check_device("batch", batch.target, hidden)
     if batch.max_target is not None:
-        check_target_range(0, host.known(batch.max_target), columns)
+        check_target_range(0, host.values(batch.max_target), columns)
     else:
         inside = (batch.target < columns).all()
-        host.require(inside, f"target: expected ids in [0, {columns})")
+        host.assert_async(inside, f"target: expected ids in [0, {columns})")
     if batch.sampling_mask is not None:
         check_mask_range(batch.sampling_mask.max_id, columns)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients
+from grpo_kernels.backends import RowStats, StatsGrad
 from grpo_kernels.engine import (
     ENTRIES,
     Gradients,
@@ -21,8 +21,8 @@ from grpo_kernels.engine import (
     stats_backward,
 )
 from grpo_kernels.losses import static_weights, top_entropy_gate, weighted_loss
-from grpo_kernels.schedule.parts import LossParts
-from grpo_kernels.schedule.plan import Plan
+from grpo_kernels.schedule.loss_metrics import LossParts
+from grpo_kernels.schedule.loss_plan import Plan
 
 
 def two_pass(hidden: Tensor, plan: Plan) -> LossParts:
@@ -63,7 +63,7 @@ def two_pass_gradients(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients
     if plan.scope == "batch" and active.index is not None:
         outer = outer.rows(active.index)
     if rows.sampling_mask is not None:
-        outer = StatsGradients(None, outer.dentropy, outer.dlogp)
+        outer = StatsGrad(None, outer.dentropy, outer.dlogp)
     return parts, stats_backward(rows, stats, outer, plan, kept)
 
 
@@ -83,10 +83,10 @@ def with_rest(
 ) -> tuple[Tensor, Tensor]:  # (T,)
     """Complete what is known of the rows with a gradient, by a forward of the others."""
     active = plan.active
-    if active.rest is None or logp.numel() == plan.batch.num_tokens:
+    if active.forward_only is None or logp.numel() == plan.batch.num_tokens:
         return logp, entropy
     with torch.no_grad():
-        others = _logprobs(plan.rows(hidden, active.rest), plan)
+        others = _logprobs(plan.rows(hidden, active.forward_only), plan)
     return active.merge(logp, others[0]), active.merge(entropy, others[1])
 
 
@@ -103,6 +103,6 @@ def _logprobs(rows: Rows, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _report(plan: Plan, kept: Tensor | None) -> Tensor | None:
-    if kept is None or plan.keeping.what != ENTRIES:
+    if kept is None or plan.saving.kind != ENTRIES:
         return None
     return bounded_report(of_kept(kept)[0])

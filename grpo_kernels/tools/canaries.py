@@ -17,11 +17,11 @@ from grpo_kernels.backends import output_view
 from grpo_kernels.head import (
     Head,
     accumulate,
-    clear_row_ends,
+    leading_dim,
     matmul_precision,
     project,
-    row_pitch,
     stats_dtype,
+    zero_row_padding,
 )
 
 
@@ -89,7 +89,7 @@ def _sums_of_ones(device: torch.device, dtype: torch.dtype, shape: Shape) -> lis
 
 def _tile(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tile of NaNs whose rows start where those of a step's tile do."""
-    size = shape.rows, row_pitch(shape.columns, dtype, device)
+    size = shape.rows, leading_dim(shape.columns, dtype, device)
     return torch.full(size, float("nan"), dtype=dtype, device=device)[:, : shape.columns]
 
 
@@ -97,7 +97,7 @@ def _narrowed(tile: Tensor, values: Tensor) -> Tensor:
     """Write values of 16 bits over a tile as its gradient: in the first half of each row."""
     narrow = output_view(tile, values.dtype)
     narrow.copy_(values)
-    clear_row_ends(narrow)
+    zero_row_padding(narrow)
     return narrow
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.integrations import HOSTS
-from grpo_kernels.tools import machine, plan
+from grpo_kernels.tools import machine, plan_command
 from grpo_kernels.tools.check import Outcome, outcomes
 from grpo_kernels.tools.text import OneLineParser, aligned, in_units
 
@@ -54,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "doctor", _doctor, "other trainers: which are here, and which versions ours was tested with"
     )
-    plan.add_arguments(
-        add("plan", plan.run, "memory and time of a model's head, without running it")
+    plan_command.add_arguments(
+        add("plan", plan_command.run, "memory and time of a model's head, without running it")
     )
     return parser
 

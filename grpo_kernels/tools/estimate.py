@@ -14,15 +14,15 @@ import torch
 
 from grpo_kernels.backends import BACKENDS, chunk_rows
 from grpo_kernels.engine import (
-    Keeping,
     Needs,
     Route,
     RunOptions,
+    SavedForBackward,
     chunk_height,
     tile_height,
     tile_shape,
 )
-from grpo_kernels.head import row_pitch
+from grpo_kernels.head import leading_dim
 from grpo_kernels.schedule import adding_costs_more, summing_rows
 from grpo_kernels.tools.head_shape import WIDE, HeadShape
 
@@ -108,12 +108,12 @@ class Call:
         return replace(route, tile_rows=rows)
 
     @cached_property
-    def keeping(self) -> Keeping:
+    def saving(self) -> SavedForBackward:
         """What the forward keeps for the backward."""
         bounded, needs = self.options.bounded, Needs(hidden=True, weight=not self.head.frozen)
         if bounded is None and self.name in _GEMMS:
-            return Keeping(gemms=_GEMMS[self.name] - self.head.frozen)
-        kept = Keeping.of(self.tokens, self.head.hidden, self.route, needs)
+            return SavedForBackward(gemms=_GEMMS[self.name] - self.head.frozen)
+        kept = SavedForBackward.of(self.tokens, self.head.hidden, self.route, needs)
         if bounded is not None and self.name == "one_pass":
             kept = kept.of_one_pass(needs, bounded)
         return kept
@@ -184,13 +184,13 @@ def _one_pass(call: Call) -> int:
     sums, rounded = _sums(call, single)
     logits = _logits(call)
     if call.options.bounded is not None:  # the gradient beside them; entries of the chunks, joined
-        logits += _tile(call) + 2 * call.keeping.nbytes
+        logits += _tile(call) + 2 * call.saving.nbytes
     return sums + max(logits, rounded)
 
 
 def _two_pass(call: Call) -> int:
     """Estimate statistics first, and a backward by what is kept, or from logits formed again."""
-    return _BACKWARDS[call.keeping.what](call, call.keeping.nbytes)
+    return _BACKWARDS[call.saving.kind](call, call.saving.nbytes)
 
 
 def _with_dhidden(call: Call, kept: int) -> int:
@@ -252,7 +252,7 @@ def _tile(call: Call) -> int:
     """Return the bytes of a tile of logits."""
     route = call.route
     rows = tile_height(call.height, route.tile_rows, route.device)
-    return rows * row_pitch(route.columns, route.logits, route.device) * route.logits.itemsize
+    return rows * leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
 
 
 def _logits(call: Call) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients
+from grpo_kernels.backends import RowStats, StatsGrad
 from grpo_kernels.head import Head, Transform
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -129,7 +129,7 @@ def dlogits(
     logits: Tensor,
     target: Tensor,
     transform: Transform,
-    outer: StatsGradients,
+    outer: StatsGrad,
     wide: torch.dtype = torch.float64,
 ) -> Tensor:
     """Return the gradient of the logits by autograd, in ``wide``."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import StatsGradients, Tile
+from grpo_kernels.backends import StatsGrad, Tile
 from grpo_kernels.backends.base import Entries
 from grpo_kernels.backends.entries import row_keys
 from grpo_kernels.head import Transform
@@ -43,7 +43,7 @@ def extract(kernels: Kernels, tile: Tile, allowed: float = 3e-3, slots: int = 51
 
 def gradient(tile: Tile) -> Tensor:
     """Return the gradient of each row's log-probability by its logits in fp64."""
-    return dlogits(*tile, StatsGradients(torch.ones_like(tile.target)))
+    return dlogits(*tile, StatsGrad(torch.ones_like(tile.target)))
 
 
 def dense(found: Entries, columns: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from grpo_kernels.backends import StatsGradients, Tile, TileGradient
+from grpo_kernels.backends import StatsGrad, Tile, TileGradient
 from grpo_kernels.backends.triton import logp_gradient_, row_stats, weighted_gradient
 from tests.backends.problems import (
     BF16,
@@ -36,10 +36,10 @@ def check(tile: Tile, slack: float | Tensor = 1e-12, exact: Tensor | None = None
     dlogp = torch.linspace(-2, 1, len(tile.target), device=tile.logits.device)
     logp, gradient = run(tile, dlogp)
     if exact is None:
-        exact = dlogits(*tile, StatsGradients(torch.ones_like(dlogp)))
+        exact = dlogits(*tile, StatsGrad(torch.ones_like(dlogp)))
     exact = exact * dlogp[:, None].double()
-    assert gradient.factor is not None
-    ours = gradient.dlogits.double() * gradient.factor[:, None].double()
+    assert gradient.row_scale is not None
+    ours = gradient.dlogits.double() * gradient.row_scale[:, None].double()
     allowed = 2.0**-6 * exact.abs() + slack
     assert torch.isfinite(ours).all()
     assert ((ours - exact).abs() <= allowed).all(), ((ours - exact).abs() / allowed).max()
@@ -79,7 +79,7 @@ def test_rows_without_weight_are_finite(device: torch.device, value: float) -> N
     dlogp = torch.ones(3, device=device)
     dlogp[1] = 0
     _, gradient = run(tile, dlogp)
-    assert gradient.factor is not None and gradient.factor[1] == 0
+    assert gradient.row_scale is not None and gradient.row_scale[1] == 0
     assert torch.isfinite(gradient.dlogits).all()
     _, gradient = run(tile, torch.ones(3, device=device))
-    assert not torch.isfinite(gradient.dlogits[1].float() * gradient.factor[1]).all()
+    assert not torch.isfinite(gradient.dlogits[1].float() * gradient.row_scale[1]).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Tile
+from grpo_kernels.backends import RowStats, StatsGrad, Tile
 from grpo_kernels.backends.base import EXTRAS
 from grpo_kernels.head import Transform
 from tests.backends.conftest import Kernels
@@ -79,7 +79,7 @@ def check(
 
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randn(2, len(target), generator=generator).to(logits.device)
-    outer = StatsGradients(vectors[0], vectors[1] if with_entropy else None)
+    outer = StatsGrad(vectors[0], vectors[1] if with_entropy else None)
     behind = _behind(tile, out_dtype).clone()
     got = kernels.backend.dlogits_(tile, stats, outer, out_dtype)
     assert got.dtype == out_dtype and got.shape == logits.shape
@@ -130,7 +130,7 @@ def test_target_of_probability_zero(kernels):
     tile = tile_of(kernels, logits, target)
     stats = kernels.backend.stats(tile, extras=False)
     want = torch.nn.functional.one_hot(target, 7) - logits.softmax(-1)
-    got = kernels.backend.dlogits_(tile, stats, StatsGradients(torch.ones_like(stats.logp)), FP32)
+    got = kernels.backend.dlogits_(tile, stats, StatsGrad(torch.ones_like(stats.logp)), FP32)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -139,7 +139,7 @@ def test_narrowing_in_place_is_the_rounded_fp32_gradient(kernels):
     count, columns = (2000, 50_001) if kernels.device.type == "cuda" else (3, 4096 + 77)
     tile = tile_of(kernels, *random_rows(count, columns))
     stats = kernels.backend.stats(tile, extras=False)
-    outer = StatsGradients(*torch.randn(2, count, device=kernels.device))
+    outer = StatsGrad(*torch.randn(2, count, device=kernels.device))
     wide, narrow = (
         kernels.backend.dlogits_(tile._replace(logits=tile.logits.clone()), stats, outer, dtype)
         for dtype in (FP32, FP16)
@@ -153,7 +153,7 @@ def test_offsets_beyond_32_bits(kernels):
         pytest.skip("the interpreter copies whole storages")
     columns, results = 1007, []
     rows = random_rows(2, columns, BF16)
-    outer = StatsGradients(*torch.ones(2, 2, device=kernels.device))
+    outer = StatsGrad(*torch.ones(2, 2, device=kernels.device))
     for stride in (1024, 2**31 + 64):
         storage = torch.empty(stride + columns, dtype=BF16, device=kernels.device)
         logits = storage.as_strided((2, columns), (stride, 1)).copy_(rows[0])

@@ -27,7 +27,7 @@ from grpo_kernels import (
     linear_policy_loss,
     warm_up,
 )
-from grpo_kernels.head import row_pitch
+from grpo_kernels.head import leading_dim
 from tests.backends import fake_driver
 
 ROWS = (1, 2, 3, 4, 5, 64, 1000)
@@ -161,8 +161,10 @@ def _calls(
 
 if __name__ == "__main__":
     variants = fake_driver.install()
-    for module in ("sweep", "recompute"):  # rows of a tile as on a GPU, of tensors on a CPU
+    for module in ("chunked_loop", "recompute"):  # rows of a tile as on a GPU, of tensors on a CPU
         place = sys.modules[f"grpo_kernels.engine.{module}"]
-        place.row_pitch = lambda columns, dtype, _: row_pitch(columns, dtype, torch.device("cuda"))
+        place.leading_dim = lambda columns, dtype, _: leading_dim(
+            columns, dtype, torch.device("cuda")
+        )
     results = {name: run(case, variants) for name, case in CASES.items()}
     print(json.dumps({name: dataclasses.asdict(each) for name, each in results.items()}))

@@ -44,14 +44,14 @@ def _logits(columns: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor,
 
 def _ours(entropy: bool = False, extras: bool = False) -> Run:
     def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        from grpo_kernels.backends import StatsGradients, Tile
+        from grpo_kernels.backends import StatsGrad, Tile
         from grpo_kernels.backends.triton import dlogits_, row_stats
         from grpo_kernels.head import Transform
 
         logits, target = _logits(columns, dtype)
         tile, one = Tile(logits, target, Transform()), torch.ones(ROWS)
         stats = row_stats(tile, extras)
-        outer = StatsGradients(one, one if entropy else None)
+        outer = StatsGrad(one, one if entropy else None)
         gradient = dlogits_(tile, stats, outer, torch.bfloat16)
         return {"logp": stats.logp, "entropy": stats.entropy, "gradient": gradient}
 

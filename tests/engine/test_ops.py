@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels import Bounded, SamplingMask, available_backends
-from grpo_kernels.backends import Wanted
+from grpo_kernels.backends import OutputSpec
 from grpo_kernels.engine import (
     Rows,
     RunOptions,
     linear_logprobs_backward,
     linear_logprobs_forward,
 )
-from grpo_kernels.engine.kept import NOTHING
-from grpo_kernels.engine.ops import _flat, _forward_call
+from grpo_kernels.engine.compiled_logprobs import _flat, _forward_call
+from grpo_kernels.engine.saved_for_backward import NOTHING
 from grpo_kernels.head import Head, Transform
 from tests.support.lora_problems import lora_problem
 
@@ -27,15 +27,15 @@ from tests.support.lora_problems import lora_problem
 @dataclass(frozen=True)
 class Call:
     options: dict[str, Any] = field(default_factory=lambda: dict(max_workspace_bytes=2 * 53 * 4))
-    wanted: Wanted = Wanted()  # noqa: RUF009
+    wanted: OutputSpec = OutputSpec()  # noqa: RUF009
     needs: tuple[bool, ...] = (True, True, False, False, False)
     adapter: bool = False
     masked: bool = False
 
 
 CALLS = {
-    "statistics": Call(wanted=Wanted(extras=True)),
-    "top k": Call(wanted=Wanted(True, True, 3)),
+    "statistics": Call(wanted=OutputSpec(extras=True)),
+    "top k": Call(wanted=OutputSpec(True, True, 3)),
     "an adapter": Call(adapter=True, needs=(True, False, False, True, True)),
     "sampling masks": Call(masked=True),
     "logits kept": Call(dict(activation_bytes=1 << 20)),
@@ -68,6 +68,6 @@ def test_opcheck(backend: str, name: str) -> None:
     call_of_forward = (*flat, *call.wanted, list(call.needs))
     *found, kept = linear_logprobs_forward(*call_of_forward)
     outer = (None, None, torch.randn(5)) if call.masked else (torch.randn(5), None, None)
-    for keeps in {NOTHING, _forward_call(call_of_forward)[1].keeping.what}:
+    for keeps in {NOTHING, _forward_call(call_of_forward)[1].saving.kind}:
         given = (*flat, *found[:3], *outer, kept, keeps, list(call.needs))
         opcheck(linear_logprobs_backward, given)

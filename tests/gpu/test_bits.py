@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from grpo_kernels import available_backends
-from grpo_kernels.backends import RowStats, StatsGradients, Tile
+from grpo_kernels.backends import RowStats, StatsGrad, Tile
 from grpo_kernels.backends.gpu_tiles import ROW_CONFIG, RowConfig
 from grpo_kernels.backends.triton import dlogits_, linear_stats, logp_gradient_, row_stats
 from grpo_kernels.head import Head, Transform, matmul_precision, project
@@ -119,7 +119,7 @@ def test_no_kernel_races_with_itself(device: torch.device) -> None:
 
         def dlogits(config: RowConfig) -> Tensor:
             own = tile._replace(logits=tile.logits.clone())  # noqa: B023
-            outer = StatsGradients(one)  # noqa: B023
+            outer = StatsGrad(one)  # noqa: B023
             return bits(dlogits_(own, stats, outer, BF16, config=config))  # noqa: B023
 
         expected = dlogits(ROW_CONFIG)
@@ -139,8 +139,8 @@ def test_one_read_races_with_nothing(device: torch.device) -> None:
                 hammer()
                 own = tile._replace(logits=tile.logits.clone())
                 stats, gradient = logp_gradient_(own, config)
-                assert gradient.factor is not None
-                found = [bits(x) for x in (stats.logp, gradient.dlogits, gradient.factor)]
+                assert gradient.row_scale is not None
+                found = [bits(x) for x in (stats.logp, gradient.dlogits, gradient.row_scale)]
                 first = first or found
                 assert all(map(torch.equal, first, found)), (columns, config)
 

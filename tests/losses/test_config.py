@@ -81,4 +81,4 @@ def test_a_config_of_another_process_gets_a_number_of_this_one(
     monkeypatch.setattr(configs, "_alive", {})
     here = [LossConfig(beta=0.5), pickle.loads(data)]
     assert here[1] == there
-    assert [LossConfig.of_number(one.number) for one in here] == here
+    assert [LossConfig.of_registry_key(one.registry_key) for one in here] == here

@@ -280,7 +280,7 @@ class Judge:
         entropy = values["entropy"]
         loss, metrics = oracle.policy_loss(logprobs, entropy, x, c)
         if case.entry != "composed":
-            keep = active_rows(x, c)
+            keep = rows_with_gradient(x, c)
             if case.metric_rows == "active":
                 active = of_rows(x, keep)
                 measured = oracle.policy_loss(logprobs[keep], entropy[keep], active, c)[1]
@@ -290,7 +290,7 @@ class Judge:
         return {"loss": loss} | metrics, loss
 
 
-def active_rows(x: oracle.Rollout, c: Any) -> Tensor:
+def rows_with_gradient(x: oracle.Rollout, c: Any) -> Tensor:
     """Return which tokens can have a gradient, (T,) bool."""
     if c.beta or c.entropy_coef:
         return torch.ones(x.num_valid, dtype=torch.bool)

@@ -37,7 +37,7 @@ class Shortage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.failing, self.error = 0, range(0), ERRORS["cuda"]
         self.failed: Callable[[], Tensor | None] = lambda: None
-        for module in (importlib.import_module("grpo_kernels.engine.sweep"), recompute):
+        for module in (importlib.import_module("grpo_kernels.engine.chunked_loop"), recompute):
             monkeypatch.setattr(module, "project", self._wrapped(module.project))
 
     def at(self, first: int, last: int | None = None, error: str = "cuda") -> None:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels.batch.host as host
-from grpo_kernels.engine.ops import linear_logprobs_backward, linear_logprobs_forward
+from grpo_kernels.engine.compiled_logprobs import linear_logprobs_backward, linear_logprobs_forward
 
 # no operations on a CPU; the last two would send values to a GPU
 _FUNCTIONS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, torch.tensor, torch.as_tensor)
@@ -77,7 +77,7 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return run
 
     monkeypatch.setattr(host, "reading_is_free", lambda x: False)
-    for name in ("hold", "known"):
+    for name in ("to_host", "values"):
         monkeypatch.setattr(host, name, uncounted(getattr(host, name)))
     with _Functions(reads), _Operations(reads):
         yield reads

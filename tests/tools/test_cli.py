@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_kernels import __version__, available_backends
-from grpo_kernels.backends.registry import BACKEND_VARIABLE, BACKENDS
+from grpo_kernels.backends.choice import BACKEND_VARIABLE, BACKENDS
 from grpo_kernels.tools import canaries, cli, install_command
 from grpo_kernels.tools import check as selfcheck
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_kernels.backends.base import Entries, RowStats, StatsGradients, Tile, output_view
+from grpo_kernels.backends.base import Entries, RowStats, StatsGrad, Tile, output_view
 from grpo_kernels.backends.cpu.abi import (
     EntriesView,
     Extraction,
@@ -76,7 +76,7 @@ class Native(Chunked):
         self,
         tile: Tile,
         stats: RowStats,
-        outer: StatsGradients,
+        outer: StatsGrad,
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -216,7 +216,7 @@ class Native(Chunked):
 # Rows for which torch forms the small factor of an update at a time: always as many, and each
 # begins where a vector does, so that a row's bits are its own. MKL's depend on a row's alignment.
 _FACTOR_ROWS = 256
-_LANES = 16  # tokens of the widest vector
+_LANES = 16  # tokens of the max_local_vocab vector
 _RANK_STEP = 8  # kRankStep of csrc/linear.h
 
 

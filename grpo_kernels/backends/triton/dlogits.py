@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, StatsGradients, Tile, output_view
+from grpo_kernels.backends.base import RowStats, StatsGrad, Tile, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config
 from grpo_kernels.backends.triton.common import (
     LOG2_UNDERFLOW,
@@ -188,7 +188,7 @@ def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
 def dlogits_(
     tile: Tile,  # fp32, bf16 or fp16; overwritten
     stats: RowStats,
-    outer: StatsGradients,  # fp32
+    outer: StatsGrad,  # fp32
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     config: RowConfig | None = None,  # the table's

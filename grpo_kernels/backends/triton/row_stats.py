@@ -237,8 +237,8 @@ def logp_gradient_(
 
 def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
     """Weigh what :func:`logp_gradient_` returns; see :class:`Backend`."""
-    assert gradient.factor is not None
-    return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.factor))
+    assert gradient.row_scale is not None
+    return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.row_scale))
 
 
 @functools.cache

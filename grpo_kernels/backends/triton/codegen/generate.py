@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from grpo_kernels.backends.triton.codegen.ops import (
+from grpo_kernels.backends.triton.codegen.expressions import (
     TRITON_DTYPES,
     VIEWS,
     UntraceableError,

@@ -28,8 +28,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from grpo_kernels.backends.triton.codegen.expressions import UntraceableError
 from grpo_kernels.backends.triton.codegen.generate import KERNEL_NAME, generate_kernel
-from grpo_kernels.backends.triton.codegen.ops import UntraceableError
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 

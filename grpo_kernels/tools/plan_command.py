@@ -151,10 +151,10 @@ def _calls(arguments: argparse.Namespace, call: Call) -> Iterator[tuple[str, Cal
 
 def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dict[str, Any]:
     """Return the answer for one of them."""
-    memory, keeps = call.memory, call.keeping
+    memory, keeps = call.memory, call.saving
     bounded = call.options.bounded is not None
-    if call.name == "two_pass" and not bounded and keeps.what != "nothing":
-        title += f", keeps {keeps.what}"
+    if call.name == "two_pass" and not bounded and keeps.nbytes:
+        title += f", keeps {keeps.kind}"
     flop = keeps.gemms * 2.0 * call.tokens * call.head.size
     return {
         "title": title,
@@ -162,7 +162,7 @@ def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dic
         **{f"{key}_bytes": size for key, size in asdict(memory).items()},
         "total_bytes": memory.total,
         "gemms": keeps.gemms,
-        "keeps": keeps.what if call.name == "two_pass" or bounded else None,
+        "keeps": keeps.kind if call.name == "two_pass" or bounded else None,
         "seconds": flop / (tflops * 1e12) if tflops else None,
         "largest_micro_batch_tokens": None if free is None else _largest(call, free),
     }
@@ -175,7 +175,7 @@ def _largest(call: Call, free: int) -> int:
     """
 
     def keeps_nothing(tokens: int) -> bool:
-        return replace(call, tokens=tokens).keeping.what == "nothing"
+        return not replace(call, tokens=tokens).saving.nbytes
 
     def total(tokens: int) -> int:
         return replace(call, tokens=tokens).memory.total

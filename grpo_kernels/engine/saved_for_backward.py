@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, TileGradient, Wanted
+from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, TileGradient
 from grpo_kernels.engine.bounded import (
     KeptEntries,
     bounded_gradients,
@@ -22,13 +22,13 @@ from grpo_kernels.engine.bounded import (
     of_kept,
     within,
 )
+from grpo_kernels.engine.chunked_loop import chunked_loop, row_chunks
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sweep import row_chunks, sweep
-from grpo_kernels.head import matmul_precision, on_huge_pages, row_pitch, stats_dtype
+from grpo_kernels.head import leading_dim, matmul_precision, on_huge_pages, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
 OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
@@ -37,20 +37,20 @@ OF_ENTROPY = "the gradient through the entropy is another one"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
+class SavedForBackward:
     """What is kept, and why."""
 
-    what: str = NOTHING
+    kind: str = NOTHING
     shape: tuple[int, ...] = (0,)
     dtype: torch.dtype = torch.float32
     gemms: int = 0  # over the vocabulary, forward and backward together
     why: str | None = None
-    refused: Keeping | None = None  # what activation_bytes has no room for
+    refused: SavedForBackward | None = None  # what activation_bytes has no room for
 
     @staticmethod
     def of(
         tokens: int, depth: int, route: Route, needs: Needs, why_not: str | None = None
-    ) -> Keeping:
+    ) -> SavedForBackward:
         """Choose for a call with so many rows of the hidden size ``depth``.
 
         ``why_not``: why nothing can be kept, if the caller knows such a reason.
@@ -58,54 +58,54 @@ class Keeping:
         gemms = 1 + needs.hidden + needs.weight
         why_not = why_not or _why_nothing(route)
         if not needs.any:
-            return Keeping(gemms=1, why="there is no backward")
+            return SavedForBackward(gemms=1, why="there is no backward")
         if why_not is not None:
-            return Keeping(gemms=gemms + 1, why=why_not)
+            return SavedForBackward(gemms=gemms + 1, why=why_not)
         if route.options.bounded is not None:
             return _of_entries(tokens, route, needs, route.options.bounded)
         budget = route.options.activation_bytes
         if needs.of_head or needs.lora_a:
-            shape = tokens, row_pitch(route.widest, route.dtype, route.device)
-            kept = Keeping(what=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
+            shape = tokens, leading_dim(route.max_local_vocab, route.dtype, route.device)
+            kept = SavedForBackward(kind=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
             fits = budget is not None and kept.nbytes <= budget
         else:
             is_fp16 = route.dtype == torch.float16  # to be scaled yet
             dtype = stats_dtype(route.dtype) if is_fp16 else route.dtype
-            kept = Keeping(what=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
+            kept = SavedForBackward(kind=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
             fits = budget is None or kept.nbytes <= budget
-        return kept if fits else Keeping(gemms=gemms + 1, refused=kept)
+        return kept if fits else SavedForBackward(gemms=gemms + 1, refused=kept)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def of_one_pass(self, needs: Needs, bounded: Bounded) -> Keeping:
+    def of_one_pass(self, needs: Needs, bounded: Bounded) -> SavedForBackward:
         """Return the same for one pass: the logits are there for the weight's exact gradient."""
         return replace(self, gemms=1 + (needs.weight and bounded.exact_weight))
 
     def route(self, route: Route) -> Route:
         """Return the route of such a forward: it has a tile, whose statistics are as exact."""
-        if self.what == NOTHING or route.options.batch_invariant:
+        if self.kind == NOTHING or route.options.batch_invariant:
             return route
         return replace(route, has_tile=True)
 
     def __str__(self) -> str:
         kept = "logits are formed again"
-        if self.what != NOTHING:
-            kept = f"keeps {self.what}, {self.nbytes / 2**20:.1f} MiB"
+        if self.kind != NOTHING:
+            kept = f"keeps {self.kind}, {self.nbytes / 2**20:.1f} MiB"
         why = self.why
         if self.refused is not None:
             other = self.refused
-            why = f"activation_bytes={other.nbytes} would keep {other.what}"
+            why = f"activation_bytes={other.nbytes} would keep {other.kind}"
         count = f"{self.gemms} GEMM{'s' if self.gemms > 1 else ''} in all"
         return f"backward: {kept}, {count}" + (f": {why}" if why else "")
 
 
-def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> Keeping:
+def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> SavedForBackward:
     anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
     shape = tokens, 2 * min(bounded.slots, route.columns) + 5
     dtype = kept_dtype(stats_dtype(route.dtype))
-    return Keeping(what=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
+    return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
 
 
 def _why_nothing(route: Route) -> str | None:
@@ -116,47 +116,47 @@ def _why_nothing(route: Route) -> str | None:
     return None
 
 
-def keeping_forward(
-    rows: Rows, route: Route, wanted: Wanted, keeping: Keeping
+def saving_forward(
+    rows: Rows, route: Route, wanted: OutputSpec, saving: SavedForBackward
 ) -> tuple[RowStats, Tensor]:
     """Compute the statistics of every row, and what is kept for the backward."""
     chunks = row_chunks(rows.count, route)
-    if keeping.what == HIDDEN:
+    if saving.kind == HIDDEN:
         sums = GradientSums(rows, Needs(hidden=True), len(chunks))
-        stats, gradients = sweep(rows, route, chunks, wanted, _unit, sums)
+        stats, gradients = chunked_loop(rows, route, chunks, wanted, _unit, sums)
         assert gradients.hidden is not None
-        return stats, gradients.hidden.to(keeping.dtype)
-    if keeping.what == ENTRIES:
+        return stats, gradients.hidden.to(saving.dtype)
+    if saving.kind == ENTRIES:
         entries = KeptEntries(route)
-        stats = sweep(rows, route, chunks, wanted, _unit, entries)[0]
-        none = rows.hidden.new_empty((0, keeping.shape[1]), dtype=keeping.dtype)
+        stats = chunked_loop(rows, route, chunks, wanted, _unit, entries)[0]
+        none = rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)
         return stats, entries.kept() if chunks else none
-    kept = on_huge_pages(torch.empty(keeping.shape, dtype=keeping.dtype, device=route.device))
+    kept = on_huge_pages(torch.empty(saving.shape, dtype=saving.dtype, device=route.device))
     logits = KeptLogits(kept[:, : route.columns])
-    return sweep(rows, route, chunks, wanted, _unit, logits)[0], kept
+    return chunked_loop(rows, route, chunks, wanted, _unit, logits)[0], kept
 
 
-def _unit(part: slice, stats: RowStats) -> StatsGradients:
+def _unit(part: slice, stats: RowStats) -> StatsGrad:
     """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
-    return StatsGradients(stats.lse.isfinite().to(stats.logp.dtype))
+    return StatsGrad(stats.lse.isfinite().to(stats.logp.dtype))
 
 
-def kept_gradients(
-    what: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+def saved_gradients(
+    kind: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
 ) -> Gradients:
-    """Compute gradients from what :func:`keeping_forward` kept of the same rows."""
-    if what == ENTRIES:
+    """Compute gradients from what :func:`saving_forward` kept of the same rows."""
+    if kind == ENTRIES:
         return _gradients_of_entries(kept, rows, stats, dlogp, route, needs)
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
-    if what == HIDDEN:
+    if kind == HIDDEN:
         return Gradients(kept * dlogp[:, None] if needs.hidden else None)
     # a product with 0 would not hide what is no number
     hidden = torch.where((dlogp == 0)[:, None], 0, rows.hidden)
     rows = replace(rows, hidden=hidden)
     sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
     with matmul_precision(route.device, route.precision):
-        factor = sums.scaled(StatsGradients(dlogp)).dlogp
+        factor = sums.scaled(StatsGrad(dlogp)).dlogp
         gradient = TileGradient(kept[everything, : route.columns], factor)
         sums.add(gradient, everything, rows.ready().narrow(everything))
         return sums.finish()
@@ -173,7 +173,7 @@ def _gradients_of_entries(
         return bounded_gradients(entries, dlogp, rows, stats, route, needs)
     found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
     chosen = rows.valid(dlogp != 0)
-    outer = StatsGradients(chosen.take(dlogp))
+    outer = StatsGrad(chosen.take(dlogp))
     part = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
     of_head = recompute_backward(chosen, part, outer, route.tiled(), needs.of_head_alone)
     return found.joined(of_head)
@@ -185,7 +185,7 @@ class KeptLogits:
     def __init__(self, kept: Tensor) -> None:
         self._kept = kept
 
-    def take(self, chunk: Chunk, outer: StatsGradients, route: Route) -> None:
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         place = self._kept[chunk.part]
         route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import REPORT
 from grpo_kernels.losses import LossConfig, Stat, loss_stats, static_weights
-from grpo_kernels.schedule.active import active_rows
+from grpo_kernels.schedule.rows_with_gradient import rows_with_gradient
 
 
 class LossParts(NamedTuple):
@@ -24,7 +24,7 @@ class LossParts(NamedTuple):
     bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
 
 
-def measured(
+def loss_metrics(
     logp: Tensor,  # (T,), or (K,) with metric_rows="active"
     entropy: Tensor,
     entropy_gate: Tensor | None,  # (T,)
@@ -34,7 +34,7 @@ def measured(
     metric_rows: str,
 ) -> Mapping[str, Stat]:
     """Compute the statistics behind the metrics of ``linear_policy_loss``."""
-    active = active_rows(batch, config)
+    active = rows_with_gradient(batch, config)
     if metric_rows == "active":
         if logp.numel() != active.batch.num_tokens:
             logp, entropy = active.take(logp), active.take(entropy)
@@ -62,7 +62,7 @@ def _of_backward(
 def _skipped(active: TokenBatch, batch: TokenBatch) -> Stat:
     """Return the share of the caller's rows that got no backward."""
     total = 1
-    for size in host.known(batch.layout):
+    for size in host.values(batch.layout):
         total *= size
     device, wide = batch.target.device, torch.float64
     skipped = torch.full((), total - active.num_tokens, dtype=wide, device=device)

@@ -20,7 +20,7 @@ from grpo_kernels.engine import (
     Gradients,
     Needs,
     RunOptions,
-    with_less_memory,
+    retry_on_oom,
 )
 from grpo_kernels.head import (
     SHARD_SCHEMA,
@@ -34,11 +34,11 @@ from grpo_kernels.head import (
     stats_dtype,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
+from grpo_kernels.schedule.loss_metrics import LossParts, loss_metrics
+from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.loss_stage import LossStage, TracedStage
 from grpo_kernels.schedule.one_pass import one_pass_gradients
-from grpo_kernels.schedule.parts import LossParts, measured
-from grpo_kernels.schedule.plan import Plan
-from grpo_kernels.schedule.run import agree_on, planned
+from grpo_kernels.schedule.run import check_same_plan, planned
 from grpo_kernels.schedule.two_pass import two_pass_gradients, with_rest
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b"
@@ -65,13 +65,13 @@ def compiled_policy_loss(
     transform, lora = head.transform, head.lora
     loss, *parts = policy_loss_op(
         *inputs, needs, batch.tensors(), batch.advantages_per_token,
-        batch.gradient_accumulation_steps, config.number, autocast_dtype(hidden.device),
+        batch.gradient_accumulation_steps, config.registry_key, autocast_dtype(hidden.device),
         1.0 if lora is None else lora.scaling, transform.logit_scale, transform.softcap,
         *shard_arguments(head.shard), *options.arguments,
     )[:_NUM_PARTS]  # fmt: skip
     logp, entropy, *others = parts
     metrics = LazyMetrics(
-        measured, *others, batch, config, options.metric_rows, logprobs=logp, entropy=entropy
+        loss_metrics, *others, batch, config, options.metric_rows, logprobs=logp, entropy=entropy
     )
     return PolicyLossOutput(loss, metrics)
 
@@ -94,7 +94,7 @@ def policy_loss_op(*arguments):
     lora_scaling, logit_scale, softcap, *rest = rest
     shard, options = shard_of_arguments(rest)
     hidden, weight, bias, lora_a, lora_b = inputs
-    config, lora, dtypes = LossConfig.of_number(number), None, _dtypes(inputs, autocast)
+    config, lora, dtypes = LossConfig.of_registry_key(number), None, _dtypes(inputs, autocast)
     if lora_a is not None and lora_b is not None:
         lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora_scaling)
     transform = Transform(logit_scale, softcap, config.temperature)
@@ -106,8 +106,8 @@ def policy_loss_op(*arguments):
         rows, plan = planned(hidden, head, batch, config, chosen, needs=wanted)
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
-    agree_on(rows, plan)
-    parts, gradients = with_less_memory(lambda plan: _run(rows, plan), plan)
+    check_same_plan(rows, plan)
+    parts, gradients = retry_on_oom(lambda plan: _run(rows, plan), plan)
     gradients = gradients._replace(hidden=_of_all(gradients.hidden, plan, hidden))
     return (
         # outputs of an op may not share memory

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGradients, Wanted, dtype_of, shapes_of
+from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, shapes_of
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.engine.differentiable import rows_backward, rows_forward
 from grpo_kernels.engine.gradients import Needs
-from grpo_kernels.engine.kept import NOTHING, OF_ALL_ROWS, kept_gradients
+from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
-from grpo_kernels.engine.plan import LogprobsPlan
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.shards import agree, telling_others
+from grpo_kernels.engine.saved_for_backward import NOTHING, OF_ALL_ROWS, saved_gradients
+from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks
 from grpo_kernels.head import (
     SHARD_SCHEMA,
     Head,
@@ -101,7 +101,7 @@ def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
 
 
 def compiled_stats(
-    rows: Rows, options: RunOptions, wanted: Wanted
+    rows: Rows, options: RunOptions, wanted: OutputSpec
 ) -> tuple[RowStats, Tensor | None]:
     """Compute the statistics of rows, and what is kept for the backward, as one op of a graph."""
     found = linear_logprobs_forward(*_flat(rows, options), *wanted, Needs.of(rows.inputs).of_inputs)
@@ -112,7 +112,7 @@ def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
     """Rebuild the call of the forward."""
     rows, options = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
     *of_wanted, needs = arguments[_NUM_TENSORS + _NUM_OPTIONS :]
-    return rows, LogprobsPlan.of(rows, options, Wanted(*of_wanted), Needs(*needs))
+    return rows, LogprobsPlan.of(rows, options, OutputSpec(*of_wanted), Needs(*needs))
 
 
 @torch.library.custom_op(
@@ -125,19 +125,19 @@ def linear_logprobs_forward(*arguments):
     """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
     for the backward; what is not computed is empty."""
     rows, plan = _forward_call(arguments)
-    keeping = plan.keeping
-    with telling_others(rows.head.shard, rows.hidden):
+    saving = plan.saving
+    with raise_on_all_ranks(rows.head.shard, rows.hidden):
         valid = rows.valid()
-    agree(valid, plan.route, plan.wanted, keeping.what)
+    check_ranks_agree(valid, plan.route, plan.wanted, saving.kind)
     stats, kept = rows_forward(valid, plan)
     if kept is None:
-        kept = rows.hidden.new_empty(0, dtype=keeping.dtype)
+        kept = rows.hidden.new_empty(0, dtype=saving.dtype)
     return (
         *(
-            valid.spread(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
+            valid.scatter(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
             for value, dtype in zip(stats, _stats_dtypes(rows), strict=True)
         ),
-        valid.spread(kept) if keeping.what in OF_ALL_ROWS else kept,
+        valid.scatter(kept) if saving.kind in OF_ALL_ROWS else kept,
     )
 
 
@@ -155,7 +155,7 @@ def _(*arguments):
             rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
             for name, dtype in zip(RowStats._fields, _stats_dtypes(rows), strict=True)
         ),
-        rows.hidden.new_empty(plan.keeping.shape, dtype=plan.keeping.dtype),
+        rows.hidden.new_empty(plan.saving.shape, dtype=plan.saving.dtype),
     )
 
 
@@ -173,22 +173,22 @@ def linear_logprobs_backward(*arguments):
     """Compute the gradients of the differentiable statistics; one that is not needed is empty."""
     *call, logp, entropy, lse, dlogp, dentropy, dmasked, kept, keeps, needs = arguments
     rows, options = _call(call)
-    outer = StatsGradients(dlogp, dentropy, dmasked)
-    route = LogprobsPlan.of(rows, options, Wanted(), Needs(*needs)).route
+    outer = StatsGrad(dlogp, dentropy, dmasked)
+    route = LogprobsPlan.of(rows, options, OutputSpec(), Needs(*needs)).route
     suffices = keeps != NOTHING and dlogp is not None and dentropy is None
     if keeps in OF_ALL_ROWS and suffices:
         valid = rows
     else:
         valid = rows.valid(None if suffices else outer.nonzero)
-    outer = StatsGradients(*(valid.take(gradient) for gradient in outer))
+    outer = StatsGrad(*(valid.take(gradient) for gradient in outer))
     stats = RowStats(*(valid.take(found) for found in (logp, entropy, lse)))  # type: ignore[arg-type]
     if suffices:
         assert outer.dlogp is not None
-        gradients = kept_gradients(keeps, kept, valid, stats, outer.dlogp, route, Needs(*needs))
+        gradients = saved_gradients(keeps, kept, valid, stats, outer.dlogp, route, Needs(*needs))
     else:
         gradients = rows_backward(valid, stats, outer, route, Needs(*needs))
     if gradients.hidden is not None:
-        gradients = gradients._replace(hidden=valid.spread(gradients.hidden))
+        gradients = gradients._replace(hidden=valid.scatter(gradients.hidden))
     return tuple(
         gradient.to(x.dtype) if gradient is not None else x.new_empty(0)
         for gradient, x in zip(gradients, _inputs(rows), strict=True)
@@ -212,7 +212,7 @@ def _inputs(rows: Rows) -> list[Tensor]:
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3], output[-1])  # logp, entropy, lse
     ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
-    ctx.keeps = _forward_call(inputs)[1].keeping.what
+    ctx.keeps = _forward_call(inputs)[1].saving.kind
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo_kernels.backends import Wanted, why_backend
+from grpo_kernels.backends import OutputSpec, why_backend
 from grpo_kernels.engine.fingerprint import fingerprint
 from grpo_kernels.engine.gradients import Needs
-from grpo_kernels.engine.kept import OF_MASK, Keeping
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.saved_for_backward import OF_MASK, SavedForBackward
 from grpo_kernels.head import Head
 
 
@@ -23,11 +23,11 @@ class LogprobsPlan:
     route: Route
     needs: Needs
     tokens: int  # rows with a target
-    wanted: Wanted = Wanted()  # noqa: RUF009
+    wanted: OutputSpec = OutputSpec()  # noqa: RUF009
     masked: bool = False  # log-probabilities over a sampling mask are asked for
 
     @staticmethod
-    def of(rows: Rows, options: RunOptions, wanted: Wanted, needs: Needs) -> LogprobsPlan:
+    def of(rows: Rows, options: RunOptions, wanted: OutputSpec, needs: Needs) -> LogprobsPlan:
         """Choose for rows.
 
         Raises:
@@ -44,10 +44,10 @@ class LogprobsPlan:
         )
 
     @cached_property
-    def keeping(self) -> Keeping:
+    def saving(self) -> SavedForBackward:
         """What the forward keeps for the backward."""
         size = self.tokens, self.head.weight.shape[1]
-        return Keeping.of(*size, self.route, self.needs, OF_MASK if self.masked else None)
+        return SavedForBackward.of(*size, self.route, self.needs, OF_MASK if self.masked else None)
 
     @property
     def backend(self) -> str:
@@ -56,7 +56,7 @@ class LogprobsPlan:
     @property
     def forward(self) -> str:
         """How statistics are formed: with a tile of logits, without one, from all logits."""
-        return self.keeping.route(self.route).forward
+        return self.saving.route(self.route).forward
 
     @property
     def precision(self) -> str:
@@ -65,7 +65,7 @@ class LogprobsPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
-        return fingerprint(self.keeping.route(self.route), self.head)
+        return fingerprint(self.saving.route(self.route), self.head)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class LogprobsPlan:
         reasons = why_backend(route.backend, route.options.backend, device, route.dtype)
         if self.wanted.tiled or self.masked:
             reasons.append("a tile of logits: some of what is asked for is read from it")
-        return (*reasons, str(self.keeping))
+        return (*reasons, str(self.saving))
 
     def __str__(self) -> str:
         return "\n".join([*self._lines(), *(f"  - {reason}" for reason in self.reasons)])

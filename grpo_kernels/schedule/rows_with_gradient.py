@@ -12,17 +12,17 @@ from grpo_kernels.losses import LossConfig, Weights
 
 
 @dataclass(frozen=True)
-class ActiveRows:
+class RowsWithGradient:
     """The rows that can have a gradient, and the others."""
 
     batch: TokenBatch  # of these rows, in the same sequences
     index: Tensor | None = None  # (K,) int64, which they are of all; None: all
-    rest: Tensor | None = None  # (T - K,) int64, the others
+    forward_only: Tensor | None = None  # (T - K,) int64, the others
 
     @property
-    def waiting(self) -> int:
+    def num_forward_only(self) -> int:
         """The number of the other rows."""
-        return 0 if self.rest is None else self.rest.numel()
+        return 0 if self.forward_only is None else self.forward_only.numel()
 
     def take(self, values: Tensor) -> Tensor:
         """Return the (T, ...) values at these rows."""
@@ -34,22 +34,24 @@ class ActiveRows:
 
     def merge(self, values: Tensor, others: Tensor | float) -> Tensor:
         """Merge (K,) values of these rows with (T - K,), or one, of the others into (T,)."""
-        if self.index is None or self.rest is None:
+        if self.index is None or self.forward_only is None:
             return values
-        whole = values.new_zeros(values.numel() + self.rest.numel())
+        whole = values.new_zeros(values.numel() + self.forward_only.numel())
         whole = whole.index_copy(0, self.index, values)
-        return whole.index_copy(0, self.rest, others) if isinstance(others, Tensor) else whole
+        return (
+            whole.index_copy(0, self.forward_only, others) if isinstance(others, Tensor) else whole
+        )
 
 
-def active_rows(batch: TokenBatch, config: LossConfig) -> ActiveRows:
+def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradient:
     """Find the rows with an advantage, where a loss vanishes without one. No host transfer."""
     lengths, group = batch.active_lengths, batch.sequence_group
     penalised = config.beta != 0 or config.entropy_coef != 0
     if lengths is None or penalised or not config.surrogate.vanishes_at_zero_advantage:
-        return ActiveRows(batch)
+        return RowsWithGradient(batch)
     by_sequence = config.scope(batch.rollout_logprobs is not None) != "token"
     if by_sequence:  # one token's advantage reaches every log-probability of its sequence
-        whole = host.known(batch.whole_counts)[1]
+        whole = host.values(batch.whole_counts)[1]
         lengths = tuple(n if few else 0 for few, n in zip(whole, batch.lengths, strict=True))
     count, left = sum(lengths), None
     everything = count == batch.num_tokens
@@ -57,12 +59,12 @@ def active_rows(batch: TokenBatch, config: LossConfig) -> ActiveRows:
         left = group.of_active(by_sequence)
         everything = left.num_tokens == group.num_tokens
     if everything:
-        return ActiveRows(batch)
+        return RowsWithGradient(batch)
     active = batch.advantages != 0
     if by_sequence:
         segments = batch.segments
         of_each = segments.sum(active.double()) if group is None else group.on_device[1]
         active = segments.expand(of_each > 0)
     order = torch.argsort(~active, stable=True)
-    chosen = replace(batch.select(order[:count], host.hold(lengths)), sequence_group=left)
-    return ActiveRows(chosen, order[:count], order[count:])
+    chosen = replace(batch.select(order[:count], host.to_host(lengths)), sequence_group=left)
+    return RowsWithGradient(chosen, order[:count], order[count:])

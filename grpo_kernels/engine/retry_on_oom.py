@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 Result = TypeVar("Result")
-Self = TypeVar("Self", bound="Smaller")
+Self = TypeVar("Self", bound="Retryable")
 
 SPOILED_SUM = (
     "main_grad now holds a part of this call's gradient, so nothing was tried again. Clear it "
@@ -24,7 +24,7 @@ _MESSAGES = (
 )
 
 
-class Smaller(Protocol):
+class Retryable(Protocol):
     """A plan that may have one which needs less memory."""
 
     @property
@@ -41,11 +41,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in message for text in _MESSAGES)
 
 
-def with_less_memory(run: Callable[[Self], Result], plan: Self, spoils: bool = False) -> Result:
+def retry_on_oom(run: Callable[[Self], Result], plan: Self, not_retryable: bool = False) -> Result:
     """Run ``plan``; where the memory does not last, what is smaller, and warn.
 
     What a failed try has allocated is free again before the next. The warning says what to set so
-    that it does not happen again. A try that ``spoils`` a sum in ``main_grad`` is the only one.
+    that it does not happen again. ``not_retryable``: a
+    failed try leaves a part of a sum in ``main_grad``, so the first is the only one.
 
     Raises:
         RuntimeError: the last try's, if the memory lasts for none.
@@ -58,7 +59,7 @@ def with_less_memory(run: Callable[[Self], Result], plan: Self, spoils: bool = F
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if spoils:
+            if not_retryable:
                 raise torch.OutOfMemoryError(f"{error}\n{SPOILED_SUM}") from error
             following = plan.smaller()
             if following is None:

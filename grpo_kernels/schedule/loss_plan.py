@@ -13,25 +13,25 @@ from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
     OF_ENTROPY,
     OF_MASK,
-    Keeping,
     LogprobsPlan,
     Needs,
     Route,
     Rows,
     RunOptions,
+    SavedForBackward,
     choose_route,
     fingerprint,
     row_chunks,
 )
 from grpo_kernels.head import Head
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule.active import ActiveRows
 from grpo_kernels.schedule.loss_stage import LossStage, choose_stage, why_not_generated
+from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 
 # Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
 # the logits a second time: about four times the device's operations per byte. 16-bit inputs; for
 # fp32 the sum is cheap beside the GEMMs. Below it two passes are faster: on a CPU with as many rows
-# as were measured, 512; that of a GPU follows from the data sheets.
+# as were loss_metrics, 512; that of a GPU follows from the data sheets.
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
 _BLOCK_ROWS = 256  # of tiles for one pass
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
@@ -47,7 +47,7 @@ class Plan(LogprobsPlan):
     batch: TokenBatch  # every valid token
     config: LossConfig
     options: RunOptions
-    active: ActiveRows  # those with a gradient
+    active: RowsWithGradient  # those with a gradient
     main_grad: Tensor | None  # (V, D), to which the weight's gradient is added; None: autograd's
     schedule: str  # "one_pass" | "two_pass"
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
@@ -98,11 +98,11 @@ class Plan(LogprobsPlan):
         return self.tile_rows * self.route.row_bytes
 
     @cached_property
-    def keeping(self) -> Keeping:
+    def saving(self) -> SavedForBackward:
         """What the forward keeps for the backward, or for its end."""
         why_not = _why_exact(self.batch, self.config)
         size = self.tokens, self.head.weight.shape[1]
-        kept = Keeping.of(*size, self.route, self.needs, why_not)
+        kept = SavedForBackward.of(*size, self.route, self.needs, why_not)
         bounded = self.options.bounded
         if bounded is None or self.schedule == "two_pass":
             return kept
@@ -111,7 +111,7 @@ class Plan(LogprobsPlan):
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
-        route = self.route if self.schedule == "one_pass" else self.keeping.route(self.route)
+        route = self.route if self.schedule == "one_pass" else self.saving.route(self.route)
         return fingerprint(route, self.head, self.schedule)
 
     @cached_property
@@ -123,7 +123,7 @@ class Plan(LogprobsPlan):
         if self.schedule == "one_pass":
             reasons.append(f"loss: {self._why_stage()}")
         if self.needs.any and (self.schedule == "two_pass" or self.options.bounded is not None):
-            reasons.append(str(self.keeping))
+            reasons.append(str(self.saving))
         if route.backend.has_tiles:
             reasons += self._rows_left_out()
         return tuple(reasons)
@@ -175,7 +175,7 @@ class Plan(LogprobsPlan):
         """Say what happens to the rows that get no gradient."""
         known = "rows of zero advantage: not computed"
         if self.options.metric_rows == "all":
-            waiting = self.active.waiting
+            waiting = self.active.num_forward_only
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
         if self.reads_once:
             found = "zeros in the GEMMs, since their logits are gradients by then"
@@ -203,7 +203,7 @@ def make_plan(
     batch: TokenBatch,
     config: LossConfig,
     options: RunOptions,
-    active: ActiveRows,
+    active: RowsWithGradient,
     needs: Needs = Needs(),  # noqa: B008
     main_grad: Tensor | None = None,
 ) -> Plan:

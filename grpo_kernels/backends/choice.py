@@ -13,7 +13,7 @@ from grpo_kernels.backends.base import (
     Backend,
     Entries,
     RowStats,
-    StatsGradients,
+    StatsGrad,
     Tile,
     TileGradient,
 )
@@ -85,7 +85,7 @@ class _Triton(Backend):
         self,
         tile: Tile,
         stats: RowStats,
-        outer: StatsGradients,
+        outer: StatsGrad,
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
+    OutputSpec,
     RowStats,
-    StatsGradients,
+    StatsGrad,
     Tile,
-    Wanted,
     concatenate,
     dtype_of,
     mean_logits,
@@ -25,20 +25,20 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, TileGradients
 from grpo_kernels.engine.invariance import prove_same_bits
+from grpo_kernels.engine.masked_rows import MaskedRows
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.sampling_mask import MaskedRows
-from grpo_kernels.engine.shards import of_whole_rows, own_column
+from grpo_kernels.engine.shards import local_target, merge_vocab_shards
 from grpo_kernels.head import (
     Transform,
+    leading_dim,
     matmul_precision,
     on_huge_pages,
     project,
-    row_pitch,
     stats_dtype,
 )
 
-Stage = Callable[[slice, RowStats], StatsGradients]  # of a row range and its statistics
+Stage = Callable[[slice, RowStats], StatsGrad]  # of a row range and its statistics
 
 _TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
 
@@ -72,28 +72,28 @@ def tile_height(rows: int, most: int, device: torch.device) -> int:
 def new_tile(route: Route, height: int) -> Tensor:
     """Return an uninitialised tile for chunks of at most ``height`` rows."""
     rows = tile_height(route.fixed_rows or height, route.tile_rows, route.device)
-    shape = rows, row_pitch(route.columns, route.logits, route.device)
+    shape = rows, leading_dim(route.columns, route.logits, route.device)
     tile = on_huge_pages(torch.empty(shape, dtype=route.logits, device=route.device))
     return tile if shape[1] == route.columns else tile[:, : route.columns]
 
 
-def forward(rows: Rows, route: Route, wanted: Wanted = Wanted()) -> RowStats:  # noqa: B008
+def forward(rows: Rows, route: Route, wanted: OutputSpec = OutputSpec()) -> RowStats:  # noqa: B008
     """Compute the statistics of every row."""
     if not route.has_tile:
         rows = rows.local()
-        hidden, head, column = rows.hidden, rows.head, own_column(rows)
+        hidden, head, column = rows.hidden, rows.head, local_target(rows)
         with matmul_precision(hidden.device, route.precision):
             given = (hidden, head, column, route.precision, wanted.extras)
             stats = route.backend.linear_stats(*given)
-        return of_whole_rows(stats, rows)
-    return sweep(rows, route, row_chunks(rows.count, route), wanted)[0]
+        return merge_vocab_shards(stats, rows)
+    return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)[0]
 
 
-def sweep(
+def chunked_loop(
     rows: Rows,
     route: Route,
     chunks: Sequence[slice],  # of the rows, in order, without gaps
-    wanted: Wanted = Wanted(),  # noqa: B008
+    wanted: OutputSpec = OutputSpec(),  # noqa: B008
     stage: Stage | None = None,
     sums: TileGradients | None = None,
     reads_once: bool = False,
@@ -111,25 +111,25 @@ def sweep(
             chunk = rows.narrow(part)
             if reads_once:
                 assert stage is not None and isinstance(sums, GradientSums)
-                found.append(_pass_of_one_read(chunk, part, buffer, route, stage, sums))
+                found.append(_run_chunk_of_one_read(chunk, part, buffer, route, stage, sums))
             else:
-                found.append(_pass(chunk, part, buffer, route, wanted, stage, sums))
+                found.append(_run_chunk(chunk, part, buffer, route, wanted, stage, sums))
         gradients = Gradients() if sums is None else sums.finish()
     return concatenate(found) if found else _no_stats(rows, wanted), gradients
 
 
-def _pass(
+def _run_chunk(
     chunk: Rows,
     part: slice,
     buffer: Tensor,
     route: Route,
-    wanted: Wanted,
+    wanted: OutputSpec,
     stage: Stage | None,
     sums: TileGradients | None,
 ) -> RowStats:
     """Form a chunk's logits in ``buffer`` and their statistics; with a stage also gradients."""
     tile, stats = _tile(chunk, buffer, route, wanted.extras)
-    stats, shard = of_whole_rows(stats, chunk), chunk.head.shard
+    stats, shard = merge_vocab_shards(stats, chunk), chunk.head.shard
     masked = None
     if chunk.sampling_mask is not None:
         masked = MaskedRows.of(tile, chunk.sampling_mask, shard)
@@ -144,7 +144,7 @@ def _pass(
     return stats
 
 
-def _pass_of_one_read(
+def _run_chunk_of_one_read(
     chunk: Rows, part: slice, buffer: Tensor, route: Route, stage: Stage, sums: GradientSums
 ) -> RowStats:
     """Form a chunk's logits in ``buffer``, then statistics and gradients in one read of them."""
@@ -160,7 +160,7 @@ def _pass_of_one_read(
 def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:
     """Form the raw logits (C, V) of a chunk in ``buffer``, and their statistics."""
     count, backend = chunk.count, route.backend
-    transform, column = chunk.head.transform, own_column(chunk)
+    transform, column = chunk.head.transform, local_target(chunk)
     if route.forms_logits:
         logits = buffer if len(buffer) == count else buffer[:count]
         stats = backend.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
@@ -199,7 +199,7 @@ def _filled_up(x: Tensor, rows: int, value: int = 0) -> Tensor:
     return filled
 
 
-def _no_stats(rows: Rows, wanted: Wanted) -> RowStats:
+def _no_stats(rows: Rows, wanted: OutputSpec) -> RowStats:
     wide = stats_dtype(rows.hidden.dtype)
     shapes = shapes_of(torch.Size((0,)), wanted, rows.sampling_mask is not None)
     return RowStats(
