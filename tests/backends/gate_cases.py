@@ -208,22 +208,19 @@ def _extract_cases(target: str) -> Iterator[Case]:
 
 
 def _gather_cases() -> Iterator[Case]:
-    entries = {"values_ptr": "*fp32", "factor_ptr": "*fp32", "slots": "i32"}
+    types = {"values_ptr": "*fp32", "factor_ptr": "*fp32", "slots": "i32", "num_columns": "i32"}
+    types |= {"stride_out_row": "i64", "stride_matrix_row": "i64"}
     by_row = {"ids_ptr": "*i32", "used_ptr": "*i32"}
     by_column = {"bounds_ptr": "*i64", "order_ptr": "*i64"}
-    sizes = {"stride_out_row": "i64", "num_columns": "i32"}
-    blocks = {"BLOCK_K": gather._BLOCK_K, "BLOCK_N": gather._BLOCK_N, "stride_out_column": 1}
+    blocks = {"BLOCK_K": gather._BLOCK_K, "BLOCK_N": gather._BLOCK_N}
+    ones = {"stride_out_column": 1, "stride_matrix_column": 1}
+    kernel = gather._gathered_sums_kernel
     for given, out in itertools.product(("fp32", "bf16"), repeat=2):
-        types = {**entries, **sizes, "out_ptr": f"*{out}"}
-        product = {**types, **by_row, "matrix_ptr": f"*{given}", "stride_matrix_row": "i64"}
-        constants = {**blocks, "stride_matrix_column": 1}
-        yield Case(gather._entries_matmul_kernel, product, constants, gather._OPTIONS)
-        product = {**types, **by_column, "rows_ptr": f"*{given}", "stride_rows_row": "i64"}
-        for add in (False, True):
-            kernel = gather._entries_transposed_matmul_kernel
-            yield Case(
-                kernel, product, {**blocks, "stride_rows_column": 1, "ADD": add}, gather._OPTIONS
-            )
+        pointers = {"matrix_ptr": f"*{given}", "out_ptr": f"*{out}"}
+        for places, add in ((by_row, False), (by_column, False), (by_column, True)):
+            posed = {**types, **pointers, **places}
+            constants = {**blocks, **ones, "ADD": add}
+            yield Case(kernel, posed, _absent(kernel, posed, constants), gather._OPTIONS)
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ MUTATIONS = [
     ("merge", "for _ in range(0, num_splits)", "for _ in range(1, num_splits)",
      "test_linear.py matches"),
     ("segment_sum", "mask=tokens < end", "mask=tokens <= end", "test_triton.py sum"),
-    ("gather", "mask_k = start + offs_k < used", "mask_k = start + offs_k <= used",
+    ("gather", "mask_k = entries < end", "mask_k = entries <= end",
      "test_entries.py matmul"),
 ]  # fmt: skip
 
