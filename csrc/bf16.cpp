@@ -3,6 +3,7 @@
 #include "linear.h"
 
 #if __has_include(<avx512bf16intrin.h>)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <algorithm>
@@ -103,7 +104,11 @@ void block(const Linear& linear, const Chunk& chunk, int64_t row, int64_t rows, 
 
 const Gemm kBf16Gemm = {11 * kPanel, kPanel, packed_bytes, scratch_bytes, pack, block};
 
-bool has_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+bool has_bf16() {
+  constexpr unsigned kBf16 = 1u << 5;
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kBf16);
+}
 
 }  // namespace grpo
 
