@@ -7,9 +7,12 @@
 namespace grpo {
 namespace {
 
-constexpr int64_t kSteps = 48;  // cuts to choose from: each sqrt(2) times the one before
+// Of the search for a row's cut, which is that of `grpo_kernels/backends/entries.py`.
+constexpr int kReads = 3;
+constexpr double kStart = 0.01, kLeastPower = 0.125;
 constexpr int32_t kWhole = -1;
-constexpr double kTiny = 1e-300;
+constexpr double kTiny = 1e-100;
+constexpr double kMost = 0x1p59;  // so that a cut is finite in the units of a scan
 constexpr double kAnyError = 1e30;  // or more: the row has no gradient
 
 double uniform(int32_t key, int32_t column) {
@@ -17,53 +20,8 @@ double uniform(int32_t key, int32_t column) {
   return ((hashed >> 8) + 0.5) * 0x1p-24;
 }
 
-// The cuts to choose from, and what each would mean for what has been read of a row.
-class Cuts {
- public:
-  Cuts(const Found& found, double first) : first_(first) {
-    sums_[0] = found.sum;
-    squares_[0] = found.squares;
-    for (const Candidate* one = found.begin; one < found.end; ++one) {
-      if (found.summed(*one)) continue;
-      const double size = one->size;
-      const int64_t step = step_of(size / first);
-      sums_[step] += size;
-      squares_[step] += size * size;
-      if (step > 0) above_[step - 1] += 1;
-    }
-    for (int64_t step = 1; step < kSteps; ++step) {
-      sums_[step] += sums_[step - 1];
-      squares_[step] += squares_[step - 1];
-    }
-    for (int64_t step = kSteps - 1; step-- > 0;) above_[step] += above_[step + 1];
-  }
-
-  double eps(int64_t step) const { return first_ * std::exp2(step / 2.0); }
-  // The expected sum of squared errors.
-  double error(int64_t step) const { return eps(step) * sums_[step] - squares_[step]; }
-  // How many entries are above the cut, and how many of the others are expected to be kept.
-  double above(int64_t step) const { return above_[step]; }
-  double drawn(int64_t step) const { return sums_[step] / std::max(eps(step), kTiny); }
-
- private:
-  // The first step whose cut is no less than `ratio` times the first; kSteps if there is none.
-  static int64_t step_of(double ratio) {
-    static const double last = std::exp2((kSteps - 1) / 2.0), root = std::sqrt(0.5);
-    if (!(ratio <= last)) return kSteps;
-    if (ratio <= 1) return 0;
-    int exponent;
-    const double fraction = std::frexp(ratio, &exponent);  // in [1/2, 1)
-    return 2 * (exponent - 1) + (fraction > 0.5) + (fraction > root);
-  }
-
-  double first_;
-  double sums_[kSteps + 1] = {}, squares_[kSteps + 1] = {};  // of the sizes up to each cut
-  double above_[kSteps + 1] = {};
-};
-
-// A row on its way to its entries. It is read once, where guesses on the way hold: the only cut
-// that is safe from the beginning may be far below the one that is chosen, and then most of the
-// candidates are in vain.
+// A row on its way to its entries. It is read a second time only where the first cut is too large:
+// the candidates of a cut tell of all larger ones.
 class Choice {
  public:
   Choice(const Tile& tile, const Extraction& extraction, const EntryKernels& kernels, int64_t row,
@@ -76,73 +34,50 @@ class Choice {
   }
 
   void run() {
-    // less than the first cut: the sizes' sum is `others_` at most, but for rounding
-    const float safe = float(allowed_ / (others_ * (1 + 0x1p-10) + 0x1p-50));
-    read(safe, true);
-    if (!whole_ && !cut()) {
-      read(safe, false);
-      cut();
+    const double least = std::min(allowed_ / std::max(others_, kTiny), kMost);
+    const double most = std::max(2 * least, others_ / 2);
+    float cut = float(std::sqrt(least * (least + kStart * others_)));
+    read(cut);
+    for (int i = 0; i < kReads; ++i) {
+      const Share below = share(cut);
+      const double error = cut * below.sum - below.squares;
+      const double ratio = allowed_ / std::max(error, kTiny);
+      eps_ = std::max(eps_, float(cut * std::min(ratio, 1.0)));
+      if (eps_ < found_.low) {
+        if (below.kept(cut) > extraction_.out.slots) break;  // a smaller cut keeps no fewer
+        read(eps_);
+      }
+      const double power = std::max(error / std::max(cut * below.sum, kTiny), kLeastPower);
+      cut = std::max(float(std::min(cut * std::pow(ratio, power), most)), eps_);
     }
     finish();
   }
 
  private:
-  void read(float low, bool guess) {
-    constexpr int64_t kMany = 1024;
+  // What a cut means for a row.
+  struct Share {
+    double sum, squares;  // of the sizes up to it
+    double above;         // how many are larger
+
+    double drawn(double cut) const { return sum / std::max(cut, kTiny); }  // all are expected
+    double kept(double cut) const { return 1 + above + drawn(cut); }
+  };
+
+  void read(float low) {
     found_ = {found_.begin, found_.begin, low, 0, 0};
-    int64_t enough = guess ? kMany : INT64_MAX;
-    for (int64_t column = 0;;) {
-      column = kernels_.scan(tile_, extraction_, row_, column, enough, found_);
-      if (column >= tile_.columns) return;
-      thin_out(double(column) / tile_.columns);
-      enough = 2 * (found_.end - found_.begin) + kMany;
-    }
+    kernels_.scan(tile_, extraction_, row_, found_);
   }
 
-  // Drops candidates, once this `share` of the row has been read.
-  void thin_out(double share) {
-    constexpr double kCaution = 2;  // times the error that the rest of the row promises
-    const Cuts cuts(found_, found_.low);
-    int64_t step = 0;
-    while (step < kSteps - 1 && !(cuts.error(step) > allowed_)) ++step;
-    // what is to come can only make the cut smaller, and the entries more
-    whole_ = cuts.error(step) > allowed_ &&
-             1 + cuts.above(step) + cuts.drawn(step) > extraction_.out.slots;
-    if (whole_) return raise(INFINITY);
-    while (step > 0 && !(cuts.error(step) * kCaution <= allowed_ * share)) --step;
-    if (step > 0) raise(float(cuts.eps(step)));
-  }
-
-  void raise(float low) {
-    Candidate* end = found_.begin;
+  // Of a cut that is no less than what the candidates are for.
+  Share share(float cut) const {
+    Share all{found_.sum, found_.squares, 0};
     for (const Candidate* one = found_.begin; one < found_.end; ++one) {
-      const double size = one->size;
-      if (!found_.summed(*one) && one->size <= low) {
-        found_.sum += size;
-        found_.squares += size * size;
-      }
-      if (uniform(key(), one->column) * low < size) *end++ = *one;
+      const double size = one->size, below = one->size <= cut && !found_.summed(*one);
+      all.sum += below * size;
+      all.squares += below * size * size;
+      all.above += one->size > cut;
     }
-    found_.end = end;
-    found_.low = low;
-  }
-
-  // Finds the largest cut within the allowed error; false if it is below what has been guessed.
-  bool cut() {
-    double total = found_.sum;
-    for (const Candidate* one = found_.begin; one < found_.end; ++one) {
-      if (!found_.summed(*one)) total += one->size;
-    }
-    const Cuts cuts(found_, allowed_ / std::max(total, kTiny));
-    int64_t chosen = 0;
-    for (int64_t step = 1; step < kSteps; ++step) {
-      // cuts below `low` are within the error if one above is
-      if (cuts.eps(step) >= found_.low && !(cuts.error(step) <= allowed_)) break;
-      chosen = step;
-    }
-    eps_ = cuts.eps(chosen);
-    expected_ = 1 + cuts.above(chosen) + cuts.drawn(chosen) + 4 * std::sqrt(cuts.drawn(chosen));
-    return !(eps_ < found_.low * (1 + 0x1p-20));  // the scan's arithmetic is fp32
+    return all;
   }
 
   // What is kept of a size.
@@ -172,7 +107,9 @@ class Choice {
       }
       ++count;
     }
-    const bool fits = !whole_ && expected_ <= out.slots && count <= out.slots;
+    const Share below = share(eps_);
+    const double expected = below.kept(eps_) + 4 * std::sqrt(below.drawn(eps_));
+    const bool fits = expected <= out.slots && count <= out.slots;
     out.used[row_] = fits ? int32_t(count) : kWhole;
     extraction_.error[row_] = fits ? float(std::sqrt(std::max(error, 0.0)) * scale_) : 0;
     extraction_.error_l1[row_] = fits ? float(std::max(l1, 0.0) * scale_) : 0;
@@ -189,8 +126,7 @@ class Choice {
   double others_;   // 1 - p
   double allowed_;  // the expected sum of squared errors
   Found found_;
-  bool whole_ = false;
-  double eps_, expected_;
+  float eps_ = 0;  // the cut
 };
 
 }  // namespace

@@ -48,8 +48,8 @@ struct Candidate {
   float size;
 };
 
-// What is known of a row's entries off the target, as far as the row has been read: all that a cut
-// above `low` can keep, by their columns, and sums over the others.
+// What a read tells of a row's entries off the target: all that a cut from `low` on can keep, by
+// their columns, and sums over the others.
 struct Found {
   Candidate* begin;
   Candidate* end;
@@ -76,10 +76,8 @@ static inline __attribute__((always_inline)) Bits mixed(Bits x) {
 }
 
 struct EntryKernels {
-  // Reads the row from `column` on, to its end or until there are `enough` candidates; returns the
-  // column that comes next.
-  int64_t (*scan)(const Tile&, const Extraction&, int64_t row, int64_t column, int64_t enough,
-                  Found&);
+  // Reads the row for what a cut of `low` or more needs.
+  void (*scan)(const Tile&, const Extraction&, int64_t row, Found&);
   // The derivative of u at the row's target, but for Scores::inner.
   double (*target_curve)(const Tile&, int64_t row);
   // The sum of `count` summands, to `row` of the product's output; `sums` has room for a row.

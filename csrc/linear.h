@@ -103,6 +103,9 @@ void linear_stats(const Linear&, const Stats&, const LinearKernels&, int32_t thr
 extern const Gemm kAmxGemm;
 // Whether this machine has them, the compiler knew them and the system lets this process use them.
 bool amx_granted();
+// The same by AVX-512's dot product of pairs; of a machine that has AVX-512 at all.
+extern const Gemm kBf16Gemm;
+bool has_bf16();
 #endif
 
 }  // namespace grpo

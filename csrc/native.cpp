@@ -22,6 +22,7 @@ std::vector<const RowKernels*> runnable() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     if (amx_granted()) found.push_back(&kAmx);
+    if (has_bf16()) found.push_back(&kAvx512Bf16);
     found.push_back(&kAvx512);
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);

@@ -94,7 +94,7 @@ extern const RowKernels kBaseline;
 #if defined(__x86_64__)
 extern const RowKernels kAvx2;
 extern const RowKernels kAvx512;
-extern const RowKernels kAmx;  // kAvx512, but for GEMMs of bf16
+extern const RowKernels kAmx, kAvx512Bf16;  // kAvx512, but for GEMMs of bf16
 #endif
 
 }  // namespace grpo

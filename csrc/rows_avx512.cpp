@@ -36,12 +36,17 @@ const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, &avx512::k
                             &avx512::kEntries};
 
 namespace {
-const Gemm* amx_gemm(int32_t dtype) {
-  return dtype == kBFloat16 ? &kAmxGemm : avx512::gemm(dtype);
+template <const Gemm& kOfBf16>
+const Gemm* gemm(int32_t dtype) {
+  return dtype == kBFloat16 ? &kOfBf16 : avx512::gemm(dtype);
 }
-constexpr LinearKernels kAmxLinear = {avx512::kLanes, amx_gemm, avx512::fold, avx512::merge};
+template <const Gemm& kOfBf16>
+constexpr LinearKernels kLinear = {avx512::kLanes, gemm<kOfBf16>, avx512::fold, avx512::merge};
 }  // namespace
 
-const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kAmxLinear, &avx512::kEntries};
+const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kLinear<kAmxGemm>,
+                         &avx512::kEntries};
+const RowKernels kAvx512Bf16 = {"avx512_bf16", avx512::stats, avx512::dlogits,
+                                &kLinear<kBf16Gemm>, &avx512::kEntries};
 }
 #endif

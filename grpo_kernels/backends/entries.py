@@ -4,7 +4,7 @@ The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y]
 of the target and V - 1 others, nearly all of them tiny. Of these, the ones above a cut ``eps`` are
 kept as they are. One of size ``a <= eps`` is kept with probability ``a / eps``, as ``eps``: what is
 kept is right in the mean, and the expected squared error is the sum of ``a (eps - a)``. Each row
-has the largest cut for which that is within the error that it is allowed.
+has nearly the largest cut for which that is within the error that it is allowed.
 
 Whether an entry is kept follows from a hash of the row's key and its column: the same run gives the
 same bits. Which rows are computed whole follows from expectations, so the mean stays right.
@@ -18,7 +18,9 @@ from torch import Tensor
 from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
 from grpo_kernels.backends.chunked import transformed
 
-STEPS = 48  # cuts to choose from: each sqrt(2) times the one before
+# Of the search for a row's cut, in every backend: how many cuts it tries, with what share of the
+# row's sizes it starts, and the least root of an error's ratio by which it moves a cut.
+READS, START, LEAST_POWER = 3, 0.01, 0.125
 _MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 _TINY = 1e-300
@@ -85,16 +87,19 @@ def extract_block(
     finite = stats.lse.isfinite()
     p = torch.where(finite[:, None], (scores.double() - stats.lse[:, None]).exp(), 0.0)
     others = torch.where(here, 0.0, p)
-    at_target = others.sum(1)  # 1 - p
+    total = at_target = others.sum(1)  # 1 - p
     if tanh is not None:
         curve = torch.where(finite[:, None], 1 - tanh.double() ** 2, 0.0)
         others = others * curve
         at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
     scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
     norm = (at_target**2 + (others * others).sum(1)).sqrt()
-    eps, expected = _cuts(others, (allowed.double() / scale) ** 2)
+    eps = _cuts(others, total, (allowed.double() / scale) ** 2)[:, None]
+    large = others > eps
+    drawn = torch.where(large, 0.0, others).sum(1) / eps[:, 0].clamp(min=_TINY)
+    expected = 1 + large.sum(1) + drawn + 4 * drawn.sqrt()
     survives = uniforms(keys, logits.shape[1]) * eps < others
-    kept = torch.where(others > eps, others, torch.where(survives, eps, 0.0))
+    kept = torch.where(large, others, torch.where(survives, eps, 0.0))
     count = (kept > 0).sum(1) + 1
     fits = finite & (expected <= slots) & (count <= slots)
     count = torch.where(fits, count, WHOLE).int()
@@ -110,25 +115,29 @@ def extract_block(
     )
 
 
-def _cuts(sizes: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's cut (C, 1), and how many entries it is expected to need at most (C,).
+def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
+    """Return cuts (C,), nearly the largest whose expected sums of squared errors are ``allowed``.
 
-    ``allowed`` (C,) is the expected sum of squared errors.
+    An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over that
+    factor is within. The next cut to try is where the error would be what is allowed, were it the
+    power of the cut that it is like here.
+
+    Args:
+        total: (C,) what the sizes add up to, at most.
     """
-    ascending = sizes.sort(1).values
-    none = ascending.new_zeros(len(sizes), 1)
-    sums = torch.cat([none, ascending.cumsum(1)], 1)
-    squares = torch.cat([none, ascending.square().cumsum(1)], 1)
-    steps = torch.arange(STEPS, device=sizes.device)
-    # the first is within the tolerance, whatever lies below it
-    grid = (allowed / sums[:, -1].clamp(min=_TINY))[:, None] * 2.0 ** (steps / 2)
-    below = torch.searchsorted(ascending, grid, right=True)
-    within = grid * sums.gather(1, below) - squares.gather(1, below) <= allowed[:, None]
-    last = (within[:, 1:].long().cumprod(1)).sum(1, keepdim=True)
-    eps, below = grid.gather(1, last), below.gather(1, last)
-    drawn = sums.gather(1, below) / eps.clamp(min=_TINY)
-    expected = 1 + sizes.shape[1] - below + drawn + 4 * drawn.sqrt()
-    return eps, expected.squeeze(1)
+    least = allowed / total.clamp(min=1e-30)
+    # above half of the total there is one size at most; drawing it saves nothing unless all may go
+    most = torch.maximum(2 * least, total / 2)
+    cut, safe = (least * (least + START * total)).sqrt(), torch.zeros_like(least)
+    for _ in range(READS):
+        below = torch.where(sizes <= cut[:, None], sizes, 0.0)
+        slope = below.sum(1)
+        error = cut * slope - below.square().sum(1)
+        ratio = allowed / error.clamp(min=_TINY)
+        safe = torch.maximum(safe, cut * ratio.clamp(max=1))
+        power = (error / (cut * slope).clamp(min=_TINY)).clamp(min=LEAST_POWER)
+        cut = (cut * ratio**power).clamp(safe, most)
+    return safe
 
 
 def _packed(

@@ -88,7 +88,10 @@ def unavailable() -> str | None:
 
 
 def isas() -> list[str]:
-    """Return what this machine can run of "amx", "avx512", "avx2" and "baseline", best first."""
+    """Return the instruction sets that this machine can run, best first.
+
+    They are of "amx", "avx512_bf16", "avx512", "avx2" and "baseline".
+    """
     names: list[str] = []
     while (name := library().grpo_isa(len(names))) is not None:
         names.append(name.decode())

@@ -1,7 +1,6 @@
 """Entries of a row's gradient that matter, one program per row.
 
-Three reads of a row, in most cases: sums with coarse cuts, sums with the cuts of the grid in
-between, and the entries themselves. A row whose squares are within its tolerance needs no second.
+A row is read once for each cut that is tried, and then for the entries themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
-from grpo_kernels.backends.entries import GOLDEN, STEPS
+from grpo_kernels.backends.entries import GOLDEN, LEAST_POWER, READS, START
 from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_aligned
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
@@ -30,16 +29,15 @@ from grpo_kernels.backends.triton.common import (
 from grpo_kernels.backends.triton.math import LN2, expm1
 
 _GOLDEN = tl.constexpr(GOLDEN)
-_LAST = tl.constexpr(STEPS - 1)
+_READS = tl.constexpr(READS)
+_START = tl.constexpr(START)
+_LEAST_POWER = tl.constexpr(LEAST_POWER)
 _WHOLE = tl.constexpr(WHOLE)
-_SQRT2 = tl.constexpr(2.0**0.5)
-_OCTAVES = tl.constexpr(3)  # between coarse cuts: as many steps of the grid as a read has cuts
 # Sizes are in a unit near the smallest cut, so that no square of them under- or overflows.
 _LEAST_UNIT = tl.constexpr(-60.0)  # log2
 _LEAST_TOTAL = tl.constexpr(2.0**-30)  # where 1 - p is lost in the rounding of log p
 _NONE = tl.constexpr(1e-30)
 _MOST = tl.constexpr(2.0**60)
-_SLACK = tl.constexpr(1e-3)  # of a step of the grid, for the rounding of its logarithm
 
 _RESULTS = ("ids_ptr", "values_ptr", "used_ptr", "error_ptr", "error_l1_ptr", "norm_ptr")
 _POINTERS = [*PER_ROW, "keys_ptr", "allowed_ptr", *_RESULTS]
@@ -68,102 +66,36 @@ def _sizes(
 
 
 @triton.jit
-def _errors(size, squares, cut):
-    """Sum ``size (cut - size)`` over the sizes below the cut: the expected squared error."""
-    return sum_of(tl.maximum(tl.fma(size, cut, -squares), 0.0))
-
-
-@triton.jit
-def _row_errors(
-    logits_ptr,  # of one row
-    num_active,
-    target,
-    anchor,
-    f2,
-    rest,
-    inner,
-    cut,
-    ratio,  # of the cuts: cut, cut * ratio, ...
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Return sums of the probabilities, the sizes and their squares, and the errors of six cuts."""
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
-    cut1 = cut * ratio
-    cut2 = cut1 * ratio
-    cut3 = cut2 * ratio
-    cut4 = cut3 * ratio
-    cut5 = cut4 * ratio
-    zero = tl.zeros((THREADS,), tl.float32)
-    mass, total, squares = zero, zero, zero
-    error0, error1, error2, error3, error4, error5 = zero, zero, zero, zero, zero, zero
-    for start in range(0, num_active, BLOCK_V):
-        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        p, size = _sizes(
-            logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
-        )
-        square = size * size
-        mass += sum_of(p)
-        total += sum_of(size)
-        squares += sum_of(square)
-        error0 += _errors(size, square, cut)
-        error1 += _errors(size, square, cut1)
-        error2 += _errors(size, square, cut2)
-        error3 += _errors(size, square, cut3)
-        error4 += _errors(size, square, cut4)
-        error5 += _errors(size, square, cut5)
-    return (
-        tl.sum(mass, axis=0), tl.sum(total, axis=0), tl.sum(squares, axis=0),
-        tl.sum(error0, axis=0), tl.sum(error1, axis=0), tl.sum(error2, axis=0),
-        tl.sum(error3, axis=0), tl.sum(error4, axis=0), tl.sum(error5, axis=0),
-    )  # fmt: skip
-
-
-@triton.jit
-def _within(sums, allowed):
-    """Count the cuts of :func:`_row_errors` whose error is allowed: the first ones, as it rises."""
-    count = (sums[3] <= allowed).to(tl.int32) + (sums[4] <= allowed).to(tl.int32)
-    count += (sums[5] <= allowed).to(tl.int32) + (sums[6] <= allowed).to(tl.int32)
-    return count + (sums[7] <= allowed).to(tl.int32) + (sums[8] <= allowed).to(tl.int32)
-
-
-@triton.jit
 def _cut(
-    logits_ptr, num_active, target, anchor, f2, rest, inner, allowed,
+    logits_ptr, num_active, target, anchor, f2, rest, inner,
+    total,  # of the sizes, at most
+    allowed,  # sum of squared errors
     HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Return the row's cut, and its sums of probabilities and of squares, in units.
-
-    ``allowed`` is the sum of squared errors, in squares of the unit.
-    """
-    COARSE: tl.constexpr = 2.0**_OCTAVES
-    sums = _row_errors(
-        logits_ptr, num_active, target, anchor, f2, rest, inner, COARSE, COARSE,
-        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
-    mass, squares = sums[0], sums[2]
-    least = tl.minimum(allowed / tl.maximum(sums[1], _NONE), _MOST)  # the first cut of the grid
-    # Errors of all sizes, those above the cut with negative ones, are fewer: cut * total - squares.
-    # So no cut is larger than (allowed + squares) / total.
-    last = tl.floor(2.0 * tl.log2(1.0 + squares / tl.maximum(allowed, _NONE)) + _SLACK)
-    last = tl.minimum(last, _LAST).to(tl.int32)
-    last = tl.where(allowed > 0.0, last, 0)
-    coarse = _within(sums, allowed)
-    known = tl.floor(2.0 * (coarse * _OCTAVES - tl.log2(tl.maximum(least, _NONE))) - _SLACK)
-    step = tl.minimum(tl.maximum(tl.where(coarse > 0, known, 0.0), 0.0), _LAST).to(tl.int32)
-    step = tl.minimum(step, last)
-    while step < last:
-        cut = least * tl.exp2(0.5 * (step + 1))
-        finer = _row_errors(
-            logits_ptr, num_active, target, anchor, f2, rest, inner, cut, _SQRT2,
-            HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-        )  # fmt: skip
-        more = _within(finer, allowed)
-        last = tl.where(more < _OCTAVES * 2, tl.minimum(step + more, last), last)
-        step = tl.minimum(step + more, last)
-    return least * tl.exp2(0.5 * step), mass, squares
+    """Return the row's cut as ``_cuts`` of ``backends/entries.py`` does, all in units."""
+    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
+    most = tl.maximum(2.0 * least, 0.5 * total)
+    cut = tl.sqrt(least * (least + _START * total))
+    safe = 0.0 * cut
+    for _read in range(_READS):
+        slopes = tl.zeros((THREADS,), tl.float32)
+        errors = tl.zeros((THREADS,), tl.float32)
+        for start in range(0, num_active, BLOCK_V):
+            columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+            _, size = _sizes(
+                logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
+            )
+            below = tl.where(size <= cut, size, 0.0)
+            slopes += sum_of(below)
+            errors += sum_of(below * (cut - below))
+        error = tl.sum(errors, axis=0)
+        ratio = allowed / tl.maximum(error, _NONE)
+        safe = tl.maximum(safe, cut * tl.minimum(ratio, 1.0))
+        power = error / tl.maximum(cut * tl.sum(slopes, axis=0), _NONE)
+        cut = cut * tl.exp2(tl.maximum(power, _LEAST_POWER) * tl.log2(ratio))
+        cut = tl.maximum(tl.minimum(cut, most), safe)
+    return safe
 
 
 @triton.jit
@@ -186,29 +118,31 @@ def _write_entries(
 ):  # fmt: skip
     """Store all entries but the target's, in slots from 1 on.
 
-    Return how many there are, how many are expected at most, and the squares and the magnitudes of
-    the errors, in units.
+    Return how many there are, how many are expected at most, and sums in units: of the errors'
+    squares and magnitudes, of the probabilities, and of the sizes' squares.
     """
     offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
     in_order = tl.arange(0, BLOCK_V)
     zero = tl.zeros((THREADS,), tl.float32)
-    drawn, squares, magnitudes = zero, zero, zero
+    drawn, errors, magnitudes, mass, squares = zero, zero, zero, zero, zero
     count = tl.zeros((), tl.int32)
     large_count = tl.zeros((), tl.int32)
     key = key.to(tl.uint32, bitcast=True)
     draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
     for start in range(0, num_active, BLOCK_V):
         columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        _, size = _sizes(
+        p, size = _sizes(
             logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
         )
+        mass += sum_of(p)
+        squares += sum_of(size * size)
         hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
         large = size > cut
         kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
         value = tl.where(kept, tl.maximum(size, cut), 0.0)
         error = value - size
         drawn += sum_of(tl.where(large, 0.0, size))
-        squares += sum_of(error * error)
+        errors += sum_of(error * error)
         magnitudes += sum_of(tl.abs(error))
         found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
         if found > 0:
@@ -221,7 +155,10 @@ def _write_entries(
             count += found
     drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
     expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
-    return count, expected, tl.sum(squares, axis=0), tl.sum(magnitudes, axis=0)
+    return (
+        count, expected, tl.sum(errors, axis=0), tl.sum(magnitudes, axis=0),
+        tl.sum(mass, axis=0), tl.sum(squares, axis=0),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
@@ -263,7 +200,7 @@ def _extract_kernel(
     finite = lse - lse == 0.0
     num_active = tl.where(finite, num_columns, 0)
 
-    # The unit, a power of two, is about allowed^2 / (1 - p), where the grid of cuts begins.
+    # The unit, a power of two, is about allowed^2 / (1 - p), the least cut that may be it.
     logp = tl.where(finite, tl.minimum(tl.load(logp_ptr + row), 0.0), 0.0)
     about = tl.maximum(-expm1(logp), _LEAST_TOTAL)
     allowed = tl.load(allowed_ptr + row).to(tl.float32) / slope
@@ -274,18 +211,19 @@ def _extract_kernel(
     at_unit = lse + log2_unit.to(tl.float64) * LN2
     anchor, f2, rest = unit_of(at_unit, factor)
 
-    cut, at_target, squares = _cut(
-        logits_ptr, num_active, target, anchor, f2, rest, inner, allowed * allowed,
+    cut = _cut(
+        logits_ptr, num_active, target, anchor, f2, rest, inner,
+        about * tl.exp2(-log2_unit), allowed * allowed,
+        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
+    )  # fmt: skip
+    count, expected, errors, magnitudes, at_target, squares = _write_entries(
+        logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
+        tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
         HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     if HAS_SOFTCAP:
         at = tl.load(logits_ptr + target, mask=finite, other=0.0)
         at_target = at_target * softcap_slope(at.to(tl.float32), inner)
-    count, expected, errors, magnitudes = _write_entries(
-        logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
-        tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
-        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
     fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
     tl.store(ids_ptr, target)
     tl.store(values_ptr, at_target * unit)
