@@ -20,7 +20,7 @@ from grpo_kernels.backends.chunked import transformed
 
 # Of the search for a row's cut, in every backend: how many cuts it tries, with what share of the
 # row's sizes it starts, and the least root of an error's ratio by which it moves a cut.
-READS, START, LEAST_POWER = 3, 0.01, 0.125
+READS, START, LEAST_POWER = 2, 0.01, 0.125
 _MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 _TINY = 1e-300
