@@ -115,7 +115,7 @@ def test_every_room_exists() -> None:
 @pytest.mark.parametrize(
     ("by", "module", "name"),
     [
-        ("grpo_kernels.losses.kl", "grpo_kernels.engine", "sweep"),
+        ("grpo_kernels.losses.terms", "grpo_kernels.engine", "sweep"),
         ("grpo_kernels.linear_policy_loss", "grpo_trainer", "GRPOTrainer"),
         ("grpo_kernels.schedule.plan", "grpo_kernels.tools", "machine"),
         ("grpo_kernels.schedule.plan", "grpo_kernels.engine.rows", "Rows"),

@@ -10,18 +10,23 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from grpo_kernels.batch import host
-from grpo_kernels.losses.aggregation import AGGREGATIONS, Aggregation
 from grpo_kernels.losses.checks import (
     check_name,
     check_not_negative,
     check_number,
     check_positive,
 )
-from grpo_kernels.losses.gates import CORRECTION_MODES, CorrectionMode
-from grpo_kernels.losses.kl import KL_ESTIMATORS
-from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel, widest
-from grpo_kernels.losses.registry import LOSSES, NamedLoss
-from grpo_kernels.losses.surrogates import Surrogate
+from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate
+from grpo_kernels.losses.terms import (
+    AGGREGATIONS,
+    CORRECTION_MODES,
+    KL_ESTIMATORS,
+    RATIO_LEVELS,
+    Aggregation,
+    CorrectionMode,
+    RatioLevel,
+    widest,
+)
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
