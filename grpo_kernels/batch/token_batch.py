@@ -19,8 +19,7 @@ from grpo_kernels.batch.packing import (
     packed_fields,
 )
 from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.batch.segments import Segments, SharedSegments
-from grpo_kernels.batch.sequence_group import SequenceGroup, joined_fields
+from grpo_kernels.batch.segments import Segments, SequenceGroup, SharedSegments, joined_fields
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
