@@ -1,6 +1,5 @@
 """What makes logits: the head, its checks, and GEMMs that accumulate in fp32. Knows no loss."""
 
-from grpo_kernels.head import mkl
 from grpo_kernels.head.checks import (
     autocast_dtype,
     check_device,
@@ -32,6 +31,8 @@ from grpo_kernels.head.matmul import (
     accumulate,
     clear_row_ends,
     matmul_precision,
+    mkl_available,
+    mkl_matmul,
     on_huge_pages,
     project,
     row_pitch,
