@@ -21,11 +21,12 @@ from tests.support.import_graph import (
 # room: the rooms of its package that it may know; a room that is not named here may know all
 KERNELS = {
     "version": "",
+    "arguments": "",
     "ranks": "",
     "overlay": "",
-    "batch": "ranks",
-    "head": "ranks",
-    "losses": "batch",
+    "batch": "arguments ranks",
+    "head": "arguments ranks",
+    "losses": "arguments batch",
     "backends": "batch head",
     "engine": "version batch head backends",
     "schedule": "batch head backends losses engine",

@@ -1,6 +1,6 @@
 """Which loss: plain torch on (T,) vectors, each defined once. Knows the batch, and no kernel."""
 
-from grpo_kernels.losses.checks import check_name, check_number
+from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.losses.config import LossConfig
 from grpo_kernels.losses.metrics import LazyMetrics, Metrics, Stat
 from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate, register_loss

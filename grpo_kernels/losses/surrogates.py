@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.losses.checks import check_name, check_not_negative, check_number, check_positive
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_name, check_number
 from grpo_kernels.losses.metrics import Indicators
 from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Terms
 
@@ -92,8 +92,8 @@ class Clip(Surrogate):
 
     def __post_init__(self) -> None:
         check_number("epsilon", self.epsilon, "a number in [0, 1)", lambda x: 0 <= x < 1)
-        check_not_negative("epsilon_high", self.epsilon_high, optional=True)
-        check_number("delta", self.delta, "a number > 0", lambda x: x > 0, optional=True)
+        check_number("epsilon_high", self.epsilon_high, *NOT_NEGATIVE, optional=True)
+        check_number("delta", self.delta, *POSITIVE, optional=True)
         check_number("dual_clip", self.dual_clip, "a number > 1", lambda x: x > 1, optional=True)
 
     @property
@@ -133,8 +133,8 @@ class Cispo(Surrogate):
     epsilon_high: float | None = None
 
     def __post_init__(self) -> None:
-        check_not_negative("epsilon", self.epsilon)
-        check_not_negative("epsilon_high", self.epsilon_high, optional=True)
+        check_number("epsilon", self.epsilon, *NOT_NEGATIVE)
+        check_number("epsilon_high", self.epsilon_high, *NOT_NEGATIVE, optional=True)
         if self.highest < 1:
             warnings.warn(
                 "cispo uses epsilon_high as the raw upper bound of the importance weight; "
@@ -169,8 +169,8 @@ class Sapo(Surrogate):
     sapo_temperature_neg: float = 1.05
 
     def __post_init__(self) -> None:
-        check_positive("sapo_temperature_pos", self.sapo_temperature_pos)
-        check_positive("sapo_temperature_neg", self.sapo_temperature_neg)
+        check_number("sapo_temperature_pos", self.sapo_temperature_pos, *POSITIVE)
+        check_number("sapo_temperature_neg", self.sapo_temperature_neg, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         tau = _by_sign(
@@ -204,7 +204,7 @@ class Vespo(Surrogate):
 
     def __post_init__(self) -> None:
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
-            check_not_negative(name, getattr(self, name))
+            check_number(name, getattr(self, name), *NOT_NEGATIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         log_weight = terms.segments.expand(self._log_weight(terms))
@@ -246,7 +246,7 @@ class Gmpo(Surrogate):
     gmpo_clip: float = 0.4
 
     def __post_init__(self) -> None:
-        check_positive("gmpo_clip", self.gmpo_clip)
+        check_number("gmpo_clip", self.gmpo_clip, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         # min(rho^s, exp(clip)^s)^s of the paper, in log space
