@@ -26,7 +26,7 @@ KERNELS = {
     "overlay": "",
     "batch": "arguments ranks",
     "head": "arguments ranks",
-    "losses": "arguments batch",
+    "losses": "arguments ranks batch",
     "backends": "batch head",
     "engine": "version batch head backends",
     "schedule": "batch head backends losses engine",

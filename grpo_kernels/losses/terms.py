@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_kernels.batch import Segments, TokenBatch, host
+from grpo_kernels.ranks import gather
 
 SCOPES = ("token", "sequence", "batch")  # how far a token's gradient reaches, narrow to wide
 # exp(20) is 5e8: far outside every trust region, far inside fp32. One clamp here keeps every loss
@@ -47,10 +49,6 @@ class RatioLevel:
     source: str
 
 
-def _token(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
-    return delta
-
-
 def _sequence(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
     return segments.expand(segments.mean(delta))
 
@@ -61,15 +59,10 @@ def _sequence_token(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tens
 
 
 RATIO_LEVELS: dict[str, RatioLevel] = {
-    "token": RatioLevel(_token, "token", False, "PPO, arXiv:1707.06347"),
+    "token": RatioLevel(lambda delta, *_: delta, "token", False, "PPO, arXiv:1707.06347"),
     "sequence": RatioLevel(_sequence, "sequence", True, "GSPO, arXiv:2507.18071"),
     "sequence_token": RatioLevel(_sequence_token, "sequence", True, "GSPO-token, arXiv:2507.18071"),
 }
-
-
-def log_ratio(level: RatioLevel, delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
-    """Apply the level's map and the one clamp."""
-    return level.map(delta, logprobs, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def widest(*scopes: str) -> str:
@@ -92,13 +85,9 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 }
 
 
-def rollout_log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return ``lo - ls`` (T,); 0, which corrects nothing, where the engine reported NaN."""
-    return (old_logprobs - rollout_logprobs).nan_to_num(nan=0.0).detach()
-
-
 def rollout_correction(
-    log_ratio: Tensor,  # (T,) of `rollout_log_ratio`
+    old_logprobs: Tensor,  # (T,)
+    rollout_logprobs: Tensor,  # (T,), NaN where the engine does not know: nothing is corrected
     mode: CorrectionMode,
     low: float | None,
     high: float | None,
@@ -108,12 +97,11 @@ def rollout_correction(
 
     Without an upper bound it ends at ``exp(LOG_RATIO_LIMIT)``: an infinite one times 0 is NaN.
     """
+    log_ratio = (old_logprobs - rollout_logprobs).nan_to_num(nan=0.0).detach()
     weight = (segments.sum(log_ratio) if mode.per_sequence else log_ratio).exp()
     if mode.truncate:
         return weight.clamp(min=low, max=_LARGEST_WEIGHT if high is None else high)
-    outside = torch.zeros_like(weight, dtype=torch.bool)
-    if low is not None:
-        outside = outside | (weight < low)
+    outside = weight < (0.0 if low is None else low)
     if high is not None:
         outside = outside | (weight > high)
     return weight.clamp(max=_LARGEST_WEIGHT).masked_fill(outside, 0.0)
@@ -158,27 +146,13 @@ def _gather_values(values: Tensor) -> Tensor:
     """Return all processes' values, concatenated; sizes may differ."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return values
-    size = torch.tensor([values.numel()], device=values.device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    counts = [int(item) for item in torch.cat(sizes).tolist()]
-    padded = values.new_zeros(max(counts))
-    padded[: values.numel()] = values
-    gathered = [torch.zeros_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+    counts = gather(torch.tensor(values.numel(), device=values.device), None).tolist()
+    everyone = gather(pad(values, (0, max(counts) - values.numel())), None)
+    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
 
 # up to here so many terms of exp's series are exact in fp64
 _NEAR, _TERMS = 0.5, 15
-
-
-def _k1(x: Tensor) -> Tensor:
-    return -x
-
-
-def _k2(x: Tensor) -> Tensor:
-    return 0.5 * x * x
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -195,33 +169,13 @@ def _near_k3(x: Tensor) -> Tensor:
     return 0.5 * x * x * series
 
 
-def _abs(x: Tensor) -> Tensor:
-    return x.abs()
-
-
 # each takes x = lr - lp
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": _k1,
-    "k2": _k2,
+    "k1": lambda x: -x,
+    "k2": lambda x: 0.5 * x * x,
     "k3": _k3,
-    "abs": _abs,
+    "abs": torch.abs,
 }
-
-
-def kl_penalty(
-    logprobs: Tensor,  # (T,)
-    ref_logprobs: Tensor,  # (T,)
-    ratio: Tensor,  # (T,) c1, with its gradient
-    estimator: str,
-    bias_correction: bool,
-) -> Tensor:
-    """Return the per-token KL estimate (T,).
-
-    With ``bias_correction`` the estimate is multiplied by the importance ratio, which changes the
-    gradient even where the ratio is 1 (DeepSeek-V3.2, arXiv:2512.02556).
-    """
-    estimate = KL_ESTIMATORS[estimator](ref_logprobs - logprobs)
-    return estimate * ratio if bias_correction else estimate
 
 
 @dataclass(frozen=True)
@@ -231,7 +185,7 @@ class Aggregation:
     # of a batch, and the constant length: (T,), () or a number
     weight: Callable[[TokenBatch, int | None], Tensor | float]
     # divided by the gradient accumulation steps here; otherwise num_items_in_batch spans them
-    per_micro_batch: bool
+    per_micro_batch: bool = True
     divides_by_max_length: bool = False
     by_sequence: bool = False  # it reduces each sequence first; else all tokens are alike
 
@@ -243,14 +197,6 @@ def _sequences(batch: TokenBatch) -> float:
 def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
     lengths = batch.segments.lengths.clamp(min=1).double()
     return batch.segments.expand((lengths * _sequences(batch)).reciprocal())
-
-
-def _sequence_sum(batch: TokenBatch, max_length: int | None) -> float:
-    return 1.0 / _sequences(batch)
-
-
-def _token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | float:
-    return inverse(tokens_in_micro_batch(batch))
 
 
 def _fixed_length(batch: TokenBatch, max_length: int | None) -> float:
@@ -282,9 +228,9 @@ def inverse(count: Tensor | float) -> Tensor | float:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "sequence_mean": Aggregation(_sequence_mean, per_micro_batch=True, by_sequence=True),
-    "sequence_sum": Aggregation(_sequence_sum, per_micro_batch=True, by_sequence=True),
-    "token_mean": Aggregation(_token_mean, per_micro_batch=True),
-    "fixed_length": Aggregation(_fixed_length, per_micro_batch=True, divides_by_max_length=True),
+    "sequence_mean": Aggregation(_sequence_mean, by_sequence=True),
+    "sequence_sum": Aggregation(lambda batch, _: 1.0 / _sequences(batch), by_sequence=True),
+    "token_mean": Aggregation(lambda batch, _: inverse(tokens_in_micro_batch(batch))),
+    "fixed_length": Aggregation(_fixed_length, divides_by_max_length=True),
     "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False),
 }

@@ -25,13 +25,11 @@ from grpo_kernels.losses.metrics import (
 )
 from grpo_kernels.losses.terms import (
     KL_ESTIMATORS,
+    LOG_RATIO_LIMIT,
     Terms,
     inverse,
-    kl_penalty,
-    log_ratio,
     off_policy_gate,
     rollout_correction,
-    rollout_log_ratio,
     tokens_in_micro_batch,
     top_entropy_gate,
 )
@@ -135,7 +133,12 @@ def evaluate(
     """
     old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
     correction, token_correction = _correction(x, old, segments, config)
-    terms = _terms(x, old, token_correction, segments, config)
+    delta = x.logprobs - old
+    log_ratio = config.ratio_level.map(delta, x.logprobs, segments)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    terms = Terms(
+        x.logprobs, delta, log_ratio, log_ratio.exp(), x.advantages, token_correction, segments
+    )
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
         sampling = old if x.rollout_logprobs is None else x.rollout_logprobs
@@ -153,13 +156,9 @@ def evaluate(
     kl = None
     if config.beta != 0:
         assert x.ref_logprobs is not None  # checked at the API edge
-        kl = kl_penalty(
-            x.logprobs,
-            x.ref_logprobs,
-            terms.ratio,
-            config.kl_estimator,
-            config.use_bias_correction_kl,
-        )
+        kl = KL_ESTIMATORS[config.kl_estimator](x.ref_logprobs - x.logprobs)
+        if config.use_bias_correction_kl:  # the gradient is another even where the ratio is 1
+            kl = kl * terms.ratio
         loss = loss + config.beta * kl
     return Evaluation(loss, terms, old, kl, entropy_gate, correction)
 
@@ -206,21 +205,8 @@ def _correction(
     if x.rollout_logprobs is None or mode is None:
         return None, None
     low, high = config.rollout_correction_min, config.rollout_correction_max
-    difference = rollout_log_ratio(old, x.rollout_logprobs)
-    weight = rollout_correction(difference, mode, low, high, segments)
+    weight = rollout_correction(old, x.rollout_logprobs, mode, low, high, segments)
     return weight, segments.expand(weight) if mode.per_sequence else weight
-
-
-def _terms(
-    x: TokenInputs,
-    old: Tensor,
-    correction: Tensor | None,
-    segments: Segments,
-    config: LossConfig,
-) -> Terms:
-    delta = x.logprobs - old
-    mapped = log_ratio(config.ratio_level, delta, x.logprobs, segments)
-    return Terms(x.logprobs, delta, mapped, mapped.exp(), x.advantages, correction, segments)
 
 
 class PolicyLossOutput(NamedTuple):
