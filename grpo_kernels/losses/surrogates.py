@@ -320,34 +320,24 @@ def register_loss(name: str, loss: NamedLoss) -> None:
     LOSSES[name] = loss
 
 
-for _name, _loss in {
-    "grpo": NamedLoss(
-        surrogate=Clip, aggregation="sequence_mean", source="DeepSeekMath, arXiv:2402.03300"
-    ),
-    "bnpo": NamedLoss(surrogate=Clip, aggregation="token_mean", source="arXiv:2506.02864"),
-    "dr_grpo": NamedLoss(
-        surrogate=Clip, aggregation="fixed_length", source="Dr. GRPO, arXiv:2503.20783"
-    ),
-    "dapo": NamedLoss(surrogate=Clip, aggregation="window_token_mean", source="arXiv:2503.14476"),
-    "luspo": NamedLoss(
-        surrogate=Clip,
-        aggregation="sequence_sum",
-        importance_sampling_level="sequence",
-        source="arXiv:2602.05261",
-    ),
-    "gspo": NamedLoss(
-        surrogate=Clip,
-        aggregation="sequence_mean",
-        importance_sampling_level="sequence",
-        source="arXiv:2507.18071",
-    ),
-    "cispo": NamedLoss(
-        surrogate=Cispo, aggregation="window_token_mean", source="MiniMax-M1, arXiv:2506.13585"
-    ),
-    "sapo": NamedLoss(surrogate=Sapo, aggregation="sequence_mean", source="arXiv:2511.20347"),
-    "vespo": NamedLoss(surrogate=Vespo, aggregation="window_token_mean", source="arXiv:2602.10693"),
-    "gmpo": NamedLoss(surrogate=Gmpo, aggregation="sequence_mean", source="arXiv:2507.20673"),
-    "pg": NamedLoss(surrogate=Pg, aggregation="window_token_mean", source="arXiv:2504.02546"),
-    "topr": NamedLoss(surrogate=Topr, aggregation="window_token_mean", source="arXiv:2503.14286"),
-}.items():
+for _name, _surrogate, _aggregation, _level, _source in (
+    ("grpo", Clip, "sequence_mean", "token", "DeepSeekMath, arXiv:2402.03300"),
+    ("bnpo", Clip, "token_mean", "token", "arXiv:2506.02864"),
+    ("dr_grpo", Clip, "fixed_length", "token", "Dr. GRPO, arXiv:2503.20783"),
+    ("dapo", Clip, "window_token_mean", "token", "arXiv:2503.14476"),
+    ("luspo", Clip, "sequence_sum", "sequence", "arXiv:2602.05261"),
+    ("gspo", Clip, "sequence_mean", "sequence", "arXiv:2507.18071"),
+    ("cispo", Cispo, "window_token_mean", "token", "MiniMax-M1, arXiv:2506.13585"),
+    ("sapo", Sapo, "sequence_mean", "token", "arXiv:2511.20347"),
+    ("vespo", Vespo, "window_token_mean", "token", "arXiv:2602.10693"),
+    ("gmpo", Gmpo, "sequence_mean", "token", "arXiv:2507.20673"),
+    ("pg", Pg, "window_token_mean", "token", "arXiv:2504.02546"),
+    ("topr", Topr, "window_token_mean", "token", "arXiv:2503.14286"),
+):
+    _loss = NamedLoss(
+        surrogate=_surrogate,
+        aggregation=_aggregation,
+        importance_sampling_level=_level,
+        source=_source,
+    )
     register_loss(_name, _loss)
