@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,13 +131,11 @@ class SequenceGroup:
             kept = torch.where(active > 0, lengths, 0) if by_sequence else active
             return torch.stack([kept, torch.full_like(kept, UNKNOWN)])
 
-        counts, on_device = chosen(self.counts), chosen(self.on_device)
-        return SequenceGroup(group=self.group, counts=counts, on_device=on_device)
+        return replace(self, counts=chosen(self.counts), on_device=chosen(self.on_device))
 
     def take(self, index: Tensor, kept: Tensor) -> SequenceGroup:
         """Return the same for sequences: an ``index`` on the device, flags ``kept`` on the CPU."""
-        counts, on_device = self.counts[:, kept], self.on_device[:, index]
-        return SequenceGroup(group=self.group, counts=counts, on_device=on_device)
+        return replace(self, counts=self.counts[:, kept], on_device=self.on_device[:, index])
 
 
 class _GroupSum(torch.autograd.Function):
