@@ -192,10 +192,9 @@ def mkl_matmul(
         return out if accumulate else out.zero_()
     multiply = _mkl_function(_NAMES[a.dtype])
     assert multiply is not None, "mkl_available() said no"
-    a, b = _blas_readable(a), _blas_readable(b)
-    (how_a, stride_a), (how_b, stride_b) = _blas_layout(a), _blas_layout(b)
-    how_out, stride_out = _blas_layout(out)
-    assert how_out == _AS_IT_IS, out.stride()
+    (a, how_a, stride_a), (b, how_b, stride_b) = _described(a), _described(b)
+    place, how_out, stride_out = _described(out)
+    assert place is out and how_out == _AS_IT_IS, out.stride()
     multiply(
         *(_ROW_MAJOR, how_a, how_b, rows, columns, depth),
         *(alpha, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
@@ -204,21 +203,17 @@ def mkl_matmul(
     return out
 
 
-def _blas_readable(x: Tensor) -> Tensor:
-    """Return the matrix as BLAS can describe it: gaps in one dimension only, no overlaps."""
+def _described(x: Tensor) -> tuple[Tensor, int, int]:
+    """Return the matrix, BLAS's name for its layout, and its leading dimension.
+
+    It is a copy unless BLAS has a name: gaps in one dimension only, no overlaps.
+    """
     (rows, columns), (step, column_step) = x.shape, x.stride()
-    by_rows = (column_step == 1 or columns == 1) and (step >= columns or rows == 1)
-    by_columns = (step == 1 or rows == 1) and (column_step >= rows or columns == 1)
-    return x if by_rows or by_columns else x.contiguous()
-
-
-def _blas_layout(x: Tensor) -> tuple[int, int]:
-    """Return BLAS's name for the layout of ``x``, and its leading dimension."""
-    rows, columns = x.shape
-    if x.stride(1) == 1 or columns == 1:
-        return _AS_IT_IS, max(x.stride(0) if rows > 1 else 0, columns)
-    assert x.stride(0) == 1 or rows == 1, x.stride()
-    return _TRANSPOSED, max(x.stride(1), rows)
+    if (column_step == 1 or columns == 1) and (step >= columns or rows == 1):
+        return x, _AS_IT_IS, max(step if rows > 1 else 0, columns)
+    if (step == 1 or rows == 1) and column_step >= rows:
+        return x, _TRANSPOSED, column_step
+    return x.contiguous(), _AS_IT_IS, columns
 
 
 @functools.cache
