@@ -2,7 +2,6 @@
 
 from grpo_kernels.head.checks import (
     autocast_dtype,
-    check_device,
     check_floating,
     check_local,
     check_mask_range,
