@@ -15,7 +15,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.gathered import gathered_head
+from grpo_kernels.head.gathered import DividedGradient, gathered_head
 from grpo_kernels.head.head import (
     PRECISIONS,
     Head,
