@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.arguments import check_device
 from grpo_kernels.backends import BACKENDS, EXTRAS, OutputSpec, RowStats, requested_backend
 from grpo_kernels.batch import SamplingMask, check_sampling_mask
 from grpo_kernels.engine import (
@@ -27,7 +28,6 @@ from grpo_kernels.head import (
     Head,
     HeadLoRA,
     VocabShard,
-    check_device,
     check_floating,
     checked_head,
     head_of,

@@ -21,15 +21,16 @@ from tests.support.import_graph import (
 # room: the rooms of its package that it may know; a room that is not named here may know all
 KERNELS = {
     "version": "",
+    "arguments": "",
     "ranks": "",
     "overlay": "",
-    "batch": "ranks",
-    "head": "ranks",
-    "losses": "batch",
+    "batch": "arguments ranks",
+    "head": "arguments ranks",
+    "losses": "arguments ranks batch",
     "backends": "batch head",
     "engine": "version batch head backends",
-    "schedule": "batch head backends losses engine",
-    "linear_logprobs": "batch head backends engine",
+    "schedule": "arguments batch head backends losses engine",
+    "linear_logprobs": "arguments batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",
     "fused_head": "batch head losses linear_logprobs linear_policy_loss overlay",
     "warm_up": "batch engine head losses schedule",
@@ -115,7 +116,7 @@ def test_every_room_exists() -> None:
 @pytest.mark.parametrize(
     ("by", "module", "name"),
     [
-        ("grpo_kernels.losses.kl", "grpo_kernels.engine", "chunked_loop"),
+        ("grpo_kernels.losses.terms", "grpo_kernels.engine", "chunked_loop"),
         ("grpo_kernels.linear_policy_loss", "grpo_trainer", "GRPOTrainer"),
         ("grpo_kernels.schedule.loss_plan", "grpo_kernels.tools", "machine"),
         ("grpo_kernels.schedule.loss_plan", "grpo_kernels.engine.rows", "Rows"),

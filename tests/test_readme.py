@@ -23,7 +23,7 @@ from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.backends.choice import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
-from grpo_kernels.losses.gates import CORRECTION_MODES
+from grpo_kernels.losses.terms import CORRECTION_MODES
 from grpo_trainer import DatasetMixtureConfig, GRPOConfig, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_kernels.arguments import check_like, check_name
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import (
-    IGNORE_INDEX,
-    check_cu_seqlens,
-    check_mask,
-    check_target,
-)
+from grpo_kernels.batch.packing import IGNORE_INDEX, check_cu_seqlens, check_target
 
 
 def next_token_targets(
@@ -40,12 +36,11 @@ def next_token_targets(
     Raises:
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
     """
-    packed = cu_seqlens is not None
-    check_target(input_ids, 1 if packed else 2, "(T,)" if packed else "(B, L)", "input_ids")
+    check_target(input_ids, cu_seqlens is not None, "input_ids")
     target = torch.full_like(input_ids, IGNORE_INDEX)
     following = input_ids[..., 1:]
     if mask is not None:
-        check_mask(mask, input_ids, "input_ids")
+        check_like("mask", mask, input_ids, "input_ids")
         known = ((mask == 0) | (mask == 1)).all()
         host.assert_async(known, "mask: expected bool or 0 and 1, got other values")
         following = torch.where(mask[..., 1:] != 0, following, IGNORE_INDEX)
@@ -53,7 +48,7 @@ def next_token_targets(
     total = input_ids.numel()
     if cu_seqlens is None or total == 0:
         return target
-    check_cu_seqlens(cu_seqlens, input_ids)
+    check_cu_seqlens(cu_seqlens, input_ids, "input_ids")
     ends = cu_seqlens.long()
     rising = (ends.diff() >= 0).all() & (ends[0] == 0) & (ends[-1] == total)
     host.assert_async(rising, f"cu_seqlens: expected offsets rising from 0 to T = {total}")
@@ -91,8 +86,7 @@ def context_parallel_rows(
     Raises:
         ValueError: a rank, a layout or a length is wrong; the message names the argument.
     """
-    if layout not in tuple(_LAYOUTS):
-        raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)}; got {layout!r}")
+    check_name("layout", layout, _LAYOUTS)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected an int >= 1, got {size!r}")
     if not isinstance(rank, int) or not 0 <= rank < size:

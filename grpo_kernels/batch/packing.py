@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,6 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from grpo_kernels.arguments import (
+    NOT_NEGATIVE,
+    check_device,
+    check_integers,
+    check_like,
+    check_number,
+    kind_of,
+)
 from grpo_kernels.batch import host
 from grpo_kernels.batch.sampling_mask import check_sampling_mask
 
@@ -39,6 +45,7 @@ def packed_fields(
     advantages: Tensor,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,  # (B + 1,) of packed tokens; None: target is (B, L)
+    packed: bool,
     optional: Mapping[str, Any],  # the FIELDS above, sampling_mask, gradient_accumulation_steps
 ) -> dict[str, Any]:
     """Return the fields of a ``TokenBatch`` that holds the valid tokens.
@@ -46,6 +53,9 @@ def packed_fields(
     Raises:
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
     """
+    check_target(target, packed)
+    if packed:
+        check_cu_seqlens(cu_seqlens, target)
     _check_optional(optional)
     layout = _layout(target, mask, cu_seqlens)
     given = _given_counts(optional, layout.sequences)
@@ -80,6 +90,7 @@ def packed_fields(
         # needs no transfer, unlike nonzero
         keep = layout.mask.argsort(stable=True, descending=True)[:total]
         picked, table = picked[keep], table[:, keep]
+        sampling_mask = None if sampling_mask is None else sampling_mask.take(keep)
     return {
         "target": picked,
         **dict(zip(columns, table.unbind(0), strict=True)),
@@ -89,21 +100,17 @@ def packed_fields(
         "rows": keep,
         "max_target": max_target,
         "advantages_per_token": per_token,
-        "sampling_mask": _taken(sampling_mask, keep),
+        "sampling_mask": sampling_mask,
         "gradient_accumulation_steps": optional.get("gradient_accumulation_steps", 1),
         **scalars,
     }
-
-
-def _taken(sampling_mask: Any, keep: Tensor | None) -> Any:
-    return sampling_mask if sampling_mask is None or keep is None else sampling_mask.take(keep)
 
 
 def _layout(target: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Layout:
     flat, bad_mask = target.reshape(-1), None
     valid = flat != IGNORE_INDEX
     if mask is not None:
-        check_mask(mask, target)
+        check_like("mask", mask, target, "target")
         ones = mask.reshape(-1)
         if mask.dtype != torch.bool:
             given, ones = ones, ones != 0
@@ -184,53 +191,44 @@ def _require(flags: Tensor, offsets: Tensor, given: Tensor) -> None:
             )
 
 
-def check_target(target: Tensor, dim: int, shape: str, name: str = "target") -> None:
-    """Raise ValueError unless ``target`` holds token ids of so many dimensions."""
+def check_target(target: Tensor, packed: bool, name: str = "target") -> None:
+    """Raise ValueError unless ``target`` holds the token ids of packed or of padded sequences."""
+    dim, shape = (1, "(T,)") if packed else (2, "(B, L)")
     if not isinstance(target, Tensor) or target.dim() != dim:
-        got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"{name}: expected a {shape} tensor of token ids, got {got}")
+        raise ValueError(f"{name}: expected a {shape} tensor of token ids, got {kind_of(target)}")
     if target.dtype != torch.int64:
         raise ValueError(f"{name}: expected dtype torch.int64, got {target.dtype}")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, target: Tensor | None = None) -> None:
+def check_cu_seqlens(
+    cu_seqlens: Tensor | None, target: Tensor | None = None, name: str = "target"
+) -> None:
     """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences, where ``target`` is."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else cu_seqlens
         raise ValueError(f"cu_seqlens: expected a (B + 1,) integer tensor, B >= 1, got {got!r}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+    check_integers("cu_seqlens", cu_seqlens)
     if target is not None:
-        _check_device("cu_seqlens", cu_seqlens, target)
-
-
-def _check_device(name: str, value: Tensor, target: Tensor) -> None:
-    if value.device != target.device:
-        raise ValueError(f"{name}: expected device {target.device} (of target), got {value.device}")
-
-
-def check_mask(mask: Tensor, target: Tensor, name: str = "target") -> None:
-    """Raise ValueError unless ``mask`` has the shape and the device of ``target``."""
-    if not isinstance(mask, Tensor) or mask.shape != target.shape:
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask: expected the shape of {name} {tuple(target.shape)}, got {got}")
-    _check_device("mask", mask, target)
+        check_device("cu_seqlens", cu_seqlens, target, name)
 
 
 def _check_advantages(advantages: Tensor, target: Tensor, layout: _Layout) -> bool:
     """Return whether they are given one per token, or else one per sequence."""
     per_token, per_sequence = tuple(target.shape), (layout.sequences,)
-    shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else None
+    shape = kind_of(advantages)
     if shape not in (per_token, per_sequence):
-        got = shape if shape is not None else type(advantages).__name__
         raise ValueError(
             f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
-            f"(per token), got {got}"
+            f"(per token), got {shape}"
         )
-    if not advantages.is_floating_point():
-        raise ValueError(f"advantages: expected a floating-point dtype, got {advantages.dtype}")
-    _check_device("advantages", advantages, target)
+    _check_floating("advantages", advantages)
+    check_device("advantages", advantages, target, "target")
     return shape == per_token
+
+
+def _check_floating(name: str, value: Tensor) -> None:
+    if not value.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point dtype, got {value.dtype}")
 
 
 def _token_advantages(
@@ -246,12 +244,8 @@ def _token_advantages(
 
 
 def _token_values(name: str, value: Tensor, target: Tensor) -> Tensor:  # (N,)
-    if not isinstance(value, Tensor) or value.shape != target.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: expected the shape of target {tuple(target.shape)}, got {got}")
-    if not value.is_floating_point():
-        raise ValueError(f"{name}: expected a floating-point dtype, got {value.dtype}")
-    _check_device(name, value, target)
+    check_like(name, value, target, "target")
+    _check_floating(name, value)
     return _wide(value).reshape(-1)
 
 
@@ -264,18 +258,15 @@ def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor |
     """Return a () fp64 tensor: a number stays on the host, a tensor is on the target's device."""
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        largest = sys.float_info.max  # an int may be larger
-        value = host.to_host(value if value <= largest else math.inf, torch.float64)
-    if not isinstance(value, Tensor) or value.dim():
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name}: expected a finite number >= 0, got {got}")
+    if not isinstance(value, Tensor):
+        check_number(name, value, *NOT_NEGATIVE)
+        return host.to_host(value, torch.float64)
+    if value.dim():
+        raise ValueError(f"{name}: expected {NOT_NEGATIVE[0]}, got shape {tuple(value.shape)}")
     value = value.double()
     if not host.reading_is_free(value):
         return value.to(target.device)
-    number = host.values(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{name}: expected a finite number >= 0, got {number!r}")
+    check_number(name, host.values(value), *NOT_NEGATIVE)
     return value
 
 
@@ -311,7 +302,7 @@ def _raise_on_flags(low: int, bad: Sequence[str], total: int) -> None:
     expected = {
         "cu_seqlens": f"offsets rising from 0 to T = {total}",
         "mask": "bool or 0 and 1, got other values",
-        **dict.fromkeys(SCALAR_FIELDS, "a finite number >= 0"),
+        **dict.fromkeys(SCALAR_FIELDS, NOT_NEGATIVE[0]),
         "rollout_weights": "finite values >= 0 on valid tokens, got others",
     }
     for name in bad:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo_kernels.arguments import check_device, check_integers, kind_of
 
 _MAX_VOCABULARY = 2**31  # row and id are joined to one int64 key
 
@@ -41,10 +44,7 @@ class SamplingMask:
         """
         _check_integers("indices", indices, "(N,)")
         _check_integers("offsets", offsets, "(T + 1,)")
-        if offsets.device != indices.device:
-            raise ValueError(
-                f"offsets: expected device {indices.device} (of indices), got {offsets.device}"
-            )
+        check_device("offsets", offsets, indices, "indices")
         offsets = offsets.long()
         steps, count = offsets.diff(), indices.numel()
         found = torch.stack([offsets[0], offsets[-1], (steps < 0).sum()]).tolist()
@@ -84,9 +84,8 @@ class SamplingMask:
             ValueError: the shape or dtype is wrong, or an id is below -1.
         """
         if not isinstance(ids, Tensor) or ids.dim() < 2:
-            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"ids: expected a (..., K) integer tensor, got {got}")
-        _check_dtype("ids", ids)
+            raise ValueError(f"ids: expected a (..., K) integer tensor, got {kind_of(ids)}")
+        check_integers("ids", ids)
         flat = ids.reshape(-1, ids.shape[-1]).long()
         rows, columns = (flat != -1).nonzero(as_tuple=True)
         return _sorted(rows, flat[rows, columns], flat.shape[0], "ids")
@@ -107,37 +106,28 @@ class SamplingMask:
     def narrow(self, start: int, stop: int) -> SamplingMask:
         """Return the ids in [start, stop), less ``start``; that needs two host transfers."""
         inside = (self.indices >= start) & (self.indices < stop)
-        counts = torch.cat([inside.new_zeros(1, dtype=torch.int64), inside.cumsum(0)])
-        offsets = counts[self.offsets]
-        return SamplingMask(
-            indices=self.indices[inside] - start,
-            offsets=offsets,
-            bounds=offsets.cpu(),
-            max_id=self.max_id,
-        )
+        offsets = pad(inside.cumsum(0), (1, 0))[self.offsets]
+        indices = self.indices[inside] - start
+        return replace(self, indices=indices, offsets=offsets, bounds=offsets.cpu())
 
     def _range(self, start: int, stop: int) -> SamplingMask:
         bounds = self.bounds[start : stop + 1]
         first, end = int(bounds[0]), int(bounds[-1])
-        return SamplingMask(
-            indices=self.indices[first:end],
-            offsets=self.offsets[start : stop + 1] - first,
-            bounds=bounds - first,
-            max_id=self.max_id,
+        offsets = self.offsets[start : stop + 1] - first
+        return replace(
+            self, indices=self.indices[first:end], offsets=offsets, bounds=bounds - first
         )
 
     def _at(self, rows: Tensor) -> SamplingMask:
         counts = self.offsets.diff()[rows]
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        offsets = pad(counts.cumsum(0), (1, 0))
         bounds = offsets.cpu()
         count = int(bounds[-1])
         shifts = torch.repeat_interleave(
             self.offsets[rows] - offsets[:-1], counts, output_size=count
         )
         source = torch.arange(count, device=rows.device) + shifts
-        return SamplingMask(
-            indices=self.indices[source], offsets=offsets, bounds=bounds, max_id=self.max_id
-        )
+        return replace(self, indices=self.indices[source], offsets=offsets, bounds=bounds)
 
 
 def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
@@ -152,11 +142,7 @@ def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
             f"sampling_mask: expected a SamplingMask of {target.numel()} rows (one for each "
             f"target), got {got}"
         )
-    device = sampling_mask.indices.device
-    if device != target.device:
-        raise ValueError(
-            f"sampling_mask: expected device {target.device} (of target), got {device}"
-        )
+    check_device("sampling_mask", sampling_mask.indices, target, "target")
 
 
 def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask:
@@ -178,11 +164,5 @@ def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask
 def _check_integers(name: str, value: Tensor, shape: str) -> None:
     least = 1 if name == "offsets" else 0
     if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < least:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: expected a {shape} integer tensor, got {got}")
-    _check_dtype(name, value)
-
-
-def _check_dtype(name: str, value: Tensor) -> None:
-    if value.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: expected int32 or int64, got {value.dtype}")
+        raise ValueError(f"{name}: expected a {shape} integer tensor, got {kind_of(value)}")
+    check_integers(name, value)

@@ -1,13 +1,22 @@
-"""Reductions over the sequences of a packed batch."""
+"""Reductions over the sequences of a packed batch, whose tokens may lie on several ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from grpo_kernels.batch.sequence_group import SequenceGroup
+from grpo_kernels.batch import host
+from grpo_kernels.batch.packing import SCALAR_FIELDS, TOKEN_FIELDS, UNKNOWN
+from grpo_kernels.ranks import gather, process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -87,3 +96,117 @@ class SharedSegments(Segments):
 
     def narrow(self, start: int, stop: int) -> Segments:
         raise ValueError("sequence_group: expected None to cut a batch into ranges, got one")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceGroup:
+    """The ranks that hold the tokens of a batch's sequences, and how many all of them hold."""
+
+    group: ProcessGroup
+    counts: Tensor  # (2, B) int64 on the CPU: those of the batch, of all ranks together
+    on_device: Tensor  # (2, B) the same where the batch is
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on all ranks."""
+        return sum(host.values(self.counts)[0])
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits.
+
+        A collective, and so is the backward: the gradient is the sum of all ranks' gradients.
+        """
+        return _GroupSum.apply(values, self.group)
+
+    def of_active(self, by_sequence: bool) -> SequenceGroup:
+        """Return the same for the tokens with an advantage, or their whole sequences."""
+
+        def chosen(counts: Tensor) -> Tensor:
+            lengths, active = counts
+            kept = torch.where(active > 0, lengths, 0) if by_sequence else active
+            return torch.stack([kept, torch.full_like(kept, UNKNOWN)])
+
+        return replace(self, counts=chosen(self.counts), on_device=chosen(self.on_device))
+
+    def take(self, index: Tensor, kept: Tensor) -> SequenceGroup:
+        """Return the same for sequences: an ``index`` on the device, flags ``kept`` on the CPU."""
+        return replace(self, counts=self.counts[:, kept], on_device=self.on_device[:, index])
+
+
+class _GroupSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor, None]:
+        return _summed(dsums, ctx.group), None
+
+
+def _summed(values: Tensor, group: ProcessGroup) -> Tensor:
+    if values.numel() == 0:  # on every rank
+        return values.clone()
+    return gather(values, group).sum(0)
+
+
+def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a batch that ``make`` returns, with the SequenceGroup of ``group``.
+
+    What is wrong on one rank is an error on every rank: nobody waits for one that has left.
+
+    Raises:
+        ValueError: this rank is not in the group, or a rank's arguments are wrong or unlike the
+            others'.
+    """
+    group = process_group("sequence_group", group)
+    fields, failure = {}, None
+    try:
+        fields = make()
+        told = _told(fields)
+    except ValueError as error:
+        failure, told = error, {"error": str(error)}
+    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(ranks, told, group=group)
+    if failure is not None:
+        raise failure
+    _check_alike(ranks)
+    each = torch.tensor([rank["counts"] for rank in ranks])  # (n, 2, B)
+    counts = each.sum(0)
+    counts[1] = torch.where((each[:, 1] == UNKNOWN).any(), UNKNOWN, counts[1])
+    on_device = counts.to(fields["target"].device, non_blocking=True)
+    shared = SequenceGroup(group=group, counts=counts, on_device=on_device)
+    return {**fields, "sequence_group": shared}
+
+
+def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the other ranks are told."""
+    optional = (*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask")
+    counts = host.values(fields["counts"])
+    return {
+        "counts": counts,
+        # what follows has to be the same on all ranks; the names are those of messages
+        "number of sequences": len(counts[0]),
+        "optional arguments": [name for name in optional if fields.get(name) is not None],
+        "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
+        "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
+    }
+
+
+def _check_alike(ranks: list[dict[str, Any]]) -> None:
+    for rank, told in enumerate(ranks):
+        if "error" in told:
+            raise ValueError(f"sequence_group: its rank {rank} has an error: {told['error']}")
+    for name in ranks[0].keys() - {"counts"}:
+        values = [told[name] for told in ranks]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"sequence_group: expected the same {name} on each of its ranks, got "
+                f"{', '.join(map(str, values))}"
+            )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
@@ -14,13 +15,10 @@ from grpo_kernels.batch import host
 from grpo_kernels.batch.packing import (
     TOKEN_FIELDS,
     UNKNOWN,
-    check_cu_seqlens,
-    check_target,
     packed_fields,
 )
 from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.batch.segments import Segments, SharedSegments
-from grpo_kernels.batch.sequence_group import SequenceGroup, joined_fields
+from grpo_kernels.batch.segments import Segments, SequenceGroup, SharedSegments, joined_fields
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,11 +125,7 @@ class TokenBatch:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
                 In a ``sequence_group`` all ranks raise.
         """
-
-        def check() -> None:
-            check_target(target, 2, "(B, L)")
-
-        return cls(**_fields(target, advantages, mask, None, optional, check))
+        return cls(**_fields(target, advantages, mask, None, False, optional))
 
     @classmethod
     def from_packed(
@@ -147,12 +141,7 @@ class TokenBatch:
         ``advantages`` is (B,) or (T,), the log-probabilities and ``mask`` are (T,); the rest is as
         in :meth:`from_padded`. (If B equals T, ``advantages`` is read per token.)
         """
-
-        def check() -> None:
-            check_target(target, 1, "(T,)")
-            check_cu_seqlens(cu_seqlens, target)
-
-        return cls(**_fields(target, advantages, mask, cu_seqlens, optional, check))
+        return cls(**_fields(target, advantages, mask, cu_seqlens, True, optional))
 
     @property
     def num_tokens(self) -> int:
@@ -286,16 +275,12 @@ def _fields(
     advantages: Tensor,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    packed: bool,
     optional: OptionalFields,
-    check: Callable[[], None],  # raises an error for a target or cu_seqlens of a wrong kind
 ) -> dict[str, Any]:
     """Return the fields of a batch, on every rank of its sequence group or on none."""
     others = {name: value for name, value in optional.items() if name != "sequence_group"}
-
-    def make() -> dict[str, Any]:
-        check()
-        return packed_fields(target, advantages, mask, cu_seqlens, others)
-
+    make = partial(packed_fields, target, advantages, mask, cu_seqlens, packed, others)
     group = optional.get("sequence_group")
     return make() if group is None else joined_fields(group, make)
 

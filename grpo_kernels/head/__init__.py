@@ -1,9 +1,7 @@
 """What makes logits: the head, its checks, and GEMMs that accumulate in fp32. Knows no loss."""
 
-from grpo_kernels.head import mkl
 from grpo_kernels.head.checks import (
     autocast_dtype,
-    check_device,
     check_floating,
     check_local,
     check_mask_range,
@@ -17,7 +15,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.gathered import unshard_head
+from grpo_kernels.head.gathered import DividedGradient, unshard_head
 from grpo_kernels.head.head import (
     PRECISIONS,
     Head,
@@ -32,6 +30,8 @@ from grpo_kernels.head.matmul import (
     accumulate,
     leading_dim,
     matmul_precision,
+    mkl_available,
+    mkl_matmul,
     on_huge_pages,
     project,
     tf32_unavailable,

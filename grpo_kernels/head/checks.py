@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from grpo_kernels.arguments import check_device, check_number
 from grpo_kernels.head.gathered import is_dtensor, why_not_whole
 from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
@@ -124,8 +124,7 @@ def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
             f"lora.b: expected shape ({columns}, {lora.rank}) (V of weight, r of lora.a), "
             f"got {tuple(lora.b.shape)}"
         )
-    if not isinstance(lora.scaling, float | int) or not math.isfinite(lora.scaling):
-        raise ValueError(f"lora.scaling: expected a finite number, got {lora.scaling!r}")
+    check_number("lora.scaling", lora.scaling)
 
 
 def check_weight(weight: Tensor) -> None:
@@ -154,12 +153,6 @@ def check_local(name: str, value: Tensor) -> None:
             f"{name}: expected a plain tensor with this process's part, got a DTensor; pass "
             f"{name}.to_local()"
         )
-
-
-def check_device(name: str, value: Tensor, hidden: Tensor) -> None:
-    """Raise ValueError unless ``value`` is on the device of ``hidden``."""
-    if value.device != hidden.device:
-        raise ValueError(f"{name}: expected device {hidden.device} (of hidden), got {value.device}")
 
 
 def check_mask_range(max_id: Tensor, columns: int) -> None:

@@ -89,10 +89,10 @@ def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:
         of_gradient.append(own if kept else Partial())
         processes *= 1 if kept else mesh.size(dimension)
     whole = x.redistribute(placements=placements).to_local(grad_placements=of_gradient)
-    return _Mean.apply(whole, processes) if whole.requires_grad else whole
+    return DividedGradient.apply(whole, processes) if whole.requires_grad else whole
 
 
-class _Mean(torch.autograd.Function):
+class DividedGradient(torch.autograd.Function):
     """Divide the gradient by the number of processes over which it is summed next."""
 
     @staticmethod

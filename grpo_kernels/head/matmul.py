@@ -13,12 +13,13 @@ import functools
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.head import mkl
 from grpo_kernels.head.head import Head, HeadLoRA, stats_dtype
 
 # 16-bit partial sums, and fp16 accumulators: both round before the result
@@ -122,8 +123,8 @@ def _matmul(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(with_clear_row_ends(hidden), weight.t(), out=out)
     elif hidden.is_cuda:
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-    elif mkl.available(hidden.dtype):
-        mkl.matmul(hidden, weight.t(), out)
+    elif mkl_available(hidden.dtype):
+        mkl_matmul(hidden, weight.t(), out)
     else:
         upcast = hidden.float()
         for start in range(0, weight.shape[0], SLICE_COLUMNS):
@@ -146,14 +147,84 @@ def accumulate(
         torch.mm(a, b, out_dtype=torch.float32, out=out)
     elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
-    elif mkl.available(a.dtype):
-        mkl.matmul(a, b, out, accumulate=not first, alpha=alpha)
+    elif mkl_available(a.dtype):
+        mkl_matmul(a, b, out, accumulate=not first, alpha=alpha)
     else:
         wide = b.float()
         for start in range(0, out.shape[0], SLICE_COLUMNS):
             rows = slice(start, start + SLICE_COLUMNS)
             place = out[rows]
             torch.addmm(place, a[rows].float(), wide, beta=beta, alpha=alpha, out=place)
+
+
+# ``torch.mm`` rounds fp32 sums of 16-bit matrices to 16 bits on a CPU. oneMKL, which torch's x86
+# builds contain, has the GEMM with an fp32 result as a C function; elsewhere there is none.
+_ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112  # the values of cblas.h
+_NAMES = {torch.bfloat16: "cblas_gemm_bf16bf16f32", torch.float16: "cblas_gemm_f16f16f32"}
+_SIGNATURE = [
+    *[c_int] * 6,  # layout, two transpositions, m, n, k
+    c_float,
+    *[c_void_p, c_int] * 2,  # a and b, each with its leading dimension
+    c_float,
+    *[c_void_p, c_int],  # the result
+]
+
+
+def mkl_available(dtype: torch.dtype) -> bool:
+    """Return whether this torch brings the GEMM of ``dtype`` matrices."""
+    return dtype in _NAMES and _mkl_function(_NAMES[dtype]) is not None
+
+
+def mkl_matmul(
+    a: Tensor,  # (M, K) 16-bit; copied unless its rows or its columns are contiguous
+    b: Tensor,  # (K, N) likewise
+    out: Tensor,  # (M, N) fp32, columns contiguous
+    accumulate: bool = False,
+    alpha: float = 1.0,
+) -> Tensor:
+    """Compute ``out = alpha a @ b``, or ``out += alpha a @ b``, without rounding in between."""
+    (rows, depth), columns = a.shape, b.shape[1]
+    assert out.shape == (rows, columns) and out.dtype == torch.float32, (out.shape, out.dtype)
+    assert a.dtype == b.dtype and b.shape[0] == depth, (a.shape, b.shape, a.dtype, b.dtype)
+    if not out.numel():
+        return out
+    if not depth:
+        return out if accumulate else out.zero_()
+    multiply = _mkl_function(_NAMES[a.dtype])
+    assert multiply is not None, "mkl_available() said no"
+    (a, how_a, stride_a), (b, how_b, stride_b) = _described(a), _described(b)
+    place, how_out, stride_out = _described(out)
+    assert place is out and how_out == _AS_IT_IS, out.stride()
+    multiply(
+        *(_ROW_MAJOR, how_a, how_b, rows, columns, depth),
+        *(alpha, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
+        *(float(accumulate), out.data_ptr(), stride_out),
+    )
+    return out
+
+
+def _described(x: Tensor) -> tuple[Tensor, int, int]:
+    """Return the matrix, BLAS's name for its layout, and its leading dimension.
+
+    It is a copy unless BLAS has a name: gaps in one dimension only, no overlaps.
+    """
+    (rows, columns), (step, column_step) = x.shape, x.stride()
+    if (column_step == 1 or columns == 1) and (step >= columns or rows == 1):
+        return x, _AS_IT_IS, max(step if rows > 1 else 0, columns)
+    if (step == 1 or rows == 1) and column_step >= rows:
+        return x, _TRANSPOSED, column_step
+    return x.contiguous(), _AS_IT_IS, columns
+
+
+@functools.cache
+def _mkl_function(name: str) -> Callable[..., None] | None:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not torch.backends.mkl.is_available() or not library.exists():
+        return None
+    function = getattr(ctypes.CDLL(str(library)), name, None)
+    if function is not None:
+        function.argtypes, function.restype = _SIGNATURE, None
+    return function
 
 
 # On a CPU oneDNN reads the columns of a 16-bit matrix in steps of so many, and multiplies those

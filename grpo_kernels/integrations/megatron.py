@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.head import VocabShard
+from grpo_kernels.head import DividedGradient, VocabShard
 from grpo_kernels.ranks import process_group
 
 
@@ -46,15 +45,4 @@ def vocab_shard_of(
 
 def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:
     """Return ``x``, whose gradient is this rank's share of the whole, for hosts that sum shares."""
-    return x if shard is None else _Share.apply(x, shard.size)
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx / ctx.size, None
+    return x if shard is None else DividedGradient.apply(x, shard.size)

@@ -1,27 +1,23 @@
 """Which loss: plain torch on (T,) vectors, each defined once. Knows the batch, and no kernel."""
 
-from grpo_kernels.losses.checks import check_name, check_number
+from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.losses.config import LossConfig
-from grpo_kernels.losses.gates import CORRECTION_MODES, top_entropy_gate
 from grpo_kernels.losses.metrics import LazyMetrics, Metrics, Stat
-from grpo_kernels.losses.policy_loss import (
+from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate, register_loss
+from grpo_kernels.losses.terms import CORRECTION_MODES, Terms, top_entropy_gate
+from grpo_kernels.losses.token_loss import (
     PolicyLossOutput,
-    check_loss_inputs,
-    loss_stats,
-    policy_loss,
-    weighted_loss,
-)
-from grpo_kernels.losses.ratios import Terms
-from grpo_kernels.losses.registry import LOSSES, NamedLoss, register_loss
-from grpo_kernels.losses.stage import (
     StageOutput,
     TokenInputs,
     Weights,
+    check_loss_inputs,
+    loss_stats,
+    policy_loss,
     run_stage,
     static_weights,
     token_inputs,
+    weighted_loss,
 )
-from grpo_kernels.losses.surrogates import Surrogate
 
 __all__ = [
     "CORRECTION_MODES",

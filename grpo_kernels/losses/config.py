@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_name, check_number
 from grpo_kernels.batch import host
-from grpo_kernels.losses.aggregation import AGGREGATIONS, Aggregation
-from grpo_kernels.losses.checks import (
-    check_name,
-    check_not_negative,
-    check_number,
-    check_positive,
+from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate
+from grpo_kernels.losses.terms import (
+    AGGREGATIONS,
+    CORRECTION_MODES,
+    KL_ESTIMATORS,
+    RATIO_LEVELS,
+    Aggregation,
+    CorrectionMode,
+    RatioLevel,
+    max_local_vocab,
 )
-from grpo_kernels.losses.gates import CORRECTION_MODES, CorrectionMode
-from grpo_kernels.losses.kl import KL_ESTIMATORS
-from grpo_kernels.losses.ratios import RATIO_LEVELS, RatioLevel, max_local_vocab
-from grpo_kernels.losses.registry import LOSSES, NamedLoss
-from grpo_kernels.losses.surrogates import Surrogate
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -77,15 +79,15 @@ class LossConfig:
         values["surrogate"] = _surrogate(values["loss_type"], values["surrogate"], settings)
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self._check_names()
-        self._check_ranges()
+        self._check()
         number = next(_numbers)
         _alive[number] = self
         object.__setattr__(self, "registry_key", host.to_host(number))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy by the constructor: its number is of the process that it is in."""
-        return _made, ({item.name: getattr(self, item.name) for item in fields(self) if item.init},)
+        settings = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        return partial(LossConfig, **settings), ()
 
     @staticmethod
     def of_registry_key(key: Tensor) -> LossConfig:
@@ -127,39 +129,22 @@ class LossConfig:
             scopes.append("batch")
         return max_local_vocab(*scopes)
 
-    def _check_names(self) -> None:
-        check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        check_name("use_bias_correction_kl", self.use_bias_correction_kl, (True, False))
-        if self.importance_sampling_level is not None:
-            check_name("importance_sampling_level", self.importance_sampling_level, RATIO_LEVELS)
+    def _check(self) -> None:
+        for name, known, optional in _NAMES:
+            check_name(name, getattr(self, name), known, optional=optional)
+        for name, expected, optional in _RANGES:
+            check_number(name, getattr(self, name), *expected, optional=optional)
         if self.surrogate.needs_token_ratios and self.ratio_level.scope != "token":
             raise ValueError(
                 f"importance_sampling_level: {self.loss_type} forms the ratio of a sequence itself "
                 f"and expects 'token', got {self.importance_sampling_level!r}"
             )
-        if self.rollout_correction_mode is not None:
-            check_name("rollout_correction_mode", self.rollout_correction_mode, CORRECTION_MODES)
-
-    def _check_ranges(self) -> None:
-        check_positive("temperature", self.temperature)
-        check_not_negative("beta", self.beta)
-        check_number("entropy_coef", self.entropy_coef)
-        threshold, quantile = self.off_policy_mask_threshold, self.top_entropy_quantile
-        check_number("off_policy_mask_threshold", threshold, optional=True)
-        share = "a number in (0, 1]"
-        check_number("top_entropy_quantile", quantile, share, lambda x: 0 < x <= 1)
-        length = self.max_completion_length
-        if length is None and self.aggregation.divides_by_max_length:
+        if self.max_completion_length is None and self.aggregation.divides_by_max_length:
             raise ValueError(
                 f"max_completion_length: expected the constant length that {self.loss_type} "
                 "divides by, got None"
             )
-        least_one = "a number >= 1"
-        check_number("max_completion_length", length, least_one, lambda x: x >= 1, optional=True)
         low, high = self.rollout_correction_min, self.rollout_correction_max
-        check_not_negative("rollout_correction_min", low, optional=True)
-        above = "a number > 0"
-        check_number("rollout_correction_max", high, above, lambda x: x > 0, optional=True)
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 "rollout_correction_min: expected a number below rollout_correction_max = "
@@ -167,12 +152,26 @@ class LossConfig:
             )
 
 
+# settings that are names, the known ones, and whether None is another
+_NAMES: tuple[tuple[str, Collection[Any], bool], ...] = (
+    ("kl_estimator", KL_ESTIMATORS, False),
+    ("use_bias_correction_kl", (True, False), False),
+    ("importance_sampling_level", RATIO_LEVELS, True),
+    ("rollout_correction_mode", CORRECTION_MODES, True),
+)
+# settings that are numbers, what is expected of them, and whether None will do
+_RANGES: tuple[tuple[str, tuple[Any, ...], bool], ...] = (
+    ("temperature", POSITIVE, False),
+    ("beta", NOT_NEGATIVE, False),
+    ("entropy_coef", (), False),
+    ("off_policy_mask_threshold", (), True),
+    ("top_entropy_quantile", ("a number in (0, 1]", lambda x: 0 < x <= 1), False),
+    ("max_completion_length", ("a number >= 1", lambda x: x >= 1), True),
+    ("rollout_correction_min", NOT_NEGATIVE, True),
+    ("rollout_correction_max", POSITIVE, True),
+)
 _numbers = itertools.count()
 _alive: WeakValueDictionary[int, LossConfig] = WeakValueDictionary()
-
-
-def _made(settings: dict[str, Any]) -> LossConfig:
-    return LossConfig(**settings)
 
 
 def _surrogate(loss_type: str, given: Surrogate | None, settings: dict[str, Any]) -> Surrogate:

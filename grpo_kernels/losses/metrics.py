@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.arguments import check_name
 from grpo_kernels.batch import Segments, TokenBatch
-from grpo_kernels.losses.checks import check_name
 
 # name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]
@@ -209,30 +209,6 @@ def _count(values: Tensor) -> Tensor:
     return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
 
 
-class _Sequences(NamedTuple):
-    """The sequences that indicators are reduced over."""
-
-    segments: Segments
-    occupied: Tensor  # (B,) bool
-    alike: bool  # all tokens of a sequence have the same value
-
-
-def _mean(values: Tensor, over: _Sequences) -> Stat:
-    return mean_stat(over.segments.mean(values) if over.alike else values)
-
-
-def _extreme(kind: str) -> Callable[[Tensor, _Sequences], Stat]:
-    return lambda values, over: extreme_stat(kind, over.segments.mean(values), over.occupied)
-
-
-_REDUCTIONS: dict[str, Callable[[Tensor, _Sequences], Stat]] = {
-    "mean": _mean,
-    "per_sequence": lambda values, over: mean_stat(values),
-    "sequence_min": _extreme("min"),
-    "sequence_max": _extreme("max"),
-}
-
-
 def indicator_stats(
     indicators: Indicators, segments: Segments, one_per_sequence: bool
 ) -> dict[str, Stat]:
@@ -246,9 +222,12 @@ def indicator_stats(
     """
     lengths = segments.lengths
     occupied = torch.ones_like(lengths, dtype=torch.bool) if one_per_sequence else lengths > 0
-    over = _Sequences(segments, occupied, one_per_sequence)
-    stats = {}
-    for name, (kind, values) in indicators.items():
-        check_name(name, kind, _REDUCTIONS)
-        stats[name] = _REDUCTIONS[kind](values.double(), over)
-    return stats
+    reductions: dict[str, Callable[[Tensor], Stat]] = {
+        "mean": lambda values: mean_stat(segments.mean(values) if one_per_sequence else values),
+        "per_sequence": mean_stat,
+        "sequence_min": lambda values: extreme_stat("min", segments.mean(values), occupied),
+        "sequence_max": lambda values: extreme_stat("max", segments.mean(values), occupied),
+    }
+    for name, (kind, _) in indicators.items():
+        check_name(name, kind, reductions)
+    return {n: reductions[kind](values.double()) for n, (kind, values) in indicators.items()}

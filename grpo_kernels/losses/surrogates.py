@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.losses.checks import check_not_negative, check_number, check_positive
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_name, check_number
 from grpo_kernels.losses.metrics import Indicators
-from grpo_kernels.losses.ratios import Terms
+from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class Clip(Surrogate):
 
     def __post_init__(self) -> None:
         check_number("epsilon", self.epsilon, "a number in [0, 1)", lambda x: 0 <= x < 1)
-        check_not_negative("epsilon_high", self.epsilon_high, optional=True)
-        check_number("delta", self.delta, "a number > 0", lambda x: x > 0, optional=True)
+        check_number("epsilon_high", self.epsilon_high, *NOT_NEGATIVE, optional=True)
+        check_number("delta", self.delta, *POSITIVE, optional=True)
         check_number("dual_clip", self.dual_clip, "a number > 1", lambda x: x > 1, optional=True)
 
     @property
@@ -133,8 +133,8 @@ class Cispo(Surrogate):
     epsilon_high: float | None = None
 
     def __post_init__(self) -> None:
-        check_not_negative("epsilon", self.epsilon)
-        check_not_negative("epsilon_high", self.epsilon_high, optional=True)
+        check_number("epsilon", self.epsilon, *NOT_NEGATIVE)
+        check_number("epsilon_high", self.epsilon_high, *NOT_NEGATIVE, optional=True)
         if self.highest < 1:
             warnings.warn(
                 "cispo uses epsilon_high as the raw upper bound of the importance weight; "
@@ -169,8 +169,8 @@ class Sapo(Surrogate):
     sapo_temperature_neg: float = 1.05
 
     def __post_init__(self) -> None:
-        check_positive("sapo_temperature_pos", self.sapo_temperature_pos)
-        check_positive("sapo_temperature_neg", self.sapo_temperature_neg)
+        check_number("sapo_temperature_pos", self.sapo_temperature_pos, *POSITIVE)
+        check_number("sapo_temperature_neg", self.sapo_temperature_neg, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         tau = _by_sign(
@@ -204,7 +204,7 @@ class Vespo(Surrogate):
 
     def __post_init__(self) -> None:
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
-            check_not_negative(name, getattr(self, name))
+            check_number(name, getattr(self, name), *NOT_NEGATIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         log_weight = terms.segments.expand(self._log_weight(terms))
@@ -246,7 +246,7 @@ class Gmpo(Surrogate):
     gmpo_clip: float = 0.4
 
     def __post_init__(self) -> None:
-        check_positive("gmpo_clip", self.gmpo_clip)
+        check_number("gmpo_clip", self.gmpo_clip, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         # min(rho^s, exp(clip)^s)^s of the paper, in log space
@@ -280,3 +280,64 @@ class Topr(Surrogate):
         tapered = terms.ratio.clamp(0, 1).detach()
         weight = torch.where(terms.advantages >= 0, torch.ones_like(tapered), tapered)
         return -weight * terms.advantages * terms.logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedLoss:
+    """What ``loss_type`` stands for."""
+
+    surrogate: type[Surrogate]
+    aggregation: str  # a name of AGGREGATIONS
+    importance_sampling_level: str = "token"
+    source: str  # the paper
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """What ``importance_sampling_level`` stands for."""
+        return RATIO_LEVELS[self.importance_sampling_level]
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The names of the surrogate's settings."""
+        return tuple(item.name for item in fields(self.surrogate))
+
+
+LOSSES: dict[str, NamedLoss] = {}
+
+
+def register_loss(name: str, loss: NamedLoss) -> None:
+    """Make ``loss`` known as ``name`` to configs, the command line, tests and benchmarks.
+
+    Raises:
+        ValueError: the name is taken, or a part of the loss is unknown.
+    """
+    if name in LOSSES:
+        raise ValueError(f"loss {name!r} is already registered")
+    if not (isinstance(loss.surrogate, type) and issubclass(loss.surrogate, Surrogate)):
+        raise ValueError(f"surrogate: expected a subclass of Surrogate, got {loss.surrogate!r}")
+    check_name("aggregation", loss.aggregation, AGGREGATIONS)
+    check_name("importance_sampling_level", loss.importance_sampling_level, RATIO_LEVELS)
+    LOSSES[name] = loss
+
+
+for _name, _surrogate, _aggregation, _level, _source in (
+    ("grpo", Clip, "sequence_mean", "token", "DeepSeekMath, arXiv:2402.03300"),
+    ("bnpo", Clip, "token_mean", "token", "arXiv:2506.02864"),
+    ("dr_grpo", Clip, "fixed_length", "token", "Dr. GRPO, arXiv:2503.20783"),
+    ("dapo", Clip, "window_token_mean", "token", "arXiv:2503.14476"),
+    ("luspo", Clip, "sequence_sum", "sequence", "arXiv:2602.05261"),
+    ("gspo", Clip, "sequence_mean", "sequence", "arXiv:2507.18071"),
+    ("cispo", Cispo, "window_token_mean", "token", "MiniMax-M1, arXiv:2506.13585"),
+    ("sapo", Sapo, "sequence_mean", "token", "arXiv:2511.20347"),
+    ("vespo", Vespo, "window_token_mean", "token", "arXiv:2602.10693"),
+    ("gmpo", Gmpo, "sequence_mean", "token", "arXiv:2507.20673"),
+    ("pg", Pg, "window_token_mean", "token", "arXiv:2504.02546"),
+    ("topr", Topr, "window_token_mean", "token", "arXiv:2503.14286"),
+):
+    _loss = NamedLoss(
+        surrogate=_surrogate,
+        aggregation=_aggregation,
+        importance_sampling_level=_level,
+        source=_source,
+    )
+    register_loss(_name, _loss)

@@ -49,7 +49,7 @@ class LossStage:
         entropy_gate: Tensor | None = None,
     ) -> None:
         # log-probabilities and entropy come with each chunk
-        self._inputs = token_inputs(batch.advantages.to(dtype), None, batch, weights)
+        self._inputs = token_inputs(batch, weights, dtype)
         self._batch, self._config, self._entropy_gate = batch, config, entropy_gate
         self._contributions: list[Tensor] = []
 

@@ -108,8 +108,9 @@ class _Swept(NamedTuple):
 def _swept(hidden: Tensor, plan: Plan) -> _Swept:
     """Sweep the rows with a gradient: logits, statistics, loss and gradients, chunk by chunk."""
     active, batch = plan.active, plan.active.batch
-    weights = active.take_weights(static_weights(plan.batch, plan.config))
-    stage = plan.stage(batch, weights, plan.config, stats_dtype(hidden.dtype))
+    dtype = stats_dtype(hidden.dtype)
+    weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
+    stage = plan.stage(batch, weights, plan.config, dtype)
     needs = replace(plan.needs, wide=True) if plan.main_grad is not None else plan.needs
     rows, chunks = plan.rows(hidden), plan.chunks
     total: GradientSums | BoundedSums = GradientSums(rows, needs, len(chunks))

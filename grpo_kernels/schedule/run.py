@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from grpo_kernels.arguments import check_device
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import Needs, RunOptions, check_ranks_agree, retry_on_oom
 from grpo_kernels.head import (
     Head,
-    check_device,
     check_mask_range,
     check_target_range,
     checked_head,

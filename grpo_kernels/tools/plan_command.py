@@ -181,9 +181,9 @@ def _largest(call: Call, free: int) -> int:
         return replace(call, tokens=tokens).memory.total
 
     numbers = range(1, free + 1)
-    keeping = bisect_left(numbers, True, key=keeps_nothing)
-    most = bisect_right(numbers, free, lo=keeping, key=total)
-    return most if most > keeping else bisect_right(numbers, free, hi=keeping, key=total)
+    saving = bisect_left(numbers, True, key=keeps_nothing)
+    most = bisect_right(numbers, free, lo=saving, key=total)
+    return most if most > saving else bisect_right(numbers, free, hi=saving, key=total)
 
 
 def _head(arguments: argparse.Namespace) -> HeadShape:

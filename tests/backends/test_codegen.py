@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.triton.codegen import PointwiseKernel, UntraceableError
-from grpo_kernels.losses.kl import KL_ESTIMATORS
+from grpo_kernels.losses.terms import KL_ESTIMATORS
 
 ULP = torch.finfo(torch.float32).eps / 2
 TINY = torch.finfo(torch.float32).tiny

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.head import mkl
+from grpo_kernels.head import mkl_available, mkl_matmul
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 DTYPES = [
-    pytest.param(dtype, marks=pytest.mark.skipif(not mkl.available(dtype), reason="no such MKL"))
+    pytest.param(dtype, marks=pytest.mark.skipif(not mkl_available(dtype), reason="no such MKL"))
     for dtype in (torch.bfloat16, torch.float16)
 ]
 SHAPES = [(1, 1, 1), (3, 5, 7), (33, 17, 70), (64, 1, 9), (1, 40, 3), (5, 4, 0), (0, 3, 2)]
@@ -39,7 +39,7 @@ def test_mkl_equals_fp64(dtype: torch.dtype, shape: tuple[int, int, int], accumu
         b = matrix(depth, columns, dtype, transposed_b, gap)
         out = matrix(rows, columns, torch.float32, False, gap)
         exact = a.double() @ b.double() + (out.double() if accumulate else 0)
-        assert mkl.matmul(a, b, out, accumulate) is out
+        assert mkl_matmul(a, b, out, accumulate) is out
         # only the fp32 sums round: a 16-bit result would be off by 1e-3
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -50,7 +50,7 @@ def test_mkl_with_any_strides(dtype: torch.dtype) -> None:
     memory = torch.randn(20, 30).to(dtype)
     for x in (memory[::2, ::3], memory[:1].expand(10, 30), memory.view(-1).unfold(0, 10, 3)):
         for a, b in ((x, x.t()), (x.t(), x)):
-            out = mkl.matmul(a, b, torch.empty(a.shape[0], b.shape[1]))
+            out = mkl_matmul(a, b, torch.empty(a.shape[0], b.shape[1]))
             torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 

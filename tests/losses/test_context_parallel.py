@@ -16,7 +16,7 @@ from grpo_kernels import (
     linear_policy_loss,
     next_token_targets,
 )
-from grpo_kernels.batch.sequence_group import SequenceGroup
+from grpo_kernels.batch.segments import SequenceGroup
 
 
 def test_what_cannot_be_with_a_sequence_group() -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, Metrics, TokenBatch, policy_loss
 from grpo_kernels.losses import LOSSES, Stat
-from grpo_kernels.losses.gates import top_entropy_gate
-from grpo_kernels.losses.kl import KL_ESTIMATORS
 from grpo_kernels.losses.surrogates import Clip
+from grpo_kernels.losses.terms import KL_ESTIMATORS, top_entropy_gate
 from grpo_kernels.testing import make_config, make_problem
 from tests.net import cases
 from tests.support import launch

@@ -1,0 +1,71 @@
+"""Checks of arguments: one clear error that names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what check_number may expect, in words and as a test
+POSITIVE = ("a finite number > 0", lambda x: x > 0)
+NOT_NEGATIVE = ("a finite number >= 0", lambda x: x >= 0)
+
+
+def check_name(
+    argument: str, value: object, known: Collection[Any], *, optional: bool = False
+) -> None:
+    """Raise ValueError, listing the known names, unless ``value`` is one, or None if optional."""
+    if value is None and optional:
+        return
+    if value not in tuple(known):  # which any value can be asked for, unlike a dictionary
+        names = ", ".join(sorted(map(str, known)))
+        raise ValueError(f"{argument}: expected one of {names}; got {value!r}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    expected: str = "a finite number",
+    accepts: Callable[[float], bool] = lambda value: True,
+    *,
+    optional: bool = False,
+) -> None:
+    """Raise ValueError unless ``value`` is a finite number that is accepted, or None if optional.
+
+    ``expected`` says in words what is accepted.
+    """
+    if value is None and optional:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    finite = number and abs(value) <= sys.float_info.max  # an int may be larger
+    if not finite or not accepts(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def kind_of(value: Any) -> Any:
+    """Return what a message says of a value that is no tensor of the right shape."""
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_like(name: str, value: Tensor, like: Tensor, of: str) -> None:
+    """Raise ValueError unless ``value`` has the shape and the device of ``like``, called ``of``."""
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        raise ValueError(
+            f"{name}: expected the shape of {of} {tuple(like.shape)}, got {kind_of(value)}"
+        )
+    check_device(name, value, like, of)
+
+
+def check_device(name: str, value: Tensor, like: Tensor, of: str = "hidden") -> None:
+    """Raise ValueError unless ``value`` is on the device of ``like``, which is called ``of``."""
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} (of {of}), got {value.device}")
+
+
+def check_integers(name: str, value: Tensor) -> None:
+    """Raise ValueError unless the tensor ``value`` is of int32 or int64."""
+    if value.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {value.dtype}")

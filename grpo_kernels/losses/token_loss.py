@@ -1,0 +1,381 @@
+"""The loss of a token, defined once: everything between log-probabilities and the loss.
+
+Eager code, the fused schedules and generated GPU kernels all run these functions on (T,) vectors
+and let autograd derive the gradient. :func:`policy_loss` is the loss in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import Segments, TokenBatch, host
+from grpo_kernels.losses.config import LossConfig
+from grpo_kernels.losses.metrics import (
+    LazyMetrics,
+    Metrics,
+    Stat,
+    extreme_stat,
+    indicator_stats,
+    mean_stat,
+)
+from grpo_kernels.losses.terms import (
+    KL_ESTIMATORS,
+    LOG_RATIO_LIMIT,
+    Terms,
+    inverse,
+    off_policy_gate,
+    rollout_correction,
+    tokens_in_micro_batch,
+    top_entropy_gate,
+)
+
+
+class Weights(NamedTuple):
+    """Per-token factors (T,) of the policy loss and of the entropy bonus (before its coef).
+
+    A loss takes them in the dtype of its log-probabilities, which may be wider than the advantages.
+    """
+
+    policy: Tensor
+    entropy: Tensor | None  # None: the loss has no entropy bonus
+
+
+class TokenInputs(NamedTuple):
+    """All per-token inputs of the loss, each (T,) and of one dtype; None: the loss has none."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    advantages: Tensor
+    policy_weight: Tensor
+    entropy_weight: Tensor | None
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    rollout_weights: Tensor | None = None
+
+    def rows(self, index: slice | Tensor) -> TokenInputs:
+        """Return the same for a subset of tokens."""
+        if index == slice(0, self.logprobs.shape[0]):
+            return self
+        return TokenInputs(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
+
+
+class StageOutput(NamedTuple):
+    """What a schedule needs of a row range, each (T,)."""
+
+    contributions: Tensor  # the loss is their sum
+    dlogp: Tensor
+    dentropy: Tensor | None  # None when the loss does not read the entropy
+
+
+class Evaluation(NamedTuple):
+    """The loss per token, with the parts that metrics are made of."""
+
+    loss: Tensor  # (T,) surrogate with its gates, plus beta * KL
+    terms: Terms
+    old_logprobs: Tensor  # (T,)
+    kl: Tensor | None  # (T,)
+    entropy_gate: Tensor | None  # (T,)
+    correction: Tensor | None  # (T,), or (B,) for a per-sequence mode
+
+
+def static_weights(
+    batch: TokenBatch, config: LossConfig, dtype: torch.dtype = torch.float64
+) -> Weights:
+    """Weigh every token of ``batch``; ``dtype``: of the log-probabilities, where it is known."""
+    steps = batch.gradient_accumulation_steps
+    policy = config.aggregation.weight(batch, config.max_completion_length)
+    if config.aggregation.per_micro_batch:
+        policy = policy / steps
+    if config.entropy_coef == 0:
+        return Weights(_per_token(policy, batch, dtype), None)
+    entropy = inverse(tokens_in_micro_batch(batch)) / steps
+    if batch.entropy_scale is not None:
+        entropy = entropy * batch.entropy_scale
+    return Weights(*(_per_token(weight, batch, dtype) for weight in (policy, entropy)))
+
+
+def _per_token(weight: Tensor | float, batch: TokenBatch, dtype: torch.dtype) -> Tensor:
+    """Return the weight per token, (T,)."""
+    like = batch.advantages
+    if isinstance(weight, Tensor) and not (weight.dim() == 0 and host.reading_is_free(weight)):
+        return weight.to(dtype).expand(like.shape)
+    number = host.values(weight) if isinstance(weight, Tensor) else weight
+    return torch.full_like(like, number, dtype=dtype)
+
+
+def token_inputs(batch: TokenBatch, weights: Weights, dtype: torch.dtype) -> TokenInputs:
+    """Collect the inputs in ``dtype``; log-probabilities and entropy are to be put in yet."""
+
+    def cast(value: Tensor | None) -> Tensor | None:
+        return value.to(dtype) if value is not None else None
+
+    advantages, rest = batch.advantages.to(dtype), (batch.old_logprobs, batch.ref_logprobs)
+    rollout = (batch.rollout_logprobs, batch.rollout_weights)
+    others = map(cast, (*weights, *rest, *rollout))
+    return TokenInputs(advantages, None, advantages, *others)  # type: ignore[arg-type]
+
+
+def evaluate(
+    x: TokenInputs,
+    segments: Segments,
+    config: LossConfig,
+    entropy_gate: Tensor | None = None,  # (T,), where it is known: it joins all processes
+) -> Evaluation:
+    """Evaluate the loss per token, with its parts.
+
+    The modifiers apply in this order: off-policy gate, top-entropy gate, rollout correction (unless
+    the surrogate already contains it), then the KL penalty, which none of them touches.
+    """
+    old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
+    correction, token_correction = _correction(x, old, segments, config)
+    delta = x.logprobs - old
+    log_ratio = config.ratio_level.map(delta, x.logprobs, segments)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    terms = Terms(
+        x.logprobs, delta, log_ratio, log_ratio.exp(), x.advantages, token_correction, segments
+    )
+    loss = config.surrogate(terms)
+    if config.off_policy_mask_threshold is not None:
+        sampling = old if x.rollout_logprobs is None else x.rollout_logprobs
+        threshold = config.off_policy_mask_threshold
+        loss = loss * off_policy_gate(x.logprobs, sampling, x.advantages, threshold, segments)
+    if config.top_entropy_quantile == 1:
+        entropy_gate = None
+    else:
+        assert x.entropy is not None  # checked at the API edge
+        if entropy_gate is None:
+            entropy_gate = top_entropy_gate(x.entropy, config.top_entropy_quantile)
+        loss = loss * entropy_gate
+    if token_correction is not None and not config.surrogate.uses_rollout_weight:
+        loss = loss * token_correction
+    kl = None
+    if config.beta != 0:
+        assert x.ref_logprobs is not None  # checked at the API edge
+        kl = KL_ESTIMATORS[config.kl_estimator](x.ref_logprobs - x.logprobs)
+        if config.use_bias_correction_kl:  # the gradient is another even where the ratio is 1
+            kl = kl * terms.ratio
+        loss = loss + config.beta * kl
+    return Evaluation(loss, terms, old, kl, entropy_gate, correction)
+
+
+def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) -> Tensor:
+    """Return each token's contribution to the loss, (T,): their sum is the loss."""
+    policy = evaluation.loss * x.policy_weight
+    if config.entropy_coef == 0:
+        return policy
+    assert x.entropy is not None and x.entropy_weight is not None  # checked at the API edge
+    weight = x.entropy_weight
+    gate = evaluation.entropy_gate
+    if gate is not None:  # a mean over the gated tokens only
+        segments = evaluation.terms.segments
+        weight = weight * gate * (segments.num_tokens / segments.sum_all(gate).clamp(min=1))
+    return policy - config.entropy_coef * weight * x.entropy
+
+
+def run_stage(
+    x: TokenInputs, segments: Segments, config: LossConfig, entropy_gate: Tensor | None = None
+) -> StageOutput:
+    """Return the loss of each token and its gradients, by autograd."""
+    with torch.enable_grad():
+        logprobs = x.logprobs.detach().requires_grad_()
+        inputs = [logprobs]
+        x = x._replace(logprobs=logprobs)
+        if config.entropy_coef != 0:
+            assert x.entropy is not None  # the schedules always compute it
+            inputs.append(x.entropy.detach().requires_grad_())
+            x = x._replace(entropy=inputs[1])
+        each = contributions(x, evaluate(x, segments, config, entropy_gate), config)
+        gradients = torch.autograd.grad(each, inputs, torch.ones_like(each))
+    dentropy = gradients[1] if len(gradients) > 1 else None
+    return StageOutput(each.detach(), gradients[0], dentropy)
+
+
+def _correction(
+    x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the rollout weight as it is, (T,) or (B,), and per token."""
+    if x.rollout_weights is not None:
+        return x.rollout_weights, x.rollout_weights
+    mode = config.correction_mode
+    if x.rollout_logprobs is None or mode is None:
+        return None, None
+    low, high = config.rollout_correction_min, config.rollout_correction_max
+    weight = rollout_correction(old, x.rollout_logprobs, mode, low, high, segments)
+    return weight, segments.expand(weight) if mode.per_sequence else weight
+
+
+class PolicyLossOutput(NamedTuple):
+    """A loss that can be differentiated, and what to log beside it."""
+
+    loss: Tensor  # ()
+    metrics: Metrics
+
+
+def policy_loss(
+    logprobs: Tensor, batch: TokenBatch, config: LossConfig, entropy: Tensor | None = None
+) -> PolicyLossOutput:
+    """Compute the policy loss from per-token log-probabilities.
+
+    For log-probabilities of a padded completion::
+
+        batch = TokenBatch.from_padded(completion_ids, advantages, completion_mask)
+        loss, metrics = policy_loss(logprobs, batch, LossConfig(loss_type="dapo"))  # all (B, L)
+
+    Args:
+        logprobs: fp32 or fp64 of the targets, at ``config.temperature``, in the layout that
+            ``batch`` was made from, (B, L) or packed; or (T,), of its valid tokens alone.
+        batch: the T valid tokens. Values at other tokens are not looked at.
+        config: the loss.
+        entropy: likewise, in nats; needed for ``entropy_coef`` and ``top_entropy_quantile``,
+            otherwise only logged.
+
+    Returns:
+        The () loss, differentiable in ``logprobs`` and ``entropy``, and its metrics, which are
+        computed when they are read. A batch without tokens gives 0 with a live graph.
+
+    Raises:
+        ValueError: shapes disagree, or the loss needs something the batch does not have.
+    """
+    check_loss_inputs(batch, config)
+    logprobs = batch.of_tokens("logprobs", logprobs)
+    if logprobs.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"logprobs: expected float32 or float64, got {logprobs.dtype}")
+    if entropy is None and config.needs_entropy:
+        raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
+    entropy = None if entropy is None else batch.of_tokens("entropy", entropy)
+    if entropy is not None and not entropy.is_floating_point():
+        raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
+    loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
+    entropy = None if entropy is None else entropy.detach()
+    metrics = LazyMetrics(
+        loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=entropy
+    )
+    return PolicyLossOutput(loss, metrics.ready_for(batch))
+
+
+def weighted_loss(
+    logprobs: Tensor,
+    batch: TokenBatch,
+    config: LossConfig,
+    entropy: Tensor | None,
+    weights: Weights,
+    entropy_gate: Tensor | None = None,  # (T,), where it is known
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss () of a batch whose tokens have these weights, and its entropy gate (T,)."""
+    x = token_inputs(batch, weights, logprobs.dtype)
+    x = x._replace(logprobs=logprobs, entropy=entropy)
+    evaluation = evaluate(x, batch.segments, config, entropy_gate)
+    # fp64 makes the sum independent of how the batch was cut
+    loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
+    return loss, evaluation.entropy_gate
+
+
+def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
+    """Raise ValueError if ``batch`` lacks what ``config`` needs, or they cannot go together."""
+    for name, value, kind in (("batch", batch, TokenBatch), ("config", config, LossConfig)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+    if config.beta != 0 and batch.ref_logprobs is None:
+        raise ValueError(
+            f"ref_logprobs: expected the reference's log-probabilities for beta = {config.beta}, "
+            "got None"
+        )
+    mode = config.correction_mode
+    if batch.rollout_logprobs is None or mode is None:
+        return
+    if batch.rollout_weights is not None:
+        raise ValueError(
+            "rollout_weights: expected None where rollout_correction_mode = "
+            f"{config.rollout_correction_mode!r} makes weights of rollout_logprobs; set it to None"
+        )
+    if config.surrogate.uses_rollout_weight and mode.per_sequence:
+        raise ValueError(
+            f"rollout_correction_mode: {config.loss_type} sums token weights itself and expects "
+            "'token_truncate' or 'token_mask' with rollout_logprobs, got "
+            f"{config.rollout_correction_mode!r}"
+        )
+
+
+def loss_stats(
+    logprobs: Tensor,  # (T,)
+    entropy: Tensor | None,  # (T,)
+    batch: TokenBatch,
+    config: LossConfig,
+    entropy_gate: Tensor | None = None,  # (T,), that of the loss
+    weights: Weights | None = None,  # None: those of the batch
+) -> Mapping[str, Stat]:
+    """Compute the statistics behind the metrics of a loss."""
+    weights = static_weights(batch, config) if weights is None else weights
+    x = token_inputs(batch, weights, logprobs.dtype)
+    x = x._replace(logprobs=logprobs, entropy=entropy)
+    evaluation = evaluate(x, batch.segments, config, entropy_gate)
+    stats: dict[str, Stat] = {}
+    if evaluation.kl is not None:
+        stats["kl"] = mean_stat(evaluation.kl)
+    if entropy is not None:
+        stats["entropy"] = mean_stat(entropy)
+        means, occupied = batch.segments.mean(entropy), batch.segments.lengths > 0
+        for extreme in ("min", "max"):
+            stats[f"entropy/sequence_{extreme}"] = extreme_stat(extreme, means, occupied)
+    if entropy is not None and evaluation.entropy_gate is not None:
+        gate = evaluation.entropy_gate.double()
+        stats["entropy_top"] = Stat("mean", (entropy * gate).sum(), gate.sum())
+    if config.entropy_coef != 0:
+        stats["policy_loss"] = _policy_loss_stat(x, evaluation, batch, config)
+    stats |= indicator_stats(
+        config.surrogate.metrics(evaluation.terms),
+        batch.segments,
+        config.ratio_level.per_sequence and not batch.advantages_per_token,
+    )
+    stats |= _ratio_stats(evaluation.terms.ratio)
+    stats["perplexity"] = replace(mean_stat(logprobs), kind="perplexity")
+    if x.rollout_logprobs is not None:
+        stats |= _rollout_stats(evaluation, x.rollout_logprobs)
+    if evaluation.correction is not None:
+        name = "sampling/importance_sampling_ratio"
+        stats[f"{name}/min"] = extreme_stat("min", evaluation.correction)
+        stats[f"{name}/mean"] = mean_stat(evaluation.correction)
+        stats[f"{name}/max"] = extreme_stat("max", evaluation.correction)
+    return stats
+
+
+def _policy_loss_stat(
+    x: TokenInputs, evaluation: Evaluation, batch: TokenBatch, config: LossConfig
+) -> Stat:
+    """Return the loss without its entropy bonus, as one sample per micro-batch."""
+    total = (evaluation.loss * x.policy_weight).double().sum()
+    if config.aggregation.per_micro_batch:
+        total = total * batch.gradient_accumulation_steps
+    return Stat("mean", total, torch.ones_like(total))
+
+
+def _ratio_stats(ratio: Tensor) -> dict[str, Stat]:
+    double = ratio.double()
+    moments = torch.stack([double.sum(), (double * double).sum()])
+    return {
+        "ratio/min": extreme_stat("min", ratio),
+        "ratio/max": extreme_stat("max", ratio),
+        "ratio/ess": Stat("ess", moments, mean_stat(ratio).count),
+    }
+
+
+def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str, Stat]:
+    """Return statistics of the rollout engine's log-probabilities against the trainer's."""
+    known = ~rollout_logprobs.isnan()
+    difference = torch.where(known, evaluation.old_logprobs - rollout_logprobs, 0.0).double()
+    count = known.double().sum()
+    k3 = KL_ESTIMATORS["k3"](difference)
+    sampled = torch.where(known, rollout_logprobs, 0.0).double().sum()
+    return {
+        "sampling/sampling_logp_difference/mean": Stat("mean", difference.abs().sum(), count),
+        "sampling/sampling_logp_difference/max": extreme_stat("max", difference.abs(), known),
+        "sampling/mismatch_kl_k1": Stat("mean", -difference.sum(), count),
+        "sampling/mismatch_kl_k3": Stat("mean", k3.sum(), count),
+        "sampling/rollout_perplexity": Stat("perplexity", sampled, count),
+    }
