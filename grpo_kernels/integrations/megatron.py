@@ -46,15 +46,8 @@ def vocab_shard_of(
 
 def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:
     """Return ``x``, whose gradient is this rank's share of the whole, for hosts that sum shares."""
-    return x if shard is None else _Share.apply(x, shard.size)
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx / ctx.size, None
+    if shard is None or not torch.is_grad_enabled() or not x.requires_grad:
+        return x
+    shared = x.view_as(x)
+    shared.register_hook(lambda dx: dx / shard.size)
+    return shared
