@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -29,6 +30,7 @@ from grpo_kernels.losses import LossConfig, Metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 # what each loss takes, of the settings that not all take
 _CLIP = ("epsilon", "epsilon_high", "delta")
@@ -167,34 +169,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _replacements() -> Iterator[Replacement]:
-    module = module_of("liger_kernel.chunked_loss.grpo_loss")
-    name = LigerFusedLinearGRPOLoss.__name__
-    yield Replacement(module, name, LigerFusedLinearGRPOLoss, everywhere=True)
+    yield Replacement(module_of(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
+
+
+def _too_late() -> str:
+    made = alive(getattr(module_of(_MODULE), _NAME))
+    return f"expected no {_NAME} of Liger's yet, got one" if made else ""
 
 
 SWITCH = Switch(HOSTS["liger"], _replacements)
+# before a trainer is built that makes a module of Liger's
+enable = functools.partial(SWITCH.enable_early, _too_late)
 disable, enabled = SWITCH.disable, SWITCH.enabled
-
-
-def enable(*, any_version: bool = False) -> None:
-    """Make ours where trainers make Liger's module, from here on. Doing it twice is harmless.
-
-    Args:
-        any_version: also with a version of Liger that was not tested.
-
-    Raises:
-        ImportError: Liger is not installed, or in another version.
-        ValueError: a module of Liger's exists already, as a trainer that was built earlier has one.
-    """
-    SWITCH.host.check(any_version)
-    if not SWITCH.on:
-        theirs = module_of("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
-        if alive(theirs):
-            raise ValueError(
-                "enable: expected no LigerFusedLinearGRPOLoss of Liger's yet, got one; build "
-                "trainers after enable(), and delete those that are there"
-            )
-    SWITCH.enable(any_version=any_version)
 
 
 def instead_of(
