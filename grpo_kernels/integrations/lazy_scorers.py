@@ -114,16 +114,6 @@ def defer_logits(model: PreTrainedModel) -> None:
     vars(head).update(_instead_of_logits=LazyLogits.of, _fused_for_lazy=not was_fused)
 
 
-def form_logits(model: PreTrainedModel) -> None:
-    """Let it return its logits again, of the layer that it was. Without effect while it does."""
-    if are_deferred(model):
-        head = model.get_output_embeddings()
-        release(model)
-        del vars(head)["_instead_of_logits"]
-        if vars(head).pop("_fused_for_lazy"):
-            unfuse(head)
-
-
 def are_deferred(model: PreTrainedModel) -> bool:
     """Return whether the head of ``model`` returns :class:`LazyLogits`."""
     layer = model.get_output_embeddings()
@@ -162,8 +152,12 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
 
 def disable(model: PreTrainedModel) -> None:
     """Let it return logits again; with the last model of a host, its scorers are put back."""
-    if model.get_output_embeddings() is not None:
-        form_logits(model)
+    if are_deferred(model):
+        head = model.get_output_embeddings()
+        release(model)
+        del vars(head)["_instead_of_logits"]
+        if vars(head).pop("_fused_for_lazy"):
+            unfuse(head)
     for host, models in _MODELS.items():
         models.discard(model)
         if not models:
