@@ -194,11 +194,8 @@ def logit_scale(config: PretrainedConfig) -> float:
 
 def softcap(config: PretrainedConfig) -> float | None:
     """Return the softcap of the logits, None where the family has none."""
-    for name in _SOFTCAPS:
-        value = getattr(config, name, None)
-        if value is not None:
-            return float(value)
-    return None
+    values = (getattr(config, name, None) for name in _SOFTCAPS)
+    return next((float(value) for value in values if value is not None), None)
 
 
 def keep_head_in_fp32(model: PreTrainedModel) -> None:
@@ -270,12 +267,13 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     ids = torch.full((1, _TOKENS), _some_token(model), device=device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
-    with torch.no_grad(), _evaluating(model), _enlarged(model) as enlarge:
+    seen: list[Tensor] = []  # kept from hooks on the head, which would change a loss as well
+    with torch.no_grad(), _evaluating(model), _enlarged(model) as factor:
         own = runs(**batch, use_cache=False).logits
-        enlarge.repeat()
-        seen = _Seen()
-        runs(**batch, head_fn=seen)
-    fused = seen.logits
+        if not factor:  # its forward does not call the backbone
+            factor.append(1.0)
+        runs(**batch, head_fn=lambda hidden, head: seen.append(_eager_logits(hidden, head)))
+    (fused,) = seen
     if own.shape != fused.shape:
         difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
     else:
@@ -290,36 +288,26 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     )
 
 
-class _Enlarge:
-    """Hook on the backbone: multiplies the last hidden states by a power of two."""
+@contextmanager
+def _enlarged(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Multiply the last hidden states by a power of two, which the first forward finds.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._factor: float | None = None
-        self._repeating = False
+    Yield what holds it from then on.
+    """
+    factor: list[float] = []
 
-    def repeat(self) -> None:
-        """Reuse the factor of the first forward from here on; 1 if that forward did not set one."""
-        self._repeating = True
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
         hidden = output.last_hidden_state
-        if self._factor is None:
-            self._factor = 1.0 if self._repeating else self._to_large_logits(hidden)
-        output.last_hidden_state = hidden * self._factor
+        if not factor:
+            scaled = fused_head(model)(hidden, _scaled_logits)
+            largest = scaled.abs().max().float().clamp(min=1e-6)
+            factor.append(float(torch.exp2((_LARGE / largest).log2().round())))
+        output.last_hidden_state = hidden * factor[0]
         return output
 
-    def _to_large_logits(self, hidden: Tensor) -> float:
-        largest = fused_head(self._model)(hidden, _largest_logit)
-        return float(torch.exp2((_LARGE / largest.float().clamp(min=1e-6)).log2().round()))
-
-
-@contextmanager
-def _enlarged(model: PreTrainedModel) -> Iterator[_Enlarge]:
-    hook = _Enlarge(model)
-    handle = backbone(model).register_forward_hook(hook)
+    handle = backbone(model).register_forward_hook(enlarge)
     try:
-        yield hook
+        yield factor
     finally:
         handle.remove()
 
@@ -336,31 +324,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _raw_logits(hidden: Tensor, head: Head) -> Tensor:
+def _scaled_logits(hidden: Tensor, head: Head) -> Tensor:
+    """Return logits in fp32, without softcap."""
     hidden = hidden.float()
     logits = linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
-    if head.lora is None:
-        return logits
-    inner = linear(hidden, head.lora.a.float()) * head.lora.scaling
-    return logits + linear(inner, head.lora.b.float())
-
-
-def _largest_logit(hidden: Tensor, head: Head) -> Tensor:
-    return _raw_logits(hidden, head).abs().max() * head.transform.logit_scale
-
-
-class _Seen:
-    """Forms the logits and keeps them from hooks on the head, which would change a loss as well."""
-
-    def __call__(self, hidden: Tensor, head: Head) -> Tensor:
-        self.logits = _eager_logits(hidden, head)
-        return self.logits
+    if head.lora is not None:
+        inner = linear(hidden, head.lora.a.float()) * head.lora.scaling
+        logits = logits + linear(inner, head.lora.b.float())
+    return logits * head.transform.logit_scale
 
 
 def _eager_logits(hidden: Tensor, head: Head) -> Tensor:
-    transform = head.transform
-    logits = _raw_logits(hidden, head) * transform.logit_scale
-    bound = transform.softcap
+    logits, bound = _scaled_logits(hidden, head), head.transform.softcap
     return logits if bound is None else bound * torch.tanh(logits / bound)
 
 

@@ -77,9 +77,7 @@ def warm_up(
         if unknown:
             raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
         dtype = head.weight.dtype if dtype is None else dtype
-        steps = _Steps(head, config, RunOptions(**options), dtype, tuple(inputs), gradients)
-        if steps.plan().route.backend.compiles:
-            steps.run()
+        _Steps(head, config, RunOptions(**options), dtype, tuple(inputs), gradients).run()
 
 
 @contextmanager
@@ -112,45 +110,39 @@ class _Steps:
     inputs: tuple[str, ...]
     gradients: bool
 
-    def plan(self) -> Plan:
-        """Return the plan of a small call, as it is asked for."""
-        with torch.set_grad_enabled(self.gradients):
-            return self._planned(self.head, _ONE_CHUNK, self.options)[1]
-
     def run(self) -> None:
-        plan = self.plan()
-        tile = _TILE_ROWS * plan.route.row_bytes
-        options = replace(self.options, max_workspace_bytes=tile)
+        with torch.set_grad_enabled(self.gradients):
+            plan = self._planned(self.head, _ONE_CHUNK, self.options)[1]
+        if not plan.route.backend.compiles:
+            return
+        options = replace(self.options, max_workspace_bytes=_TILE_ROWS * plan.route.row_bytes)
+        with torch.no_grad():  # also of rows without an advantage
+            run_plan(*self._planned(_part(self.head, trained=False), _ONE_CHUNK, options))
+        steps = self._with_gradients(plan, options) if self.gradients else ()
+        with torch.enable_grad():
+            for head, sequences, asked in steps:
+                rows, plan = self._planned(head, sequences, asked)
+                trained = [x for x in (rows, *head.tensors) if x is not None and x.requires_grad]
+                torch.autograd.grad(run_plan(rows, plan).loss, trained)
+
+    def _with_gradients(
+        self, plan: Plan, options: RunOptions
+    ) -> Iterator[tuple[Head, int, RunOptions]]:
+        """Yield head, sequences and options of steps with gradients."""
         # The weight stays frozen where it is whole: no (V, D) tensor is made. Two passes do the
         # same to a weight that is trained.
-        frozen = _part(self.head, trained=False)
-        self._step(frozen, _ONE_CHUNK, options, False)  # also of rows without an advantage
-        if not self.gradients:
-            return
+        frozen, thin = _part(self.head, trained=False), _part(self.head, trained=True, depth=_THIN)
         if options.schedule != "one_pass":
             two = replace(options, schedule="two_pass")
-            if plan.needs.of_head:  # whose logits are formed again, or kept
-                self._step(frozen, _CHUNKS, replace(two, activation_bytes=0))
-                if options.activation_bytes:
-                    self._step(_part(self.head, trained=True, depth=_THIN), _CHUNKS, two)
-            else:
-                self._step(frozen, _CHUNKS, two)
+            formed_again = replace(two, activation_bytes=0)
+            yield frozen, _CHUNKS, formed_again if plan.needs.of_head else two
+            if plan.needs.of_head and options.activation_bytes:  # or kept
+                yield thin, _CHUNKS, two
         if options.schedule != "two_pass" and plan.why_two_passes is None:
             # what fixes a row's bits is no other kernel
-            options = replace(options, schedule="one_pass", batch_invariant=False)
-            thin = _part(self.head, trained=True, depth=_THIN)
-            for sequences in (_ONE_CHUNK, _CHUNKS):  # one gradient, and a sum of several
-                self._step(thin, sequences, options)
-
-    def _step(
-        self, head: Head, sequences: int, options: RunOptions, gradients: bool = True
-    ) -> None:
-        with torch.set_grad_enabled(gradients):
-            rows, plan = self._planned(head, sequences, options)
-            loss = run_plan(rows, plan).loss
-        if gradients:
-            tensors = [x for x in (rows, *head.tensors) if x is not None and x.requires_grad]
-            torch.autograd.grad(loss, tensors)
+            one = replace(options, schedule="one_pass", batch_invariant=False)
+            yield thin, _ONE_CHUNK, one  # one gradient
+            yield thin, _CHUNKS, one  # a sum of several
 
     def _planned(self, head: Head, sequences: int, options: RunOptions) -> tuple[Tensor, Plan]:
         shape = (sequences, _LENGTH, head.weight.shape[1])
@@ -175,15 +167,10 @@ class _Steps:
 def _part(head: Head, trained: bool, depth: int | None = None) -> Head:
     """Return the same head on the first ``depth`` columns, apart from autograd's graph."""
 
-    def own(x: Tensor) -> Tensor:
-        return x.detach()[..., :depth] if x.dim() == 2 else x.detach()
-
-    def leaf(x: Tensor, of: Tensor) -> Tensor:
-        return x.requires_grad_(trained and of.requires_grad)
-
-    lora = head.lora
-    if lora is not None:
-        a, b = leaf(own(lora.a), lora.a), leaf(lora.b.detach(), lora.b)
-        lora = replace(lora, a=a, b=b)
-    bias = None if head.bias is None else leaf(head.bias.detach(), head.bias)
-    return Head(leaf(own(head.weight), head.weight), bias, head.transform, lora)
+    weight, bias, a, b = (None if x is None else x.detach() for x in head.tensors)
+    assert weight is not None
+    part = head.with_tensors(weight[:, :depth], bias, None if a is None else a[:, :depth], b)
+    for own, of in zip(part.tensors, head.tensors, strict=True):
+        if own is not None and of is not None:
+            own.requires_grad_(trained and of.requires_grad)
+    return part

@@ -8,6 +8,7 @@ formed for that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +22,29 @@ from grpo_kernels.head import Head
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 
 _CASTS = (torch.float32, torch.bfloat16, torch.float16)
+_DESCRIBING = ("shape", "size", "ndim", "dim", "numel", "device")  # known without real logits
 
 
 @dataclass
 class _Memory:
-    """What logits and views of them share: how often they were changed in place."""
+    """What logits and views of them share."""
 
-    changes: int = 0
+    changed: bool = False  # in place: they are of no use any more
+
+
+def _or_formed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Do it with real logits where a method returns NotImplemented, and once these are formed."""
+
+    @functools.wraps(method)
+    def run(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        if self.real is None:
+            self._check()
+            found = method(self, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return self._of_formed(method.__name__)(*args, **kwargs)
+
+    return run
 
 
 @dataclass(eq=False)
@@ -40,7 +57,6 @@ class LazyLogits:
     detached: bool  # no gradient is recorded
     temperature: float
     memory: _Memory
-    changes: int  # of the memory, that these logits have
     real: Tensor | None = None
 
     requires_grad = False  # whoever asks would hook on to it
@@ -48,26 +64,7 @@ class LazyLogits:
     @staticmethod
     def of(layer: nn.Module, hidden: Tensor) -> LazyLogits:
         """Return those of a layer, as its forward would."""
-        detached = not torch.is_grad_enabled()
-        return LazyLogits(layer, hidden, hidden.dtype, detached, 1.0, _Memory(), 0)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.layer.out_features))
-
-    @property
-    def ndim(self) -> int:
-        return self.hidden.dim()
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
+        return LazyLogits(layer, hidden, hidden.dtype, not torch.is_grad_enabled(), 1.0, _Memory())
 
     def logprobs(self, ids: Tensor) -> Tensor:
         """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
@@ -87,67 +84,67 @@ class LazyLogits:
                 self.real = logits if self.temperature == 1 else logits / self.temperature
         return self.real
 
+    @_or_formed
     def __getitem__(self, index: Any) -> Any:
         entries = index if isinstance(index, tuple) else (index,)
         rows = entries[:-1] if len(entries) == self.ndim else entries
         whole = len(entries) < self.ndim or entries[-1] == slice(None)
-        # the vocabulary stays whole
-        if self.real is not None or not whole or not all(type(x) in (int, slice) for x in rows):
-            return self.formed()[index]
-        return self._view(lambda hidden: hidden[rows])
+        if not whole or not all(type(x) in (int, slice) for x in rows):
+            return NotImplemented  # the vocabulary stays whole
+        return replace(self, hidden=self.hidden[rows])
 
+    @_or_formed
     def squeeze(self, dim: int) -> Any:
-        if self.real is not None or dim not in range(-self.ndim, self.ndim - 1) or dim == -1:
-            return self.formed().squeeze(dim)
-        return self._view(lambda hidden: hidden.squeeze(dim))
+        if dim not in range(-self.ndim, self.ndim - 1) or dim == -1:
+            return NotImplemented
+        return replace(self, hidden=self.hidden.squeeze(dim))
 
-    def detach(self) -> LazyLogits:
-        found = self._view(torch.Tensor.detach)
-        found.detached, found.real = True, None if self.real is None else self.real.detach()
-        return found
+    @_or_formed
+    def detach(self) -> Any:
+        return replace(self, hidden=self.hidden.detach(), detached=True)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = args[0] if len(args) == 1 and not kwargs else None
-        if kwargs.keys() == {"dtype"} and not args:
-            dtype = kwargs["dtype"]
-        if self.real is not None or dtype not in _CASTS:
-            return self.formed().to(*args, **kwargs)
-        self._check()
-        return self if dtype == self.dtype else self._made(dtype=dtype)
+    @_or_formed
+    def to(self, dtype: Any = None, *more: Any, **options: Any) -> Any:
+        if dtype not in _CASTS or more or options:
+            return NotImplemented
+        return self if dtype == self.dtype else replace(self, dtype=dtype, memory=_Memory())
 
     def float(self) -> Any:
         return self.to(torch.float32)
 
+    @_or_formed
     def __truediv__(self, other: Any) -> Any:
-        if self.real is not None or not _is_positive(other):
-            return self.formed() / other
-        self._check()
-        return self._made(temperature=self.temperature * other)
+        if not _is_positive(other):
+            return NotImplemented
+        return replace(self, temperature=self.temperature * other, memory=_Memory())
 
+    @_or_formed
     def __mul__(self, other: Any) -> Any:
-        if self.real is not None or not _is_positive(other):
-            return self.formed() * other
-        self._check()
-        return self._made(temperature=self.temperature / other)
+        if not _is_positive(other):
+            return NotImplemented
+        return replace(self, temperature=self.temperature / other, memory=_Memory())
 
+    @_or_formed
     def div_(self, other: Any) -> Any:
         """Divide in place; views that were made before are of no use any more."""
-        if self.real is not None or not _is_positive(other):
-            return self._to_be_changed().div_(other)
-        self._check()
-        self.memory.changes += 1
-        self.temperature, self.changes = self.temperature * other, self.memory.changes
+        if not _is_positive(other):
+            return NotImplemented
+        self._leave_views()
+        self.temperature *= other
         return self
 
     __itruediv__ = div_
 
     def __getattr__(self, name: str) -> Any:
+        if name in _DESCRIBING:
+            shape = (*self.hidden.shape[:-1], self.layer.out_features)
+            return getattr(self.hidden[..., :1].expand(shape), name)
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"LazyLogits: no attribute {name!r}")
-        return getattr(self._to_be_changed() if name.endswith("_") else self.formed(), name)
+        return self._of_formed(name)
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.hidden)
 
     @classmethod
     def __torch_function__(
@@ -159,23 +156,20 @@ class LazyLogits:
         )
         return func(*args, **kwargs)
 
-    def _view(self, change: Callable[[Tensor], Tensor]) -> LazyLogits:
-        self._check()
-        return replace(self, hidden=change(self.hidden))
-
-    def _to_be_changed(self) -> Tensor:
-        """Return real logits that will be changed in place; others do not see the change."""
+    def _of_formed(self, name: str) -> Any:
+        """Return an attribute of real logits, which a method ``name_`` will change in place."""
         real = self.formed()
-        self.memory.changes += 1
-        self.changes = self.memory.changes
-        return real
+        if name.endswith("_") and not name.startswith("__"):
+            self._leave_views()
+        return getattr(real, name)
 
-    def _made(self, **changes: Any) -> LazyLogits:
-        """Return logits in memory of their own."""
-        return replace(self, memory=_Memory(), changes=0, **changes)
+    def _leave_views(self) -> None:
+        """Be changed in place: others that share the memory do not see the change."""
+        self.memory.changed = True
+        self.memory = _Memory()
 
     def _check(self) -> None:
-        if self.changes != self.memory.changes:
+        if self.memory.changed:
             raise RuntimeError(
                 "LazyLogits: expected logits that nobody has changed since, got some that share "
                 "memory with others which were changed in place; call formed() on these first"
@@ -209,12 +203,9 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and 0 < value < float("inf")
 
 
-def _of_formed(name: str) -> Callable[..., Any]:
-    def operator(self: LazyLogits, *others: Any) -> Any:
-        return getattr(self.formed(), name)(*others)
-
-    return operator
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *others: self._of_formed(name)(*others)
 
 
 for _name in ("add", "radd", "sub", "rsub", "rmul", "neg", "pow", "gt", "ge", "lt", "le"):
-    setattr(LazyLogits, f"__{_name}__", _of_formed(f"__{_name}__"))
+    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))

@@ -10,9 +10,10 @@ Where they score real tensors, their functions are called as before.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -26,15 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _Scorer(NamedTuple):
-    """A function of a host, and what does the same for LazyLogits, with the same arguments."""
-
-    module: str
-    name: str
-    ours: Callable[..., Any]  # NotImplemented: the host's own has to
-
-
-def _selective_log_softmax(logits: LazyLogits, index: Tensor) -> Any:
+def _selective_log_softmax(logits: LazyLogits, index: Tensor, **_: Any) -> Any:
     if index.dim() == logits.dim() - 1:
         return logits.logprobs(index)
     if index.shape[-1] != 1:
@@ -42,66 +35,62 @@ def _selective_log_softmax(logits: LazyLogits, index: Tensor) -> Any:
     return logits.logprobs(index.squeeze(-1)).unsqueeze(-1)
 
 
-def _entropy_from_logits(logits: LazyLogits, chunk_size: int = 0) -> Tensor:
-    return logits.entropy()
-
-
-def _log_probs_from_logits(logits: LazyLogits, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    logits.div_(temperature)  # theirs changes them, too
+def _logprobs(logits: LazyLogits, labels: Tensor, temperature: float = 1.0, **_: Any) -> Tensor:
+    if temperature != 1:
+        logits.div_(temperature)  # theirs changes them, too
     return logits.logprobs(labels)
 
 
-def _logprobs_from_logits(
-    logits: LazyLogits, labels: Tensor, inplace_backward: bool = True
-) -> Tensor:
-    return logits.logprobs(labels)
-
-
-def _chunked_entropy_from_logits(
+def _entropy(
     logits: LazyLogits,
-    requires_grad: bool = False,
+    requires_grad: bool = True,
     attention_mask: Tensor | None = None,
-    chunk_size: int = 0,
+    **_: Any,
 ) -> Tensor:
-    with nullcontext() if requires_grad else torch.no_grad():
+    with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
         entropy = logits.entropy()
     return entropy if attention_mask is None else entropy * attention_mask
 
 
-_OF_TRL = "trl.trainer.utils"
-_OF_OPENRLHF = "openrlhf.models.utils"
-_OF_SKYRL = "skyrl.backends.skyrl_train.utils.torch_utils"
-_SCORERS = {
+# by host: the module of its scorers; by the name of each, what does the same for LazyLogits. That
+# takes those of its arguments that matter, and returns NotImplemented where the host's own has to.
+_SCORERS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "trl": (
-        _Scorer(_OF_TRL, "selective_log_softmax", _selective_log_softmax),
-        _Scorer(_OF_TRL, "entropy_from_logits", _entropy_from_logits),
+        "trl.trainer.utils",
+        {"selective_log_softmax": _selective_log_softmax, "entropy_from_logits": _entropy},
     ),
     "openrlhf": (
-        _Scorer(_OF_OPENRLHF, "log_probs_from_logits", _log_probs_from_logits),
-        _Scorer(_OF_OPENRLHF, "compute_entropy", _entropy_from_logits),
+        "openrlhf.models.utils",
+        {"log_probs_from_logits": _logprobs, "compute_entropy": _entropy},
     ),
     "skyrl": (
-        _Scorer(_OF_SKYRL, "logprobs_from_logits", _logprobs_from_logits),
-        _Scorer(_OF_SKYRL, "chunked_entropy_from_logits", _chunked_entropy_from_logits),
+        "skyrl.backends.skyrl_train.utils.torch_utils",
+        {"logprobs_from_logits": _logprobs, "chunked_entropy_from_logits": _entropy},
     ),
 }
 
 
-def _replacements(scorers: tuple[_Scorer, ...]) -> Iterator[Replacement]:
-    for module, name, ours in scorers:
-        owner = module_of(module)
+def _replacements(host: str) -> Iterator[Replacement]:
+    module, scorers = _SCORERS[host]
+    owner = module_of(module)
+    for name, ours in scorers.items():
         taking_both = _taking_both(getattr(owner, name), ours)
         yield Replacement(owner, name, taking_both, everywhere=True)
 
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(theirs)
+
     @functools.wraps(theirs)
     def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return theirs(logits, *args, **kwargs)
-        if logits.real is not None:  # somebody needed them as such
-            return theirs(logits.real, *args, **kwargs)
-        found = ours(logits, *args, **kwargs)
+        found: Any = NotImplemented
+        if logits.real is None:  # else somebody needed them as such
+            given = signature.bind(logits, *args, **kwargs)
+            given.apply_defaults()
+            _, *names = given.arguments
+            found = ours(logits, **{name: given.arguments[name] for name in names})
         return theirs(logits.formed(), *args, **kwargs) if found is NotImplemented else found
 
     return score
@@ -125,16 +114,6 @@ def defer_logits(model: PreTrainedModel) -> None:
     vars(head).update(_instead_of_logits=LazyLogits.of, _fused_for_lazy=not was_fused)
 
 
-def form_logits(model: PreTrainedModel) -> None:
-    """Let it return its logits again, of the layer that it was. Without effect while it does."""
-    if are_deferred(model):
-        head = model.get_output_embeddings()
-        release(model)
-        del vars(head)["_instead_of_logits"]
-        if vars(head).pop("_fused_for_lazy"):
-            unfuse(head)
-
-
 def are_deferred(model: PreTrainedModel) -> bool:
     """Return whether the head of ``model`` returns :class:`LazyLogits`."""
     layer = model.get_output_embeddings()
@@ -142,8 +121,8 @@ def are_deferred(model: PreTrainedModel) -> bool:
 
 
 SWITCHES = {
-    name: Switch(HOSTS[f"lazy_scorers, {name}"], functools.partial(_replacements, scorers))
-    for name, scorers in _SCORERS.items()
+    name: Switch(HOSTS[f"lazy_scorers, {name}"], functools.partial(_replacements, name))
+    for name in _SCORERS
 }
 _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}
 
@@ -173,8 +152,12 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
 
 def disable(model: PreTrainedModel) -> None:
     """Let it return logits again; with the last model of a host, its scorers are put back."""
-    if model.get_output_embeddings() is not None:
-        form_logits(model)
+    if are_deferred(model):
+        head = model.get_output_embeddings()
+        release(model)
+        del vars(head)["_instead_of_logits"]
+        if vars(head).pop("_fused_for_lazy"):
+            unfuse(head)
     for host, models in _MODELS.items():
         models.discard(model)
         if not models:

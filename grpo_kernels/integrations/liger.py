@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -24,19 +25,13 @@ from grpo_kernels.hf import logit_scale, softcap
 from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, module_of
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
-from grpo_kernels.losses import LossConfig, Metrics
+from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
-# what each loss takes, of the settings that not all take
-_CLIP = ("epsilon", "epsilon_high", "delta")
-_SETTINGS = {
-    "cispo": ("epsilon_high",),
-    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
-    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-}
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -82,7 +77,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         given = {**locals(), "epsilon": epsilon_low}
-        takes = _SETTINGS.get(loss_type, _CLIP)
+        check_name("loss_type", loss_type, LOSSES)
+        takes = LOSSES[loss_type].settings
         if delta is not None and "delta" not in takes:
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
         self.config = LossConfig(
@@ -93,7 +89,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             max_completion_length=max_completion_length,
             use_bias_correction_kl=use_bias_correction_kl,
             rollout_correction_mode=None,
-            **{name: given[name] for name in takes},
+            **{name: given[name] for name in takes if name in given},
         )
         self.beta, self.use_ref_model = beta, use_ref_model
 
@@ -167,34 +163,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _replacements() -> Iterator[Replacement]:
-    module = module_of("liger_kernel.chunked_loss.grpo_loss")
-    name = LigerFusedLinearGRPOLoss.__name__
-    yield Replacement(module, name, LigerFusedLinearGRPOLoss, everywhere=True)
+    yield Replacement(module_of(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
+
+
+def _too_late() -> str:
+    made = alive(getattr(module_of(_MODULE), _NAME))
+    return f"expected no {_NAME} of Liger's yet, got one" if made else ""
 
 
 SWITCH = Switch(HOSTS["liger"], _replacements)
+# before a trainer is built that makes a module of Liger's
+enable = functools.partial(SWITCH.enable_early, _too_late)
 disable, enabled = SWITCH.disable, SWITCH.enabled
-
-
-def enable(*, any_version: bool = False) -> None:
-    """Make ours where trainers make Liger's module, from here on. Doing it twice is harmless.
-
-    Args:
-        any_version: also with a version of Liger that was not tested.
-
-    Raises:
-        ImportError: Liger is not installed, or in another version.
-        ValueError: a module of Liger's exists already, as a trainer that was built earlier has one.
-    """
-    SWITCH.host.check(any_version)
-    if not SWITCH.on:
-        theirs = module_of("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
-        if alive(theirs):
-            raise ValueError(
-                "enable: expected no LigerFusedLinearGRPOLoss of Liger's yet, got one; build "
-                "trainers after enable(), and delete those that are there"
-            )
-    SWITCH.enable(any_version=any_version)
 
 
 def instead_of(

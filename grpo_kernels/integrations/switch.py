@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import sys
@@ -12,10 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -68,15 +64,6 @@ _OURS: list[Any] = []  # what is in place, of all switches
 _LOCK = threading.RLock()  # of all switches
 
 
-def _locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    @functools.wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with _LOCK:
-            return method(*args, **kwargs)
-
-    return run
-
-
 class Switch:
     """Some attributes of a host that are ours while it is on."""
 
@@ -90,7 +77,6 @@ class Switch:
     def on(self) -> bool:
         return bool(self._theirs)
 
-    @_locked
     def enable(self, *, any_version: bool = False) -> None:
         """Put ours in place. Doing it twice is harmless.
 
@@ -99,39 +85,59 @@ class Switch:
 
         Raises:
             ImportError: the host is not installed, or in another version.
+            ValueError: something else has been put there.
+        """
+        with _LOCK:
+            if self.on:
+                return
+            self.host.check(any_version)
+            found = [(each, getattr(each.owner, each.name)) for each in self._replacements()]
+            for each, theirs in found:
+                if theirs in _OURS:
+                    raise ValueError(
+                        f"{self.host.package}: {each.name} has been replaced already, by another "
+                        "switch"
+                    )
+            for each, theirs in found:
+                _OURS.append(each.ours)
+                self._theirs.append((each, theirs))
+                _put(each, theirs, each.ours)
+
+    def enable_early(self, too_late: Callable[[], str], *, any_version: bool = False) -> None:
+        """Put ours in place for all that is built from here on. Doing it twice is harmless.
+
+        Args:
+            too_late: says what is wrong where something that was built earlier keeps theirs.
+            any_version: also with a version of the host that was not tested.
+
+        Raises:
+            ImportError: the host is not installed, or in another version.
             ValueError: it is too late, or something else has been put there.
         """
-        if self.on:
-            return
         self.host.check(any_version)
-        found = [(each, getattr(each.owner, each.name)) for each in self._replacements()]
-        for each, theirs in found:
-            if theirs in _OURS:
-                raise ValueError(
-                    f"{self.host.package}: {each.name} has been replaced already, by another switch"
-                )
-        for each, theirs in found:
-            _OURS.append(each.ours)
-            self._theirs.append((each, theirs))
-            _put(each, theirs, each.ours)
+        if not self.on and (wrong := too_late()):
+            raise ValueError(
+                f"enable: {wrong}; build trainers after enable(), and delete those that are there"
+            )
+        self.enable(any_version=any_version)
 
-    @_locked
     def disable(self) -> None:
         """Put theirs back. Without effect while it is off.
 
         Raises:
             ValueError: somebody else has replaced ours meanwhile; undo that first.
         """
-        for each, _ in self._theirs:
-            if getattr(each.owner, each.name) is not each.ours:
-                raise ValueError(
-                    f"{self.host.package}: expected {each.name} as enable() has left it, got "
-                    f"{getattr(each.owner, each.name)!r}; undo what has replaced it first"
-                )
-        while self._theirs:
-            each, theirs = self._theirs.pop()
-            _OURS.remove(each.ours)
-            _put(each, each.ours, theirs)
+        with _LOCK:
+            for each, _ in self._theirs:
+                if getattr(each.owner, each.name) is not each.ours:
+                    raise ValueError(
+                        f"{self.host.package}: expected {each.name} as enable() has left it, got "
+                        f"{getattr(each.owner, each.name)!r}; undo what has replaced it first"
+                    )
+            while self._theirs:
+                each, theirs = self._theirs.pop()
+                _OURS.remove(each.ours)
+                _put(each, each.ours, theirs)
 
     @contextmanager
     def enabled(self, *, any_version: bool = False) -> Iterator[None]:

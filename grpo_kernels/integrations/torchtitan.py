@@ -29,6 +29,7 @@ HOSTS["torchtitan"].check(any_version=False)  # before names are imported that o
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 
+_INPUTS = ("generator_logprobs", "advantages", "loss_mask")
 _DIFFERENT = 1e-6  # what torchtitan takes for a difference
 
 
@@ -81,7 +82,13 @@ class DAPOLoss(ChunkedLossWrapper):
         """
         if self.lm_head is None:
             raise ValueError("lm_head: expected set_lm_head(lm_head) before the first call")
-        sampled, advantages, mask = _checked(**loss_inputs)
+        given = [name for name in _INPUTS if loss_inputs.get(name) is not None]
+        unknown = [name for name in loss_inputs if name not in _INPUTS]
+        if unknown or len(given) < len(_INPUTS):
+            raise ValueError(
+                f"loss_inputs: expected {', '.join(_INPUTS)}, got {', '.join(given + unknown)}"
+            )
+        sampled, advantages, mask = (loss_inputs[name] for name in _INPUTS)
         mask = mask & sampled.isfinite()
         tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
         tokens = torch.as_tensor(tokens, dtype=torch.float64, device=pred.device).clamp(min=1)
@@ -122,20 +129,3 @@ class GRPOLoss(DAPOLoss):
     def __init__(self, config: Config, **options: Any) -> None:
         bound = config.clip_eps
         super().__init__(DAPOLoss.Config(ratio_clip_low=bound, ratio_clip_high=bound), **options)
-
-
-def _checked(
-    generator_logprobs: Tensor | None = None,
-    advantages: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-    **unknown: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    given = {"generator_logprobs": generator_logprobs, "advantages": advantages,
-             "loss_mask": loss_mask}  # fmt: skip
-    missing = [name for name, value in given.items() if value is None]
-    if missing or unknown:
-        raise ValueError(
-            f"loss_inputs: expected {', '.join(given)}, got "
-            f"{', '.join([n for n in given if n not in missing] + list(unknown))}"
-        )
-    return generator_logprobs, advantages, loss_mask  # type: ignore[return-value]

@@ -13,6 +13,7 @@ may have a LoRA adapter, which TRL refuses::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,27 +40,6 @@ _OUTPUTS = {
 _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 
 
-def enable(*, any_version: bool = False) -> None:
-    """Use our head in every trainer that is built from here on. Doing it twice is harmless.
-
-    Args:
-        any_version: also with a version of TRL that was not tested.
-
-    Raises:
-        ImportError: TRL is not installed, or in another version.
-        ValueError: a trainer with TRL's own head exists already.
-    """
-    SWITCH.host.check(any_version)
-    if not SWITCH.on and any(
-        map(_has_their_head, alive(module_of("transformers").PreTrainedModel))
-    ):
-        raise ValueError(
-            "enable: expected no trainer of TRL yet, got a model that has TRL's own fused head; "
-            "build trainers after enable(), and delete those that are there"
-        )
-    SWITCH.enable(any_version=any_version)
-
-
 def _replacements() -> Iterator[Replacement]:
     utils = module_of("trl.trainer.utils")
     yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
@@ -75,7 +55,15 @@ class _NoAdapter(type):
         return False
 
 
+def _too_late() -> str:
+    fused = any(map(_has_their_head, alive(module_of("transformers").PreTrainedModel)))
+    wrong = "expected no trainer of TRL yet, got a model that has TRL's own fused head"
+    return wrong if fused else ""
+
+
 SWITCH = Switch(HOSTS["trl"], _replacements)
+# before a trainer is built
+enable = functools.partial(SWITCH.enable_early, _too_late)
 disable, enabled = SWITCH.disable, SWITCH.enabled
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -85,8 +84,8 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     def _loss_config(self) -> LossConfig:
         """Return the loss as TRL's settings are now: callbacks may change them."""
-        args, own = self.args, fields(LOSSES[self.loss_type].surrogate)
-        settings = {x.name: getattr(args, x.name) for x in own if hasattr(args, x.name)}
+        args, own = self.args, LOSSES[self.loss_type].settings
+        settings = {name: getattr(args, name) for name in own if hasattr(args, name)}
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return LossConfig(
             loss_type=self.loss_type,

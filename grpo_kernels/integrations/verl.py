@@ -26,16 +26,17 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
+from grpo_kernels.integrations.sum_losses import summed_loss
 from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of
-from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
-from grpo_kernels.losses import LossConfig, policy_loss
+from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.losses import LossConfig
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BACKENDS = ("torch", "liger", "triton")
-_OUTPUTS = ("logprobs", "entropy")
+_CORE = "verl.trainer.ppo.core_algos"
 # what verl calls our aggregations
 _AGGREGATIONS = {
     "sequence_mean": "seq-mean-token-mean",
@@ -95,10 +96,10 @@ class _TakesTemperature(ForwardOverlay):
         own_forward = super().forward
         if temperature is None:
             return own_forward(*args, **kwargs)
-        target = _targets(kwargs)
-        found = own_forward(*args, head_fn=functools.partial(_score, target, temperature), **kwargs)
+        score = functools.partial(_scored, ids=_targets(kwargs), temperature=temperature)
+        log_probs, entropy = own_forward(*args, head_fn=score, **kwargs).head
         output = module_of("verl.models.transformers.dense_common").CausalLMOutputForPPO
-        return output(**found.head)
+        return output(log_probs=log_probs, entropy=entropy)
 
 
 def linear_cross_entropy(
@@ -129,8 +130,7 @@ def linear_cross_entropy(
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     shard = None if dist_process_group is None else vocab_shard_of(weight, dist_process_group)
     hidden = with_share_of_gradient(hidden, shard)
-    found = _scored(hidden, weight, labels, temperature, shard)
-    return found.logprobs, found.entropy  # type: ignore[return-value]
+    return _scored(hidden, weight, labels, temperature, shard)
 
 
 def register_policy_loss(name: str, config: LossConfig) -> None:
@@ -146,7 +146,7 @@ def register_policy_loss(name: str, config: LossConfig) -> None:
     Raises:
         ValueError: the name is taken, or the config has what verl adds.
     """
-    registry = module_of("verl.trainer.ppo.core_algos").POLICY_LOSS_REGISTRY
+    registry = module_of(_CORE).POLICY_LOSS_REGISTRY
     if name in registry:
         raise ValueError(f"name: expected one that verl does not have yet, got {name!r}")
     for setting, off in (("beta", 0), ("entropy_coef", 0), ("top_entropy_quantile", 1)):
@@ -172,7 +172,6 @@ def _policy_loss(
             f"loss_agg_mode: expected {expected!r}, the aggregation of {loss_config.loss_type}, "
             f"got {loss_agg_mode!r}"
         )
-    mask = response_mask.bool()
     of_all = dict(getattr(config, "global_batch_info", {}))
     length, own_length = of_all.get("loss_scale_factor"), loss_config.max_completion_length
     if loss_config.aggregation.divides_by_max_length and length not in (None, own_length):
@@ -180,18 +179,16 @@ def _policy_loss(
             f"loss_scale_factor: expected None or max_completion_length = {own_length}, "
             f"got {length}"
         )
-    processes = of_all.get("dp_size") or 1
-    tokens = of_all.get("batch_num_tokens") or mask.sum()
+    mask, of_all["loss_scale_factor"] = response_mask.bool(), own_length
     batch = TokenBatch.from_padded(
         torch.where(mask, 0, -100), advantages, mask, old_logprobs=old_log_prob,
-        rollout_weights=rollout_is_weights, num_items_in_batch=tokens / processes,
-        num_tokens_in_micro_batch=tokens / processes,
+        rollout_weights=rollout_is_weights,
     )  # fmt: skip
-    loss, metrics = policy_loss(log_prob[mask].float(), batch, loss_config)
-    if expected != "token-mean":
-        # verl divides by the sequences of all processes, and leaves out those without tokens
-        sequences = of_all.get("global_batch_size") or mask.any(-1).sum()
-        loss = loss * (mask.shape[0] * processes / sequences)
+    with torch.enable_grad():  # what verl gives each token: its aggregation is linear
+        ones = torch.ones_like(log_prob, dtype=torch.float64, requires_grad=True)
+        aggregated = module_of(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
+    (weights,) = torch.autograd.grad(aggregated, ones)
+    loss, metrics = summed_loss(log_prob.float(), batch, loss_config, weights)
     found = {f"actor/{name}": float(value) for name, value in metrics.items()}
     return loss, found
 
@@ -202,10 +199,9 @@ def _fused_linear_for_ppo(
     vocab_weights: Tensor,
     input_ids: Tensor,
     temperature: float | Tensor = 1.0,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Stand in for the forward of ``FusedLinearForPPO``."""
-    found = _scored(hidden_states, vocab_weights, input_ids, temperature)
-    return found.logprobs, found.entropy
+    return _scored(hidden_states, vocab_weights, input_ids, temperature)
 
 
 def _scored(
@@ -214,21 +210,16 @@ def _scored(
     ids: Tensor,
     temperature: float | Tensor,  # a number, one per sample or one per token
     shard: VocabShard | None = None,
-) -> LinearLogprobs:
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies of the ids."""
     if isinstance(temperature, Tensor) and temperature.shape != ids.shape:
         per_sample = temperature.reshape(-1, *[1] * (ids.dim() - 1))
         temperature = per_sample.expand(ids.shape).to(ids.device)
-    ids = ids.to(hidden.device, torch.int64)
-    return linear_logprobs(
-        hidden, weight, ids, temperature=temperature, vocab_shard=shard, outputs=_OUTPUTS
+    ids, outputs = ids.to(hidden.device, torch.int64), ("logprobs", "entropy")
+    found = linear_logprobs(
+        hidden, weight, ids, temperature=temperature, vocab_shard=shard, outputs=outputs
     )
-
-
-def _score(
-    target: Tensor, temperature: float | Tensor, hidden: Tensor, head: Head
-) -> dict[str, Tensor | None]:
-    found = _scored(hidden, head, target, temperature)
-    return {"log_probs": found.logprobs, "entropy": found.entropy}
+    return found.logprobs, found.entropy  # type: ignore[return-value]
 
 
 def _targets(kwargs: dict[str, Any]) -> Tensor:
