@@ -15,6 +15,7 @@ from benchmarks.check import compare, reference_dtype
 from benchmarks.exact import statistics
 from benchmarks.measure import Call, Settings, check_all, measure_alone, start_row
 from benchmarks.problem import Problem, Result, detached
+from benchmarks.providers import EVERY
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
 from benchmarks.shapes import Case
@@ -35,14 +36,13 @@ def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settin
     assert reference_dtype(case, settings.device) == torch.float64, "too large for fp64"
     calls = [_call(provider, case, settings) for provider in providers]
     check_all([call for call in calls if not call.alone], settings, _check)
-    measure_alone(calls, settings, "accuracy")
+    measure_alone(calls, settings, measure_one)
     return [call.row for call in calls]
 
 
-def measure_one(provider: Provider, case: Case, device: str) -> Row:
+def measure_one(name: str, case: Case, settings: Settings) -> Row:
     """Compare a provider by itself; for a process that is killed when it hangs."""
-    settings = Settings(device=device)
-    call = _call(provider, case, settings)
+    call = _call(EVERY[name], case, settings)
     check_all([call], settings, _check)
     return call.row
 

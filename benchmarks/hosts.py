@@ -1,20 +1,13 @@
-"""Steps of other trainers, with their own head and with ours.
-
-``python -m benchmarks.hosts ROUNDS SIZE WORK [ARM]`` prints JSON. With an ARM its memory is
-measured, in a process that does nothing else; without one all arms are checked against the host's
-own, and timed in turns.
-"""
+"""Steps of other trainers, with their own head and with ours."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.check import relative_error, why_wrong
-from benchmarks.measure import describe
+from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.timing import in_turns, make_timer, resident_growth
 from benchmarks.training.batch import make_batch
-from benchmarks.training.task import QUICK, SEED, SIZES, TrainingConfig, make_model, make_tokenizer
+from benchmarks.training.task import QUICK, SEED, TrainingConfig, make_model, make_tokenizer
 from benchmarks.training.trainers import Job, build, trl_inputs
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
@@ -217,16 +210,18 @@ WORKS = {
 }
 
 
-def _times(work: HostWork, config: TrainingConfig, rounds: int) -> list[Row]:
+def times(name: str, config: TrainingConfig, rounds: int) -> list[Row]:
+    """Check every arm of a work against the host's own, and time those that passed in turns."""
+    torch.manual_seed(0)
+    work = WORKS[name]
     rows = {arm: Row(arm) for arm in work.arms}
     steps: dict[str, Step] = {}
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
-        try:
+        with attempt(rows[arm]):
             steps[arm] = work.make(arm, config)
             found[arm] = steps[arm].checked()
-        except Exception as error:
-            rows[arm].leave_out("wrong", describe(error))
+            rows[arm].info["version"] = version(work.host)
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:
             pairs = zip(("loss", "gradient"), found[arm], found[THEIRS], strict=True)
@@ -240,17 +235,9 @@ def _times(work: HostWork, config: TrainingConfig, rounds: int) -> list[Row]:
     return list(rows.values())
 
 
-def _main(rounds: str, size: str, name: str, arm: str | None = None) -> None:
-    work, config = WORKS[name], SIZES[size]
-    with contextlib.redirect_stdout(sys.stderr):
-        if arm is None:
-            said: Any = {"rows": [asdict(row) for row in _times(work, config, int(rounds))]}
-        else:
-            work.make(arm, QUICK)()  # libraries are loaded, threads started
-            said = {"grown_bytes": resident_growth(work.make(arm, config))[1]}
-    print(json.dumps(said))
-
-
-if __name__ == "__main__":
+def growth(name: str, config: TrainingConfig, arm: str) -> int:
+    """Return by how many bytes this process, which does nothing else, grows in a step."""
     torch.manual_seed(0)
-    _main(*sys.argv[1:])
+    work = WORKS[name]
+    work.make(arm, QUICK)()  # libraries are loaded, threads started
+    return resident_growth(work.make(arm, config))[1]

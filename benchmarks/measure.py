@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,15 +14,15 @@ from typing import Any
 import torch
 
 from benchmarks.check import TOLERANCE, compare, reference, same_bits, same_rows
-from benchmarks.child import ask
+from benchmarks.child import LONGEST, ChildError, ask
 from benchmarks.problem import Problem, Result, make_problem
+from benchmarks.providers import EVERY
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import Case
+from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, make_timer, measure_memory
 
 _FEWEST_ROUNDS = 3
-_LONGEST = 900.0  # seconds of a process that is not expected to hang
 NOT_REACHED = "not reached: the time was up"
 
 
@@ -59,24 +60,20 @@ def measure(calls: Sequence[tuple[Provider, Case]], settings: Settings) -> list[
         for call in made:
             # what compiles inside of the call would count its compiler
             if call.row.runs and not call.alone and not call.provider.slow_start:
-                found = ask_alone("memory", call.provider, call.case)
-                if "failure" in found:
-                    warnings.warn(
-                        f"no memory of {call.row.provider}: {found['failure']}", stacklevel=2
-                    )
-                else:
-                    call.row.info |= found
+                try:
+                    call.row.info |= ask(memory_alone, call.provider.name, call.case)
+                except ChildError as error:
+                    warnings.warn(f"no memory of {call.row.provider}: {error}", stacklevel=2)
     check_all([call for call in made if not call.alone], settings, _check)
     if not device_is_lost(settings.device):
         _time([call for call in made if call.row.runs and not call.alone], settings)
-    measure_alone(made, settings, "row")
+    measure_alone(made, settings, measure_one)
     return [call.row for call in made]
 
 
-def measure_one(provider: Provider, case: Case, device: str, rounds: int) -> Row:
+def measure_one(name: str, case: Case, settings: Settings) -> Row:
     """Measure a provider by itself; for a process that is killed when it hangs."""
-    settings = Settings(device=device, rounds=rounds)
-    call = Call(provider, case, start_row(provider, case, settings))
+    call = Call(EVERY[name], case, start_row(EVERY[name], case, settings))
     check_all([call], settings, _check)
     if call.row.runs:
         _time([call], settings)
@@ -110,12 +107,10 @@ def check_all(
         key = replace(call.case.work, name="", title="", frozen=False, entropy=False)
         if key not in exact:
             exact = {key: reference(problem)}
-        try:
+        with attempt(call.row):
             call.row.leave_out("unable", call.provider.redundant(problem))
             if call.row.runs:
                 check(call, problem, exact[key], settings)
-        except Exception as error:  # another library's failure is a result to report
-            call.row.leave_out("wrong", describe(error))
         if device_is_lost(settings.device):
             for later in calls[index + 1 :]:
                 later.row.leave_out("absent", f"not reached: {call.provider.name} broke the device")
@@ -166,30 +161,65 @@ def _time(calls: Sequence[Call], settings: Settings) -> None:
         row.seconds.append(timer(run))
 
 
-def measure_alone(calls: Sequence[Call], settings: Settings, what: str) -> None:
+def measure_alone(
+    calls: Sequence[Call], settings: Settings, measure: Callable[[str, Case, Settings], Row]
+) -> None:
     """Measure those that may hang, each in a process that is killed then."""
     for call in calls:
         if call.alone and call.row.runs:
-            timeout = call.provider.timeout or _LONGEST
+            timeout = call.provider.timeout or LONGEST
             if settings.deadline - time.monotonic() < timeout:
                 call.row.leave_out("absent", "not reached: too little time was left for it")
                 continue
-            found = ask_alone(what, call.provider, call.case, settings.rounds)
-            call.row.leave_out("wrong", found.pop("failure", None))
-            vars(call.row).update(found)
+            with attempt(call.row):
+                found = ask(measure, call.provider.name, call.case, settings, timeout=timeout)
+                vars(call.row).update(vars(found))
             call.row.info["alone"] = True
 
 
-def ask_alone(what: str, provider: Provider, case: Case, rounds: int = 0) -> dict[str, Any]:
-    """Measure a provider in a process of its own: "memory", "accuracy", or a whole "row"."""
-    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, case.inputs]
-    words = [what, *words, provider.name, str(rounds)]
-    return ask("benchmarks.alone", words, provider.timeout or _LONGEST)
+def memory_alone(name: str, case: Case) -> dict[str, int]:
+    """Return the bytes of one call, in a process that does nothing else."""
+    provider = EVERY[name]
+    tiny = replace(case, model=MODELS["tiny"], tokens=32)
+    provider.run(make_problem(tiny))  # libraries are loaded, threads started
+    return measure_memory(provider.run, make_problem(case, exact=False))[0]
 
 
-def describe(error: Exception) -> str:
-    """Write an error in one line, as a reason."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+def measure_apart(
+    rows: Sequence[Row],
+    times: Callable[..., list[Row]],
+    growth: Callable[..., int],
+    arguments: Sequence[Any],
+    rounds: int,
+    memory: Sequence[str],
+) -> list[Row]:
+    """Time everybody in one process, in turns; then find the memory of some in one of their own.
+
+    ``times`` is called with the arguments and the rounds, ``growth`` with the arguments and a name.
+    """
+    running = [row for row in rows if row.runs]
+    try:
+        found = {x.provider: x for x in ask(times, *arguments, rounds)} if running else {}
+    except ChildError as error:
+        for row in running:
+            row.leave_out("wrong", str(error))
+        return list(rows)
+    for row in running:
+        vars(row).update(vars(found[row.provider]))
+        if row.runs and row.provider in memory:
+            with suppress(ChildError):  # which was printed
+                row.info["grown_bytes"] = ask(growth, *arguments, row.provider)
+    return list(rows)
+
+
+@contextmanager
+def attempt(row: Row) -> Iterator[None]:
+    """Make an error the row's result: another library's failure is one to report."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
+        row.leave_out("wrong", f"{kind}{error}".strip().splitlines()[0][:200])
 
 
 def device_is_lost(device: str) -> bool:

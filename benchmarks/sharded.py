@@ -1,20 +1,15 @@
-"""A head over several ranks, against one process and against eager torch in the same wrapping.
-
-``python -m benchmarks.sharded RANKS ROUNDS MODEL TOKENS DTYPE WORK [ARM]`` prints JSON. With an ARM
-its memory is measured, in processes that do nothing else; without one all arms are checked, and
-timed in turns.
-"""
+"""A head over several ranks, against one process and against eager torch in the same wrapping."""
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +21,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from benchmarks.check import compare, reference
-from benchmarks.measure import describe
+from benchmarks.measure import attempt
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.baselines import lacking
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, resident_growth
-from benchmarks.work import WORKS
 from grpo_kernels import FusedHead, VocabShard, linear_policy_loss, policy_loss
 
 _TIMEOUT = timedelta(minutes=20)
@@ -197,26 +191,47 @@ def _gathered(part: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _worker(rank: int, ranks: int, rounds: int, case: Case, arm: str | None, folder: str) -> None:
+def times(case: Case, ranks: int, rounds: int) -> list[Row]:
+    """Check every arm on so many ranks, and time those that passed in turns."""
+    return _on_ranks(_times, case, ranks, rounds)
+
+
+def growth(case: Case, ranks: int, name: str) -> int:
+    """Return the growth of the rank that grows most, in processes that do nothing else."""
+    return _on_ranks(_growth, case, ranks, name)
+
+
+def _on_ranks(call: Callable[[Case, Any], Any], case: Case, ranks: int, argument: Any) -> Any:
+    """Call it on every rank, each a process; return what the first returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (call, case, ranks, argument, Path(folder)), nprocs=ranks)
+        return pickle.loads(Path(folder, "found").read_bytes())
+
+
+def _worker(
+    rank: int,
+    call: Callable[[Case, Any], Any],
+    case: Case,
+    ranks: int,
+    argument: Any,
+    folder: Path,
+) -> None:
     torch.set_num_threads(1)
     # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
-    store = dist.FileStore(f"{folder}/store", ranks)
+    store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    found: Any
-    if arm is None:
-        found = {"rows": [asdict(row) for row in _times(case, rounds)]}
-    else:
-        found = {"grown_bytes": _growth(case, ARMS[arm])}
+    found = call(case, argument)
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        (folder / "found").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
-def _growth(case: Case, arm: Arm) -> int:
+def _growth(case: Case, name: str) -> int:
     """Return the growth of the rank that grows most, from before the step to its peak."""
+    arm = ARMS[name]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
     with _working(arm):
         arm.build(make_problem(tiny))[0]()  # libraries are loaded, threads started
@@ -237,7 +252,7 @@ def _times(case: Case, rounds: int) -> list[Row]:
         row.leave_out("absent", lacking(arm.needs) if arm.needs else None)
         if not row.runs:
             continue
-        try:
+        with attempt(row):
             step, joined = arm.build(problem)
             result = exact
             with _working(arm), _counted() as sent:
@@ -249,8 +264,6 @@ def _times(case: Case, rounds: int) -> list[Row]:
             row.errors, wrong = compare(joined(result), exact, problem)
             row.leave_out("wrong", wrong)
             steps.append((row, step))
-        except Exception as error:
-            row.leave_out("wrong", describe(error))
     for row, step in in_turns(steps, rounds):
         arm = ARMS[row.provider]
         dist.barrier()
@@ -292,16 +305,3 @@ def _counted() -> Iterator[list[int]]:
 
     with patch.multiple(dist, all_gather=counted_gather, all_reduce=counted_reduce):
         yield sent
-
-
-def _main(
-    ranks: str, rounds: str, model: str, tokens: str, dtype: str, work: str, arm: str | None = None
-) -> None:
-    case = Case(MODELS[model], int(tokens), dtype, WORKS[work])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (int(ranks), int(rounds), case, arm, folder), nprocs=int(ranks))
-        print(Path(folder, "found.json").read_text())
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

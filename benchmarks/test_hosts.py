@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.hosts import ARMS, NO_HEAD, WORKS
+from benchmarks.hosts import ARMS, NO_HEAD, WORKS, growth, times
+from benchmarks.measure import measure_apart
 from benchmarks.providers.baselines import lacking
 from benchmarks.results import Row
 from benchmarks.training.task import SIZES
 
 _ROUNDS = 3
-_LONGEST = 1800.0  # seconds
 _REQUIRES = ("peft", "transformers", "accelerate", "datasets")
 
 
@@ -56,22 +54,12 @@ def names(case: Case) -> list[str]:
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    """Time every arm in one process, in turns; then its memory, if the step is a full one."""
-    work, words = WORKS[case.work], [case.size, case.work]
-    absent = lacking(work.host, *_REQUIRES)
-    rounds = "1" if session.suite == "tiny" else str(_ROUNDS)
-    found = {} if absent else ask("benchmarks.hosts", [rounds, *words], _LONGEST)
-    rows = {arm: Row(arm) for arm in names}
-    rows |= {row["provider"]: Row(**row) for row in found.get("rows", ())}
-    for arm, row in rows.items():
-        row.leave_out("absent", absent)
-        row.leave_out("wrong", found.get("failure"))
-        if row.runs:
-            row.info["version"] = version(work.host)
-        if row.runs and not session.brief and arm != NO_HEAD:
-            said = ask("benchmarks.hosts", ["1", *words, arm], _LONGEST)
-            row.info |= {name: said[name] for name in ("grown_bytes",) if name in said}
-    return [rows[arm] for arm in names]
+    rows = [Row(name) for name in names]
+    for row in rows:
+        row.leave_out("absent", lacking(WORKS[case.work].host, *_REQUIRES))
+    rounds = 1 if session.suite == "tiny" else _ROUNDS
+    memory = [] if session.brief else [name for name in names if name != NO_HEAD]
+    return measure_apart(rows, times, growth, (case.work, SIZES[case.size]), rounds, memory)
 
 
 def test_hosts(row: Row) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import ask_alone
+from benchmarks.measure import memory_alone
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.shapes import DTYPES, MODELS, Case
@@ -67,7 +68,7 @@ def _measure(case: Case, name: str, device: str) -> int:
     """Measure in a fresh process on a CPU, on a GPU in a second call, after warm-up."""
     provider = PROVIDERS[name]
     if device == "cpu":
-        memory = ask_alone("memory", provider, case)
+        memory = ask(memory_alone, name, case)
     else:
         problem = make_problem(case, device, exact=False)
         provider.run(problem)

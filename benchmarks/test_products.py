@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.conftest import Session
-from benchmarks.measure import describe, free
+from benchmarks.measure import attempt, free
 from benchmarks.results import Row
 from benchmarks.timing import in_turns, make_timer
 from grpo_kernels.backends import output_view
@@ -77,10 +77,8 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name, FORMS[name]) for name in names]
     with matmul_precision(torch.device(session.device), "fp32"):
         for row in rows:
-            try:
+            with attempt(row):  # torch without this form, or too little memory
                 calls[row.provider]()
-            except Exception as error:  # torch without this form, or too little memory
-                row.leave_out("wrong", describe(error))
         present = [(row, calls[row.provider]) for row in rows if row.runs]
         for row, call in in_turns(present, session.rounds):
             row.seconds.append(timer(call))

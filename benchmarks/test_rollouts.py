@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from benchmarks.child import ask
 from benchmarks.conftest import DEVICE, Session
+from benchmarks.measure import attempt
 from benchmarks.results import Row
-from benchmarks.training.engines import ENGINES
+from benchmarks.training.engines import ENGINES, run
 from benchmarks.training.task import Sized
 from benchmarks.training.trainers import precision
 
@@ -44,10 +45,9 @@ def measure(case: Sized, names: Sequence[str], session: Session) -> list[Row]:
         row = Row(name, ENGINES[name].note)
         row.leave_out("absent", ENGINES[name].absent())
         if row.runs:
-            words = [name, case.size, session.device, str(_STEPS)]
-            found = ask("benchmarks.training.engines", words, _LONGEST, **environment)
-            row.leave_out("wrong", found.pop("failure", None))
-            vars(row).update(found)
+            arguments = name, case.config, session.device, _STEPS
+            with attempt(row):
+                vars(row).update(ask(run, *arguments, timeout=_LONGEST, **environment))
         rows.append(row)
     return rows
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.check import against
-from benchmarks.child import ask
 from benchmarks.conftest import Session
+from benchmarks.measure import measure_apart
 from benchmarks.results import Row
 from benchmarks.shapes import Entry, entry
-from benchmarks.sharded import ARMS
+from benchmarks.sharded import ARMS, growth, times
 
 _ROUNDS = 3
-_LONGEST = 1800.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,10 @@ def names(case: Sharded) -> list[str]:
 
 
 def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
-    """Time every arm in one launch, in turns; then its memory in one of its own."""
-    posed, rounds = case.case, 1 if session.suite == "tiny" else _ROUNDS
-    words = [posed.model.name, str(posed.tokens), posed.dtype, posed.work.name]
-
-    def ranks(rounds: int, *words: str) -> dict[str, Any]:
-        return ask("benchmarks.sharded", [str(case.ranks), str(rounds), *words], _LONGEST)
-
-    found = ranks(rounds, *words)
-    rows = {arm: Row(arm, ARMS[arm].note) for arm in names}
-    rows |= {row["provider"]: Row(**row) for row in found.get("rows", ())}
-    for arm, row in rows.items():
-        row.leave_out("wrong", found.get("failure"))
-        if row.runs and not session.brief:
-            said = ranks(1, *words, arm)
-            row.info |= {name: said[name] for name in ("grown_bytes",) if name in said}
-    return [rows[arm] for arm in names]
+    rows = [Row(name, ARMS[name].note) for name in names]
+    rounds = 1 if session.suite == "tiny" else _ROUNDS
+    memory = [] if session.brief else names
+    return measure_apart(rows, times, growth, (case.case, case.ranks), rounds, memory)
 
 
 def about(case: Sharded, device: str) -> str:

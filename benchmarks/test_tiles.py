@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.conftest import Session
-from benchmarks.measure import describe, free
+from benchmarks.measure import attempt, free
 from benchmarks.results import Row
 from benchmarks.tiles import Kernel, difference
 from benchmarks.timing import in_turns, make_timer
@@ -41,10 +41,8 @@ def measure(case: Kernel, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name, "the default" if name == default else "") for name in names]
     want = run(every[default])
     for row in rows:
-        try:
+        with attempt(row):  # it does not compile, or does not fit: a result like any other
             row.leave_out("wrong", difference(run(every[row.provider]), want))
-        except Exception as error:  # it does not compile, or does not fit: a result like any other
-            row.leave_out("wrong", describe(error))
     present = [(row, every[row.provider]) for row in rows if row.runs]
     for row, tile in in_turns(present, session.rounds):
         row.seconds.append(timer(lambda tile=tile: run(tile)))

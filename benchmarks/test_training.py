@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.check import why_wrong
 from benchmarks.conftest import DEVICE, Session
-from benchmarks.measure import describe
+from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.timing import in_turns
 from benchmarks.training.batch import Reference, compare, make_reference
@@ -97,12 +97,9 @@ class Contestant:
 
         if not self.row.runs:
             return
-        try:
-            with patch.dict(vars(modeling_qwen2), self.patched):
-                call(self)
-                self.patched = dict(vars(modeling_qwen2))
-        except Exception as error:
-            self.row.leave_out("wrong", describe(error))
+        with attempt(self.row), patch.dict(vars(modeling_qwen2), self.patched):
+            call(self)
+            self.patched = dict(vars(modeling_qwen2))
 
     def logged(self, name: str) -> list[float]:
         """Return what ``train()`` logged at the measured steps."""

@@ -198,13 +198,14 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
     monkeypatch.setattr(child.sys, "executable", str(hang))
     communicate = child.subprocess.Popen.communicate
 
-    def once_started(self, timeout):
+    def once_started(self, given, timeout):
         while not started.exists() or not started.read_text().strip():
             pass
-        return communicate(self, timeout=0.01)
+        return communicate(self, given, timeout=0.01)
 
     monkeypatch.setattr(child.subprocess.Popen, "communicate", once_started)
-    assert child.ask("any", [], 3.0) == {"failure": "did not finish in 3 s"}
+    with pytest.raises(child.ChildError, match="did not finish in 3 s"):
+        child.ask(print, timeout=3.0)
     found = [x for x in psutil.process_iter() if x.pid == int(started.read_text())]
     assert all(x.status() == psutil.STATUS_ZOMBIE for x in found)
 

@@ -1,13 +1,11 @@
-"""Training steps by the engine that generates: ``python -m benchmarks.training.engines ...``.
+"""Training steps by the engine that generates, with the numbers that the trainer logs of itself.
 
-``ENGINE SIZE DEVICE STEPS``; in a process of its own, since an engine changes threads and random
-numbers of the process it is in. It prints JSON, with the numbers that the trainer logs of itself.
+Each runs in a process of its own, since an engine changes its threads and random numbers.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -22,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.training.task import SIZES, TrainingConfig, make_model, make_tokenizer
+from benchmarks.training.task import TrainingConfig, make_model, make_tokenizer
 from benchmarks.training.trainers import Job, build
 
 _BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
@@ -123,8 +121,9 @@ ENGINES = {
 }
 
 
-def run(engine: Engine, config: TrainingConfig, device: str, steps: int) -> dict[str, Any]:
+def run(name: str, config: TrainingConfig, device: str, steps: int) -> dict[str, Any]:
     """Return the seconds of ``steps`` steps, and what else the trainer logged of them."""
+    engine = ENGINES[name]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(config=config, device=device, steps=_WARM_UP + steps, folder=Path(folder))
         settings = engine.settings(config, device)
@@ -189,11 +188,3 @@ def _served(config: TrainingConfig, device: str, folder: Path) -> Iterator[int]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
         process.wait()
-
-
-def _main(name: str, size: str, device: str, steps: str) -> None:
-    print(json.dumps(run(ENGINES[name], SIZES[size], device, int(steps))), flush=True)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
