@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from benchmarks import tables, text
+from benchmarks.check import against
 from benchmarks.measure import Settings, device_is_lost
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
-from benchmarks.shapes import Entry
+from benchmarks.shapes import Case
 from benchmarks.timing import clock, replay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,6 +113,11 @@ def _sessions(config: pytest.Config) -> list[Session]:
     return [config.stash[_SESSION]] if _SESSION in config.stash else []
 
 
+def _nothing(case: Any, device: str) -> str:
+    """Say nothing about a case."""
+    return ""
+
+
 def suite(config: pytest.Config) -> str:
     """Return the name of the chosen suite."""
     full = "gpu-full" if DEVICE == "cuda" else "cpu"
@@ -138,15 +144,15 @@ class Session:
     def rounds(self) -> int:
         return 1 if self.suite == "tiny" else _ROUNDS[self.device]
 
-    def settings(self, entry: Entry, **changes: Any) -> Settings:
+    def settings(self, case: Case, **changes: Any) -> Settings:
         """Return how thoroughly a case is measured."""
-        patient = entry.slow and not self.brief
+        patient = case.slow and not self.brief
         usual: dict[str, Any] = dict(
             device=self.device,
             rounds=self.rounds,
             budget=float("inf") if patient else 30.0,
-            memory=entry.memory,
-            slow=entry.slow,
+            memory=case.memory,
+            slow=case.slow,
             deadline=self.deadline,
         )
         return Settings(**usual | changes)
@@ -155,9 +161,8 @@ class Session:
         """Skip what there is no time or, for a case, no memory for."""
         if time.monotonic() > self.deadline:
             pytest.skip("not reached: the time was up")
-        too_large = isinstance(case, Entry) and case.too_large(self.device)
-        if too_large:
-            pytest.skip(str(too_large))
+        if isinstance(case, Case) and (reason := case.too_large(self.device)):
+            pytest.skip(reason)
 
     def rows(self, module: ModuleType, case: Any) -> dict[str, Row]:
         """Measure everybody of a case whose tests run; once."""
@@ -167,8 +172,8 @@ class Session:
             names = [name for name in module.names(case) if (*key, name) in self.selected]
             rows = module.measure(case, names, self)
             benchmark = module.__name__.rpartition("test_")[2]
-            about = module.about(case, self.device) if hasattr(module, "about") else ""
-            self.recorder.add(benchmark, case.facts(), rows, about)
+            about = getattr(module, "about", against if isinstance(case, Case) else _nothing)
+            self.recorder.add(benchmark, case.facts(), rows, about(case, self.device))
             self._rows[key] = dict(zip(names, rows, strict=True))
             if device_is_lost(self.device):
                 pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)

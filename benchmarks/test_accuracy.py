@@ -10,16 +10,17 @@ from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.numerics import ADDED
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, Entry, entry
+from benchmarks.shapes import DECIDED, Case, make_case
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
 
 
 def _both(
     model: str, tokens: int, work: str = _VALUES, slow: Sequence[str] = ("bf16", "fp32")
-) -> list[Entry]:
+) -> list[Case]:
     return [
-        entry(work, model, tokens, dtype, DECIDED, slow=dtype in slow) for dtype in ("bf16", "fp32")
+        make_case(work, model, tokens, dtype, DECIDED, slow=dtype in slow)
+        for dtype in ("bf16", "fp32")
     ]
 
 
@@ -40,17 +41,17 @@ CASES = {
 }
 
 
-def names(case: Entry) -> list[str]:
+def names(case: Case) -> list[str]:
     return [*PROVIDERS, *(provider.name for provider in ADDED)]
 
 
-def measure(case: Entry, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     providers = [EVERY[name] for name in names]
-    return accuracy.measure_accuracy(case.case, providers, session.settings(case))
+    return accuracy.measure_accuracy(case, providers, session.settings(case))
 
 
-def about(case: Entry, device: str) -> str:
-    return accuracy.distribution(make_problem(case.case, device))
+def about(case: Case, device: str) -> str:
+    return accuracy.distribution(make_problem(case, device))
 
 
 def test_accuracy(row: Row) -> None:

@@ -12,9 +12,8 @@ from benchmarks.conftest import Session
 from benchmarks.measure import memory_alone
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.shapes import DTYPES, MODELS, Case
+from benchmarks.shapes import DTYPES, Case, make_case
 from benchmarks.timing import measure_memory, replay
-from benchmarks.work import WORKS
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import HeadShape, default_schedule, estimate_memory
 
@@ -41,7 +40,7 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
     session.begin()
     device = session.device
     model, tokens = HEADS[device]
-    case, provider = Case(MODELS[model], tokens, dtype, WORKS["dapo"]), PROVIDERS[name]
+    case, provider = make_case("dapo", model, tokens, dtype), PROVIDERS[name]
     if (reason := provider.absent(device) or provider.unable(case)) is not None:
         pytest.skip(reason)
     head = HeadShape(

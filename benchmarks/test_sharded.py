@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.check import against
 from benchmarks.conftest import Session
 from benchmarks.measure import measure_apart
 from benchmarks.results import Row
-from benchmarks.shapes import Entry, entry
+from benchmarks.shapes import MODELS, Case
 from benchmarks.sharded import ARMS, growth, times
+from benchmarks.work import WORKS
 
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Sharded(Entry):
+class Sharded(Case):
     """A case on several processes of this machine, a thread each."""
 
     ranks: int = 2
@@ -27,7 +27,7 @@ class Sharded(Entry):
 
 
 def _sharded(model: str, tokens: int, dtype: str) -> Sharded:
-    return Sharded(entry("dapo", model, tokens, dtype).case)
+    return Sharded(MODELS[model], tokens, dtype, WORKS["dapo"])
 
 
 _BOTH = ("fp32", "bf16")
@@ -49,11 +49,7 @@ def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name, ARMS[name].note) for name in names]
     rounds = 1 if session.suite == "tiny" else _ROUNDS
     memory = [] if session.brief else names
-    return measure_apart(rows, times, growth, (case.case, case.ranks), rounds, memory)
-
-
-def about(case: Sharded, device: str) -> str:
-    return against(case.case, device)
+    return measure_apart(rows, times, growth, (case, case.ranks), rounds, memory)
 
 
 def test_sharded(row: Row) -> None:

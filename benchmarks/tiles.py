@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks.problem import make_problem
 from benchmarks.providers.ours import run_loss
-from benchmarks.shapes import MODELS, Case
-from benchmarks.work import WORKS
+from benchmarks.shapes import MODELS, make_case
 from grpo_kernels.backends import RowStats, StatsGradients, Tile
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
@@ -73,7 +72,7 @@ class Kernel:
     def run_of(self, device: str) -> Callable[[Any], dict[str, Tensor]]:
         """Return what runs at a tile, with everything but it."""
         if self.name == "loss":
-            case = Case(MODELS[self.model], self.rows, "bf16", WORKS["dapo"])
+            case = make_case("dapo", self.model, self.rows, "bf16")
             return partial(_loss, make_problem(case, device))
         model = MODELS[self.model]
         generator = torch.Generator(device).manual_seed(0)
