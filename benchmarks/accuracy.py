@@ -13,9 +13,8 @@ from torch import Tensor
 from benchmarks import text
 from benchmarks.check import compare, reference_dtype
 from benchmarks.exact import statistics
-from benchmarks.measure import Call, Settings, check_all, measure_alone, start_row
+from benchmarks.measure import Call, Settings, measure
 from benchmarks.problem import Problem, Result, detached
-from benchmarks.providers import EVERY
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
 from benchmarks.shapes import Case
@@ -34,17 +33,12 @@ BANDS = {
 def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settings) -> list[Row]:
     """Compare everybody with fp64, token by token; who has no entropy, without it."""
     assert reference_dtype(case, settings.device) == torch.float64, "too large for fp64"
-    calls = [_call(provider, case, settings) for provider in providers]
-    check_all([call for call in calls if not call.alone], settings, _check)
-    measure_alone(calls, settings, measure_one)
-    return [call.row for call in calls]
-
-
-def measure_one(name: str, case: Case, settings: Settings) -> Row:
-    """Compare a provider by itself; for a process that is killed when it hangs."""
-    call = _call(EVERY[name], case, settings)
-    check_all([call], settings, _check)
-    return call.row
+    values = replace(case, work=WORKS["logprobs"])
+    calls = [
+        (each, values if case.work.kind != "loss" and each.unable(case) is not None else case)
+        for each in providers
+    ]
+    return measure(calls, replace(settings, rounds=0), _check)
 
 
 def distribution(problem: Problem) -> str:
@@ -66,17 +60,12 @@ def within(band: str, logprobs: Tensor) -> Tensor:
     return (logprobs.exp() > low) & (logprobs.exp() <= high)
 
 
-def _call(provider: Provider, case: Case, settings: Settings) -> Call:
-    if provider.unable(case) is not None and case.work.kind != "loss":
-        case = replace(case, work=WORKS["logprobs"])  # without the entropy
-    row = start_row(provider, case, settings)
-    if not provider.checked:
-        row.leave_out("unable", "it has no results")
-    return Call(provider, case, row)
-
-
 def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
-    row, result = call.row, call.provider.run(problem)
+    row = call.row
+    if not call.provider.checked:
+        row.leave_out("unable", "it has no results")
+        return
+    result = call.provider.run(problem)
     found: list[float] = []
     if problem.work.kind == "loss":
         row.errors, wrong = compare(result, exact, problem, _WRONG)

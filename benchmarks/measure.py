@@ -31,7 +31,7 @@ class Settings:
     """How much is measured."""
 
     device: str = "cpu"
-    rounds: int = 5
+    rounds: int = 5  # 0: no times
     budget: float = 30.0  # seconds of timing after which no further round starts
     memory: bool = False  # on a CPU it takes a process for each provider; on a GPU it is free
     bits: bool = True  # also whether they are the same again, and in half of the batch
@@ -53,9 +53,17 @@ class Call:
         return self.provider.timeout is not None
 
 
-def measure(calls: Sequence[tuple[Provider, Case]], settings: Settings) -> list[Row]:
-    """Check every provider, measure its memory, and time those that passed, in turns."""
-    made = [Call(*call, start_row(*call, settings)) for call in calls]
+Check = Callable[[Call, Problem, Result, Settings], None]  # against the exact result
+
+
+def measure(
+    calls: Sequence[tuple[Provider, Case]], settings: Settings, check: Check | None = None
+) -> list[Row]:
+    """Check every provider, measure its memory, and time those that passed, in turns.
+
+    ``check``: what fills a row beside times; None: the errors of the outputs, and bits.
+    """
+    made = [Call(*call, _start_row(*call, settings)) for call in calls]
     if settings.memory and settings.device == "cpu":  # while this process is small
         for call in made:
             # what compiles inside of the call would count its compiler
@@ -64,23 +72,37 @@ def measure(calls: Sequence[tuple[Provider, Case]], settings: Settings) -> list[
                     call.row.info |= ask(memory_alone, call.provider.name, call.case)
                 except ChildError as error:
                     warnings.warn(f"no memory of {call.row.provider}: {error}", stacklevel=2)
-    check_all([call for call in made if not call.alone], settings, _check)
-    if not device_is_lost(settings.device):
-        _time([call for call in made if call.row.runs and not call.alone], settings)
-    measure_alone(made, settings, measure_one)
+    _measure_here([call for call in made if not call.alone], settings, check or _check)
+    for call in made:
+        if call.alone and call.row.runs:
+            _measure_alone(call, settings, check or _check)
     return [call.row for call in made]
 
 
-def measure_one(name: str, case: Case, settings: Settings) -> Row:
-    """Measure a provider by itself; for a process that is killed when it hangs."""
-    call = Call(EVERY[name], case, start_row(EVERY[name], case, settings))
-    check_all([call], settings, _check)
-    if call.row.runs:
-        _time([call], settings)
-    return call.row
+def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> None:
+    _check_all(calls, settings, check)
+    if settings.rounds and not device_is_lost(settings.device):
+        _time([call for call in calls if call.row.runs], settings)
 
 
-def start_row(provider: Provider, case: Case, settings: Settings) -> Row:
+def _measure_alone(call: Call, settings: Settings, check: Check) -> None:
+    """Measure one that may hang, in a process that is killed then."""
+    timeout = call.provider.timeout or LONGEST
+    if settings.deadline - time.monotonic() < timeout:
+        call.row.leave_out("absent", "not reached: too little time was left for it")
+        return
+    with attempt(call.row):
+        arguments = call.provider.name, call.case, call.row, settings, check
+        vars(call.row).update(vars(ask(_measure_one, *arguments, timeout=timeout)))
+    call.row.info["alone"] = True
+
+
+def _measure_one(name: str, case: Case, row: Row, settings: Settings, check: Check) -> Row:
+    _measure_here([Call(EVERY[name], case, row)], settings, check)
+    return row
+
+
+def _start_row(provider: Provider, case: Case, settings: Settings) -> Row:
     """Return a row as it is before any measurement."""
     row = Row(provider.name, provider.note)
     row.leave_out("absent", provider.absent(settings.device))
@@ -90,11 +112,7 @@ def start_row(provider: Provider, case: Case, settings: Settings) -> Row:
     return row
 
 
-def check_all(
-    calls: Sequence[Call],
-    settings: Settings,
-    check: Callable[[Call, Problem, Result, Settings], None],
-) -> None:
+def _check_all(calls: Sequence[Call], settings: Settings, check: Check) -> None:
     """Check all; these runs are also the warm-up."""
     exact: dict[Any, Result] = {}
     for index, call in enumerate(calls):
@@ -159,22 +177,6 @@ def _time(calls: Sequence[Call], settings: Settings) -> None:
 
     for row, run in in_turns(runs, settings.rounds, settings.deadline, enough):
         row.seconds.append(timer(run))
-
-
-def measure_alone(
-    calls: Sequence[Call], settings: Settings, measure: Callable[[str, Case, Settings], Row]
-) -> None:
-    """Measure those that may hang, each in a process that is killed then."""
-    for call in calls:
-        if call.alone and call.row.runs:
-            timeout = call.provider.timeout or LONGEST
-            if settings.deadline - time.monotonic() < timeout:
-                call.row.leave_out("absent", "not reached: too little time was left for it")
-                continue
-            with attempt(call.row):
-                found = ask(measure, call.provider.name, call.case, settings, timeout=timeout)
-                vars(call.row).update(vars(found))
-            call.row.info["alone"] = True
 
 
 def memory_alone(name: str, case: Case) -> dict[str, int]:
