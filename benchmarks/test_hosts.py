@@ -1,19 +1,249 @@
-"""Steps of other trainers: ``python -m pytest benchmarks/test_hosts.py --benchmark-only``."""
+"""Steps of other trainers, with their own head and with ours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
+from torch import Tensor
+
+from benchmarks.check import Step as CheckedStep
+from benchmarks.check import compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import Session
-from benchmarks.hosts import ARMS, NO_HEAD, WORKS, growth, times
-from benchmarks.measure import measure_apart
+from benchmarks.measure import attempt, measure_apart
 from benchmarks.providers.baselines import lacking
 from benchmarks.results import Row
-from benchmarks.training.task import SIZES
+from benchmarks.timing import in_turns, make_timer, resident_growth
+from benchmarks.training.batch import make_batch
+from benchmarks.training.task import (
+    QUICK,
+    SEED,
+    SIZES,
+    TrainingConfig,
+    make_model,
+    make_texts,
+    make_tokenizer,
+)
+from benchmarks.training.trainers import Job, build
+from grpo_kernels.linear_logprobs import LinearLogprobs
 
 _ROUNDS = 3
+THEIRS, OURS, AT_HEAD, NO_HEAD = "theirs", "ours", "ours, loss at the head", "no head"
+ARMS = (THEIRS, OURS, AT_HEAD, NO_HEAD)
+# TRL's own head has to be built last: a model that has it keeps ours from being switched on
+_ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
+_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward and backward, which leaves gradients in its leaves."""
+
+    loss: Callable[[], Tensor]  # ()
+    leaves: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        self.loss().backward()
+
+    def clear(self) -> None:
+        """Free the gradients, which the next arm has no room for."""
+        for x in self.leaves:
+            x.grad = None
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """A step of a host, forward and backward."""
+
+    host: str  # a distribution
+    name: str
+    arms: tuple[str, ...]
+    make: Callable[[str, TrainingConfig], Step]  # of an arm
+
+
+def _make_step(kind: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
+    """Build TRL's trainer for an arm; return its forward and backward of one batch."""
+    from grpo_kernels.integrations import trl as ours
+
+    # what is built while it is on keeps our head
+    with ours.enabled() if arm in (OURS, NO_HEAD) else nullcontext():
+        torch.manual_seed(SEED)  # of the adapters
+        trainer, inputs = _TRAINERS[kind](lora, arm, config)
+
+    def loss() -> Tensor:
+        with _headless() if arm == NO_HEAD else nullcontext():
+            return trainer.compute_loss(trainer.model_wrapped, dict(inputs))
+
+    return Step(loss, [x for x in trainer.model.parameters() if x.requires_grad])
+
+
+@contextmanager
+def _headless() -> Iterator[None]:
+    """Put something that costs nothing in the place of the head's GEMMs: the rest of a step."""
+
+    def cheap(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
+        value = hidden.float().mean(-1)
+        found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
+        for name in options["outputs"]:
+            detached = value.detach() > 0 if name == "is_top1" else value.detach()
+            found[name] = value if name in ("logprobs", "entropy") else detached
+        return LinearLogprobs(**found)
+
+    with patch("grpo_kernels.integrations.trl.linear_logprobs", cheap):
+        yield
+
+
+def _grpo(lora: bool, arm: str, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(config=config, device="cpu", steps=1, folder=Path(folder))
+        own = FusedGRPOTrainer if arm == AT_HEAD else None
+        trainer: Any = build("trl", job, own, _adapter(lora))
+    trainer.current_gradient_accumulation_steps = config.micro_batches
+    return trainer, make_batch(config, make_model(config), "cpu")
+
+
+def _from_dataset(
+    trainer: str, columns: dict[str, int], lora: bool, arm: str, config: TrainingConfig
+) -> tuple[Any, dict[str, Any]]:
+    """Build a trainer and take its first batch."""
+    import trl
+    from datasets import Dataset
+
+    data = {
+        name: make_texts(config, config.micro_batch, length, seed)
+        for seed, (name, length) in enumerate(columns.items())
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        args = getattr(trl, f"{trainer}Config")(
+            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=1,
+            per_device_train_batch_size=config.micro_batch, report_to="none", save_strategy="no",
+        )  # fmt: skip
+        model = make_model(config)
+        model.save_pretrained(folder)  # a reference model is loaded from there
+        model = type(model).from_pretrained(folder)
+        built: Any = getattr(trl, f"{trainer}Trainer")(
+            model, args=args, train_dataset=Dataset.from_dict(data), peft_config=_adapter(lora),
+            processing_class=make_tokenizer(config),
+        )  # fmt: skip
+    return built, built._prepare_inputs(next(iter(built.get_train_dataloader())))
+
+
+def _adapter(lora: bool) -> Any:
+    if not lora:
+        return None
+    from peft import LoraConfig
+
+    # both factors have gradients
+    return LoraConfig(target_modules=["q_proj", "v_proj"], r=8, init_lora_weights=False)
+
+
+def _tensors(config: TrainingConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Make hidden states (b, C, D), a weight (V, D) and ids (b, C)."""
+    g = torch.Generator().manual_seed(SEED)
+    shape = config.micro_batch, config.completion_tokens
+    hidden = torch.randn(*shape, config.hidden, generator=g)
+    weight = torch.randn(config.vocabulary, config.hidden, generator=g) * config.hidden**-0.5
+    ids = torch.randint(config.vocabulary, shape, generator=g)
+    return hidden.requires_grad_(), weight.requires_grad_(), ids
+
+
+def _liger(arm: str, config: TrainingConfig) -> Step:
+    from liger_kernel.chunked_loss import grpo_loss
+
+    from grpo_kernels.integrations import liger
+
+    hidden, weight, ids = _tensors(config)
+    advantages, mask = torch.linspace(-0.7, 1.7, len(ids)), torch.ones_like(ids)
+    settings: dict[str, Any] = {"temperature": _TEMPERATURE, "beta": 0.0, "use_ref_model": False}
+    with liger.enabled() if arm == OURS else nullcontext():
+        module = grpo_loss.LigerFusedLinearGRPOLoss(**settings)
+    return Step(lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight))
+
+
+def _verl(arm: str, config: TrainingConfig) -> Step:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    from grpo_kernels.integrations import verl
+
+    hidden, weight, ids = _tensors(config)
+    scores = FusedLinearForPPO()
+
+    def loss() -> Tensor:
+        with verl.enabled() if arm == OURS else nullcontext():
+            logprobs, entropy = scores(hidden, weight, ids, _TEMPERATURE)
+        return (logprobs + 0.1 * entropy).mean()
+
+    return Step(loss, (hidden, weight))
+
+
+_TRAINERS: dict[str, Callable[[bool, str, TrainingConfig], tuple[Any, dict[str, Any]]]] = {
+    "GRPO": _grpo,
+    "SFT": partial(_from_dataset, "SFT", {"prompt": 32, "completion": 64}),
+    "DPO": partial(_from_dataset, "DPO", {"prompt": 32, "chosen": 64, "rejected": 64}),
+}
+WORKS = {
+    work.name: work
+    for work in (
+        *(
+            HostWork(
+                "trl",
+                f"{kind}Trainer, {'LoRA' if lora else 'all weights'}",
+                ARMS if kind == "GRPO" else (THEIRS, OURS, NO_HEAD),
+                partial(_make_step, kind, lora),
+            )
+            for kind in _TRAINERS
+            for lora in (False, True)
+        ),
+        HostWork("liger-kernel", "LigerFusedLinearGRPOLoss", (THEIRS, OURS), _liger),
+        HostWork("verl", "FusedLinearForPPO, entropy", (THEIRS, OURS), _verl),
+    )
+}
+
+
+def times(name: str, config: TrainingConfig, rounds: int) -> list[Row]:
+    """Check every arm of a work against the host's own, and time those that passed in turns."""
+    torch.manual_seed(0)
+    work = WORKS[name]
+    rows = {arm: Row(arm) for arm in work.arms}
+    steps: dict[str, Step] = {}
+    found: dict[str, CheckedStep] = {}
+    for arm in (arm for arm in _ORDER if arm in rows):
+        with attempt(rows[arm]):
+            steps[arm] = work.make(arm, config)
+            loss = steps[arm].loss()
+            loss.backward()
+            found[arm] = loss.detach(), take_gradient(steps[arm].leaves)
+            rows[arm].info["version"] = version(work.host)
+    for arm in (OURS, AT_HEAD):
+        if arm in found and THEIRS in found:
+            rows[arm].errors = compare_steps(found[arm], found[THEIRS])
+            rows[arm].leave_out("wrong", why_wrong(rows[arm].errors, "fp32"))
+    found.clear()
+    timer = make_timer("cpu")
+    for arm, step in in_turns([(arm, x) for arm, x in steps.items() if rows[arm].runs], rounds):
+        rows[arm].seconds.append(timer(step))
+        step.clear()
+    return list(rows.values())
+
+
+def growth(name: str, config: TrainingConfig, arm: str) -> int:
+    """Return by how many bytes this process, which does nothing else, grows in a step."""
+    torch.manual_seed(0)
+    work = WORKS[name]
+    work.make(arm, QUICK)()  # libraries are loaded, threads started
+    return resident_growth(work.make(arm, config))[1]
+
+
 _REQUIRES = ("peft", "transformers", "accelerate", "datasets")
 
 

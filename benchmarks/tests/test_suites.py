@@ -27,8 +27,9 @@ from benchmarks.conftest import SUITES
 from benchmarks.environment import ROOT
 from benchmarks.results import load
 from benchmarks.training.task import SIZES, Sized
-from benchmarks.training.trainers import OURS
+from benchmarks.training.trainers import PROVIDERS
 
+OURS = PROVIDERS[0]
 MODULES = {
     "heads": test_heads,
     "savings": test_savings,
@@ -85,7 +86,7 @@ def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
     """Nor one whose steps had less work."""
 
     def wrong(batch):
-        return OURS.inputs(replace(batch, advantages=1.2 * batch.advantages))
+        return OURS.inputs(batch | {"advantages": 1.2 * batch["advantages"]})
 
     def raising(job):
         raise RuntimeError("broken on purpose")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,12 +157,16 @@ def make_dataset(config: TrainingConfig, steps: int) -> Dataset:
     """Return prompts of one length, enough for so many steps."""
     from datasets import Dataset
 
-    draw = random.Random(SEED)
-    prompts = [
-        " ".join(f"w{draw.randrange(FIRST_WORD, config.vocabulary)}" for _ in range(count))
-        for count in [config.prompt_tokens] * (config.prompts * steps)
-    ]
+    prompts = make_texts(config, config.prompts * steps, config.prompt_tokens, SEED)
     return Dataset.from_dict({"prompt": prompts})
+
+
+def make_texts(config: TrainingConfig, count: int, length: int, seed: int) -> list[str]:
+    """Return so many random texts of one length."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = count, length
+    ids = torch.randint(FIRST_WORD, config.vocabulary, shape, generator=generator)
+    return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

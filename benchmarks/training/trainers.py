@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.providers.base import needs_gpu
 from benchmarks.providers.baselines import lacking
-from benchmarks.training.batch import SharedBatch
+from benchmarks.training.batch import Batch
 from benchmarks.training.task import (
     PAD,
     SEED,
@@ -56,7 +56,7 @@ class TrainerProvider:
     note: str  # what exactly is run
     requires: tuple[str, ...]  # distributions
     build: Callable[[Job], Trainer]
-    inputs: Callable[[SharedBatch], Any]  # what its ``compute_loss`` takes
+    inputs: Callable[[Batch], Any]  # what its ``compute_loss`` takes
     needs_gpu: bool = False
 
     def absent(self, device: str) -> str | None:
@@ -123,63 +123,54 @@ def build(
     return built
 
 
-def _our_inputs(batch: SharedBatch) -> Any:
+def _our_inputs(batch: Batch) -> Any:
     from grpo_trainer.data import Rollout, collate
 
-    tokens = batch.num_items / batch.micro_batches
-    count = torch.tensor(tokens, device=batch.advantages.device)
-    completion_tokens = batch.completion_ids.shape[1]
-    pairs = zip(batch.prompt_ids.tolist(), batch.completion_ids.tolist(), strict=True)
+    prompts, completions = batch["prompt_ids"], batch["completion_ids"]
+    count = torch.tensor(float(completions.numel()), device=completions.device)
+    pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
     rollouts = [Rollout("", prompt, "", completion) for prompt, completion in pairs]
-    inputs = collate(rollouts, batch.advantages, count, count, pad_token_id=PAD)
-    first = batch.prompt_ids.shape[1] - 1  # the position that predicts the first token
+    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=PAD)
+    first = prompts.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
-    inputs.old_logprobs[:, first : first + completion_tokens] = batch.old_logprobs
+    inputs.old_logprobs[:, first : first + completions.shape[1]] = batch["old_per_token_logps"]
     return inputs
 
 
-def trl_inputs(batch: SharedBatch) -> Any:
-    return {
-        "prompt_ids": batch.prompt_ids,
-        "prompt_mask": torch.ones_like(batch.prompt_ids),
-        "completion_ids": batch.completion_ids,
-        "completion_mask": torch.ones_like(batch.completion_ids),
-        "advantages": batch.advantages,
-        "old_per_token_logps": batch.old_logprobs,
-        "num_items_in_batch": torch.tensor(batch.num_items, device=batch.advantages.device),
-    }
+def _provider(
+    name: str,
+    note: str,
+    package: str,
+    inputs: Callable[[Batch], Any] = dict,
+    liger: bool = False,
+) -> TrainerProvider:
+    requires = [each for each in (package, *_COMMON) if each != "grpo_trainer"]
+    return TrainerProvider(
+        name=name,
+        note=note,
+        requires=("liger-kernel", *requires) if liger else tuple(requires),
+        build=partial(build, package, use_liger_kernel=True) if liger else partial(build, package),
+        inputs=inputs,
+        needs_gpu=liger,
+    )
 
 
 _COMMON = ("transformers", "accelerate", "datasets")
 # both trainers keep Liger off the head
-OURS = TrainerProvider(
-    name="ours",
-    note="grpo_trainer.GRPOTrainer",
-    requires=_COMMON,
-    build=partial(build, "grpo_trainer"),
-    inputs=_our_inputs,
+PROVIDERS = (
+    _provider("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer", _our_inputs),
+    _provider(
+        "ours-liger",
+        "the same with Liger's norms, rotary embedding and MLP in the body",
+        "grpo_trainer",
+        _our_inputs,
+        liger=True,
+    ),
+    _provider("trl", "trl.GRPOTrainer, its chunked head", "trl"),
+    _provider(
+        "trl-liger",
+        "the same with use_liger_kernel: Liger's norms, rotary embedding and MLP in the body",
+        "trl",
+        liger=True,
+    ),
 )
-OURS_LIGER = TrainerProvider(
-    name="ours-liger",
-    note="the same with Liger's norms, rotary embedding and MLP in the body",
-    requires=("liger-kernel", *_COMMON),
-    needs_gpu=True,
-    build=partial(build, "grpo_trainer", use_liger_kernel=True),
-    inputs=_our_inputs,
-)
-TRL = TrainerProvider(
-    name="trl",
-    note="trl.GRPOTrainer, its chunked head",
-    requires=("trl", *_COMMON),
-    build=partial(build, "trl"),
-    inputs=trl_inputs,
-)
-TRL_LIGER = TrainerProvider(
-    name="trl-liger",
-    note="the same with use_liger_kernel: Liger's norms, rotary embedding and MLP in the body",
-    requires=("trl", "liger-kernel", *_COMMON),
-    needs_gpu=True,
-    build=partial(build, "trl", use_liger_kernel=True),
-    inputs=trl_inputs,
-)
-PROVIDERS = (OURS, OURS_LIGER, TRL, TRL_LIGER)
