@@ -17,7 +17,7 @@ _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the r
 # Relative to the size of the tensor (Frobenius norm); the loss, of order 1, absolutely. 16-bit
 # logits of a peaked policy carry an error of 2 % each: baselines may round them and pass.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-Step = tuple[Tensor, Tensor]  # a trainer's loss () and gradient (N,)
+StepResult = tuple[Tensor, Tensor]  # a trainer's loss () and gradient (N,)
 
 
 def reference_dtype(case: Case, device: str) -> torch.dtype:
@@ -99,7 +99,7 @@ def take_gradient(leaves: Iterable[Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in gradients])
 
 
-def compare_steps(found: Step, exact: Step) -> dict[str, float]:
+def compare_steps(found: StepResult, exact: StepResult) -> dict[str, float]:
     """Return the relative errors of a loss and of the gradient of all leaves together."""
     pairs = zip(("loss", "gradient"), found, exact, strict=True)
     return {name: relative_error(x, y) for name, x, y in pairs}

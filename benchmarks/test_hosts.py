@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.check import Step as CheckedStep
-from benchmarks.check import compare_steps, take_gradient, why_wrong
+from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, measure_apart
 from benchmarks.providers.baselines import lacking
@@ -36,6 +35,7 @@ from benchmarks.training.trainers import Job, build
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
 _ROUNDS = 3
+_REQUIRES = ("peft", "transformers", "accelerate", "datasets")
 THEIRS, OURS, AT_HEAD, NO_HEAD = "theirs", "ours", "ours, loss at the head", "no head"
 ARMS = (THEIRS, OURS, AT_HEAD, NO_HEAD)
 # TRL's own head has to be built last: a model that has it keeps ours from being switched on
@@ -53,20 +53,35 @@ class Step:
     def __call__(self) -> None:
         self.loss().backward()
 
-    def clear(self) -> None:
-        """Free the gradients, which the next arm has no room for."""
-        for x in self.leaves:
-            x.grad = None
+    def checked(self) -> StepResult:
+        """Return the loss and the gradient, which the next arm has no room for."""
+        loss = self.loss()
+        loss.backward()
+        return loss.detach(), take_gradient(self.leaves)
 
 
 @dataclass(frozen=True)
-class HostWork:
-    """A step of a host, forward and backward."""
+class Case:
+    """A step of a host, forward and backward, with a model of a size."""
 
     host: str  # a distribution
-    name: str
+    step: str
     arms: tuple[str, ...]
     make: Callable[[str, TrainingConfig], Step]  # of an arm
+    config: TrainingConfig = QUICK
+
+    def facts(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "host": self.host,
+            "step": self.step,
+            "model": str(config),
+            "tokens": config.micro_batch * (config.prompt_tokens + config.completion_tokens),
+            "dtype": "fp32",
+        }
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.step}"
 
 
 def _make_step(kind: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
@@ -191,39 +206,54 @@ _TRAINERS: dict[str, Callable[[bool, str, TrainingConfig], tuple[Any, dict[str, 
     "SFT": partial(_from_dataset, "SFT", {"prompt": 32, "completion": 64}),
     "DPO": partial(_from_dataset, "DPO", {"prompt": 32, "chosen": 64, "rejected": 64}),
 }
-WORKS = {
-    work.name: work
-    for work in (
-        *(
-            HostWork(
-                "trl",
-                f"{kind}Trainer, {'LoRA' if lora else 'all weights'}",
-                ARMS if kind == "GRPO" else (THEIRS, OURS, NO_HEAD),
-                partial(_make_step, kind, lora),
-            )
-            for kind in _TRAINERS
-            for lora in (False, True)
-        ),
-        HostWork("liger-kernel", "LigerFusedLinearGRPOLoss", (THEIRS, OURS), _liger),
-        HostWork("verl", "FusedLinearForPPO, entropy", (THEIRS, OURS), _verl),
-    )
+_QUICK = [
+    *(
+        Case(
+            "trl",
+            f"{kind}Trainer, {'LoRA' if lora else 'all weights'}",
+            ARMS if kind == "GRPO" else (THEIRS, OURS, NO_HEAD),
+            partial(_make_step, kind, lora),
+        )
+        for kind in _TRAINERS
+        for lora in (False, True)
+    ),
+    Case("liger-kernel", "LigerFusedLinearGRPOLoss", (THEIRS, OURS), _liger),
+    Case("verl", "FusedLinearForPPO, entropy", (THEIRS, OURS), _verl),
+]
+_TINY = ("GRPOTrainer, LoRA", "DPOTrainer, all weights", "LigerFusedLinearGRPOLoss")
+CASES = {
+    "tiny": [case for case in _QUICK if case.step in _TINY],
+    "quick": _QUICK,
+    "cpu": [replace(case, config=SIZES["full"]) for case in _QUICK],
+    "gpu": [],
+    "gpu-full": [],
 }
 
 
-def times(name: str, config: TrainingConfig, rounds: int) -> list[Row]:
-    """Check every arm of a work against the host's own, and time those that passed in turns."""
+def names(case: Case) -> list[str]:
+    return list(case.arms)
+
+
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+    rows = [Row(name) for name in names]
+    for row in rows:
+        row.leave_out("absent", lacking(case.host, *_REQUIRES))
+    rounds = 1 if session.suite == "tiny" else _ROUNDS
+    memory = [] if session.brief else [name for name in names if name != NO_HEAD]
+    return measure_apart(rows, _times, _growth, (case,), rounds, memory)
+
+
+def _times(case: Case, rounds: int) -> list[Row]:
+    """Check every arm against the host's own, and time those that passed in turns."""
     torch.manual_seed(0)
-    work = WORKS[name]
-    rows = {arm: Row(arm) for arm in work.arms}
+    rows = {arm: Row(arm) for arm in case.arms}
     steps: dict[str, Step] = {}
-    found: dict[str, CheckedStep] = {}
+    found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
         with attempt(rows[arm]):
-            steps[arm] = work.make(arm, config)
-            loss = steps[arm].loss()
-            loss.backward()
-            found[arm] = loss.detach(), take_gradient(steps[arm].leaves)
-            rows[arm].info["version"] = version(work.host)
+            steps[arm] = case.make(arm, case.config)
+            found[arm] = steps[arm].checked()
+            rows[arm].info["version"] = version(case.host)
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:
             rows[arm].errors = compare_steps(found[arm], found[THEIRS])
@@ -232,64 +262,15 @@ def times(name: str, config: TrainingConfig, rounds: int) -> list[Row]:
     timer = make_timer("cpu")
     for arm, step in in_turns([(arm, x) for arm, x in steps.items() if rows[arm].runs], rounds):
         rows[arm].seconds.append(timer(step))
-        step.clear()
+        take_gradient(step.leaves)
     return list(rows.values())
 
 
-def growth(name: str, config: TrainingConfig, arm: str) -> int:
+def _growth(case: Case, arm: str) -> int:
     """Return by how many bytes this process, which does nothing else, grows in a step."""
     torch.manual_seed(0)
-    work = WORKS[name]
-    work.make(arm, QUICK)()  # libraries are loaded, threads started
-    return resident_growth(work.make(arm, config))[1]
-
-
-_REQUIRES = ("peft", "transformers", "accelerate", "datasets")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step of a host's trainer, with a model of a size."""
-
-    work: str  # of WORKS
-    size: str  # of SIZES
-
-    def facts(self) -> dict[str, Any]:
-        work, config = WORKS[self.work], SIZES[self.size]
-        tokens = config.micro_batch * (config.prompt_tokens + config.completion_tokens)
-        return {
-            "host": work.host,
-            "step": work.name,
-            "model": str(config),
-            "tokens": tokens,
-            "dtype": "fp32",
-        }
-
-    def __str__(self) -> str:
-        return f"{WORKS[self.work].host}: {self.work}, {self.size}"
-
-
-_TINY = ("GRPOTrainer, LoRA", "DPOTrainer, all weights", "LigerFusedLinearGRPOLoss")
-CASES = {
-    "tiny": [Case(name, "quick") for name in _TINY],
-    "quick": [Case(name, "quick") for name in WORKS],
-    "cpu": [Case(name, "full") for name in WORKS],
-    "gpu": [],
-    "gpu-full": [],
-}
-
-
-def names(case: Case) -> list[str]:
-    return [arm for arm in ARMS if arm in WORKS[case.work].arms]
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name) for name in names]
-    for row in rows:
-        row.leave_out("absent", lacking(WORKS[case.work].host, *_REQUIRES))
-    rounds = 1 if session.suite == "tiny" else _ROUNDS
-    memory = [] if session.brief else [name for name in names if name != NO_HEAD]
-    return measure_apart(rows, times, growth, (case.work, SIZES[case.size]), rounds, memory)
+    case.make(arm, QUICK)()  # libraries are loaded, threads started
+    return resident_growth(case.make(arm, case.config))[1]
 
 
 def test_hosts(row: Row) -> None:

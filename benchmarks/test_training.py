@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.check import Step, compare_steps, take_gradient, why_wrong
+from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
@@ -97,7 +97,7 @@ class Contestant:
             yield
             self._patched = dict(vars(modeling_qwen2))
 
-    def start(self, job: Job, batch: Batch, exact: Step) -> None:
+    def start(self, job: Job, batch: Batch, exact: StepResult) -> None:
         from benchmarks.training.paused import PausedTraining
 
         self.training = PausedTraining(self.provider.build(job), job.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from benchmarks.check import Step, take_gradient
+from benchmarks.check import StepResult, take_gradient
 from benchmarks.training.task import FIRST_WORD, SEED, TrainingConfig, make_model
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
 
@@ -19,7 +19,7 @@ _NOISE = 0.1  # of the old log-probabilities: no ratio comes near its bound, whe
 Batch = dict[str, Tensor]  # a prepared micro-batch, as TRL's ``compute_loss`` takes it
 
 
-def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, Step]:
+def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResult]:
     """Return a batch, and its loss and gradient in fp32: full logits of the untouched model."""
     model = make_model(config).to(device)
     batch = make_batch(config, model, device)
