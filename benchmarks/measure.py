@@ -165,7 +165,7 @@ def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> N
 
 
 def _time(calls: Sequence[Call], settings: Settings) -> None:
-    timer, start = make_timer(settings.device), time.monotonic()
+    start = time.monotonic()
     problems: dict[Case, Problem] = {}
     for call in calls:
         if call.case not in problems:
@@ -175,7 +175,20 @@ def _time(calls: Sequence[Call], settings: Settings) -> None:
     def enough(index: int) -> bool:
         return index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget
 
-    for row, run in in_turns(runs, settings.rounds, settings.deadline, enough):
+    time_in_turns(runs, settings.device, settings.rounds, settings.deadline, enough)
+
+
+def time_in_turns(
+    runs: Sequence[tuple[Row, Callable[[], Any]]],
+    device: str,
+    rounds: int,
+    deadline: float = float("inf"),
+    enough: Callable[[int], bool] = lambda index: False,
+) -> None:
+    """Time those that passed, as :func:`benchmarks.timing.in_turns` gives them."""
+    timer = make_timer(device)
+    right = [(row, run) for row, run in runs if row.runs]
+    for row, run in in_turns(right, rounds, deadline, enough):
         row.seconds.append(timer(run))
 
 

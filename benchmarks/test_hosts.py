@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, measure_apart
-from benchmarks.providers.baselines import lacking
+from benchmarks.providers.base import lacking
 from benchmarks.results import Row
 from benchmarks.timing import in_turns, make_timer, resident_growth
 from benchmarks.training.batch import make_batch

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from benchmarks.exact import softcapped
 from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import Provider, needs_gpu, with_gradients
+from benchmarks.providers.base import Provider, with_gradients
 from benchmarks.providers.baselines import (
-    lacking,
     loss_arguments,
-    needs_hopper,
     no_entropy,
     no_softcap,
     run_cross_entropy,
@@ -126,17 +124,13 @@ def _sm90_unable(case: Case) -> str | None:
     return "bf16 only" if case.dtype != "bf16" else no_softcap(case)
 
 
-def _sm90_missing(device: str) -> str | None:
-    return needs_hopper(device) or lacking("nvidia-cutlass-dsl", "cuda-bindings")
-
-
 LIGER = Provider(
     name="liger",
     note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
     "allowed for its fp32 products of bf16 inputs on a GPU",
     run=_chunked,
     unable=_only_losses,
-    package=_PACKAGE,
+    packages=(_PACKAGE,),
 )
 LIGER_TRITON = Provider(
     name="liger-triton",
@@ -144,8 +138,8 @@ LIGER_TRITON = Provider(
     "LigerFusedLinearCrossEntropyLoss with its defaults",
     run=_triton,
     unable=no_entropy,
-    missing=needs_gpu,
-    package=_PACKAGE,
+    packages=(_PACKAGE,),
+    gpu=True,
 )
 LIGER_SM90 = Provider(
     name="liger-sm90",
@@ -153,7 +147,7 @@ LIGER_SM90 = Provider(
     "loss; dweight is computed for a frozen head too",
     run=run_with(_sm90_head),
     unable=_sm90_unable,
-    missing=_sm90_missing,
-    package=_PACKAGE,
+    packages=(_PACKAGE, "nvidia-cutlass-dsl", "cuda-bindings"),
+    capability=(9, 0),
     slow_start=True,
 )

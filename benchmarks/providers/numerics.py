@@ -67,6 +67,6 @@ LIGER_HEAD = Provider(
     note="LigerFusedLinearGRPOFunction.chunk_forward: the log-probabilities inside liger's loss",
     run=run_with(_liger_head),
     unable=_liger_forward,
-    package=liger.LIGER.package,
+    packages=liger.LIGER.packages,
 )
 ADDED = (EAGER_FP32, VERL_STYLE, LIGER_HEAD)

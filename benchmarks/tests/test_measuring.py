@@ -153,8 +153,8 @@ def test_who_is_not_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = measured(slow, settings=Settings(slow=False))
     assert (row.state, row.reason) == ("absent", "starts slowly: not in this case")
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    (row,) = measured(dataclasses.replace(PROVIDERS["ours"], package="some-kernel"))
-    assert (row.state, row.reason) == ("absent", "some-kernel is not installed")
+    (row,) = measured(dataclasses.replace(PROVIDERS["ours"], packages=("some-kernel",)))
+    assert (row.state, row.reason) == ("absent", "needs some-kernel")
 
 
 def test_memory_is_that_of_a_fresh_process() -> None:

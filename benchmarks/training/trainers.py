@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.providers.base import needs_gpu
-from benchmarks.providers.baselines import lacking
+from benchmarks.providers.base import lacking
 from benchmarks.training.batch import Batch
 from benchmarks.training.task import (
     PAD,
@@ -61,7 +60,8 @@ class TrainerProvider:
 
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
-        return lacking(*self.requires) or (needs_gpu(device) if self.needs_gpu else None)
+        needs_gpu = self.needs_gpu and device != "cuda"
+        return lacking(*self.requires) or ("needs a GPU" if needs_gpu else None)
 
 
 def _settings(job: Job) -> dict[str, Any]:
