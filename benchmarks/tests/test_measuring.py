@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import math
-import os
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -17,7 +13,6 @@ import torch
 from benchmarks import child
 from benchmarks.accuracy import BANDS, measure_accuracy
 from benchmarks.check import compare, reference, reference_dtype, same_bits, same_rows
-from benchmarks.environment import ROOT
 from benchmarks.measure import Settings, measure
 from benchmarks.problem import Result, detached, make_problem
 from benchmarks.providers import EVERY, PROVIDERS
@@ -171,24 +166,6 @@ def test_every_other_round_runs_backwards() -> None:
     assert "".join(name for name, _ in in_turns(calls, 3)) == "abbaab"
     assert len(list(in_turns(calls, 3, deadline=0.0))) == 2
     assert len(list(in_turns(calls, 3, enough=lambda index: index == 2))) == 4
-
-
-def test_samples_are_replayed(tmp_path) -> None:
-    """In a process of its own: beside other workers pytest-benchmark measures nothing."""
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n"
-        "from benchmarks.timing import clock, replay\n\n"
-        "@pytest.mark.benchmark(timer=clock)\n"
-        "def test_it(benchmark):\n"
-        "    replay(benchmark, [0.25, 0.5, 1.0])\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", str(tmp_path), "--benchmark-json", "out.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    (data,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
-    assert data["stats"]["data"] == [0.25, 0.5, 1.0]
 
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch) -> None:

@@ -67,6 +67,8 @@ def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
     assert any(row.runs for row in rows) and not any(row.state == "wrong" for row in rows)
     timed = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     assert len(timed) == sum(row.runs for row in rows)
+    replayed = [second for each in timed for second in each["stats"]["data"] if second]
+    assert sorted(replayed) == pytest.approx(sorted(x for row in rows for x in row.seconds))
     assert name == "accuracy" or all(row.seconds for row in rows if row.runs)
     hidden = {"no head"} if name == "hosts" else set()
     said = " ".join(run.stdout.split())

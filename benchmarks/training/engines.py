@@ -31,22 +31,6 @@ _WARM_UP = 2  # steps: in the first one weights are sent that are no update
 _SERVE = "from grpo_trainer.cli.train import main; main()"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """One way to generate."""
-
-    name: str
-    note: str
-    sent: bool  # it has weights of its own, which it is sent
-    server: bool = False
-    settings: Callable[[TrainingConfig, str], dict[str, Any]]  # fields of GRPOConfig
-
-    def absent(self) -> str | None:
-        """Return why it cannot run here, or None."""
-        missing = self.sent and importlib.util.find_spec("vllm") is None
-        return "vLLM is not installed here; `make bench-vllm` installs it" if missing else None
-
-
 def _longest(config: TrainingConfig) -> int:
     """Return the number of tokens that an engine has room for in a sequence."""
     tokens = config.prompt_tokens + config.completion_tokens
@@ -82,40 +66,44 @@ def _server(config: TrainingConfig, device: str, **more: Any) -> dict[str, Any]:
     return {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0, **more}
 
 
+@dataclass(frozen=True)
+class Engine:
+    """One way to generate."""
+
+    name: str
+    note: str
+    settings: Callable[[TrainingConfig, str], dict[str, Any]]  # fields of GRPOConfig
+    sent: bool = True  # it has weights of its own, which it is sent
+    server: bool = False
+
+    def absent(self) -> str | None:
+        """Return why it cannot run here, or None."""
+        missing = self.sent and importlib.util.find_spec("vllm") is None
+        return "vLLM is not installed here; `make bench-vllm` installs it" if missing else None
+
+
 ENGINES = {
     engine.name: engine
     for engine in (
         Engine(
-            name="transformers",
-            note="`generate` of transformers, with the policy itself",
+            "transformers",
+            "`generate` of transformers, with the policy itself",
+            lambda config, device: {},
             sent=False,
-            settings=lambda config, device: {},
         ),
         Engine(
-            name="transformers-continuous",
-            note="transformers' continuous batching, likewise",
+            "transformers-continuous",
+            "transformers' continuous batching, likewise",
+            _continuous,
             sent=False,
-            settings=_continuous,
         ),
+        Engine("vllm-colocate", "vLLM inside the training process", _colocated),
+        Engine("vllm-server", "a vLLM server on the same machine", _server, server=True),
         Engine(
-            name="vllm-colocate",
-            note="vLLM inside the training process",
-            sent=True,
-            settings=_colocated,
-        ),
-        Engine(
-            name="vllm-server",
-            note="a vLLM server on the same machine",
-            sent=True,
+            "vllm-server-overlap",
+            "the same with overlap_generation: what is left of the wait",
+            partial(_server, overlap_generation=True),
             server=True,
-            settings=_server,
-        ),
-        Engine(
-            name="vllm-server-overlap",
-            note="the same with overlap_generation: what is left of the wait",
-            sent=True,
-            server=True,
-            settings=partial(_server, overlap_generation=True),
         ),
     )
 }
