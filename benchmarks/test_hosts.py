@@ -75,7 +75,7 @@ class Case:
         return {
             "host": self.host,
             "step": self.step,
-            "model": str(config),
+            "model": config.model,
             "tokens": config.micro_batch * (config.prompt_tokens + config.completion_tokens),
             "dtype": "fp32",
         }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.child import ask
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.training.engines import ENGINES, run
-from benchmarks.training.task import Sized
+from benchmarks.training.task import SIZES, TrainingConfig
 from benchmarks.training.trainers import precision
 
 _STEPS = 3
@@ -20,22 +21,22 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
 }
-_GPU = [Sized(size, precision(DEVICE)) for size in ("middle-gpu", "large-gpu")]
+_GPU = [replace(SIZES[name], dtype=precision(DEVICE)) for name in ("middle-gpu", "large-gpu")]
 CASES = {
-    "tiny": [Sized("tiny", precision(DEVICE))],
-    "quick": [Sized("quick", precision(DEVICE))],
-    "cpu": [Sized(size) for size in ("quick", "middle", "large")],
+    "tiny": [replace(SIZES["tiny"], dtype=precision(DEVICE))],
+    "quick": [replace(SIZES["quick"], dtype=precision(DEVICE))],
+    "cpu": [SIZES[name] for name in ("quick", "middle", "large")],
     "gpu": _GPU,
     "gpu-full": _GPU,
 }
 
 
-def names(case: Sized) -> list[str]:
+def names(case: TrainingConfig) -> list[str]:
     """Return every engine; at a middle size those that are sent weights, which cost by size."""
-    return [name for name, x in ENGINES.items() if x.sent or not case.size.startswith("middle")]
+    return [name for name, x in ENGINES.items() if x.sent or not case.name.startswith("middle")]
 
 
-def measure(case: Sized, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> list[Row]:
     """Measure engines, one after another: each fills the machine."""
     environment = dict(_ENVIRONMENT)
     if session.device == "cpu":
@@ -45,18 +46,17 @@ def measure(case: Sized, names: Sequence[str], session: Session) -> list[Row]:
         row = Row(name, ENGINES[name].note)
         row.leave_out("absent", ENGINES[name].absent())
         if row.runs:
-            arguments = name, case.config, session.device, _STEPS
+            arguments = name, case, session.device, _STEPS
             with attempt(row):
                 vars(row).update(ask(run, *arguments, timeout=_LONGEST, **environment))
         rows.append(row)
     return rows
 
 
-def about(case: Sized, device: str) -> str:
-    config = case.config
+def about(case: TrainingConfig, device: str) -> str:
     return (
-        f"{config.sequences} completions of up to {config.completion_tokens} tokens after "
-        f"{config.prompt_tokens}"
+        f"{case.sequences} completions of up to {case.completion_tokens} tokens after "
+        f"{case.prompt_tokens}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -19,39 +20,39 @@ from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.timing import in_turns
 from benchmarks.training.batch import Batch, make_reference
-from benchmarks.training.task import Sized
+from benchmarks.training.task import SIZES, TrainingConfig
 from benchmarks.training.trainers import PROVIDERS, Job, TrainerProvider, precision
 
 if TYPE_CHECKING:
     from benchmarks.training.paused import PausedTraining, StepCost
 
 _WARM_UP, _ROUNDS = 1, 5  # steps
-_DTYPE = precision(DEVICE)
+_GPU = [replace(SIZES["full-gpu"], dtype=precision(DEVICE))]
 CASES = {
-    "tiny": [Sized("tiny", _DTYPE)],
-    "quick": [Sized("quick", _DTYPE)],
-    "cpu": [Sized("full")],
-    "gpu": [Sized("full-gpu", _DTYPE)],
-    "gpu-full": [Sized("full-gpu", _DTYPE)],
+    "tiny": [replace(SIZES["tiny"], dtype=precision(DEVICE))],
+    "quick": [replace(SIZES["quick"], dtype=precision(DEVICE))],
+    "cpu": [SIZES["full"]],
+    "gpu": _GPU,
+    "gpu-full": _GPU,
 }
 
 
-def names(case: Sized) -> list[str]:
+def names(case: TrainingConfig) -> list[str]:
     return [provider.name for provider in PROVIDERS]
 
 
-def measure(case: Sized, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> list[Row]:
     providers = [provider for provider in PROVIDERS if provider.name in names]
     rounds = 1 if session.suite == "tiny" else _ROUNDS
     return measure_training(case, providers, session.device, rounds, session.deadline)
 
 
-def about(case: Sized, device: str) -> str:
+def about(case: TrainingConfig, device: str) -> str:
     return "errors against full logits in float32; AdamW"
 
 
 def measure_training(
-    case: Sized,
+    case: TrainingConfig,
     providers: Sequence[TrainerProvider],
     device: str,
     rounds: int,
@@ -65,7 +66,7 @@ def measure_training(
     contestants = [Contestant(provider, device) for provider in providers]
     with tempfile.TemporaryDirectory() as folder:
         steps = _WARM_UP + rounds + 1  # the last one is never taken
-        job = Job(config=case.config, device=device, steps=steps, folder=Path(folder))
+        job = Job(config=case, device=device, steps=steps, folder=Path(folder))
         try:
             if any(each.row.runs for each in contestants):
                 _run(contestants, job, rounds, deadline)

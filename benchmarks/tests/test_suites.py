@@ -26,7 +26,7 @@ from benchmarks import (
 from benchmarks.conftest import SUITES
 from benchmarks.environment import ROOT
 from benchmarks.results import load
-from benchmarks.training.task import SIZES, Sized
+from benchmarks.training.task import SIZES
 from benchmarks.training.trainers import PROVIDERS
 
 OURS = PROVIDERS[0]
@@ -102,7 +102,7 @@ def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
         "completions of [2.0] tokens; expected": replace(OURS, build=dawdling),
         "needs no-such-package": replace(OURS, requires=("no-such-package",)),
     }
-    case = Sized("tiny")
+    case = SIZES["tiny"]
     right, *rows = test_training.measure_training(case, [OURS, *broken.values()], "cpu", 1)
     assert right.runs and len(right.seconds) == 1
     parts = right.info["generate_seconds"] + right.info["train_seconds"]
