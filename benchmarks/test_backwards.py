@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks import accuracy
 from benchmarks.check import against
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
@@ -14,6 +13,7 @@ from benchmarks.providers import EVERY
 from benchmarks.providers.backwards import AGAIN, BOUNDED, KEPT
 from benchmarks.results import Row
 from benchmarks.shapes import DTYPES, Case, make_case
+from benchmarks.test_accuracy import distribution
 from benchmarks.work import WORKS
 
 
@@ -65,7 +65,7 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
 
 
 def about(case: Case, device: str) -> str:
-    described = accuracy.distribution(make_problem(case, device))
+    described = distribution(make_problem(case, device))
     return f"{against(case, device)}; {described}"
 
 

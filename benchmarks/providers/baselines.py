@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import with_gradients
-from benchmarks.providers.eager import finish
+from benchmarks.providers.eager import Scores, run_with
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.surrogates import Clip
@@ -39,19 +37,15 @@ def loss_arguments(config: LossConfig) -> dict[str, Any]:
     )
 
 
-def run_cross_entropy(call: CrossEntropy) -> Callable[[Problem], Result]:
+def run_cross_entropy(
+    call: CrossEntropy, loss: Callable[[Problem], Tensor] | None = None
+) -> Callable[[Problem], Result]:
     """Run any work on top of a linear cross entropy that is differentiable for each token."""
 
-    def run(problem: Problem) -> Result:
-        kind = problem.work.kind
-        if kind == "mean":
-            loss = call(problem, "mean")
-            return with_gradients(problem, loss, loss=loss)
-        with torch.set_grad_enabled(kind != "forward"):
-            logprobs = -call(problem, "none").float().view_as(problem.target)
-        return Result(logprobs=logprobs) if kind == "forward" else finish(problem, logprobs)
+    def head(problem: Problem, with_entropy: bool) -> Scores:
+        return -call(problem, "none").float().view_as(problem.target), None
 
-    return run
+    return run_with(head, mean=lambda problem: call(problem, "mean"), loss=loss)
 
 
 def no_entropy(case: Case) -> str | None:

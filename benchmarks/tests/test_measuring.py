@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import child
-from benchmarks.accuracy import BANDS, measure_accuracy
 from benchmarks.check import compare, reference, reference_dtype, same_bits, same_rows
 from benchmarks.measure import Settings, measure
 from benchmarks.problem import Result, detached, make_problem
@@ -19,6 +18,7 @@ from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
 from benchmarks.shapes import DECIDED, DTYPES, MODELS, SPREADS, Case, Model
+from benchmarks.test_accuracy import BANDS, measure_accuracy
 from benchmarks.timing import in_turns
 from benchmarks.work import WORKS
 from grpo_kernels import policy_loss
