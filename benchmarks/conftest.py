@@ -113,11 +113,6 @@ def _sessions(config: pytest.Config) -> list[Session]:
     return [config.stash[_SESSION]] if _SESSION in config.stash else []
 
 
-def _nothing(case: Any, device: str) -> str:
-    """Say nothing about a case."""
-    return ""
-
-
 def suite(config: pytest.Config) -> str:
     """Return the name of the chosen suite."""
     full = "gpu-full" if DEVICE == "cuda" else "cpu"
@@ -172,8 +167,10 @@ class Session:
             names = [name for name in module.names(case) if (*key, name) in self.selected]
             rows = module.measure(case, names, self)
             benchmark = module.__name__.rpartition("test_")[2]
-            about = getattr(module, "about", against if isinstance(case, Case) else _nothing)
-            self.recorder.add(benchmark, case.facts(), rows, about(case, self.device))
+            about = against(case, self.device) if isinstance(case, Case) else ""
+            if hasattr(module, "about"):
+                about = module.about(case, self.device)
+            self.recorder.add(benchmark, case.facts(), rows, about)
             self._rows[key] = dict(zip(names, rows, strict=True))
             if device_is_lost(self.device):
                 pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)

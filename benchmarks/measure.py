@@ -56,12 +56,41 @@ class Call:
 Check = Callable[[Call, Problem, Result, Settings], None]  # against the exact result
 
 
+def check_outputs(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
+    """Compare outputs with the exact ones, and bits with those of a second run and of half."""
+    row, provider = call.row, call.provider
+    row.info |= provider.info(problem)
+    result = provider.run(problem)
+    if provider.checked:
+        posed = problem
+        if provider.exact is not None:
+            posed, exact = provider.exact(problem)
+        own = TOLERANCE[problem.case.dtype] + provider.tolerance
+        row.errors, wrong = compare(
+            result, exact, posed, own if provider.is_ours else settings.allowed
+        )
+        row.leave_out("wrong", wrong)
+        if not row.runs:
+            return
+        if settings.bits:
+            half = problem.half()
+            row.info["batch_invariant"] = same_rows(provider.run(half), result, half)
+    again = None
+    if problem.hidden.device.type == "cuda":
+        memory, again = measure_memory(provider.run, problem)
+        row.info |= memory
+    elif settings.bits and provider.checked:
+        again = provider.run(problem)
+    if again is not None and provider.checked:
+        row.info["repeatable"] = same_bits(result, again, problem)
+
+
 def measure(
-    calls: Sequence[tuple[Provider, Case]], settings: Settings, check: Check | None = None
+    calls: Sequence[tuple[Provider, Case]], settings: Settings, check: Check = check_outputs
 ) -> list[Row]:
     """Check every provider, measure its memory, and time those that passed, in turns.
 
-    ``check``: what fills a row beside times; None: the errors of the outputs, and bits.
+    ``check``: what fills a row beside times and memory.
     """
     made = [Call(*call, _start_row(*call, settings)) for call in calls]
     if settings.memory and settings.device == "cpu":  # while this process is small
@@ -72,10 +101,10 @@ def measure(
                     call.row.info |= ask(memory_alone, call.provider.name, call.case)
                 except ChildError as error:
                     warnings.warn(f"no memory of {call.row.provider}: {error}", stacklevel=2)
-    _measure_here([call for call in made if not call.alone], settings, check or _check)
+    _measure_here([call for call in made if not call.alone], settings, check)
     for call in made:
         if call.alone and call.row.runs:
-            _measure_alone(call, settings, check or _check)
+            _measure_alone(call, settings, check)
     return [call.row for call in made]
 
 
@@ -134,34 +163,6 @@ def _check_all(calls: Sequence[Call], settings: Settings, check: Check) -> None:
                 later.row.leave_out("absent", f"not reached: {call.provider.name} broke the device")
             return
         free(settings.device)
-
-
-def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
-    row, provider = call.row, call.provider
-    row.info |= provider.info(problem)
-    result = provider.run(problem)
-    if provider.checked:
-        posed = problem
-        if provider.exact is not None:
-            posed, exact = provider.exact(problem)
-        own = TOLERANCE[problem.case.dtype] + provider.tolerance
-        row.errors, wrong = compare(
-            result, exact, posed, own if provider.is_ours else settings.allowed
-        )
-        row.leave_out("wrong", wrong)
-        if not row.runs:
-            return
-        if settings.bits:
-            half = problem.half()
-            row.info["batch_invariant"] = same_rows(provider.run(half), result, half)
-    again = None
-    if problem.hidden.device.type == "cuda":
-        memory, again = measure_memory(provider.run, problem)
-        row.info |= memory
-    elif settings.bits and provider.checked:
-        again = provider.run(problem)
-    if again is not None and provider.checked:
-        row.info["repeatable"] = same_bits(result, again, problem)
 
 
 def _time(calls: Sequence[Call], settings: Settings) -> None:
