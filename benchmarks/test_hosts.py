@@ -21,7 +21,6 @@ from benchmarks.measure import attempt, measure_apart
 from benchmarks.providers.base import lacking
 from benchmarks.results import Row
 from benchmarks.timing import in_turns, make_timer, resident_growth
-from benchmarks.training.batch import make_batch
 from benchmarks.training.task import (
     QUICK,
     SEED,
@@ -31,7 +30,7 @@ from benchmarks.training.task import (
     make_texts,
     make_tokenizer,
 )
-from benchmarks.training.trainers import Job, build
+from benchmarks.training.trainers import Job, build, make_batch
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
 _ROUNDS = 3

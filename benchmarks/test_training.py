@@ -19,9 +19,15 @@ from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.timing import in_turns
-from benchmarks.training.batch import Batch, make_reference
 from benchmarks.training.task import SIZES, TrainingConfig
-from benchmarks.training.trainers import PROVIDERS, Job, TrainerProvider, precision
+from benchmarks.training.trainers import (
+    PROVIDERS,
+    Batch,
+    Job,
+    TrainerProvider,
+    make_reference,
+    precision,
+)
 
 if TYPE_CHECKING:
     from benchmarks.training.paused import PausedTraining, StepCost
