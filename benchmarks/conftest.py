@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import tables, text
 from benchmarks.check import against
-from benchmarks.measure import Settings, device_is_lost
+from benchmarks.measure import NOT_REACHED, Settings, device_is_lost
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
 from benchmarks.shapes import Case
@@ -142,20 +142,13 @@ class Session:
     def settings(self, case: Case, **changes: Any) -> Settings:
         """Return how thoroughly a case is measured."""
         patient = case.slow and not self.brief
-        usual: dict[str, Any] = dict(
-            device=self.device,
-            rounds=self.rounds,
-            budget=float("inf") if patient else 30.0,
-            memory=case.memory,
-            slow=case.slow,
-            deadline=self.deadline,
-        )
-        return Settings(**usual | changes)
+        settings = Settings(device=self.device, rounds=self.rounds, deadline=self.deadline)
+        return replace(settings, **({"budget": float("inf")} if patient else {}) | changes)
 
     def begin(self, case: Any = None) -> None:
         """Skip what there is no time or, for a case, no memory for."""
         if time.monotonic() > self.deadline:
-            pytest.skip("not reached: the time was up")
+            pytest.skip(NOT_REACHED)
         if isinstance(case, Case) and (reason := case.too_large(self.device)):
             pytest.skip(reason)
 

@@ -17,7 +17,7 @@ from benchmarks.check import TOLERANCE, compare, reference, same_bits, same_rows
 from benchmarks.child import LONGEST, ChildError, ask
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers import EVERY
-from benchmarks.providers.base import Provider
+from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, make_timer, measure_memory
@@ -33,9 +33,7 @@ class Settings:
     device: str = "cpu"
     rounds: int = 5  # 0: no times
     budget: float = 30.0  # seconds of timing after which no further round starts
-    memory: bool = False  # on a CPU it takes a process for each provider; on a GPU it is free
     bits: bool = True  # also whether they are the same again, and in half of the batch
-    slow: bool = True  # also who compiles for long or needs a process
     deadline: float = float("inf")  # time.monotonic() after which nothing starts
     allowed: float | None = None  # error of others than ours; None: as of ours
 
@@ -67,7 +65,7 @@ def check_outputs(call: Call, problem: Problem, exact: Result, settings: Setting
             posed, exact = provider.exact(problem)
         own = TOLERANCE[problem.case.dtype] + provider.tolerance
         row.errors, wrong = compare(
-            result, exact, posed, own if provider.is_ours else settings.allowed
+            result, exact, posed, own if is_ours(provider.name) else settings.allowed
         )
         row.leave_out("wrong", wrong)
         if not row.runs:
@@ -93,15 +91,15 @@ def measure(
     ``check``: what fills a row beside times and memory.
     """
     made = [Call(*call, _start_row(*call, settings)) for call in calls]
-    if settings.memory and settings.device == "cpu":  # while this process is small
-        for call in made:
-            # what compiles inside of the call would count its compiler
-            if call.row.runs and not call.alone and not call.provider.slow_start:
-                try:
-                    call.row.info |= ask(memory_alone, call.provider.name, call.case)
-                except ChildError as error:
-                    warnings.warn(f"no memory of {call.row.provider}: {error}", stacklevel=2)
-    _measure_here([call for call in made if not call.alone], settings, check)
+    here = [call for call in made if not call.alone]
+    for call in here if settings.device == "cpu" else ():  # while this process is small
+        # what compiles inside of the call would count its compiler
+        if call.case.memory and call.row.runs and not call.provider.slow_start:
+            try:
+                call.row.info |= ask(memory_alone, call.provider.name, call.case)
+            except ChildError as error:
+                warnings.warn(f"no memory of {call.row.provider}: {error}", stacklevel=2)
+    _measure_here(here, settings, check)
     for call in made:
         if call.alone and call.row.runs:
             _measure_alone(call, settings, check)
@@ -136,7 +134,7 @@ def _start_row(provider: Provider, case: Case, settings: Settings) -> Row:
     row = Row(provider.name, provider.note)
     row.leave_out("absent", provider.absent(settings.device))
     row.leave_out("unable", provider.unable(case))
-    if not settings.slow and (provider.slow_start or provider.timeout):
+    if not case.slow and (provider.slow_start or provider.timeout):
         row.leave_out("absent", "starts slowly: not in this case")
     return row
 

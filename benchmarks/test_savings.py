@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
+from benchmarks.providers import EVERY
 from benchmarks.providers.savings import VARIANTS
 from benchmarks.results import Row
 from benchmarks.shapes import DTYPES, Case, make_case
@@ -19,16 +20,15 @@ CASES = {
     "gpu": [make_case("dapo", "qwen3-1.7b", 8192, "bf16")],
     "gpu-full": [make_case("dapo", model, 8192, "bf16") for model in ("qwen3-1.7b", "qwen3-8b")],
 }
-_BY_NAME = {provider.name: provider for provider in VARIANTS}
 
 
 def names(case: Case) -> list[str]:
-    return list(_BY_NAME)
+    return [provider.name for provider in VARIANTS]
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    found = [_BY_NAME[name] for name in names]
-    calls = [(each, replace(case, work=WORKS[VARIANTS[each]])) for each in found]
+    works = {provider.name: WORKS[work] for provider, work in VARIANTS.items()}
+    calls = [(EVERY[name], replace(case, work=works[name])) for name in names]
     return measured(calls, session.settings(case, bits=False))
 
 

@@ -36,10 +36,6 @@ class Provider:
     slow_start: bool = False  # compiles for long: left out where a suite is short of time
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
 
-    @property
-    def is_ours(self) -> bool:
-        return is_ours(self.name)
-
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
         if (self.gpu or self.capability) and device != "cuda":

@@ -28,8 +28,8 @@ SOFTCAPPED = dataclasses.replace(TINY, softcap=5.0)
 QUICKLY = Settings(rounds=1)
 
 
-def case(work="dapo", dtype="fp32", model=TINY, tokens=32, inputs="peaked") -> Case:
-    return Case(model, tokens, dtype, WORKS[work], inputs)
+def case(work="dapo", dtype="fp32", model=TINY, tokens=32, inputs="peaked", **thoroughly) -> Case:
+    return Case(model, tokens, dtype, WORKS[work], inputs, **thoroughly)
 
 
 def measured(*providers: Provider, settings: Settings = QUICKLY, **options) -> list[Row]:
@@ -145,7 +145,7 @@ def test_who_is_not_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows[1].state, rows[1].seconds) == ("unable", [])
     assert rows[1].reason == "the same as ours: it is what ours chooses"
     slow = dataclasses.replace(PROVIDERS["ours"], slow_start=True)
-    (row,) = measured(slow, settings=Settings(slow=False))
+    (row,) = measured(slow)
     assert (row.state, row.reason) == ("absent", "starts slowly: not in this case")
     monkeypatch.setattr(importlib.metadata, "version", missing)
     (row,) = measured(dataclasses.replace(PROVIDERS["ours"], packages=("some-kernel",)))
@@ -153,9 +153,7 @@ def test_who_is_not_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_that_of_a_fresh_process() -> None:
-    (row,) = measured(
-        PROVIDERS["eager"], settings=Settings(rounds=1, memory=True), model=SMALL, tokens=256
-    )
+    (row,) = measured(PROVIDERS["eager"], model=SMALL, tokens=256, memory=True)
     logits, weight = 256 * 32000 * 4, 32000 * 256 * 4
     assert row.info["returned_bytes"] == weight + 256 * 256 * 4 + 4  # and the loss
     assert logits < row.info["extra_bytes"] < 6 * logits
