@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the r
 # Relative to the size of the tensor (Frobenius norm); the loss, of order 1, absolutely. 16-bit
 # logits of a peaked policy carry an error of 2 % each: baselines may round them and pass.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+StepResult = tuple[Tensor, Tensor]  # a trainer's loss () and gradient (N,)
 
 
 def reference_dtype(case: Case, device: str) -> torch.dtype:
@@ -86,6 +88,21 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
         difference += (a.double() - b.double()).square().sum().item()
         total += b.double().square().sum().item()
     return (difference / total) ** 0.5
+
+
+def take_gradient(leaves: Iterable[Tensor]) -> Tensor:
+    """Return the gradients of all leaves in one vector, and leave them without."""
+    gradients = []
+    for x in leaves:
+        gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
+        x.grad = None
+    return torch.cat([x.flatten() for x in gradients])
+
+
+def compare_steps(found: StepResult, exact: StepResult) -> dict[str, float]:
+    """Return the relative errors of a loss and of the gradient of all leaves together."""
+    pairs = zip(("loss", "gradient"), found, exact, strict=True)
+    return {name: relative_error(x, y) for name, x, y in pairs}
 
 
 def same_bits(a: Result, b: Result, problem: Problem) -> bool:

@@ -1,4 +1,4 @@
-"""Measurements in a process of their own.
+"""Calls in a process of their own.
 
 For the resident memory of a CPU process, for who may hang and must be killed, and for who changes
 the process that it is in.
@@ -6,40 +6,54 @@ the process that it is in.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.environment import ROOT
 
+LONGEST = 1800.0  # seconds of a process that is not expected to hang
 
-def ask(module: str, words: list[str], timeout: float, **environment: str) -> dict[str, Any]:
-    """Return the JSON that ``python -m module`` prints last; a ``failure`` if it fails or hangs."""
+
+class ChildError(RuntimeError):
+    """What a process that failed said last, or that it hung."""
+
+
+def ask(
+    call: Callable[..., Any], *arguments: Any, timeout: float = LONGEST, **environment: str
+) -> Any:
+    """Return what a module's function returns for ``arguments`` in a fresh process.
+
+    Raises:
+        ChildError: the process failed, or it took longer than ``timeout`` and was ended.
+    """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, "-m", "benchmarks.child"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     try:
-        said, complained = process.communicate(timeout=timeout)
+        said, complained = process.communicate(pickle.dumps((call, arguments)), timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {"failure": f"did not finish in {timeout:.0f} s"}
+        raise ChildError(f"did not finish in {timeout:.0f} s") from None
     finally:
         _end(process)
     if process.returncode != 0:
-        print(complained[-5000:], file=sys.stderr)
-        last = complained.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        return {"failure": last[0][:200]}
-    return json.loads(said.splitlines()[-1])
+        complaints = complained.decode(errors="replace").strip()[-5000:]
+        print(complaints, file=sys.stderr)
+        last = complaints.splitlines()[-1:] or [f"exit code {process.returncode}"]
+        raise ChildError(last[0][:200])
+    return pickle.loads(said)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End it with what it started, a server maybe."""
     if process.poll() is None:
         import psutil
@@ -48,3 +62,16 @@ def _end(process: subprocess.Popen[str]) -> None:
             child.kill()
         process.kill()
         process.wait()
+
+
+def _main() -> None:
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    call, arguments = pickle.load(sys.stdin.buffer)
+    said = call(*arguments)
+    with os.fdopen(answer, "wb") as file:
+        pickle.dump(said, file)
+
+
+if __name__ == "__main__":
+    _main()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from benchmarks import tables, text
-from benchmarks.measure import Settings, device_is_lost
+from benchmarks.check import against
+from benchmarks.measure import NOT_REACHED, Settings, device_is_lost
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
-from benchmarks.shapes import Entry
+from benchmarks.shapes import Case
 from benchmarks.timing import clock, replay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,26 +139,18 @@ class Session:
     def rounds(self) -> int:
         return 1 if self.suite == "tiny" else _ROUNDS[self.device]
 
-    def settings(self, entry: Entry, **changes: Any) -> Settings:
+    def settings(self, case: Case, **changes: Any) -> Settings:
         """Return how thoroughly a case is measured."""
-        patient = entry.slow and not self.brief
-        usual: dict[str, Any] = dict(
-            device=self.device,
-            rounds=self.rounds,
-            budget=float("inf") if patient else 30.0,
-            memory=entry.memory,
-            slow=entry.slow,
-            deadline=self.deadline,
-        )
-        return Settings(**usual | changes)
+        patient = case.slow and not self.brief
+        settings = Settings(device=self.device, rounds=self.rounds, deadline=self.deadline)
+        return replace(settings, **({"budget": float("inf")} if patient else {}) | changes)
 
     def begin(self, case: Any = None) -> None:
         """Skip what there is no time or, for a case, no memory for."""
         if time.monotonic() > self.deadline:
-            pytest.skip("not reached: the time was up")
-        too_large = isinstance(case, Entry) and case.too_large(self.device)
-        if too_large:
-            pytest.skip(str(too_large))
+            pytest.skip(NOT_REACHED)
+        if isinstance(case, Case) and (reason := case.too_large(self.device)):
+            pytest.skip(reason)
 
     def rows(self, module: ModuleType, case: Any) -> dict[str, Row]:
         """Measure everybody of a case whose tests run; once."""
@@ -167,7 +160,9 @@ class Session:
             names = [name for name in module.names(case) if (*key, name) in self.selected]
             rows = module.measure(case, names, self)
             benchmark = module.__name__.rpartition("test_")[2]
-            about = module.about(case, self.device) if hasattr(module, "about") else ""
+            about = against(case, self.device) if isinstance(case, Case) else ""
+            if hasattr(module, "about"):
+                about = module.about(case, self.device)
             self.recorder.add(benchmark, case.facts(), rows, about)
             self._rows[key] = dict(zip(names, rows, strict=True))
             if device_is_lost(self.device):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import text
 from benchmarks.environment import environment
 
 PATH = Path(__file__).parent / "results" / "executed.json"
@@ -28,26 +29,25 @@ def table(path: Path = PATH) -> str:
         for x in found["compiled"]
     }
     kinds = ("matrix", "vector", "transcendental", "shared", "scalar", "wait")
-    lines = [
-        f"| kernel | logits | {' | '.join(kinds)} | loads and stores | bytes read | written | "
-        f"{' | '.join(TARGETS)} | registers |",
-        "|---" * (10 + len(TARGETS) + 1) + "|",
-    ]
+    moved = ("loads and stores", "bytes read", "written")
+    lines = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
     order = list(dict.fromkeys(x["with"] for x in found["executed"]))
     for x in sorted(found["executed"], key=lambda x: (order.index(x["with"]), x["dtype"])):
         for work in x["work"]:
             count = work["instructions"]
             key = (x["provider"], x["with"], x["dtype"], work["kernel"])
             of_sass = [sass.get((*key, target)) for target in TARGETS]
-            texts = [f"{y['instructions']:.1f}" if y else "" for y in of_sass]
             more = f", {x['with']}" if x["with"] else ""
-            lines.append(
-                f"| {x['provider']}{more}: `{work['kernel']}` | {x['dtype']} | "
-                f"{' | '.join(f'{count[kind]:.2f}' for kind in kinds)} | "
-                f"{count['load'] + count['store']:.2f} | {work['read']:.1f} | "
-                f"{work['written']:.1f} | {' | '.join(texts)} | "
-                f"{of_sass[1]['registers'] if of_sass[1] else ''} |"
-            )
+            lines.append([
+                f"{x['provider']}{more}: `{work['kernel']}`",
+                x["dtype"],
+                *(f"{count[kind]:.2f}" for kind in kinds),
+                f"{count['load'] + count['store']:.2f}",
+                *(f"{work[name]:.1f}" for name in ("read", "written")),
+                *(f"{y['instructions']:.1f}" if y else "" for y in of_sass),
+                str(of_sass[1]["registers"]) if of_sass[1] else "",
+            ])  # fmt: skip
     where = found["environment"]
     versions = ", ".join(f"{n} {where['versions'][n]}" for n in ("triton", "trl", "liger-kernel"))
-    return "\n".join([*lines, "", f"{where['date'][:10]}, {where['commit'][:12]}, {versions}."])
+    source = f"{where['date'][:10]}, {where['commit'][:12]}, {versions}."
+    return f"{text.markdown(lines)}\n\n{source}"

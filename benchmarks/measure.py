@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,15 +14,15 @@ from typing import Any
 import torch
 
 from benchmarks.check import TOLERANCE, compare, reference, same_bits, same_rows
-from benchmarks.child import ask
+from benchmarks.child import LONGEST, ChildError, ask
 from benchmarks.problem import Problem, Result, make_problem
-from benchmarks.providers.base import Provider
+from benchmarks.providers import EVERY
+from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
-from benchmarks.shapes import Case
+from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, make_timer, measure_memory
 
 _FEWEST_ROUNDS = 3
-_LONGEST = 900.0  # seconds of a process that is not expected to hang
 NOT_REACHED = "not reached: the time was up"
 
 
@@ -30,11 +31,9 @@ class Settings:
     """How much is measured."""
 
     device: str = "cpu"
-    rounds: int = 5
+    rounds: int = 5  # 0: no times
     budget: float = 30.0  # seconds of timing after which no further round starts
-    memory: bool = False  # on a CPU it takes a process for each provider; on a GPU it is free
     bits: bool = True  # also whether they are the same again, and in half of the batch
-    slow: bool = True  # also who compiles for long or needs a process
     deadline: float = float("inf")  # time.monotonic() after which nothing starts
     allowed: float | None = None  # error of others than ours; None: as of ours
 
@@ -52,78 +51,11 @@ class Call:
         return self.provider.timeout is not None
 
 
-def measure(calls: Sequence[tuple[Provider, Case]], settings: Settings) -> list[Row]:
-    """Check every provider, measure its memory, and time those that passed, in turns."""
-    made = [Call(*call, start_row(*call, settings)) for call in calls]
-    if settings.memory and settings.device == "cpu":  # while this process is small
-        for call in made:
-            # what compiles inside of the call would count its compiler
-            if call.row.runs and not call.alone and not call.provider.slow_start:
-                found = ask_alone("memory", call.provider, call.case)
-                if "failure" in found:
-                    warnings.warn(
-                        f"no memory of {call.row.provider}: {found['failure']}", stacklevel=2
-                    )
-                else:
-                    call.row.info |= found
-    check_all([call for call in made if not call.alone], settings, _check)
-    if not device_is_lost(settings.device):
-        _time([call for call in made if call.row.runs and not call.alone], settings)
-    measure_alone(made, settings, "row")
-    return [call.row for call in made]
+Check = Callable[[Call, Problem, Result, Settings], None]  # against the exact result
 
 
-def measure_one(provider: Provider, case: Case, device: str, rounds: int) -> Row:
-    """Measure a provider by itself; for a process that is killed when it hangs."""
-    settings = Settings(device=device, rounds=rounds)
-    call = Call(provider, case, start_row(provider, case, settings))
-    check_all([call], settings, _check)
-    if call.row.runs:
-        _time([call], settings)
-    return call.row
-
-
-def start_row(provider: Provider, case: Case, settings: Settings) -> Row:
-    """Return a row as it is before any measurement."""
-    row = Row(provider.name, provider.note)
-    row.leave_out("absent", provider.absent(settings.device))
-    row.leave_out("unable", provider.unable(case))
-    if not settings.slow and (provider.slow_start or provider.timeout):
-        row.leave_out("absent", "starts slowly: not in this case")
-    return row
-
-
-def check_all(
-    calls: Sequence[Call],
-    settings: Settings,
-    check: Callable[[Call, Problem, Result, Settings], None],
-) -> None:
-    """Check all; these runs are also the warm-up."""
-    exact: dict[Any, Result] = {}
-    for index, call in enumerate(calls):
-        if time.monotonic() > settings.deadline:
-            call.row.leave_out("absent", NOT_REACHED)
-        if not call.row.runs:
-            continue
-        problem = make_problem(call.case, settings.device)
-        # before a frozen head the exact values are a part of the others
-        key = replace(call.case.work, name="", title="", frozen=False, entropy=False)
-        if key not in exact:
-            exact = {key: reference(problem)}
-        try:
-            call.row.leave_out("unable", call.provider.redundant(problem))
-            if call.row.runs:
-                check(call, problem, exact[key], settings)
-        except Exception as error:  # another library's failure is a result to report
-            call.row.leave_out("wrong", describe(error))
-        if device_is_lost(settings.device):
-            for later in calls[index + 1 :]:
-                later.row.leave_out("absent", f"not reached: {call.provider.name} broke the device")
-            return
-        free(settings.device)
-
-
-def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
+def check_outputs(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
+    """Compare outputs with the exact ones, and bits with those of a second run and of half."""
     row, provider = call.row, call.provider
     row.info |= provider.info(problem)
     result = provider.run(problem)
@@ -133,7 +65,7 @@ def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> N
             posed, exact = provider.exact(problem)
         own = TOLERANCE[problem.case.dtype] + provider.tolerance
         row.errors, wrong = compare(
-            result, exact, posed, own if provider.is_ours else settings.allowed
+            result, exact, posed, own if is_ours(provider.name) else settings.allowed
         )
         row.leave_out("wrong", wrong)
         if not row.runs:
@@ -151,8 +83,88 @@ def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> N
         row.info["repeatable"] = same_bits(result, again, problem)
 
 
+def measure(
+    calls: Sequence[tuple[Provider, Case]], settings: Settings, check: Check = check_outputs
+) -> list[Row]:
+    """Check every provider, measure its memory, and time those that passed, in turns.
+
+    ``check``: what fills a row beside times and memory.
+    """
+    made = [Call(*call, _start_row(*call, settings)) for call in calls]
+    here = [call for call in made if not call.alone]
+    for call in here if settings.device == "cpu" else ():  # while this process is small
+        # what compiles inside of the call would count its compiler
+        if call.case.memory and call.row.runs and not call.provider.slow_start:
+            try:
+                call.row.info |= ask(memory_alone, call.provider.name, call.case)
+            except ChildError as error:
+                warnings.warn(f"no memory of {call.row.provider}: {error}", stacklevel=2)
+    _measure_here(here, settings, check)
+    for call in made:
+        if call.alone and call.row.runs:
+            _measure_alone(call, settings, check)
+    return [call.row for call in made]
+
+
+def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> None:
+    _check_all(calls, settings, check)
+    if settings.rounds and not device_is_lost(settings.device):
+        _time([call for call in calls if call.row.runs], settings)
+
+
+def _measure_alone(call: Call, settings: Settings, check: Check) -> None:
+    """Measure one that may hang, in a process that is killed then."""
+    timeout = call.provider.timeout or LONGEST
+    if settings.deadline - time.monotonic() < timeout:
+        call.row.leave_out("absent", "not reached: too little time was left for it")
+        return
+    with attempt(call.row):
+        arguments = call.provider.name, call.case, call.row, settings, check
+        vars(call.row).update(vars(ask(_measure_one, *arguments, timeout=timeout)))
+    call.row.info["alone"] = True
+
+
+def _measure_one(name: str, case: Case, row: Row, settings: Settings, check: Check) -> Row:
+    _measure_here([Call(EVERY[name], case, row)], settings, check)
+    return row
+
+
+def _start_row(provider: Provider, case: Case, settings: Settings) -> Row:
+    """Return a row as it is before any measurement."""
+    row = Row(provider.name, provider.note)
+    row.leave_out("absent", provider.absent(settings.device))
+    row.leave_out("unable", provider.unable(case))
+    if not case.slow and (provider.slow_start or provider.timeout):
+        row.leave_out("absent", "starts slowly: not in this case")
+    return row
+
+
+def _check_all(calls: Sequence[Call], settings: Settings, check: Check) -> None:
+    """Check all; these runs are also the warm-up."""
+    exact: dict[Any, Result] = {}
+    for index, call in enumerate(calls):
+        if time.monotonic() > settings.deadline:
+            call.row.leave_out("absent", NOT_REACHED)
+        if not call.row.runs:
+            continue
+        problem = make_problem(call.case, settings.device)
+        # before a frozen head the exact values are a part of the others
+        key = replace(call.case.work, name="", title="", frozen=False, entropy=False)
+        if key not in exact:
+            exact = {key: reference(problem)}
+        with attempt(call.row):
+            call.row.leave_out("unable", call.provider.redundant(problem))
+            if call.row.runs:
+                check(call, problem, exact[key], settings)
+        if device_is_lost(settings.device):
+            for later in calls[index + 1 :]:
+                later.row.leave_out("absent", f"not reached: {call.provider.name} broke the device")
+            return
+        free(settings.device)
+
+
 def _time(calls: Sequence[Call], settings: Settings) -> None:
-    timer, start = make_timer(settings.device), time.monotonic()
+    start = time.monotonic()
     problems: dict[Case, Problem] = {}
     for call in calls:
         if call.case not in problems:
@@ -162,34 +174,66 @@ def _time(calls: Sequence[Call], settings: Settings) -> None:
     def enough(index: int) -> bool:
         return index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget
 
-    for row, run in in_turns(runs, settings.rounds, settings.deadline, enough):
+    time_in_turns(runs, settings.device, settings.rounds, settings.deadline, enough)
+
+
+def time_in_turns(
+    runs: Sequence[tuple[Row, Callable[[], Any]]],
+    device: str,
+    rounds: int,
+    deadline: float = float("inf"),
+    enough: Callable[[int], bool] = lambda index: False,
+) -> None:
+    """Time those that passed, as :func:`benchmarks.timing.in_turns` gives them."""
+    timer = make_timer(device)
+    right = [(row, run) for row, run in runs if row.runs]
+    for row, run in in_turns(right, rounds, deadline, enough):
         row.seconds.append(timer(run))
 
 
-def measure_alone(calls: Sequence[Call], settings: Settings, what: str) -> None:
-    """Measure those that may hang, each in a process that is killed then."""
-    for call in calls:
-        if call.alone and call.row.runs:
-            timeout = call.provider.timeout or _LONGEST
-            if settings.deadline - time.monotonic() < timeout:
-                call.row.leave_out("absent", "not reached: too little time was left for it")
-                continue
-            found = ask_alone(what, call.provider, call.case, settings.rounds)
-            call.row.leave_out("wrong", found.pop("failure", None))
-            vars(call.row).update(found)
-            call.row.info["alone"] = True
+def memory_alone(name: str, case: Case) -> dict[str, int]:
+    """Return the bytes of one call, in a process that does nothing else."""
+    provider = EVERY[name]
+    tiny = replace(case, model=MODELS["tiny"], tokens=32)
+    provider.run(make_problem(tiny))  # libraries are loaded, threads started
+    return measure_memory(provider.run, make_problem(case, exact=False))[0]
 
 
-def ask_alone(what: str, provider: Provider, case: Case, rounds: int = 0) -> dict[str, Any]:
-    """Measure a provider in a process of its own: "memory", "accuracy", or a whole "row"."""
-    words = [case.model.name, str(case.tokens), case.dtype, case.work.name, case.inputs]
-    words = [what, *words, provider.name, str(rounds)]
-    return ask("benchmarks.alone", words, provider.timeout or _LONGEST)
+def measure_apart(
+    rows: Sequence[Row],
+    times: Callable[..., list[Row]],
+    growth: Callable[..., int],
+    arguments: Sequence[Any],
+    rounds: int,
+    memory: Sequence[str],
+) -> list[Row]:
+    """Time everybody in one process, in turns; then find the memory of some in one of their own.
+
+    ``times`` is called with the arguments and the rounds, ``growth`` with the arguments and a name.
+    """
+    running = [row for row in rows if row.runs]
+    try:
+        found = {x.provider: x for x in ask(times, *arguments, rounds)} if running else {}
+    except ChildError as error:
+        for row in running:
+            row.leave_out("wrong", str(error))
+        return list(rows)
+    for row in running:
+        vars(row).update(vars(found[row.provider]))
+        if row.runs and row.provider in memory:
+            with suppress(ChildError):  # which was printed
+                row.info["grown_bytes"] = ask(growth, *arguments, row.provider)
+    return list(rows)
 
 
-def describe(error: Exception) -> str:
-    """Write an error in one line, as a reason."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+@contextmanager
+def attempt(row: Row) -> Iterator[None]:
+    """Make an error the row's result: another library's failure is one to report."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
+        row.leave_out("wrong", f"{kind}{error}".strip().splitlines()[0][:200])
 
 
 def device_is_lost(device: str) -> bool:

@@ -95,42 +95,27 @@ class Result:
         return (x for field in fields(self) if (x := getattr(self, field.name)) is not None)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a head, and its outputs."""
-
-    hidden: Tensor  # (B, L, D)
-    weight: Tensor  # (V, D)
-    target: Tensor  # (B, L)
-    logprobs: Tensor  # (B, L) fp32, of unrounded logits; constant where it does not matter
-
-
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
     """Return random inputs of ``case``.
 
     ``exact=False`` leaves out the GEMMs behind targets and old log-probabilities; for measurements
     of memory, so that no library keeps a buffer from it.
     """
-    shape = case.sequences, case.length
-    return assemble(case, _make_inputs(case.model, *shape, case.dtype, device, exact, case.inputs))
-
-
-def assemble(case: Case, inputs: Inputs) -> Problem:
-    """Return ``inputs`` as the batch of ``case``, with everything else that a batch needs."""
-    work, device = case.work, inputs.target.device
+    work, shape = case.work, (case.sequences, case.length)
+    found = _make_inputs(case.model, *shape, case.dtype, device, exact, case.inputs)
+    hidden, weight, target, logprobs = found
     trains = work.kind != "forward"
     generator = torch.Generator().manual_seed(1)
-    shape = inputs.target.shape
     noise = torch.randn(shape, generator=generator)
-    reference = (inputs.logprobs.cpu() + 0.1 * noise).to(device)
+    reference = (logprobs.cpu() + 0.1 * noise).to(device)
     return Problem(
         case=case,
-        hidden=inputs.hidden.detach().requires_grad_(trains),
-        weight=inputs.weight.detach().requires_grad_(trains and not work.frozen),
-        target=inputs.target,
+        hidden=hidden.detach().requires_grad_(trains),
+        weight=weight.detach().requires_grad_(trains and not work.frozen),
+        target=target,
         mask=_mask(case).to(device),
         advantages=_advantages(case).to(device),
-        old_logprobs=inputs.logprobs - _log_ratios(case, generator).to(device),
+        old_logprobs=logprobs - _log_ratios(case, generator).to(device),
         ref_logprobs=reference if work.loss is not None and work.loss.beta else None,
         dlogprobs=torch.randn(shape, generator=generator).to(device) / case.tokens,
     )
@@ -139,15 +124,18 @@ def assemble(case: Case, inputs: Inputs) -> Problem:
 @functools.lru_cache(maxsize=1)
 def _make_inputs(
     model: Model, sequences: int, length: int, dtype: str, device: str, exact: bool, inputs: str
-) -> Inputs:
-    """Return inputs: normal logits of the standard deviation that their name has.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states (B, L, D), a head (V, D), targets (B, L) and log-probabilities (B, L).
+
+    Normal logits have the standard deviation that the inputs' name has. The log-probabilities are
+    fp32, of unrounded logits; constant where it does not matter.
 
     "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
     so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
     "mostly-decided" ones are those of ``policy.py``.
     """
     if inputs == DECIDED:
-        return Inputs(*make_policy(model, sequences, length, dtype, device))
+        return make_policy(model, sequences, length, dtype, device)
     spread = SPREADS[inputs]
     generator = torch.Generator(device).manual_seed(0)
     options = dict(dtype=DTYPES[dtype], device=device)
@@ -174,7 +162,7 @@ def _make_inputs(
     if exact:
         rows = hidden.float().flatten(0, 1), target.flatten()
         logprobs = statistics(*rows, weight.float(), model.softcap)[0].view_as(target)
-    return Inputs(hidden, weight, target, logprobs)
+    return hidden, weight, target, logprobs
 
 
 def detached(problem: Problem, dtype: torch.dtype) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +65,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One table: sequences of one padded length before one head."""
+    """One table: sequences of one padded length before one head, and how thoroughly."""
 
     model: Model
     tokens: int  # T, padding included; a multiple of 16
     dtype: str  # a name of DTYPES
     work: Work
     inputs: str = "peaked"  # a name of SPREADS
+    # also on a CPU, where memory takes a process for each provider
+    memory: bool = field(default=False, compare=False)
+    # also the providers that compile for long or need a process; all rounds
+    slow: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.inputs in SPREADS
@@ -89,13 +93,15 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    @property
-    def least_bytes(self) -> int:
-        """Without which not even the smallest provider can be measured and checked."""
+    def too_large(self, device: str) -> str | None:
+        """Return why not even the smallest provider can be measured; None where the case fits."""
         weight = self.model.vocabulary * self.model.hidden
         states = self.tokens * self.model.hidden
         # inputs and gradients, an fp32 accumulator, and twice fp64 for the reference
-        return (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
+        needed = (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
+        if needed <= 0.8 * device_memory(device):
+            return None
+        return f"needs {needed / 2**30:.0f} GiB of memory"
 
     def facts(self) -> dict[str, Any]:
         """Return the facts as a result file holds them."""
@@ -112,35 +118,11 @@ class Case:
         }
 
     def __str__(self) -> str:
-        inputs = "" if self.inputs == "peaked" else f", {self.inputs}"
-        return f"{self.work.name}, {self.model.name}, T={self.tokens}, {self.dtype}{inputs}"
+        inputs = "" if self.inputs == "peaked" else f"-{self.inputs}"
+        return f"{self.work.name}-{self.model.name}-{self.tokens}-{self.dtype}{inputs}"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A case of a suite, and how thoroughly it is measured."""
-
-    case: Case
-    memory: bool = False  # also on a CPU, where it takes a process for each provider
-    slow: bool = False  # also the providers that compile for long or need a process; all rounds
-
-    def too_large(self, device: str) -> str | None:
-        """Return why the case is not measured on this machine; None where it fits."""
-        needed = self.case.least_bytes
-        if needed <= 0.8 * device_memory(device):
-            return None
-        return f"needs {needed / 2**30:.0f} GiB of memory"
-
-    def facts(self) -> dict[str, Any]:
-        return self.case.facts()
-
-    def __str__(self) -> str:
-        case = self.case
-        inputs = "" if case.inputs == "peaked" else f"-{case.inputs}"
-        return f"{case.work.name}-{case.model.name}-{case.tokens}-{case.dtype}{inputs}"
-
-
-def entry(
-    work: str, model: str, tokens: int, dtype: str, inputs: str = "peaked", **options: bool
-) -> Entry:
-    return Entry(Case(MODELS[model], tokens, dtype, WORKS[work], inputs), **options)
+def make_case(
+    work: str, model: str, tokens: int, dtype: str, inputs: str = "peaked", **thoroughly: bool
+) -> Case:
+    return Case(MODELS[model], tokens, dtype, WORKS[work], inputs, **thoroughly)

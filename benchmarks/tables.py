@@ -80,12 +80,13 @@ def headline(groups: Sequence[Group]) -> str:
 
 def _lines(blocks: Sequence[Sequence[Group]], layout: Layout) -> Lines:
     found = [
-        {_place(group, row, layout): (group, row) for group in block for row in group.rows}
+        {
+            _place(group, row, layout): (group, row)
+            for group in block
+            for row in group.rows
+            if row.shown and row.provider not in layout.hidden
+        }
         for block in blocks
-    ]
-    found = [
-        {k: v for k, v in each.items() if v[1].shown and v[1].provider not in layout.hidden}
-        for each in found
     ]
     places = list(dict.fromkeys(place for each in found for place in each))
     if layout.sort:
@@ -496,7 +497,7 @@ def _extra(row: Row | None) -> int | None:
 
 
 def _middle(values: list[float]) -> str:
-    return text.scatter(values, statistics.median(values)) if values else ""
+    return text.spread(values, statistics.median(values)) if values else ""
 
 
 def _always(values: Sequence[bool | None]) -> str:

@@ -1,25 +1,45 @@
-"""Errors of everybody on a policy's distributions, token by token."""
+"""Errors of everybody on a policy's distributions against fp64, token by token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
 
-from benchmarks import accuracy
+import torch
+from torch import Tensor
+
+from benchmarks import text
+from benchmarks.check import compare, reference_dtype
 from benchmarks.conftest import Session
-from benchmarks.problem import make_problem
-from benchmarks.providers import EVERY, PROVIDERS
-from benchmarks.providers.numerics import ADDED
+from benchmarks.exact import statistics
+from benchmarks.measure import Call, Settings
+from benchmarks.measure import measure as measured
+from benchmarks.problem import Problem, Result, detached, make_problem
+from benchmarks.providers import COMPARED, EVERY, PROVIDERS
+from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, Entry, entry
+from benchmarks.shapes import DECIDED, Case, make_case
+from benchmarks.work import WORKS
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
+# Nats, and of a gradient a part of its norm: rounding logits to 16 bits changes either by less.
+_WRONG = 0.5
+# tokens by their probability p: above the first, and at most the second
+BANDS = {
+    "p > 0.98": (0.98, math.inf),
+    "p 0.5 to 0.98": (0.5, 0.98),
+    "p < 0.5": (-math.inf, 0.5),
+}
 
 
 def _both(
     model: str, tokens: int, work: str = _VALUES, slow: Sequence[str] = ("bf16", "fp32")
-) -> list[Entry]:
+) -> list[Case]:
     return [
-        entry(work, model, tokens, dtype, DECIDED, slow=dtype in slow) for dtype in ("bf16", "fp32")
+        make_case(work, model, tokens, dtype, DECIDED, slow=dtype in slow)
+        for dtype in ("bf16", "fp32")
     ]
 
 
@@ -40,17 +60,94 @@ CASES = {
 }
 
 
-def names(case: Entry) -> list[str]:
-    return [*PROVIDERS, *(provider.name for provider in ADDED)]
+def names(case: Case) -> list[str]:
+    return [*PROVIDERS, *(provider.name for provider in COMPARED)]
 
 
-def measure(case: Entry, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     providers = [EVERY[name] for name in names]
-    return accuracy.measure_accuracy(case.case, providers, session.settings(case))
+    return measure_accuracy(case, providers, session.settings(case))
 
 
-def about(case: Entry, device: str) -> str:
-    return accuracy.distribution(make_problem(case.case, device))
+def about(case: Case, device: str) -> str:
+    return distribution(make_problem(case, device))
+
+
+def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settings) -> list[Row]:
+    """Compare everybody with fp64, token by token; who has no entropy, without it."""
+    assert reference_dtype(case, settings.device) == torch.float64, "too large for fp64"
+    values = replace(case, work=WORKS["logprobs"])
+    calls = [
+        (each, values if case.work.kind != "loss" and each.unable(case) is not None else case)
+        for each in providers
+    ]
+    return measured(calls, replace(settings, rounds=0), _check)
+
+
+def distribution(problem: Problem) -> str:
+    """Describe the distributions of a problem: of its tokens, and their entropies."""
+    exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
+    rows = exact.hidden.flatten(0, 1), exact.target.flatten(), exact.weight
+    logprobs, entropy = statistics(*rows, exact.softcap)
+    shares = ", ".join(f"{100 * within(x, logprobs).double().mean():.0f} % {x}" for x in BANDS)
+    return (
+        f"{shares}; the rarest {text.error(logprobs.min().exp().item())}; "
+        f"entropies: mean {entropy.mean():.2g}, median {entropy.median():.2g}, "
+        f"at most {entropy.max():.2g} nats"
+    )
+
+
+def within(band: str, logprobs: Tensor) -> Tensor:
+    """Return which tokens are in a band."""
+    low, high = BANDS[band]
+    return (logprobs.exp() > low) & (logprobs.exp() <= high)
+
+
+def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
+    row = call.row
+    if not call.provider.checked:
+        row.leave_out("unable", "it has no results")
+        return
+    result = call.provider.run(problem)
+    found: list[float] = []
+    if problem.work.kind == "loss":
+        row.errors, wrong = compare(result, exact, problem, _WRONG)
+        row.leave_out("wrong", wrong)
+        if not row.runs:
+            return
+        norms = exact.dhidden.norm(dim=-1)
+        relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
+        row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
+    else:
+        error = _difference(result, exact, "logprobs")
+        noise = error.expm1().abs()  # of an importance ratio whose other side is exact
+        row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
+        row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
+        found += error.abs().flatten().tolist()
+        if problem.work.entropy:
+            entropy = _difference(result, exact, "entropy").abs()
+            row.info["H"] = [entropy.median().item(), entropy.max().item()]
+            found += entropy.flatten().tolist()
+    wrong = [x for x in found if not x <= _WRONG]  # written so that NaN is wrong
+    if wrong:
+        row.info.clear()
+        reason = f"{len(wrong)} values are off, one by {wrong[0]:.1e}; allowed {_WRONG:g}"
+        row.leave_out("wrong", reason)
+
+
+def _by_band(name: str, errors: Tensor, logprobs: Tensor, counts: Tensor) -> dict[str, list[float]]:
+    """Return the median and the largest size of errors in each band that has some."""
+    bands = {band: errors[within(band, logprobs) & counts].abs().tolist() for band in BANDS}
+    return {f"{name}, {b}": [median(x), max(x)] for b, x in bands.items() if x}
+
+
+def _difference(result: Result, exact: Result, name: str) -> Tensor:
+    """Return the difference of each token."""
+    actual, expected = getattr(result, name), getattr(exact, name)
+    assert actual is not None, f"no {name}"
+    if actual.shape != expected.shape:
+        raise ValueError(f"expected the shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
+    return actual.double() - expected
 
 
 def test_accuracy(row: Row) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks import accuracy
 from benchmarks.check import against
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
@@ -13,14 +12,15 @@ from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY
 from benchmarks.providers.backwards import AGAIN, BOUNDED, KEPT
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, Entry, entry
+from benchmarks.shapes import DTYPES, Case, make_case
+from benchmarks.test_accuracy import distribution
 from benchmarks.work import WORKS
 
 
-def _every_input(model: str, tokens: int, *dtypes: str, slow: bool = True) -> list[Entry]:
+def _every_input(model: str, tokens: int, *dtypes: str, slow: bool = True) -> list[Case]:
     """Return entries with the inputs that matter most first."""
     return [
-        entry("logprobs-grad", model, tokens, dtype, inputs, slow=slow, memory=slow and first)
+        make_case("logprobs-grad", model, tokens, dtype, inputs, slow=slow, memory=slow and first)
         for inputs in ("policy-like", "text-like", "peaked")
         for dtype in dtypes
         for first in [inputs == "policy-like"]
@@ -49,24 +49,24 @@ _WAYS = (
 )
 
 
-def names(case: Entry) -> list[str]:
+def names(case: Case) -> list[str]:
     """Return works with who does them: an exact backward takes as long on any inputs."""
     others = (*_OURS, "logprobs-grad eager")
-    return [*_BARE, *(_WAYS if case.case.inputs == "policy-like" else others)]
+    return [*_BARE, *(_WAYS if case.inputs == "policy-like" else others)]
 
 
-def measure(case: Entry, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     pairs = [name.split() for name in names]
-    calls = [(EVERY[name], replace(case.case, work=WORKS[work])) for work, name in pairs]
+    calls = [(EVERY[name], replace(case, work=WORKS[work])) for work, name in pairs]
     rows = measured(calls, session.settings(case, bits=False, allowed=_WRONG))
     for row, (work, _) in zip(rows, pairs, strict=True):
         row.info["work"] = work
     return rows
 
 
-def about(case: Entry, device: str) -> str:
-    described = accuracy.distribution(make_problem(case.case, device))
-    return f"{against(case.case, device)}; {described}"
+def about(case: Case, device: str) -> str:
+    described = distribution(make_problem(case, device))
+    return f"{against(case, device)}; {described}"
 
 
 def test_backwards(row: Row) -> None:

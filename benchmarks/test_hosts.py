@@ -1,77 +1,275 @@
-"""Steps of other trainers: ``python -m pytest benchmarks/test_hosts.py --benchmark-only``."""
+"""Steps of other trainers, with their own head and with ours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.child import ask
+import torch
+from torch import Tensor
+
+from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import Session
-from benchmarks.hosts import ARMS, NO_HEAD, WORKS
-from benchmarks.providers.baselines import lacking
+from benchmarks.measure import attempt, measure_apart
+from benchmarks.providers.base import lacking
 from benchmarks.results import Row
-from benchmarks.training.task import SIZES
+from benchmarks.timing import in_turns, make_timer, resident_growth
+from benchmarks.training.task import (
+    QUICK,
+    SEED,
+    SIZES,
+    TrainingConfig,
+    make_model,
+    make_texts,
+    make_tokenizer,
+)
+from benchmarks.training.trainers import Job, build, make_batch
+from grpo_kernels.linear_logprobs import LinearLogprobs
 
 _ROUNDS = 3
-_LONGEST = 1800.0  # seconds
 _REQUIRES = ("peft", "transformers", "accelerate", "datasets")
+THEIRS, OURS, AT_HEAD, NO_HEAD = "theirs", "ours", "ours, loss at the head", "no head"
+ARMS = (THEIRS, OURS, AT_HEAD, NO_HEAD)
+# TRL's own head has to be built last: a model that has it keeps ours from being switched on
+_ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
+_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward and backward, which leaves gradients in its leaves."""
+
+    loss: Callable[[], Tensor]  # ()
+    leaves: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        self.loss().backward()
+
+    def checked(self) -> StepResult:
+        """Return the loss and the gradient, which the next arm has no room for."""
+        loss = self.loss()
+        loss.backward()
+        return loss.detach(), take_gradient(self.leaves)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of a host's trainer, with a model of a size."""
+    """A step of a host, forward and backward, with a model of a size."""
 
-    work: str  # of WORKS
-    size: str  # of SIZES
+    host: str  # a distribution
+    step: str
+    arms: tuple[str, ...]
+    make: Callable[[str, TrainingConfig], Step]  # of an arm
+    config: TrainingConfig = QUICK
 
     def facts(self) -> dict[str, Any]:
-        work, config = WORKS[self.work], SIZES[self.size]
-        tokens = config.micro_batch * (config.prompt_tokens + config.completion_tokens)
+        config = self.config
         return {
-            "host": work.host,
-            "step": work.name,
-            "model": str(config),
-            "tokens": tokens,
+            "host": self.host,
+            "step": self.step,
+            "model": config.model,
+            "tokens": config.micro_batch * (config.prompt_tokens + config.completion_tokens),
             "dtype": "fp32",
         }
 
     def __str__(self) -> str:
-        return f"{WORKS[self.work].host}: {self.work}, {self.size}"
+        return f"{self.host}: {self.step}"
 
 
+def _make_step(kind: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
+    """Build TRL's trainer for an arm; return its forward and backward of one batch."""
+    from grpo_kernels.integrations import trl as ours
+
+    # what is built while it is on keeps our head
+    with ours.enabled() if arm in (OURS, NO_HEAD) else nullcontext():
+        torch.manual_seed(SEED)  # of the adapters
+        trainer, inputs = _TRAINERS[kind](lora, arm, config)
+
+    def loss() -> Tensor:
+        with _headless() if arm == NO_HEAD else nullcontext():
+            return trainer.compute_loss(trainer.model_wrapped, dict(inputs))
+
+    return Step(loss, [x for x in trainer.model.parameters() if x.requires_grad])
+
+
+@contextmanager
+def _headless() -> Iterator[None]:
+    """Put something that costs nothing in the place of the head's GEMMs: the rest of a step."""
+
+    def cheap(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
+        value = hidden.float().mean(-1)
+        found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
+        for name in options["outputs"]:
+            detached = value.detach() > 0 if name == "is_top1" else value.detach()
+            found[name] = value if name in ("logprobs", "entropy") else detached
+        return LinearLogprobs(**found)
+
+    with patch("grpo_kernels.integrations.trl.linear_logprobs", cheap):
+        yield
+
+
+def _grpo(lora: bool, arm: str, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(config=config, device="cpu", steps=1, folder=Path(folder))
+        own = FusedGRPOTrainer if arm == AT_HEAD else None
+        trainer: Any = build("trl", job, own, _adapter(lora))
+    trainer.current_gradient_accumulation_steps = config.micro_batches
+    return trainer, make_batch(config, make_model(config), "cpu")
+
+
+def _from_dataset(
+    trainer: str, columns: dict[str, int], lora: bool, arm: str, config: TrainingConfig
+) -> tuple[Any, dict[str, Any]]:
+    """Build a trainer and take its first batch."""
+    import trl
+    from datasets import Dataset
+
+    data = {
+        name: make_texts(config, config.micro_batch, length, seed)
+        for seed, (name, length) in enumerate(columns.items())
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        args = getattr(trl, f"{trainer}Config")(
+            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=1,
+            per_device_train_batch_size=config.micro_batch, report_to="none", save_strategy="no",
+        )  # fmt: skip
+        model = make_model(config)
+        model.save_pretrained(folder)  # a reference model is loaded from there
+        model = type(model).from_pretrained(folder)
+        built: Any = getattr(trl, f"{trainer}Trainer")(
+            model, args=args, train_dataset=Dataset.from_dict(data), peft_config=_adapter(lora),
+            processing_class=make_tokenizer(config),
+        )  # fmt: skip
+    return built, built._prepare_inputs(next(iter(built.get_train_dataloader())))
+
+
+def _adapter(lora: bool) -> Any:
+    if not lora:
+        return None
+    from peft import LoraConfig
+
+    # both factors have gradients
+    return LoraConfig(target_modules=["q_proj", "v_proj"], r=8, init_lora_weights=False)
+
+
+def _tensors(config: TrainingConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Make hidden states (b, C, D), a weight (V, D) and ids (b, C)."""
+    g = torch.Generator().manual_seed(SEED)
+    shape = config.micro_batch, config.completion_tokens
+    hidden = torch.randn(*shape, config.hidden, generator=g)
+    weight = torch.randn(config.vocabulary, config.hidden, generator=g) * config.hidden**-0.5
+    ids = torch.randint(config.vocabulary, shape, generator=g)
+    return hidden.requires_grad_(), weight.requires_grad_(), ids
+
+
+def _liger(arm: str, config: TrainingConfig) -> Step:
+    from liger_kernel.chunked_loss import grpo_loss
+
+    from grpo_kernels.integrations import liger
+
+    hidden, weight, ids = _tensors(config)
+    advantages, mask = torch.linspace(-0.7, 1.7, len(ids)), torch.ones_like(ids)
+    settings: dict[str, Any] = {"temperature": _TEMPERATURE, "beta": 0.0, "use_ref_model": False}
+    with liger.enabled() if arm == OURS else nullcontext():
+        module = grpo_loss.LigerFusedLinearGRPOLoss(**settings)
+    return Step(lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight))
+
+
+def _verl(arm: str, config: TrainingConfig) -> Step:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    from grpo_kernels.integrations import verl
+
+    hidden, weight, ids = _tensors(config)
+    scores = FusedLinearForPPO()
+
+    def loss() -> Tensor:
+        with verl.enabled() if arm == OURS else nullcontext():
+            logprobs, entropy = scores(hidden, weight, ids, _TEMPERATURE)
+        return (logprobs + 0.1 * entropy).mean()
+
+    return Step(loss, (hidden, weight))
+
+
+_TRAINERS: dict[str, Callable[[bool, str, TrainingConfig], tuple[Any, dict[str, Any]]]] = {
+    "GRPO": _grpo,
+    "SFT": partial(_from_dataset, "SFT", {"prompt": 32, "completion": 64}),
+    "DPO": partial(_from_dataset, "DPO", {"prompt": 32, "chosen": 64, "rejected": 64}),
+}
+_QUICK = [
+    *(
+        Case(
+            "trl",
+            f"{kind}Trainer, {'LoRA' if lora else 'all weights'}",
+            ARMS if kind == "GRPO" else (THEIRS, OURS, NO_HEAD),
+            partial(_make_step, kind, lora),
+        )
+        for kind in _TRAINERS
+        for lora in (False, True)
+    ),
+    Case("liger-kernel", "LigerFusedLinearGRPOLoss", (THEIRS, OURS), _liger),
+    Case("verl", "FusedLinearForPPO, entropy", (THEIRS, OURS), _verl),
+]
 _TINY = ("GRPOTrainer, LoRA", "DPOTrainer, all weights", "LigerFusedLinearGRPOLoss")
 CASES = {
-    "tiny": [Case(name, "quick") for name in _TINY],
-    "quick": [Case(name, "quick") for name in WORKS],
-    "cpu": [Case(name, "full") for name in WORKS],
+    "tiny": [case for case in _QUICK if case.step in _TINY],
+    "quick": _QUICK,
+    "cpu": [replace(case, config=SIZES["full"]) for case in _QUICK],
     "gpu": [],
     "gpu-full": [],
 }
 
 
 def names(case: Case) -> list[str]:
-    return [arm for arm in ARMS if arm in WORKS[case.work].arms]
+    return list(case.arms)
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    """Time every arm in one process, in turns; then its memory, if the step is a full one."""
-    work, words = WORKS[case.work], [case.size, case.work]
-    absent = lacking(work.host, *_REQUIRES)
-    rounds = "1" if session.suite == "tiny" else str(_ROUNDS)
-    found = {} if absent else ask("benchmarks.hosts", [rounds, *words], _LONGEST)
-    rows = {arm: Row(arm) for arm in names}
-    rows |= {row["provider"]: Row(**row) for row in found.get("rows", ())}
-    for arm, row in rows.items():
-        row.leave_out("absent", absent)
-        row.leave_out("wrong", found.get("failure"))
-        if row.runs:
-            row.info["version"] = version(work.host)
-        if row.runs and not session.brief and arm != NO_HEAD:
-            said = ask("benchmarks.hosts", ["1", *words, arm], _LONGEST)
-            row.info |= {name: said[name] for name in ("grown_bytes",) if name in said}
-    return [rows[arm] for arm in names]
+    rows = [Row(name) for name in names]
+    for row in rows:
+        row.leave_out("absent", lacking(case.host, *_REQUIRES))
+    rounds = 1 if session.suite == "tiny" else _ROUNDS
+    memory = [] if session.brief else [name for name in names if name != NO_HEAD]
+    return measure_apart(rows, _times, _growth, (case,), rounds, memory)
+
+
+def _times(case: Case, rounds: int) -> list[Row]:
+    """Check every arm against the host's own, and time those that passed in turns."""
+    torch.manual_seed(0)
+    rows = {arm: Row(arm) for arm in case.arms}
+    steps: dict[str, Step] = {}
+    found: dict[str, StepResult] = {}
+    for arm in (arm for arm in _ORDER if arm in rows):
+        with attempt(rows[arm]):
+            steps[arm] = case.make(arm, case.config)
+            found[arm] = steps[arm].checked()
+            rows[arm].info["version"] = version(case.host)
+    for arm in (OURS, AT_HEAD):
+        if arm in found and THEIRS in found:
+            rows[arm].errors = compare_steps(found[arm], found[THEIRS])
+            rows[arm].leave_out("wrong", why_wrong(rows[arm].errors, "fp32"))
+    found.clear()
+    timer = make_timer("cpu")
+    for arm, step in in_turns([(arm, x) for arm, x in steps.items() if rows[arm].runs], rounds):
+        rows[arm].seconds.append(timer(step))
+        take_gradient(step.leaves)
+    return list(rows.values())
+
+
+def _growth(case: Case, arm: str) -> int:
+    """Return by how many bytes this process, which does nothing else, grows in a step."""
+    torch.manual_seed(0)
+    case.make(arm, QUICK)()  # libraries are loaded, threads started
+    return resident_growth(case.make(arm, case.config))[1]
 
 
 def test_hosts(row: Row) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import ask_alone
+from benchmarks.measure import memory_alone
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.shapes import DTYPES, MODELS, Case
+from benchmarks.shapes import DTYPES, Case, make_case
 from benchmarks.timing import measure_memory, replay
-from benchmarks.work import WORKS
 from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import Call
@@ -43,7 +43,7 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
     session.begin()
     device = session.device
     model, tokens = HEADS[device]
-    case, provider = Case(MODELS[model], tokens, dtype, WORKS["dapo"]), PROVIDERS[name]
+    case, provider = make_case("dapo", model, tokens, dtype), PROVIDERS[name]
     if (reason := provider.absent(device) or provider.unable(case)) is not None:
         pytest.skip(reason)
     head = HeadShape(
@@ -70,7 +70,7 @@ def _measure(case: Case, name: str, device: str) -> int:
     """Measure in a fresh process on a CPU, on a GPU in a second call, after warm-up."""
     provider = PROVIDERS[name]
     if device == "cpu":
-        memory = ask_alone("memory", provider, case)
+        memory = ask(memory_alone, name, case)
     else:
         problem = make_problem(case, device, exact=False)
         provider.run(problem)

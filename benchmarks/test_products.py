@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.conftest import Session
-from benchmarks.measure import describe, free
+from benchmarks.measure import attempt, free, time_in_turns
 from benchmarks.results import Row
-from benchmarks.timing import in_turns, make_timer
 from grpo_kernels.backends import output_view
 from grpo_kernels.head import Head, accumulate, matmul_precision, project
 
@@ -73,17 +72,14 @@ def names(case: Case) -> list[str]:
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    calls, timer = _calls(case, session.device), make_timer(session.device)
+    calls = _calls(case, session.device)
     rows = [Row(name, FORMS[name]) for name in names]
     with matmul_precision(torch.device(session.device), "fp32"):
         for row in rows:
-            try:
+            with attempt(row):  # torch without this form, or too little memory
                 calls[row.provider]()
-            except Exception as error:  # torch without this form, or too little memory
-                row.leave_out("wrong", describe(error))
-        present = [(row, calls[row.provider]) for row in rows if row.runs]
-        for row, call in in_turns(present, session.rounds):
-            row.seconds.append(timer(call))
+        runs = [(row, calls[row.provider]) for row in rows]
+        time_in_turns(runs, session.device, session.rounds)
     for row in rows:
         row.info |= _rate(case, row)
     calls.clear()

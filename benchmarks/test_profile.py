@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.conftest import Session
 from benchmarks.problem import make_problem
 from benchmarks.providers.ours import run_loss
-from benchmarks.shapes import MODELS, Case
-from benchmarks.work import WORKS
+from benchmarks.shapes import make_case
 
 _SHOWN = 25  # kernels of the table
 
@@ -25,7 +24,7 @@ def test_profile(
     if session.device != "cuda":
         pytest.skip("the kernels are a GPU's")
     session.begin()
-    problem = make_problem(Case(MODELS["qwen3-1.7b"], tokens, "bf16", WORKS["dapo"]), "cuda")
+    problem = make_problem(make_case("dapo", "qwen3-1.7b", tokens, "bf16"), "cuda")
 
     def step() -> None:
         run_loss(problem, {})

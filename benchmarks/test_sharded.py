@@ -1,24 +1,181 @@
-"""A head over several ranks: ``python -m pytest benchmarks/test_sharded.py --benchmark-only``."""
+"""A head over several ranks, against one process and against eager torch in the same wrapping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.check import against
-from benchmarks.child import ask
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from benchmarks.check import compare, reference
 from benchmarks.conftest import Session
+from benchmarks.measure import attempt, measure_apart
+from benchmarks.problem import Problem, Result, make_problem
+from benchmarks.providers.base import lacking
+from benchmarks.providers.ours import run_loss
 from benchmarks.results import Row
-from benchmarks.shapes import Entry, entry
-from benchmarks.sharded import ARMS
+from benchmarks.shapes import MODELS, Case
+from benchmarks.timing import in_turns, resident_growth
+from benchmarks.work import WORKS
+from grpo_kernels import FusedHead, VocabShard, policy_loss
 
 _ROUNDS = 3
-_LONGEST = 1800.0  # seconds
+_TIMEOUT = timedelta(minutes=20)
+Step = Callable[[], Result]  # every rank calls it; with its part of the gradients
+Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
 
 
 @dataclass(frozen=True)
-class Sharded(Entry):
+class Arm:
+    """A way to run the step."""
+
+    name: str
+    note: str
+    build: Callable[[Problem], Built]
+    ranks: int | None = None  # how many work; None: all
+    needs: str | None = None  # a package
+
+
+def _one(problem: Problem) -> Built:
+    return partial(run_loss, problem, {}), lambda result: result
+
+
+def _vocabulary(problem: Problem) -> Built:
+    weight = problem.weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
+    weight.requires_grad_()
+    assert dist.group.WORLD is not None
+    shard = VocabShard.of(dist.group.WORLD, weight)
+
+    def joined(result: Result) -> Result:
+        assert result.dweight is not None
+        return replace(result, dweight=_gathered(result.dweight))
+
+    return partial(run_loss, replace(problem, weight=weight), {"vocab_shard": shard}), joined
+
+
+class _Model(nn.Module):
+    """A model that is nothing but its head."""
+
+    def __init__(self, weight: Tensor, fused: bool) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        self.lm_head.weight.data = weight.detach().clone()
+        if fused:
+            self.lm_head = FusedHead(self.lm_head)
+        self._fused = fused
+
+    def forward(self, problem: Problem) -> Tensor:
+        if self._fused:
+            return self.lm_head.policy_loss(problem.hidden, problem.batch(), problem.loss).loss
+        logits, target = self.lm_head(problem.hidden), problem.target
+        logp = logits.float().log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+        return policy_loss(logp.flatten(), problem.batch(), problem.loss).loss
+
+
+def _fsdp(fused: bool) -> Callable[[Problem], Built]:
+    def build(problem: Problem) -> Built:
+        from torch.distributed.fsdp import fully_shard
+
+        model, mine = _Model(problem.weight, fused), _share(problem)
+        fully_shard(model.lm_head)
+        fully_shard(model)
+        weight: Any = model.lm_head.weight
+
+        def step() -> Result:
+            mine.hidden.grad = weight.grad = None
+            loss = model(mine)
+            loss.backward()
+            return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
+
+        def joined(result: Result) -> Result:
+            whole: Any = result.dweight
+            return _mean(replace(result, dweight=whole.full_tensor()))
+
+        return step, joined
+
+    return build
+
+
+def _zero3(fused: bool) -> Callable[[Problem], Built]:
+    def build(problem: Problem) -> Built:
+        import deepspeed
+        from deepspeed.utils import safe_get_full_grad
+
+        model, mine = _Model(problem.weight, fused), _share(problem)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": problem.weight.dtype == torch.bfloat16},
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+        def step() -> Result:
+            mine.hidden.grad = None
+            engine.optimizer.zero_grad()
+            loss = engine(mine)
+            engine.backward(loss)
+            return Result(loss.detach(), dhidden=mine.hidden.grad)
+
+        def joined(result: Result) -> Result:
+            dweight = safe_get_full_grad(model.lm_head.weight)
+            return _mean(replace(result, dweight=dweight))
+
+        return step, joined
+
+    return build
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("one process", "the whole head, a thread for each of the ranks", _one, ranks=1),
+        Arm("ours, vocabulary", "a shard of the vocabulary on each rank, all tokens", _vocabulary),
+        Arm("ours, FSDP2", "FusedHead in a unit of its own, a share of the tokens", _fsdp(True)),
+        Arm("eager, FSDP2", "torch's logits in the same wrapping", _fsdp(False)),
+        Arm("ours, ZeRO-3", "the same under DeepSpeed", _zero3(True), needs="deepspeed"),
+        Arm("eager, ZeRO-3", "torch's logits under DeepSpeed", _zero3(False), needs="deepspeed"),
+    )
+}
+
+
+def _share(problem: Problem) -> Problem:
+    """Return this rank's sequences."""
+    return problem.share(dist.get_rank(), dist.get_world_size())
+
+
+def _mean(result: Result) -> Result:
+    """Join what ranks have found for sequences of their own."""
+    ranks = dist.get_world_size()
+    assert result.loss is not None and result.dhidden is not None
+    loss = result.loss.clone()
+    dist.all_reduce(loss)
+    return replace(result, loss=loss / ranks, dhidden=_gathered(result.dhidden) / ranks)
+
+
+def _gathered(part: Tensor) -> Tensor:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Sharded(Case):
     """A case on several processes of this machine, a thread each."""
 
     ranks: int = 2
@@ -28,7 +185,7 @@ class Sharded(Entry):
 
 
 def _sharded(model: str, tokens: int, dtype: str) -> Sharded:
-    return Sharded(entry("dapo", model, tokens, dtype).case)
+    return Sharded(MODELS[model], tokens, dtype, WORKS["dapo"])
 
 
 _BOTH = ("fp32", "bf16")
@@ -47,26 +204,109 @@ def names(case: Sharded) -> list[str]:
 
 
 def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
-    """Time every arm in one launch, in turns; then its memory in one of its own."""
-    posed, rounds = case.case, 1 if session.suite == "tiny" else _ROUNDS
-    words = [posed.model.name, str(posed.tokens), posed.dtype, posed.work.name]
-
-    def ranks(rounds: int, *words: str) -> dict[str, Any]:
-        return ask("benchmarks.sharded", [str(case.ranks), str(rounds), *words], _LONGEST)
-
-    found = ranks(rounds, *words)
-    rows = {arm: Row(arm, ARMS[arm].note) for arm in names}
-    rows |= {row["provider"]: Row(**row) for row in found.get("rows", ())}
-    for arm, row in rows.items():
-        row.leave_out("wrong", found.get("failure"))
-        if row.runs and not session.brief:
-            said = ranks(1, *words, arm)
-            row.info |= {name: said[name] for name in ("grown_bytes",) if name in said}
-    return [rows[arm] for arm in names]
+    rows = [Row(name, ARMS[name].note) for name in names]
+    rounds = 1 if session.suite == "tiny" else _ROUNDS
+    memory = [] if session.brief else names
+    times, growth = partial(_on_ranks, _times), partial(_on_ranks, _growth)
+    return measure_apart(rows, times, growth, (case,), rounds, memory)
 
 
-def about(case: Sharded, device: str) -> str:
-    return against(case.case, device)
+def _on_ranks(call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any) -> Any:
+    """Call it on every rank, each a process; return what the first returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (call, case, argument, Path(folder)), nprocs=case.ranks)
+        return pickle.loads(Path(folder, "found").read_bytes())
+
+
+def _worker(
+    rank: int, call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any, folder: Path
+) -> None:
+    ranks = case.ranks
+    torch.set_num_threads(1)
+    # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    found = call(case, argument)
+    if rank == 0:
+        (folder / "found").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+def _growth(case: Sharded, name: str) -> int:
+    """Return the growth of the rank that grows most, from before the step to its peak."""
+    arm = ARMS[name]
+    tiny = replace(case, model=MODELS["tiny"], tokens=32)
+    with _working(arm) as works:
+        arm.build(make_problem(tiny))[0]()  # libraries are loaded, threads started
+        step = arm.build(make_problem(case, exact=False))[0]
+        dist.barrier()
+        growth = torch.tensor(resident_growth(step)[1] if works else 0)
+    dist.all_reduce(growth, dist.ReduceOp.MAX)
+    return int(growth)
+
+
+def _times(case: Sharded, rounds: int) -> list[Row]:
+    """Check every arm, and time those that passed in turns: all ranks are waited for."""
+    problem = make_problem(case)
+    exact = reference(problem)
+    steps: list[tuple[Row, Step]] = []
+    rows = [Row(arm.name, arm.note) for arm in ARMS.values()]
+    for row, arm in zip(rows, ARMS.values(), strict=True):
+        row.leave_out("absent", lacking(arm.needs) if arm.needs else None)
+        if not row.runs:
+            continue
+        with attempt(row):
+            step, joined = arm.build(problem)
+            result = exact
+            with _working(arm) as works, _counted() as sent:
+                if works:
+                    result = step()
+            states = case.tokens * (32 + 4 * case.model.hidden)
+            if sent[0]:
+                row.info["sent"] = [sent[0], round(sent[0] / states, 4)]
+            row.errors, wrong = compare(joined(result), exact, problem)
+            row.leave_out("wrong", wrong)
+            steps.append((row, step))
+    for row, step in in_turns(steps, rounds):
+        arm = ARMS[row.provider]
+        dist.barrier()
+        start = time.perf_counter()
+        with _working(arm) as works:
+            if works:
+                step()
+        dist.barrier()
+        if row.runs:
+            row.seconds.append(time.perf_counter() - start)
+    return rows
+
+
+@contextmanager
+def _working(arm: Arm) -> Iterator[bool]:
+    """Give a single process the threads of all; yield whether this rank works."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(dist.get_world_size() if arm.ranks == 1 else threads)
+    yield arm.ranks is None or dist.get_rank() < arm.ranks
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Count the bytes that this rank hands to collectives."""
+    sent, gather, reduce = [0], dist.all_gather, dist.all_reduce
+
+    def counted_gather(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += x.nbytes
+        return gather(out, x, *args, **kwargs)
+
+    def counted_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += x.nbytes
+        return reduce(x, *args, **kwargs)
+
+    with patch.multiple(dist, all_gather=counted_gather, all_reduce=counted_reduce):
+        yield sent
 
 
 def test_sharded(row: Row) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,45 +14,51 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.check import why_wrong
+from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import DEVICE, Session
-from benchmarks.measure import describe
+from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.timing import in_turns
-from benchmarks.training.batch import Reference, compare, make_reference
-from benchmarks.training.task import Sized
-from benchmarks.training.trainers import PROVIDERS, Job, TrainerProvider, precision
+from benchmarks.training.task import SIZES, TrainingConfig
+from benchmarks.training.trainers import (
+    PROVIDERS,
+    Batch,
+    Job,
+    TrainerProvider,
+    make_reference,
+    precision,
+)
 
 if TYPE_CHECKING:
-    from benchmarks.training.paused import PausedTraining, Step
+    from benchmarks.training.paused import PausedTraining, StepCost
 
 _WARM_UP, _ROUNDS = 1, 5  # steps
-_DTYPE = precision(DEVICE)
+_GPU = [replace(SIZES["full-gpu"], dtype=precision(DEVICE))]
 CASES = {
-    "tiny": [Sized("tiny", _DTYPE)],
-    "quick": [Sized("quick", _DTYPE)],
-    "cpu": [Sized("full")],
-    "gpu": [Sized("full-gpu", _DTYPE)],
-    "gpu-full": [Sized("full-gpu", _DTYPE)],
+    "tiny": [replace(SIZES["tiny"], dtype=precision(DEVICE))],
+    "quick": [replace(SIZES["quick"], dtype=precision(DEVICE))],
+    "cpu": [SIZES["full"]],
+    "gpu": _GPU,
+    "gpu-full": _GPU,
 }
 
 
-def names(case: Sized) -> list[str]:
+def names(case: TrainingConfig) -> list[str]:
     return [provider.name for provider in PROVIDERS]
 
 
-def measure(case: Sized, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> list[Row]:
     providers = [provider for provider in PROVIDERS if provider.name in names]
     rounds = 1 if session.suite == "tiny" else _ROUNDS
     return measure_training(case, providers, session.device, rounds, session.deadline)
 
 
-def about(case: Sized, device: str) -> str:
+def about(case: TrainingConfig, device: str) -> str:
     return "errors against full logits in float32; AdamW"
 
 
 def measure_training(
-    case: Sized,
+    case: TrainingConfig,
     providers: Sequence[TrainerProvider],
     device: str,
     rounds: int,
@@ -65,105 +72,90 @@ def measure_training(
     contestants = [Contestant(provider, device) for provider in providers]
     with tempfile.TemporaryDirectory() as folder:
         steps = _WARM_UP + rounds + 1  # the last one is never taken
-        job = Job(config=case.config, device=device, steps=steps, folder=Path(folder))
+        job = Job(config=case, device=device, steps=steps, folder=Path(folder))
         try:
             if any(each.row.runs for each in contestants):
                 _run(contestants, job, rounds, deadline)
-            return [each.finished() for each in contestants]
+            return [each.finished(job.config.completion_tokens) for each in contestants]
         finally:
             for each in contestants:
                 if each.training is not None:
                     each.training.close()
 
 
-@dataclass
 class Contestant:
     """One trainer and its row."""
 
-    provider: TrainerProvider
-    device: str
-    training: PausedTraining | None = None
-    steps: list[Step] = field(default_factory=list)
-    # the names of the model's module, which Liger replaces: the others keep their own
-    patched: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, provider: TrainerProvider, device: str) -> None:
+        self.provider = provider
+        self.training: PausedTraining | None = None
+        self.costs: list[StepCost] = []
+        # the names of the model's module, which Liger replaces: the others keep their own
+        self._patched: dict[str, Any] = {}
+        self.row = Row(provider.name, provider.note)
+        self.row.leave_out("absent", provider.absent(device))
 
-    def __post_init__(self) -> None:
-        self.row = Row(self.provider.name, self.provider.note)
-        self.row.leave_out("absent", self.provider.absent(self.device))
-
-    def attempt(self, call: Callable[[Contestant], None]) -> None:
-        """Call; an error of a trainer is its result, not the end of the others."""
+    @contextmanager
+    def attempted(self) -> Iterator[None]:
+        """Make an error of the trainer its result, not the end of the others."""
         from transformers.models.qwen2 import modeling_qwen2
 
-        if not self.row.runs:
-            return
-        try:
-            with patch.dict(vars(modeling_qwen2), self.patched):
-                call(self)
-                self.patched = dict(vars(modeling_qwen2))
-        except Exception as error:
-            self.row.leave_out("wrong", describe(error))
+        with attempt(self.row), patch.dict(vars(modeling_qwen2), self._patched):
+            yield
+            self._patched = dict(vars(modeling_qwen2))
 
-    def logged(self, name: str) -> list[float]:
-        """Return what ``train()`` logged at the measured steps."""
+    def start(self, job: Job, batch: Batch, exact: StepResult) -> None:
+        from benchmarks.training.paused import PausedTraining
+
+        self.training = PausedTraining(self.provider.build(job), job.device)
+        trainer = self.training.trainer
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(trainer.model_wrapped, self.provider.inputs(batch))
+        loss.backward()
+        gradient = take_gradient(trainer.model.parameters())
+        self.row.errors = compare_steps((loss.detach(), gradient), exact)
+        self.row.leave_out("wrong", why_wrong(self.row.errors, job.dtype))
+
+    def step(self) -> None:
+        assert self.training is not None
+        torch.manual_seed(len(self.costs))  # all trainers sample alike
+        self.costs.append(self.training.step())
+
+    def finished(self, completion_tokens: int) -> Row:
+        """Return the row, with what was measured after the warm-up."""
+        row, costs = self.row, self.costs[_WARM_UP:]
+        if not row.runs or not costs:
+            return row
         assert self.training is not None
         history = self.training.trainer.state.log_history
-        return [entry[name] for entry in history if name in entry][_WARM_UP:]
-
-    def finished(self) -> Row:
-        row, steps = self.row, self.steps
-        if row.runs and steps:
-            row.seconds = [step.seconds for step in steps]
-            row.info["generate_seconds"] = median(step.generate for step in steps)
-            row.info["train_seconds"] = median(step.train for step in steps)
-            peaks = [step.memory for step in steps if step.memory is not None]
-            row.info |= {"train_bytes": max(peaks)} if peaks else {}
-            # the loss of an on-policy step is 0 but for rounding; its gradient is not
-            norms = self.logged("grad_norm")
-            row.info["grad_norm"] = [norms[0], norms[-1]]
+        history = [logged for logged in history if "grad_norm" in logged][_WARM_UP:]
+        lengths = [logged["completions/mean_length"] for logged in history]
+        if lengths != [float(completion_tokens)] * len(costs):  # its work was not the others'
+            reason = f"completions of {lengths} tokens; expected {completion_tokens}"
+            row.leave_out("wrong", reason)
+            return row
+        row.seconds = [cost.generate + cost.train for cost in costs]
+        row.info["generate_seconds"] = median(cost.generate for cost in costs)
+        row.info["train_seconds"] = median(cost.train for cost in costs)
+        peaks = [cost.memory for cost in costs if cost.memory is not None]
+        row.info |= {"train_bytes": max(peaks)} if peaks else {}
+        # the loss of an on-policy step is 0 but for rounding; its gradient is not
+        row.info["grad_norm"] = [history[0]["grad_norm"], history[-1]["grad_norm"]]
         return row
 
 
 def _run(contestants: list[Contestant], job: Job, rounds: int, deadline: float) -> None:
-    exact = make_reference(job.config, job.device)
+    batch, exact = make_reference(job.config, job.device)
     for each in contestants:
-        each.attempt(partial(_start, job=job, exact=exact))
-    del exact
-    for each in contestants:
-        each.attempt(partial(_step, seed=0))
-        each.steps.clear()  # that was the warm-up
-    turns = in_turns([(each, each.steps) for each in contestants], rounds, deadline)
-    for each, steps in turns:
-        each.attempt(partial(_step, seed=1 + len(steps)))
-    for each in contestants:
-        each.attempt(partial(_check_lengths, expected=job.config.completion_tokens))
-
-
-def _start(each: Contestant, job: Job, exact: Reference) -> None:
-    from benchmarks.training.paused import PausedTraining
-
-    each.training = PausedTraining(each.provider.build(job), job.device)
-    trainer = each.training.trainer
-    with trainer.compute_loss_context_manager():
-        loss = trainer.compute_loss(trainer.model_wrapped, each.provider.inputs(exact.batch))
-    loss.backward()
-    each.row.errors = compare(trainer.model, loss, exact)
-    trainer.model.zero_grad()
-    each.row.leave_out("wrong", why_wrong(each.row.errors, job.dtype))
-
-
-def _step(each: Contestant, seed: int) -> None:
-    assert each.training is not None
-    torch.manual_seed(seed)  # all trainers sample alike
-    each.steps.append(each.training.step())
-
-
-def _check_lengths(each: Contestant, expected: int) -> None:
-    """Check that the work was that of all the others."""
-    lengths = each.logged("completions/mean_length")
-    if lengths != [float(expected)] * len(each.steps):
-        reason = f"completions of {lengths} tokens; expected {expected}"
-        each.row.leave_out("wrong", reason)
+        if each.row.runs:
+            with each.attempted():
+                each.start(job, batch, exact)
+    del batch, exact
+    turns = [(each, each.step) for each in contestants]
+    for each, step in chain(turns, in_turns(turns, rounds, deadline)):
+        if each.row.runs:
+            with each.attempted():
+                step()
 
 
 def test_training(row: Row) -> None:

@@ -15,26 +15,24 @@ def duration(seconds: float | None) -> str:
     return f"{digits(seconds)} s" if seconds >= 1 else f"{digits(1000 * seconds)} ms"
 
 
-def digits(value: float | None, count: int = 3) -> str:
+def digits(value: float, count: int = 3) -> str:
     """Write ``count`` significant digits, never an exponent."""
-    if value is None:
-        return ""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = count - 1 - math.floor(math.log10(abs(value)))
     return f"{value:.{max(places, 0)}f}"
 
 
-def ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def ratio(value: float) -> str:
+    return f"{value:.2f}"
 
 
-def mib(size: float | None) -> str:
-    return "" if size is None else f"{size / 2**20:.0f}"
+def mib(size: float) -> str:
+    return f"{size / 2**20:.0f}"
 
 
-def percent(share: float | None) -> str:
-    return "" if share is None else digits(100 * share, 2)
+def percent(share: float) -> str:
+    return digits(100 * share, 2)
 
 
 def error(value: float | None) -> str:

@@ -22,35 +22,40 @@ class Provider:
     note: str  # what exactly is run
     run: Callable[[Problem], Result]  # the work of the problem's case
     unable: Callable[[Case], str | None] = lambda case: None  # why it has no such work
-    missing: Callable[[str], str | None] = lambda device: None  # what it lacks on "cpu" or "cuda"
+    packages: tuple[str, ...] = ()  # the distributions that have to be installed
+    gpu: bool = False  # whether it needs one
+    capability: tuple[int, int] | None = None  # of the GPU
+    or_newer: bool = False  # the capability may be higher
+    missing: Callable[[str], str | None] = lambda device: None  # what else, on "cpu" or "cuda"
     redundant: Callable[[Problem], str | None] = lambda problem: None  # why it repeats another
     info: Callable[[Problem], dict[str, Any]] = lambda problem: {}  # what a row says beside times
     # the problem whose outputs are compared, and their exact values; None: its own
     exact: Callable[[Problem], tuple[Problem, Result]] | None = None
     tolerance: float = 0.0  # the relative error that its caller allows
-    package: str | None = None  # the distribution that has to be installed
     checked: bool = True  # False: only GEMMs, there is no result to compare
     slow_start: bool = False  # compiles for long: left out where a suite is short of time
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
 
-    @property
-    def is_ours(self) -> bool:
-        return is_ours(self.name)
-
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
-        if self.package is not None and installed_version(self.package) is None:
-            return f"{self.package} is not installed"
-        return self.missing(device)
+        if (self.gpu or self.capability) and device != "cuda":
+            return "needs a GPU"
+        if self.capability is not None:
+            found = torch.cuda.get_device_capability()
+            if found != self.capability and not (self.or_newer and found > self.capability):
+                wanted = f"{'.'.join(map(str, self.capability))}{' or more' * self.or_newer}"
+                return f"needs a GPU of compute capability {wanted}, this is {found[0]}.{found[1]}"
+        return lacking(*self.packages) or self.missing(device)
 
 
 def is_ours(name: str) -> bool:
     return name.startswith("ours")
 
 
-def needs_gpu(device: str) -> str | None:
-    """Return a ``missing`` for providers that need a GPU."""
-    return None if device == "cuda" else "needs a GPU"
+def lacking(*distributions: str) -> str | None:
+    """Return which distributions are not installed, as a reason to be absent."""
+    missing = [name for name in distributions if installed_version(name) is None]
+    return f"needs {', '.join(missing)}" if missing else None
 
 
 def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = None, **values):

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import needs_gpu, with_gradients
-from benchmarks.providers.eager import finish
+from benchmarks.providers.eager import Scores, run_with
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.surrogates import Clip
-from grpo_kernels.tools import installed_version
 
 # their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
 _LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}
-
-_HOPPER = (9, 0)
 
 # (problem, "mean" or "none") to the () mean or the (T,) values of the negative log-likelihood
 CrossEntropy = Callable[[Problem, str], Tensor]
@@ -42,19 +37,15 @@ def loss_arguments(config: LossConfig) -> dict[str, Any]:
     )
 
 
-def run_cross_entropy(call: CrossEntropy) -> Callable[[Problem], Result]:
+def run_cross_entropy(
+    call: CrossEntropy, loss: Callable[[Problem], Tensor] | None = None
+) -> Callable[[Problem], Result]:
     """Run any work on top of a linear cross entropy that is differentiable for each token."""
 
-    def run(problem: Problem) -> Result:
-        kind = problem.work.kind
-        if kind == "mean":
-            loss = call(problem, "mean")
-            return with_gradients(problem, loss, loss=loss)
-        with torch.set_grad_enabled(kind != "forward"):
-            logprobs = -call(problem, "none").float().view_as(problem.target)
-        return Result(logprobs=logprobs) if kind == "forward" else finish(problem, logprobs)
+    def head(problem: Problem, with_entropy: bool) -> Scores:
+        return -call(problem, "none").float().view_as(problem.target), None
 
-    return run
+    return run_with(head, mean=lambda problem: call(problem, "mean"), loss=loss)
 
 
 def no_entropy(case: Case) -> str | None:
@@ -63,21 +54,5 @@ def no_entropy(case: Case) -> str | None:
 
 
 def no_softcap(case: Case) -> str | None:
+    """Serve as the ``unable`` of those that leave logits as they are."""
     return "no softcap" if case.model.softcap is not None else None
-
-
-def lacking(*distributions: str) -> str | None:
-    """Return the reason to be absent: the modules that are not installed."""
-    missing = [name for name in distributions if installed_version(name) is None]
-    return f"needs {', '.join(missing)}" if missing else None
-
-
-def needs_hopper(device: str, or_newer: bool = False) -> str | None:
-    """Return a ``missing`` for kernels of one GPU generation, compute capability 9.0."""
-    if device != "cuda":
-        return needs_gpu(device)
-    found = torch.cuda.get_device_capability()
-    if found == _HOPPER or (or_newer and found > _HOPPER):
-        return None
-    wanted = "9.0 or more" if or_newer else "9.0"
-    return f"needs a GPU of compute capability {wanted}, this is {found[0]}.{found[1]}"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.problem import Problem
-from benchmarks.providers.base import Provider, needs_gpu
+from benchmarks.providers.base import Provider
 from benchmarks.providers.baselines import CrossEntropy, no_entropy, run_cross_entropy
 from benchmarks.shapes import Case
 
@@ -46,8 +46,8 @@ def _provider(name: str, note: str, **settings: Any) -> Provider:
         note=f"cut_cross_entropy.linear_cross_entropy, masked tokens as ignored targets, {note}",
         run=run_cross_entropy(_cross_entropy(**settings)),
         unable=_unable,
-        missing=needs_gpu,
-        package="cut-cross-entropy",
+        packages=("cut-cross-entropy",),
+        gpu=True,
         timeout=90.0,  # its kernels wait for each other on locks, and may do so forever
     )
 

@@ -9,23 +9,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.exact import softcapped
-from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import Provider, needs_gpu, with_gradients
+from benchmarks.problem import Problem
+from benchmarks.providers.base import Provider
 from benchmarks.providers.baselines import (
-    lacking,
     loss_arguments,
-    needs_hopper,
     no_entropy,
     no_softcap,
     run_cross_entropy,
 )
-from benchmarks.providers.eager import run_with
+from benchmarks.providers.eager import Scores, run_with
 from benchmarks.shapes import Case
 
 _PACKAGE = "liger-kernel"
 
 
-def _chunked(problem: Problem) -> Result:
+def _chunked(problem: Problem) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     # compiling concerns the (B, L) loss formula only, and takes longer than a small run
@@ -44,7 +42,7 @@ def _chunked(problem: Problem) -> Result:
             ref_per_token_logps=problem.ref_logprobs,
             old_per_token_logps=problem.old_logprobs,
         )
-    return with_gradients(problem, loss, loss=loss)
+    return loss
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def _only_losses(case: Case) -> str | None:
     return no_softcap(case)
 
 
-def _triton_loss(problem: Problem) -> Result:
+def _triton_loss(problem: Problem) -> Tensor:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     # it wants the logits of L + 1 positions, and ignores the last, as model outputs have it
@@ -84,7 +82,7 @@ def _triton_loss(problem: Problem) -> Result:
         reduce=True,
         **settings,
     )
-    return with_gradients(problem, loss, loss=loss)
+    return loss
 
 
 def _cross_entropy(problem: Problem, reduction: str) -> Tensor:
@@ -94,58 +92,57 @@ def _cross_entropy(problem: Problem, reduction: str) -> Tensor:
     return function(problem.weight, problem.hidden.flatten(0, 1), problem.target.flatten())
 
 
-_without_loss = run_cross_entropy(_cross_entropy)
-
-
-def _triton(problem: Problem) -> Result:
-    return _triton_loss(problem) if problem.work.kind == "loss" else _without_loss(problem)
-
-
-def _sm90_head(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def _sm90_head(problem: Problem, with_entropy: bool) -> Scores:
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
         LigerFusedScaledCrossEntropySM90Function,
     )
 
     outputs = LigerFusedScaledCrossEntropySM90Function.apply(
-        hidden.flatten(0, 1),
-        weight,
-        target.flatten(),
+        problem.hidden.flatten(0, 1),
+        problem.weight,
+        problem.target.flatten(),
         1.0,  # temperature
         -100,  # ignored target
         1,  # has no effect any more
         with_entropy,
     )
     nll, entropy = outputs if with_entropy else (outputs, None)
-    shape = target.shape
+    shape = problem.target.shape
     return -nll.view(shape), None if entropy is None else entropy.view(shape)
+
+
+def _own_head(problem: Problem, with_entropy: bool) -> Scores:
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+
+    inputs = problem.hidden, problem.weight, problem.target
+    return LigerFusedLinearGRPOFunction.chunk_forward(*inputs), None
+
+
+def _own_head_unable(case: Case) -> str | None:
+    gradients = None if case.work.kind == "forward" else "its gradients are liger's"
+    return no_entropy(case) or no_softcap(case) or gradients
 
 
 def _sm90_unable(case: Case) -> str | None:
     return "bf16 only" if case.dtype != "bf16" else no_softcap(case)
 
 
-def _sm90_missing(device: str) -> str | None:
-    return needs_hopper(device) or lacking("nvidia-cutlass-dsl", "cuda-bindings")
-
-
 LIGER = Provider(
     name="liger",
     note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
     "allowed for its fp32 products of bf16 inputs on a GPU",
-    run=_chunked,
+    run=run_with(_own_head, loss=_chunked),
     unable=_only_losses,
-    package=_PACKAGE,
+    packages=(_PACKAGE,),
 )
 LIGER_TRITON = Provider(
     name="liger-triton",
     note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
     "LigerFusedLinearCrossEntropyLoss with its defaults",
-    run=_triton,
+    run=run_cross_entropy(_cross_entropy, loss=_triton_loss),
     unable=no_entropy,
-    missing=needs_gpu,
-    package=_PACKAGE,
+    packages=(_PACKAGE,),
+    gpu=True,
 )
 LIGER_SM90 = Provider(
     name="liger-sm90",
@@ -153,7 +150,14 @@ LIGER_SM90 = Provider(
     "loss; dweight is computed for a frozen head too",
     run=run_with(_sm90_head),
     unable=_sm90_unable,
-    missing=_sm90_missing,
-    package=_PACKAGE,
+    packages=(_PACKAGE, "nvidia-cutlass-dsl", "cuda-bindings"),
+    capability=(9, 0),
     slow_start=True,
+)
+LIGER_HEAD = Provider(
+    name="liger-head",
+    note="LigerFusedLinearGRPOFunction.chunk_forward: the log-probabilities inside liger's loss",
+    run=run_with(_own_head),
+    unable=_own_head_unable,
+    packages=(_PACKAGE,),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
-from benchmarks.providers.baselines import lacking, needs_hopper, no_softcap
+from benchmarks.providers.baselines import no_softcap
 from benchmarks.shapes import Case
 
 _ALIGNMENT = 8  # of the vocabulary, for its bulk copies; the hidden sizes have it
@@ -29,19 +29,17 @@ def _unable(case: Case) -> str | None:
     return no_softcap(case)
 
 
-def _missing(device: str) -> str | None:
-    return needs_hopper(device, or_newer=True) or lacking(
-        "nvidia-cutlass-dsl", "cuda-bindings", "apache-tvm-ffi", "torch-c-dlpack-ext", "einops"
-    )
-
-
 QUACK = Provider(
     name="quack",
     note="quack.linear_cross_entropy.chunked_linear_cross_entropy with its defaults: 4096 rows a "
     "chunk, tuned, and the scaled-exp kernels where they apply (compute capability 9.0, bf16)",
     run=_run,
     unable=_unable,
-    missing=_missing,
-    package="quack-kernels",
+    packages=(
+        *("quack-kernels", "nvidia-cutlass-dsl", "cuda-bindings", "apache-tvm-ffi"),
+        *("torch-c-dlpack-ext", "einops"),
+    ),
+    capability=(9, 0),
+    or_newer=True,
     slow_start=True,
 )

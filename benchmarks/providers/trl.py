@@ -8,41 +8,32 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import Provider, with_gradients
-from benchmarks.providers.baselines import lacking, loss_arguments
-from benchmarks.providers.eager import run_with
+from benchmarks.problem import Problem
+from benchmarks.providers.base import Provider
+from benchmarks.providers.baselines import loss_arguments
+from benchmarks.providers.eager import Scores, run_with
 
 
-def _run(problem: Problem) -> Result:
-    return _loss(problem) if problem.work.kind == "loss" else _without_loss(problem)
-
-
-def _head(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def _head(problem: Problem, with_entropy: bool) -> Scores:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-        hidden.flatten(0, 1),
-        weight,
+        problem.hidden.flatten(0, 1),
+        problem.weight,
         None,
-        target.flatten(),
+        problem.target.flatten(),
         1.0,  # temperature
         _CHUNKED_LOGPROB_CHUNK_SIZE,
-        softcap,
+        problem.softcap,
         1.0,  # scale of the logits
         ("entropy",) if with_entropy else (),
     )
-    shape = target.shape
+    shape = problem.target.shape
     return logprobs.view(shape), None if entropy is None else entropy.view(shape)
 
 
-_without_loss = run_with(_head)
-
-
-def _loss(problem: Problem) -> Result:
+def _loss(problem: Problem) -> Tensor:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     inputs = {
@@ -55,8 +46,7 @@ def _loss(problem: Problem) -> Result:
         "ref_per_token_logps": problem.ref_logprobs,
         "num_items_in_batch": problem.mask.sum(),
     }
-    loss = GRPOTrainer._compute_loss(_trainer(problem), None, inputs)
-    return with_gradients(problem, loss, loss=loss)
+    return GRPOTrainer._compute_loss(_trainer(problem), None, inputs)
 
 
 class _Model:
@@ -111,16 +101,10 @@ def _trainer(problem: Problem) -> SimpleNamespace:
     )
 
 
-def _missing(device: str) -> str | None:
-    """Return which modules that TRL imports are missing, besides torch and transformers."""
-    return lacking("accelerate", "datasets", "jinja2", "pandas", "pyarrow")
-
-
 TRL = Provider(
     name="trl",
     note="trl.kernels.ChunkedLogProbFunction; in a loss its fused head with entropies, under "
     "GRPOTrainer._compute_loss with its metrics",
-    run=_run,
-    missing=_missing,
-    package="trl",
+    run=run_with(_head, loss=_loss),
+    packages=("trl", "accelerate", "datasets", "jinja2", "pandas", "pyarrow"),  # that it imports
 )

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import math
-import os
-import subprocess
-import sys
 
 import psutil
 import pytest
 import torch
 
 from benchmarks import child
-from benchmarks.accuracy import BANDS, measure_accuracy
 from benchmarks.check import compare, reference, reference_dtype, same_bits, same_rows
-from benchmarks.environment import ROOT
 from benchmarks.measure import Settings, measure
 from benchmarks.problem import Result, detached, make_problem
 from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
 from benchmarks.shapes import DECIDED, DTYPES, MODELS, SPREADS, Case, Model
+from benchmarks.test_accuracy import BANDS, measure_accuracy
 from benchmarks.timing import in_turns
 from benchmarks.work import WORKS
 from grpo_kernels import policy_loss
@@ -33,8 +28,8 @@ SOFTCAPPED = dataclasses.replace(TINY, softcap=5.0)
 QUICKLY = Settings(rounds=1)
 
 
-def case(work="dapo", dtype="fp32", model=TINY, tokens=32, inputs="peaked") -> Case:
-    return Case(model, tokens, dtype, WORKS[work], inputs)
+def case(work="dapo", dtype="fp32", model=TINY, tokens=32, inputs="peaked", **thoroughly) -> Case:
+    return Case(model, tokens, dtype, WORKS[work], inputs, **thoroughly)
 
 
 def measured(*providers: Provider, settings: Settings = QUICKLY, **options) -> list[Row]:
@@ -150,17 +145,15 @@ def test_who_is_not_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows[1].state, rows[1].seconds) == ("unable", [])
     assert rows[1].reason == "the same as ours: it is what ours chooses"
     slow = dataclasses.replace(PROVIDERS["ours"], slow_start=True)
-    (row,) = measured(slow, settings=Settings(slow=False))
+    (row,) = measured(slow)
     assert (row.state, row.reason) == ("absent", "starts slowly: not in this case")
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    (row,) = measured(dataclasses.replace(PROVIDERS["ours"], package="some-kernel"))
-    assert (row.state, row.reason) == ("absent", "some-kernel is not installed")
+    (row,) = measured(dataclasses.replace(PROVIDERS["ours"], packages=("some-kernel",)))
+    assert (row.state, row.reason) == ("absent", "needs some-kernel")
 
 
 def test_memory_is_that_of_a_fresh_process() -> None:
-    (row,) = measured(
-        PROVIDERS["eager"], settings=Settings(rounds=1, memory=True), model=SMALL, tokens=256
-    )
+    (row,) = measured(PROVIDERS["eager"], model=SMALL, tokens=256, memory=True)
     logits, weight = 256 * 32000 * 4, 32000 * 256 * 4
     assert row.info["returned_bytes"] == weight + 256 * 256 * 4 + 4  # and the loss
     assert logits < row.info["extra_bytes"] < 6 * logits
@@ -173,24 +166,6 @@ def test_every_other_round_runs_backwards() -> None:
     assert len(list(in_turns(calls, 3, enough=lambda index: index == 2))) == 4
 
 
-def test_samples_are_replayed(tmp_path) -> None:
-    """In a process of its own: beside other workers pytest-benchmark measures nothing."""
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n"
-        "from benchmarks.timing import clock, replay\n\n"
-        "@pytest.mark.benchmark(timer=clock)\n"
-        "def test_it(benchmark):\n"
-        "    replay(benchmark, [0.25, 0.5, 1.0])\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", str(tmp_path), "--benchmark-json", "out.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    (data,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
-    assert data["stats"]["data"] == [0.25, 0.5, 1.0]
-
-
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch) -> None:
     started, hang = tmp_path / "started", tmp_path / "hang"
     hang.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
@@ -198,13 +173,14 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
     monkeypatch.setattr(child.sys, "executable", str(hang))
     communicate = child.subprocess.Popen.communicate
 
-    def once_started(self, timeout):
+    def once_started(self, given, timeout):
         while not started.exists() or not started.read_text().strip():
             pass
-        return communicate(self, timeout=0.01)
+        return communicate(self, given, timeout=0.01)
 
     monkeypatch.setattr(child.subprocess.Popen, "communicate", once_started)
-    assert child.ask("any", [], 3.0) == {"failure": "did not finish in 3 s"}
+    with pytest.raises(child.ChildError, match="did not finish in 3 s"):
+        child.ask(print, timeout=3.0)
     found = [x for x in psutil.process_iter() if x.pid == int(started.read_text())]
     assert all(x.status() == psutil.STATUS_ZOMBIE for x in found)
 

@@ -103,21 +103,21 @@ def test_gspo_is_the_baselines_grpo_over_ratios_of_sequences():
 
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_gpu_only_ones_say_so_on_a_cpu(name):
-    assert PROVIDERS[name].missing("cpu") == "needs a GPU"
+    assert PROVIDERS[name].absent("cpu") == "needs a GPU"
 
 
 @pytest.mark.parametrize("name", ["liger-sm90", "quack"])
 def test_what_the_gpu_lacks_is_said(name, monkeypatch):
-    missing = PROVIDERS[name].missing
+    absent = PROVIDERS[name].absent
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert missing("cuda").startswith("needs a GPU of compute capability 9.0")
-    assert missing("cuda").endswith("this is 8.0")
+    assert absent("cuda").startswith("needs a GPU of compute capability 9.0")
+    assert absent("cuda").endswith("this is 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(
-        "benchmarks.providers.baselines.installed_version",
+        "benchmarks.providers.base.installed_version",
         lambda name: None if "nvidia" in name else "1.0",
     )
-    assert missing("cuda") == "needs nvidia-cutlass-dsl"
+    assert absent("cuda") == "needs nvidia-cutlass-dsl"
 
 
 def test_an_older_torch_has_no_linear_cross_entropy(monkeypatch):

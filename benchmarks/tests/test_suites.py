@@ -26,9 +26,10 @@ from benchmarks import (
 from benchmarks.conftest import SUITES
 from benchmarks.environment import ROOT
 from benchmarks.results import load
-from benchmarks.training.task import SIZES, Sized
-from benchmarks.training.trainers import OURS
+from benchmarks.training.task import SIZES
+from benchmarks.training.trainers import PROVIDERS
 
+OURS = PROVIDERS[0]
 MODULES = {
     "heads": test_heads,
     "savings": test_savings,
@@ -66,6 +67,8 @@ def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
     assert any(row.runs for row in rows) and not any(row.state == "wrong" for row in rows)
     timed = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     assert len(timed) == sum(row.runs for row in rows)
+    replayed = [second for each in timed for second in each["stats"]["data"] if second]
+    assert sorted(replayed) == pytest.approx(sorted(x for row in rows for x in row.seconds))
     assert name == "accuracy" or all(row.seconds for row in rows if row.runs)
     hidden = {"no head"} if name == "hosts" else set()
     said = " ".join(run.stdout.split())
@@ -85,7 +88,7 @@ def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
     """Nor one whose steps had less work."""
 
     def wrong(batch):
-        return OURS.inputs(replace(batch, advantages=1.2 * batch.advantages))
+        return OURS.inputs(batch | {"advantages": 1.2 * batch["advantages"]})
 
     def raising(job):
         raise RuntimeError("broken on purpose")
@@ -99,7 +102,7 @@ def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
         "completions of [2.0] tokens; expected": replace(OURS, build=dawdling),
         "needs no-such-package": replace(OURS, requires=("no-such-package",)),
     }
-    case = Sized("tiny")
+    case = SIZES["tiny"]
     right, *rows = test_training.measure_training(case, [OURS, *broken.values()], "cpu", 1)
     assert right.runs and len(right.seconds) == 1
     parts = right.info["generate_seconds"] + right.info["train_seconds"]

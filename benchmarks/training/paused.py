@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
@@ -14,21 +13,12 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
+class StepCost(NamedTuple):
     """The cost of one optimisation step."""
 
     generate: float  # seconds: rollout and scoring
     train: float  # seconds: the rest, that is forward, backward, optimiser and logging
     memory: int | None  # bytes of the GPU that the rest needed above what was there before
-
-    @property
-    def seconds(self) -> float:
-        return self.generate + self.train
-
-
-class _Closed(BaseException):
-    """Unwinds ``train()``."""
 
 
 class PausedTraining(TrainerCallback):
@@ -46,8 +36,7 @@ class PausedTraining(TrainerCallback):
     def __init__(self, trainer: Trainer, device: str) -> None:
         self.trainer = trainer
         self._cuda = device == "cuda"
-        self._resume, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._closing = False
+        self._turn = threading.Barrier(2)  # met at each halt and start; broken at the end
         self._error: BaseException | None = None
         self._generate, self._before = 0.0, 0
         trainer.add_callback(self)
@@ -55,45 +44,42 @@ class PausedTraining(TrainerCallback):
         trainer._prepare_inputs = self._timed_inputs  # generates at the first call of a step
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
-        self._wait()
+        self._meet()
 
-    def step(self) -> Step:
+    def step(self) -> StepCost:
         """Run to the start of the next step."""
         self._generate = 0.0
         start = self._clock()
-        self._resume.release()
-        self._wait()
+        self._meet()
+        self._meet()
         seconds = self._clock() - start
         memory = torch.cuda.max_memory_allocated() - self._before if self._cuda else None
-        return Step(generate=self._generate, train=seconds - self._generate, memory=memory)
+        return StepCost(self._generate, seconds - self._generate, memory)
 
     def close(self) -> None:
         """End ``train()`` where it stands."""
-        self._closing = True
-        self._resume.release()
+        self._turn.abort()
         self._thread.join()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._paused.release()
-        self._resume.acquire()
-        if self._closing:
-            raise _Closed
+        self._turn.wait()
+        self._turn.wait()
 
     def _train(self) -> None:
         try:
             self.trainer.train()
             self._error = RuntimeError("train() ended before the last measured step")
-        except _Closed:
-            pass
         except BaseException as error:  # raised again where the step was asked for
             self._error = error
-        self._paused.release()
+        self._turn.abort()
 
-    def _wait(self) -> None:
-        self._paused.acquire()
-        error, self._error = self._error, None  # it holds the memory of its stack
-        if error is not None:
-            raise error
+    def _meet(self) -> None:
+        try:
+            self._turn.wait()
+        except threading.BrokenBarrierError:
+            error, self._error = self._error, None  # it holds the memory of its stack
+            assert error is not None
+            raise error from None
 
     def _timed_inputs(self, inputs: Any) -> Any:
         start, first = self._clock(), self._generate == 0.0

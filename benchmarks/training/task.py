@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,10 @@ _POSITIONS = 32768  # of the real model
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Shapes of the model and of one optimisation step."""
+    """Shapes of the model and of one optimisation step, as a case of a benchmark."""
 
+    name: str
+    dtype: str = "fp32"
     layers: int
     hidden: int
     intermediate: int
@@ -55,66 +56,58 @@ class TrainingConfig:
         """Completion tokens of a step: those in the loss."""
         return self.sequences * self.completion_tokens
 
-    def __str__(self) -> str:
+    @property
+    def model(self) -> str:
         return (
             f"qwen2-shaped, {self.layers} layers, hidden {self.hidden}, "
             f"vocabulary {self.vocabulary}"
         )
 
+    def facts(self) -> dict[str, Any]:
+        """Return the facts as a result file holds them."""
+        names = ("model", "dtype", "sequences", "prompt_tokens", "completion_tokens")
+        return {name: getattr(self, name) for name in (*names, "micro_batches", "tokens")}
+
+    def __str__(self) -> str:
+        return self.name
+
 
 QUICK = TrainingConfig(
-    layers=2, hidden=128, intermediate=512, heads=4, kv_heads=2, vocabulary=8192,
+    name="quick", layers=2, hidden=128, intermediate=512, heads=4, kv_heads=2, vocabulary=8192,
     prompts=2, group=4, prompt_tokens=16, completion_tokens=32, micro_batches=2,
 )  # fmt: skip
 # the width, the head and the tied embeddings of Qwen2.5-0.5B, which has 24 layers
 _FULL = TrainingConfig(
-    layers=2, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
+    name="full", layers=2, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
     prompts=2, group=4, prompt_tokens=32, completion_tokens=64, micro_batches=2,
 )  # fmt: skip
-_FULL_GPU = TrainingConfig(
-    layers=4, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936,
-    prompts=8, group=8, prompt_tokens=64, completion_tokens=256, micro_batches=2,
+_FULL_GPU = replace(
+    _FULL, name="full-gpu", layers=4,
+    prompts=8, group=8, prompt_tokens=64, completion_tokens=256,
 )  # fmt: skip
 SIZES = {
-    "tiny": TrainingConfig(
-        layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1, vocabulary=512,
-        prompts=2, group=4, prompt_tokens=4, completion_tokens=6, micro_batches=2,
-    ),
-    "quick": QUICK,
-    "full": _FULL,
-    "full-gpu": _FULL_GPU,
-    # what an update of an engine's weights costs depends on the size
-    "middle": replace(
-        _FULL, layers=4, hidden=512, intermediate=2048, heads=8, vocabulary=32000,
-        completion_tokens=32,
-    ),
-    "large": replace(_FULL, completion_tokens=32),
-    "middle-gpu": replace(_FULL_GPU, layers=12),
-    # the width of Qwen2.5-1.5B
-    "large-gpu": replace(_FULL_GPU, layers=14, hidden=1536, intermediate=8960, heads=12),
+    config.name: config
+    for config in (
+        replace(
+            QUICK, name="tiny", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1,
+            vocabulary=512, prompt_tokens=4, completion_tokens=6,
+        ),
+        QUICK,
+        _FULL,
+        _FULL_GPU,
+        # what an update of an engine's weights costs depends on the size
+        replace(
+            _FULL, name="middle", layers=4, hidden=512, intermediate=2048, heads=8,
+            vocabulary=32000, completion_tokens=32,
+        ),
+        replace(_FULL, name="large", completion_tokens=32),
+        replace(_FULL_GPU, name="middle-gpu", layers=12),
+        # the width of Qwen2.5-1.5B
+        replace(
+            _FULL_GPU, name="large-gpu", layers=14, hidden=1536, intermediate=8960, heads=12
+        ),
+    )
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A case of a training step: a size of the model and the batch."""
-
-    size: str  # of SIZES
-    dtype: str = "fp32"
-
-    @property
-    def config(self) -> TrainingConfig:
-        return SIZES[self.size]
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts as a result file holds them."""
-        config = self.config
-        names = ("sequences", "prompt_tokens", "completion_tokens", "micro_batches", "tokens")
-        facts = {name: getattr(config, name) for name in names}
-        return {"model": str(config), "dtype": self.dtype, **facts}
-
-    def __str__(self) -> str:
-        return self.size
 
 
 def make_model(config: TrainingConfig) -> PreTrainedModel:
@@ -158,12 +151,16 @@ def make_dataset(config: TrainingConfig, steps: int) -> Dataset:
     """Return prompts of one length, enough for so many steps."""
     from datasets import Dataset
 
-    draw = random.Random(SEED)
-    prompts = [
-        " ".join(f"w{draw.randrange(FIRST_WORD, config.vocabulary)}" for _ in range(count))
-        for count in [config.prompt_tokens] * (config.prompts * steps)
-    ]
+    prompts = make_texts(config, config.prompts * steps, config.prompt_tokens, SEED)
     return Dataset.from_dict({"prompt": prompts})
+
+
+def make_texts(config: TrainingConfig, count: int, length: int, seed: int) -> list[str]:
+    """Return so many random texts of one length."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = count, length
+    ids = torch.randint(FIRST_WORD, config.vocabulary, shape, generator=generator)
+    return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""The trainers that are compared, with the same settings."""
+"""The trainers that are compared, with the same settings; and one batch for all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.providers.base import needs_gpu
-from benchmarks.providers.baselines import lacking
-from benchmarks.training.batch import SharedBatch
+from benchmarks.check import StepResult, take_gradient
+from benchmarks.providers.base import lacking
 from benchmarks.training.task import (
+    FIRST_WORD,
     PAD,
     SEED,
     TrainingConfig,
@@ -24,9 +25,14 @@ from benchmarks.training.task import (
     make_tokenizer,
     reward,
 )
+from grpo_kernels import LossConfig, TokenBatch, policy_loss
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
+
+_LOSS = LossConfig(loss_type="dapo", epsilon=0.2)
+_NOISE = 0.1  # of the old log-probabilities: no ratio comes near its bound, where rounding decides
+Batch = dict[str, Tensor]  # a prepared micro-batch, as TRL's ``compute_loss`` takes it
 
 
 def precision(device: str) -> str:
@@ -56,12 +62,13 @@ class TrainerProvider:
     note: str  # what exactly is run
     requires: tuple[str, ...]  # distributions
     build: Callable[[Job], Trainer]
-    inputs: Callable[[SharedBatch], Any]  # what its ``compute_loss`` takes
+    inputs: Callable[[Batch], Any]  # what its ``compute_loss`` takes
     needs_gpu: bool = False
 
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
-        return lacking(*self.requires) or (needs_gpu(device) if self.needs_gpu else None)
+        needs_gpu = self.needs_gpu and device != "cuda"
+        return lacking(*self.requires) or ("needs a GPU" if needs_gpu else None)
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -123,63 +130,104 @@ def build(
     return built
 
 
-def _our_inputs(batch: SharedBatch) -> Any:
+def _our_inputs(batch: Batch) -> Any:
     from grpo_trainer.data import Rollout, collate
 
-    tokens = batch.num_items / batch.micro_batches
-    count = torch.tensor(tokens, device=batch.advantages.device)
-    completion_tokens = batch.completion_ids.shape[1]
-    pairs = zip(batch.prompt_ids.tolist(), batch.completion_ids.tolist(), strict=True)
+    prompts, completions = batch["prompt_ids"], batch["completion_ids"]
+    count = torch.tensor(float(completions.numel()), device=completions.device)
+    pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
     rollouts = [Rollout("", prompt, "", completion) for prompt, completion in pairs]
-    inputs = collate(rollouts, batch.advantages, count, count, pad_token_id=PAD)
-    first = batch.prompt_ids.shape[1] - 1  # the position that predicts the first token
+    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=PAD)
+    first = prompts.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
-    inputs.old_logprobs[:, first : first + completion_tokens] = batch.old_logprobs
+    inputs.old_logprobs[:, first : first + completions.shape[1]] = batch["old_per_token_logps"]
     return inputs
 
 
-def trl_inputs(batch: SharedBatch) -> Any:
+def _provider(
+    name: str,
+    note: str,
+    package: str,
+    inputs: Callable[[Batch], Any] = dict,
+    liger: bool = False,
+) -> TrainerProvider:
+    requires = [each for each in (package, *_COMMON) if each != "grpo_trainer"]
+    return TrainerProvider(
+        name=name,
+        note=note,
+        requires=("liger-kernel", *requires) if liger else tuple(requires),
+        build=partial(build, package, use_liger_kernel=True) if liger else partial(build, package),
+        inputs=inputs,
+        needs_gpu=liger,
+    )
+
+
+def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResult]:
+    """Return a batch, and its loss and gradient in fp32: full logits of the untouched model."""
+    model = make_model(config).to(device)
+    batch = make_batch(config, model, device)
+    loss = torch.zeros((), device=device)
+    for row in range(config.micro_batch):  # full logits of one sequence at a time
+        part = _row_loss(model, batch, slice(row, row + 1))
+        part.backward()
+        loss += part.detach()
+    return batch, (loss, take_gradient(model.parameters()))
+
+
+def make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> Batch:
+    generator = torch.Generator().manual_seed(SEED)
+    rows, prompt = config.micro_batch, config.prompt_tokens
+    shape = rows, prompt + config.completion_tokens
+    ids = torch.randint(FIRST_WORD, config.vocabulary, shape, generator=generator).to(device)
+    prompts, completions = ids[:, :prompt], ids[:, prompt:]
+    with torch.no_grad():
+        logprobs = torch.cat([_logprobs(model, row, prompt) for row in ids.split(1)])
+    noise = (2 * torch.rand(logprobs.shape, generator=generator) - 1) * _NOISE
     return {
-        "prompt_ids": batch.prompt_ids,
-        "prompt_mask": torch.ones_like(batch.prompt_ids),
-        "completion_ids": batch.completion_ids,
-        "completion_mask": torch.ones_like(batch.completion_ids),
-        "advantages": batch.advantages,
-        "old_per_token_logps": batch.old_logprobs,
-        "num_items_in_batch": torch.tensor(batch.num_items, device=batch.advantages.device),
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": torch.ones_like(completions),
+        "advantages": torch.linspace(-0.7, 1.7, rows, device=device),  # no mean of 0: no loss of 0
+        "old_per_token_logps": logprobs + noise.to(device),
+        "num_items_in_batch": torch.tensor(float(config.tokens), device=device),  # of the step
     }
+
+
+def _row_loss(model: PreTrainedModel, batch: Batch, row: slice) -> Tensor:
+    """Return one sequence's contribution to the loss."""
+    prompt, completion = batch["prompt_ids"][row], batch["completion_ids"][row]
+    logprobs = _logprobs(model, torch.cat([prompt, completion], dim=1), prompt.shape[1])
+    tokens = TokenBatch.from_padded(
+        completion,
+        batch["advantages"][row],
+        old_logprobs=batch["old_per_token_logps"][row],
+        num_items_in_batch=batch["num_items_in_batch"],
+    )
+    return policy_loss(logprobs.flatten(), tokens, _LOSS).loss
+
+
+def _logprobs(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:  # (1, L) -> (1, C)
+    logits = model(input_ids=ids).logits[:, prompt - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
 
 
 _COMMON = ("transformers", "accelerate", "datasets")
 # both trainers keep Liger off the head
-OURS = TrainerProvider(
-    name="ours",
-    note="grpo_trainer.GRPOTrainer",
-    requires=_COMMON,
-    build=partial(build, "grpo_trainer"),
-    inputs=_our_inputs,
+PROVIDERS = (
+    _provider("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer", _our_inputs),
+    _provider(
+        "ours-liger",
+        "the same with Liger's norms, rotary embedding and MLP in the body",
+        "grpo_trainer",
+        _our_inputs,
+        liger=True,
+    ),
+    _provider("trl", "trl.GRPOTrainer, its chunked head", "trl"),
+    _provider(
+        "trl-liger",
+        "the same with use_liger_kernel: Liger's norms, rotary embedding and MLP in the body",
+        "trl",
+        liger=True,
+    ),
 )
-OURS_LIGER = TrainerProvider(
-    name="ours-liger",
-    note="the same with Liger's norms, rotary embedding and MLP in the body",
-    requires=("liger-kernel", *_COMMON),
-    needs_gpu=True,
-    build=partial(build, "grpo_trainer", use_liger_kernel=True),
-    inputs=_our_inputs,
-)
-TRL = TrainerProvider(
-    name="trl",
-    note="trl.GRPOTrainer, its chunked head",
-    requires=("trl", *_COMMON),
-    build=partial(build, "trl"),
-    inputs=trl_inputs,
-)
-TRL_LIGER = TrainerProvider(
-    name="trl-liger",
-    note="the same with use_liger_kernel: Liger's norms, rotary embedding and MLP in the body",
-    requires=("trl", "liger-kernel", *_COMMON),
-    needs_gpu=True,
-    build=partial(build, "trl", use_liger_kernel=True),
-    inputs=trl_inputs,
-)
-PROVIDERS = (OURS, OURS_LIGER, TRL, TRL_LIGER)
