@@ -28,7 +28,7 @@ from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.head import matmul_precision, on_huge_pages, stats_dtype
+from grpo_kernels.head import matmul_precision, stats_dtype
 
 # of the tolerance: what is left is for other gradients than that of the logits
 _SHARE = 0.75
@@ -194,7 +194,7 @@ def _with_entries(
         if dweight is None:  # under autocast it may be wider than what is multiplied
             rounded = rows.head.weight.dtype == hidden.dtype and not needs.wide
             dtype = narrow if rounded else wide
-            dweight = on_huge_pages(torch.empty_like(weight, dtype=dtype))
+            dweight = torch.empty_like(weight, dtype=dtype)
         backend.entries_transposed_matmul(entries, dlogp, hidden, dweight, add)
     if needs.bias:
         ones = dlogp.new_ones(len(dlogp), 1)

@@ -33,7 +33,6 @@ from grpo_kernels.head import (
     Transform,
     leading_dim,
     matmul_precision,
-    on_huge_pages,
     project,
     stats_dtype,
 )
@@ -73,7 +72,7 @@ def new_tile(route: Route, height: int) -> Tensor:
     """Return an uninitialised tile for chunks of at most ``height`` rows."""
     rows = tile_height(route.fixed_rows or height, route.tile_rows, route.device)
     shape = rows, leading_dim(route.columns, route.logits, route.device)
-    tile = on_huge_pages(torch.empty(shape, dtype=route.logits, device=route.device))
+    tile = torch.empty(shape, dtype=route.logits, device=route.device)
     return tile if shape[1] == route.columns else tile[:, : route.columns]
 
 

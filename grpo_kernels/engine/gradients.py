@@ -19,7 +19,6 @@ from grpo_kernels.head import (
     SLICE_COLUMNS,
     Head,
     accumulate,
-    on_huge_pages,
     stats_dtype,
     zero_row_padding,
 )
@@ -311,7 +310,7 @@ def _uninitialised(hidden: Tensor, head: Head, needs: Needs, num_chunks: int) ->
         dhidden = make(hidden.shape, dtype=dtype, device=hidden.device)
     if needs.new_weight:
         dtype = hidden.dtype if one_gemm and not needs.wide else wide
-        dweight = on_huge_pages(make(head.weight.shape, dtype=dtype, device=hidden.device))
+        dweight = make(head.weight.shape, dtype=dtype, device=hidden.device)
     if needs.bias:
         dbias = torch.zeros(head.weight.shape[0], dtype=wide, device=hidden.device)
     return Gradients(dhidden, dweight, dbias)

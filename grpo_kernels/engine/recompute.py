@@ -23,7 +23,6 @@ from grpo_kernels.head import (
     accumulate,
     leading_dim,
     matmul_precision,
-    on_huge_pages,
     project,
     stats_dtype,
     zero_row_padding,
@@ -80,7 +79,7 @@ def recompute_backward(
     size = rows.count, route.columns, route.max_local_vocab
     slices = cut(*size, route.tile_rows * route.max_local_vocab, route.block)
     pitch = leading_dim(slices.longest_columns, route.logits, route.device)
-    buffer = on_huge_pages(hidden.new_empty((slices.longest_rows, pitch), dtype=route.logits))
+    buffer = hidden.new_empty((slices.longest_rows, pitch), dtype=route.logits)
     work = _Work(rows, stats, outer.times(scale), route, buffer)
     results, lora = _zeros(hidden, rows.head, needs), needs.lora(rows)
     sums: list[Work] = []
@@ -140,7 +139,7 @@ class _Work:
 
 def _zeros(hidden: Tensor, head: Head, needs: Needs) -> Gradients:
     def make(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return on_huge_pages(torch.zeros(shape, dtype=dtype, device=hidden.device))
+        return torch.zeros(shape, dtype=dtype, device=hidden.device)
 
     wide = stats_dtype(hidden.dtype)
     return Gradients(

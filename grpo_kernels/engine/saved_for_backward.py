@@ -28,7 +28,7 @@ from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.head import leading_dim, matmul_precision, on_huge_pages, stats_dtype
+from grpo_kernels.head import leading_dim, matmul_precision, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
 OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
@@ -131,7 +131,7 @@ def saving_forward(
         stats = chunked_loop(rows, route, chunks, wanted, _unit, entries)[0]
         none = rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)
         return stats, entries.kept() if chunks else none
-    kept = on_huge_pages(torch.empty(saving.shape, dtype=saving.dtype, device=route.device))
+    kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
     logits = KeptLogits(kept[:, : route.columns])
     return chunked_loop(rows, route, chunks, wanted, _unit, logits)[0], kept
 

@@ -32,7 +32,6 @@ from grpo_kernels.head.matmul import (
     matmul_precision,
     mkl_available,
     mkl_matmul,
-    on_huge_pages,
     project,
     tf32_unavailable,
     zero_row_padding,
