@@ -268,11 +268,16 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
     seen: list[Tensor] = []  # kept from hooks on the head, which would change a loss as well
+
+    def note(hidden: Tensor, head: Head) -> Tensor:
+        seen.append(_eager_logits(hidden, head))
+        return seen[0]
+
     with torch.no_grad(), _evaluating(model), _enlarged(model) as factor:
         own = runs(**batch, use_cache=False).logits
         if not factor:  # its forward does not call the backbone
             factor.append(1.0)
-        runs(**batch, head_fn=lambda hidden, head: seen.append(_eager_logits(hidden, head)))
+        runs(**batch, head_fn=note)
     (fused,) = seen
     if own.shape != fused.shape:
         difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"

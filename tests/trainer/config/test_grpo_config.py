@@ -35,7 +35,7 @@ RUN = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x"
 def test_every_loss_field_reaches_the_loss(make_args, loss_type):
     args = make_args(loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None)
     assert loss_config(args).loss_type == loss_type
-    own = {"max_completion_length", "surrogate", "number", "loss_type", "epsilon_high"}
+    own = {"max_completion_length", "surrogate", "registry_key", "loss_type", "epsilon_high"}
     for field in (
         *dataclasses.fields(LossConfig),
         *dataclasses.fields(LOSSES[loss_type].surrogate),
