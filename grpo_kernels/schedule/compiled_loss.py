@@ -34,12 +34,11 @@ from grpo_kernels.head import (
     stats_dtype,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
-from grpo_kernels.schedule.loss_metrics import LossParts, loss_metrics
+from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.loss_stage import LossStage, TracedStage
-from grpo_kernels.schedule.one_pass import one_pass_gradients
+from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
 from grpo_kernels.schedule.run import check_same_plan, planned
-from grpo_kernels.schedule.two_pass import two_pass_gradients, with_rest
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b"
 _NUM_INPUTS, _NUM_PARTS = len(Gradients._fields), len(LossParts._fields)
@@ -124,8 +123,9 @@ def policy_loss_op(*arguments):
 def _run(rows: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
     if plan.stage is LossStage:  # there is no autograd inside an op
         plan = replace(plan, stage=TracedStage)
-    one = plan.schedule == "one_pass" and plan.needs.any
-    parts, gradients = (one_pass_gradients if one else two_pass_gradients)(rows, plan)
+    parts, gradients, saved = loss_forward(rows, plan)
+    if gradients is None:
+        gradients = two_pass_backward(rows, plan, saved)
     logp, entropy, tokens = parts.logp, parts.entropy, plan.batch.num_tokens
     if plan.options.metric_rows == "all":
         logp, entropy = with_rest(logp, entropy, rows, plan)

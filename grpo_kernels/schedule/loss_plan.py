@@ -72,6 +72,11 @@ class Plan(LogprobsPlan):
         return self.config.scope(self.batch.rollout_logprobs is not None)
 
     @property
+    def one_pass(self) -> bool:
+        """Whether the forward computes gradients."""
+        return self.schedule == "one_pass" and self.needs.any
+
+    @property
     def logits_dtype(self) -> torch.dtype:
         return self.route.logits
 

@@ -1,25 +1,45 @@
-"""From a call to its plan, and from the plan to the loss."""
+"""From a call to its plan, and from the plan to a loss that autograd can differentiate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from grpo_kernels.arguments import check_device
 from grpo_kernels.batch import TokenBatch, host
-from grpo_kernels.engine import Needs, RunOptions, check_ranks_agree, retry_on_oom
+from grpo_kernels.engine import (
+    INPUTS,
+    Gradients,
+    MainGrad,
+    Needs,
+    RunOptions,
+    check_ranks_agree,
+    retry_on_oom,
+)
 from grpo_kernels.head import (
     Head,
     check_mask_range,
+    check_plain,
     check_target_range,
     checked_head,
+    first_derivative_only,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
-from grpo_kernels.schedule.loss_metrics import LossParts, loss_metrics
+from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan, make_plan
 from grpo_kernels.schedule.main_grad import checked_main_grad
-from grpo_kernels.schedule.one_pass import one_pass
+from grpo_kernels.schedule.passes import (
+    LossParts,
+    eager_loss,
+    loss_forward,
+    two_pass_backward,
+    with_rest,
+)
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient, rows_with_gradient
-from grpo_kernels.schedule.two_pass import two_pass, with_rest
 
 
 def planned(
@@ -51,36 +71,84 @@ def planned(
     return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, main_grad)
 
 
-def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
-    """Compute the loss of (T, D) rows, as planned or with less memory."""
-    parts = loss_parts(rows, plan)
-    batch, config, metric_rows = plan.batch, plan.config, plan.options.metric_rows
-    metrics = LazyMetrics(
-        loss_metrics,
-        *parts[3:],
-        batch,
-        config,
-        metric_rows,
-        logprobs=parts.logp,
-        entropy=parts.entropy,
-    )
-    return PolicyLossOutput(parts.loss, metrics.ready_for(batch))
+def run_plan(hidden: Tensor, plan: Plan) -> PolicyLossOutput:
+    """Compute the loss of (T, D) hidden states, as planned or with less memory."""
+    check_same_plan(hidden, plan)
+    parts = retry_on_oom(lambda plan: _loss_parts(hidden, plan), plan)
+    made_of = (*parts[3:], plan.batch, plan.config, plan.options.metric_rows)
+    metrics = LazyMetrics(loss_metrics, *made_of, logprobs=parts.logp, entropy=parts.entropy)
+    return PolicyLossOutput(parts.loss, metrics.ready_for(plan.batch))
 
 
-def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
-    """Return the loss, and the values that metrics are made from."""
-    check_same_plan(rows, plan)
+def _loss_parts(hidden: Tensor, plan: Plan) -> LossParts:
+    if not plan.route.backend.has_tiles:
+        parts = eager_loss(hidden, plan)
+    else:
+        inputs = (hidden, *plan.head.tensors)
+        check_plain(**dict(zip(INPUTS, inputs, strict=True)))
+        parts = LossParts(*_PolicyLoss.apply(plan, *inputs))
+    if plan.options.metric_rows == "active":
+        return parts
+    logp, entropy = with_rest(parts.logp, parts.entropy, hidden, plan)
+    return parts._replace(logp=logp, entropy=entropy)
 
-    def run(plan: Plan) -> LossParts:
-        one = plan.schedule == "one_pass" and plan.needs.any
-        parts = (one_pass if one else two_pass)(rows, plan)
-        complete = parts.logp.numel() == plan.batch.num_tokens
-        if complete or plan.options.metric_rows == "active":
-            return parts
-        logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
-        return parts._replace(logp=logp, entropy=entropy)
 
-    return retry_on_oom(run, plan)
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, hidden: Tensor, *head: Tensor | None) -> Any:
+        parts, gradients, saved = loss_forward(hidden, plan)
+        ctx.plan, ctx.gradients, ctx.result_of = plan, gradients, "linear_policy_loss"
+        # the batch, too: autograd then refuses a backward after a change in place
+        ctx.save_for_backward(hidden, *head, *saved, *plan.batch.tensors())
+        ctx.num_saved = len(saved)
+        ctx.mark_non_differentiable(*(x for x in parts[1:] if x is not None))
+        ctx.set_materialize_grads(False)  # their zeros would only be dropped
+        return tuple(parts)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
+        inputs, plan = tensors[: len(INPUTS)], ctx.plan
+        hidden, *of_head = inputs
+        plan = replace(plan, head=plan.head.with_tensors(*of_head))
+        if plan.one_pass:
+            # the first backward takes the gradients over, so that the largest is never copied; a
+            # second one, under retain_graph, computes them again
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                again = replace(plan, options=replace(plan.options, schedule="one_pass"))
+                gradients = retry_on_oom(lambda plan: loss_forward(hidden, plan).gradients, again)
+            if plan.main_grad is not None:
+                plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
+                gradients = gradients._replace(weight=None)
+            gradients = _scaled_(gradients, dloss, inputs)
+        else:
+            if plan.main_grad is not None:
+                plan = replace(plan, needs=replace(plan.needs, main_grad=MainGrad(plan.main_grad)))
+            saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
+            gradients = two_pass_backward(hidden, plan, saved, dloss)
+        found = [
+            None if gradient is None else gradient.to(x.dtype)
+            for gradient, x in zip(gradients, inputs, strict=True)
+        ]
+        if found[0] is not None and plan.active.index is not None:
+            found[0] = torch.zeros_like(hidden).index_copy(0, plan.active.index, found[0])
+        return None, *found
+
+
+def _scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None]) -> Gradients:
+    """Return ``gradients * scale``, each rounded once to its input's dtype; they are used up."""
+    if host.reading_is_free(scale) and scale.item() == 1:  # no sync, and a pass saved
+        return gradients
+
+    def scaled(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+        if gradient is None or x is None:
+            return None
+        if gradient.dtype == x.dtype or gradient.device.type == "cpu":  # which would take a copy
+            return gradient.mul_(scale)
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=x.dtype))
+
+    return Gradients(*(scaled(g, x) for g, x in zip(gradients, inputs, strict=True)))
 
 
 def check_same_plan(rows: Tensor, plan: Plan) -> None:
