@@ -36,9 +36,4 @@ from grpo_kernels.head.matmul import (
     tf32_unavailable,
     zero_row_padding,
 )
-from grpo_kernels.head.vocab_shard import (
-    SHARD_SCHEMA,
-    VocabShard,
-    shard_arguments,
-    shard_of_arguments,
-)
+from grpo_kernels.head.vocab_shard import VocabShard

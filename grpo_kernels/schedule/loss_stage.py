@@ -76,7 +76,10 @@ class LossStage:
     def _segments(self, rows: slice) -> Segments:
         if self._config.scope(self._batch.rollout_logprobs is not None) == "token":
             return _NO_SEGMENTS
-        return self._batch.segments.narrow(rows.start, rows.stop)
+        segments = self._batch.segments
+        if rows == slice(0, self._batch.num_tokens):
+            return segments
+        return segments.narrow(rows.start, rows.stop)
 
 
 class TracedStage(LossStage):
@@ -150,7 +153,7 @@ def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> typ
     if not backend.generates:
         return LossStage
     if config.scope(batch.rollout_logprobs is not None) != "token":
-        return SegmentStage
+        return SegmentStage if batch.sequence_group is None else LossStage
     return LossStage if why_not_generated(batch, config) is not None else GeneratedStage
 
 
