@@ -32,7 +32,6 @@ from grpo_kernels.head import Head, autocast_dtype, check_plain, stats_dtype
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
-from grpo_kernels.schedule.loss_stage import LossStage, TracedStage
 from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
 from grpo_kernels.schedule.run import check_same_plan, planned
 
@@ -107,8 +106,6 @@ def policy_loss_op(*arguments):
 
 
 def _run(rows: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
-    if plan.stage is LossStage:  # there is no autograd inside an op
-        plan = replace(plan, stage=TracedStage)
     parts, gradients, saved = loss_forward(rows, plan)
     if gradients is None:
         gradients = two_pass_backward(rows, plan, saved)
