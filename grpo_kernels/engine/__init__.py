@@ -14,7 +14,6 @@ from grpo_kernels.engine.differentiable import (
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.engine.fingerprint import fingerprint
 from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.op_arguments import (
@@ -28,7 +27,7 @@ from grpo_kernels.engine.op_arguments import (
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
-from grpo_kernels.engine.route import Route, choose_route, row_block
+from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.saved_for_backward import (
     ENTRIES,

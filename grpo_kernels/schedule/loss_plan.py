@@ -20,7 +20,6 @@ from grpo_kernels.engine import (
     RunOptions,
     SavedForBackward,
     choose_route,
-    fingerprint,
     row_chunks,
 )
 from grpo_kernels.head import Head
@@ -77,10 +76,6 @@ class Plan(LogprobsPlan):
         return self.schedule == "one_pass" and self.needs.any
 
     @property
-    def logits_dtype(self) -> torch.dtype:
-        return self.route.logits
-
-    @property
     def reads_once(self) -> bool:
         """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
         exact = self.options.bounded is None and _why_exact(self.batch, self.config) is None
@@ -117,7 +112,7 @@ class Plan(LogprobsPlan):
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
         route = self.route if self.schedule == "one_pass" else self.saving.route(self.route)
-        return fingerprint(route, self.head, self.schedule)
+        return route.fingerprint(self.head, self.schedule)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -194,7 +189,7 @@ class Plan(LogprobsPlan):
         return [
             f"backend   {self.backend}",
             f"schedule  {self.schedule} (scope of the loss: {self.scope})",
-            f"logits    {self.logits_dtype}, precision={self.precision!r}",
+            f"logits    {self.route.logits}, precision={self.precision!r}",
             f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]

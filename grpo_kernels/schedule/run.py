@@ -22,16 +22,17 @@ from grpo_kernels.engine import (
 )
 from grpo_kernels.head import (
     Head,
+    check_local,
     check_mask_range,
     check_plain,
     check_target_range,
     checked_head,
     first_derivative_only,
+    stats_dtype,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan, make_plan
-from grpo_kernels.schedule.main_grad import checked_main_grad
 from grpo_kernels.schedule.passes import (
     LossParts,
     eager_loss,
@@ -61,7 +62,7 @@ def planned(
     hidden, head = checked_head(hidden, head, options.precision)
     _check_layout(hidden, head, batch)
     if main_grad is not None:
-        main_grad = checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
+        main_grad = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         rows = rows.index_select(0, batch.rows)
@@ -173,3 +174,32 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
         host.assert_async(inside, f"target: expected ids in [0, {columns})")
     if batch.sampling_mask is not None:
         check_mask_range(batch.sampling_mask.max_id, columns)
+
+
+def _checked_main_grad(buffer: Tensor, weight: Tensor, hidden: Tensor, vocab_size: int) -> Tensor:
+    """Return the rows of the caller's buffer that ids in use have; further ones are padding.
+
+    Raises:
+        ValueError: the buffer does not fit the weight, or nothing would be added to it.
+    """
+    if not isinstance(buffer, Tensor):
+        raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
+    check_local("main_grad", buffer)
+    if not weight.requires_grad:
+        raise ValueError("main_grad: expected None for a weight that needs no gradient")
+    if buffer.shape != weight.shape or not buffer.is_contiguous():
+        kind = "one" if buffer.is_contiguous() else "a non-contiguous one"
+        raise ValueError(
+            f"main_grad: expected a contiguous tensor of shape {tuple(weight.shape)} (of "
+            f"weight), got {kind} of {tuple(buffer.shape)}"
+        )
+    wide = stats_dtype(hidden.dtype)
+    if buffer.dtype != wide:
+        raise ValueError(f"main_grad: expected dtype {wide}, got {buffer.dtype}")
+    if buffer.device != weight.device:
+        raise ValueError(f"main_grad: expected device {weight.device}, got {buffer.device}")
+    if buffer.requires_grad:
+        raise ValueError("main_grad: expected a tensor that needs no gradient")
+    if buffer.data_ptr() == weight.data_ptr() and buffer.numel():
+        raise ValueError("main_grad: expected a buffer of its own, got the weight")
+    return buffer[:vocab_size]
