@@ -10,7 +10,6 @@ from grpo_kernels.engine.compiled_logprobs import (
 from grpo_kernels.engine.differentiable import (
     INPUTS,
     differentiable_stats,
-    rows_backward,
     rows_forward,
     stats_backward,
 )
