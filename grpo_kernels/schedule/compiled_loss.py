@@ -23,6 +23,7 @@ from grpo_kernels.engine import (
     REPORT,
     Gradients,
     Needs,
+    Rows,
     RunOptions,
     call_arguments,
     call_of_arguments,
@@ -105,7 +106,7 @@ def policy_loss_op(*arguments):
     )
 
 
-def _run(rows: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
+def _run(rows: Rows, plan: Plan) -> tuple[LossParts, Gradients]:
     parts, gradients, saved = loss_forward(rows, plan)
     if gradients is None:
         gradients = two_pass_backward(rows, plan, saved)

@@ -16,7 +16,6 @@ from grpo_kernels.engine import (
     LogprobsPlan,
     Needs,
     Route,
-    Rows,
     RunOptions,
     SavedForBackward,
     choose_route,
@@ -53,17 +52,6 @@ class Plan(LogprobsPlan):
     stage: type[LossStage]  # how the loss runs between statistics and gradients
     why_two_passes: str | None  # why one_pass cannot run
     is_smaller: bool = False  # memory did not last for another one
-
-    def rows(self, hidden: Tensor, index: Tensor | None = None) -> Rows:
-        """Return the rows with a gradient of (T, D) hidden states, or those of an index."""
-        if index is None:
-            batch, hidden = self.active.batch, self.active.take(hidden)
-            target, mask = batch.target, batch.sampling_mask
-        else:
-            batch, hidden = self.batch, hidden[index]
-            target = batch.target[index]
-            mask = None if batch.sampling_mask is None else batch.sampling_mask.take(index)
-        return Rows(hidden=hidden, head=self.head, target=target, sampling_mask=mask)
 
     @property
     def scope(self) -> str:

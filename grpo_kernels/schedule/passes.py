@@ -20,6 +20,7 @@ from grpo_kernels.engine import (
     Gradients,
     GradientSums,
     Needs,
+    Rows,
     bounded_report,
     chunked_loop,
     differentiable_stats,
@@ -60,19 +61,19 @@ class _Scored(NamedTuple):
     gate: Tensor | None
 
 
-def loss_forward(hidden: Tensor, plan: Plan) -> Forward:
-    """Compute the loss of (T, D) hidden states, and start on its gradients, as planned."""
-    return (_one_pass if plan.one_pass else _two_pass)(hidden, plan)
+def loss_forward(rows: Rows, plan: Plan) -> Forward:
+    """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
+    return (_one_pass if plan.one_pass else _two_pass)(rows, plan)
 
 
-def _one_pass(hidden: Tensor, plan: Plan) -> Forward:
+def _one_pass(rows: Rows, plan: Plan) -> Forward:
     """Compute logits, statistics, loss and gradients, chunk by chunk."""
     active, batch = plan.active, plan.active.batch
-    dtype = stats_dtype(hidden.dtype)
+    rows, dtype = with_gradient(rows, plan), stats_dtype(rows.hidden.dtype)
     weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
     stage = plan.stage(batch, weights, plan.config, dtype)
     needs = replace(plan.needs, wide=True) if plan.main_grad is not None else plan.needs
-    rows, chunks, report = plan.rows(hidden), plan.chunks, None
+    chunks, report = plan.chunks, None
     loop = (rows, plan.route, chunks)
     if plan.options.bounded is None:
         sums = GradientSums(rows, needs, len(chunks))
@@ -85,10 +86,10 @@ def _one_pass(hidden: Tensor, plan: Plan) -> Forward:
     return Forward(parts, gradients)
 
 
-def _two_pass(hidden: Tensor, plan: Plan) -> Forward:
+def _two_pass(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss, and its gradients with respect to the statistics."""
-    stats, kept = rows_forward(plan.rows(hidden), plan)
-    logp, entropy, batch, weights, gate = _scored(stats, hidden, plan)
+    stats, kept = rows_forward(with_gradient(rows, plan), plan)
+    logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
     outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
     report = None
@@ -105,22 +106,34 @@ def _two_pass(hidden: Tensor, plan: Plan) -> Forward:
 
 
 def two_pass_backward(
-    hidden: Tensor,
+    rows: Rows,
     plan: Plan,
     saved: tuple[Tensor | None, ...],  # of :class:`Forward`
     dloss: Tensor | None = None,  # (); None: 1
 ) -> Gradients:
-    """Compute the gradients of a loss; that of ``hidden`` for the rows with one."""
+    """Compute the gradients of a loss; that of hidden states for the rows with one."""
     kept, stats, outer = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
-    return stats_backward(plan.rows(hidden), stats, outer.times(dloss), plan, kept)
+    return stats_backward(with_gradient(rows, plan), stats, outer.times(dloss), plan, kept)
 
 
-def eager_loss(hidden: Tensor, plan: Plan) -> LossParts:
+def eager_loss(rows: Rows, plan: Plan) -> LossParts:
     """Compute the loss before the eager reference, by operations that autograd follows."""
-    stats, _ = differentiable_stats(plan.rows(hidden), plan)
-    logp, entropy, batch, weights, gate = _scored(stats, hidden, plan)
+    stats, _ = differentiable_stats(with_gradient(rows, plan), plan)
+    logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights, gate)
     return LossParts(loss, logp.detach(), entropy.detach(), gate)
+
+
+def with_gradient(rows: Rows, plan: Plan) -> Rows:
+    """Return the rows that can have a gradient, as if they were all."""
+    return _selected(rows, plan.active.index)
+
+
+def _selected(rows: Rows, index: Tensor | None) -> Rows:
+    if index is None:
+        return rows
+    chosen = rows.at(index)
+    return chosen.narrow(slice(0, chosen.count))
 
 
 def policy_logp(stats: RowStats) -> Tensor:
@@ -128,27 +141,27 @@ def policy_logp(stats: RowStats) -> Tensor:
     return stats.logp if stats.masked_logp is None else stats.masked_logp
 
 
-def _scored(stats: RowStats, hidden: Tensor, plan: Plan) -> _Scored:
+def _scored(stats: RowStats, rows: Rows, plan: Plan) -> _Scored:
     """Collect what the loss needs: a gate by the entropy of all tokens needs all rows."""
     logp, entropy, config = policy_logp(stats), stats.entropy, plan.config
     weights = static_weights(plan.batch, config)
     if plan.scope != "batch":
         active = plan.active
         return _Scored(logp, entropy, active.batch, active.take_weights(weights), None)
-    logp, entropy = with_rest(logp, entropy, hidden, plan)
+    logp, entropy = with_rest(logp, entropy, rows, plan)
     copies = 1 if plan.head.shard is None else plan.head.shard.size
     gate = top_entropy_gate(entropy, config.top_entropy_quantile, copies)
     return _Scored(logp, entropy, plan.batch, weights, gate)
 
 
 def with_rest(
-    logp: Tensor, entropy: Tensor, hidden: Tensor, plan: Plan
+    logp: Tensor, entropy: Tensor, rows: Rows, plan: Plan
 ) -> tuple[Tensor, Tensor]:  # (T,)
     """Complete what is known of the rows with a gradient, by a forward of the others."""
     active = plan.active
     if active.forward_only is None or logp.numel() == plan.batch.num_tokens:
         return logp, entropy
-    rows = plan.rows(hidden, active.forward_only)
     with torch.no_grad():
-        others, _ = differentiable_stats(rows, replace(plan, needs=Needs()))
+        without = replace(plan, needs=Needs())
+        others, _ = differentiable_stats(_selected(rows, active.forward_only), without)
     return active.merge(logp, policy_logp(others)), active.merge(entropy, others.entropy)

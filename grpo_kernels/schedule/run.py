@@ -16,6 +16,7 @@ from grpo_kernels.engine import (
     Gradients,
     MainGrad,
     Needs,
+    Rows,
     RunOptions,
     check_ranks_agree,
     retry_on_oom,
@@ -38,6 +39,7 @@ from grpo_kernels.schedule.passes import (
     eager_loss,
     loss_forward,
     two_pass_backward,
+    with_gradient,
     with_rest,
 )
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient, rows_with_gradient
@@ -51,8 +53,8 @@ def planned(
     options: RunOptions,
     main_grad: Tensor | None = None,
     needs: Needs | None = None,  # None: as autograd says
-) -> tuple[Tensor, Plan]:
-    """Check a call and decide how it runs: the (T, D) rows of the batch's tokens, and the plan.
+) -> tuple[Rows, Plan]:
+    """Check a call and decide how it runs: the T rows of the batch's tokens, and the plan.
 
     Raises:
         ValueError: an argument is wrong, or what is asked for cannot run.
@@ -63,45 +65,47 @@ def planned(
     _check_layout(hidden, head, batch)
     if main_grad is not None:
         main_grad = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    hidden = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
-        rows = rows.index_select(0, batch.rows)
-    needs = Needs.of((rows, *head.tensors)) if needs is None else needs
+        hidden = hidden.index_select(0, batch.rows)
+    mask = batch.sampling_mask
+    rows = Rows(hidden=hidden, head=head, target=batch.target, sampling_mask=mask)
+    needs = Needs.of(rows.inputs) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
-    return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, main_grad)
+    return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs, main_grad)
 
 
-def run_plan(hidden: Tensor, plan: Plan) -> PolicyLossOutput:
-    """Compute the loss of (T, D) hidden states, as planned or with less memory."""
-    check_same_plan(hidden, plan)
-    parts = retry_on_oom(lambda plan: _loss_parts(hidden, plan), plan)
+def run_plan(rows: Rows, plan: Plan) -> PolicyLossOutput:
+    """Compute the loss of a batch's T rows, as planned or with less memory."""
+    check_same_plan(rows, plan)
+    parts = retry_on_oom(lambda plan: _loss_parts(rows, plan), plan)
     made_of = (*parts[3:], plan.batch, plan.config, plan.options.metric_rows)
     metrics = LazyMetrics(loss_metrics, *made_of, logprobs=parts.logp, entropy=parts.entropy)
     return PolicyLossOutput(parts.loss, metrics.ready_for(plan.batch))
 
 
-def _loss_parts(hidden: Tensor, plan: Plan) -> LossParts:
+def _loss_parts(rows: Rows, plan: Plan) -> LossParts:
     if not plan.route.backend.has_tiles:
-        parts = eager_loss(hidden, plan)
+        parts = eager_loss(rows, plan)
     else:
-        inputs = (hidden, *plan.head.tensors)
-        check_plain(**dict(zip(INPUTS, inputs, strict=True)))
-        parts = LossParts(*_PolicyLoss.apply(plan, *inputs))
+        check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
+        parts = LossParts(*_PolicyLoss.apply(plan, rows, *rows.inputs))
     if plan.options.metric_rows == "active":
         return parts
-    logp, entropy = with_rest(parts.logp, parts.entropy, hidden, plan)
+    logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
     return parts._replace(logp=logp, entropy=entropy)
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, hidden: Tensor, *head: Tensor | None) -> Any:
-        parts, gradients, saved = loss_forward(hidden, plan)
-        ctx.plan, ctx.gradients, ctx.result_of = plan, gradients, "linear_policy_loss"
+    def forward(ctx: Any, plan: Plan, rows: Rows, *inputs: Tensor | None) -> Any:
+        parts, gradients, saved = loss_forward(rows, plan)
+        # autograd keeps the tensors; without them the rows are what else belongs to them
+        ctx.plan, ctx.rows = plan, replace(rows, hidden=rows.hidden[:0])
+        ctx.gradients, ctx.num_saved, ctx.result_of = gradients, len(saved), "linear_policy_loss"
         # the batch, too: autograd then refuses a backward after a change in place
-        ctx.save_for_backward(hidden, *head, *saved, *plan.batch.tensors())
-        ctx.num_saved = len(saved)
+        ctx.save_for_backward(*inputs, *saved, *plan.batch.tensors())
         ctx.mark_non_differentiable(*(x for x in parts[1:] if x is not None))
         ctx.set_materialize_grads(False)  # their zeros would only be dropped
         return tuple(parts)
@@ -111,14 +115,14 @@ class _PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
         inputs, plan = tensors[: len(INPUTS)], ctx.plan
         hidden, *of_head = inputs
-        plan = replace(plan, head=plan.head.with_tensors(*of_head))
+        rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
         if plan.one_pass:
             # the first backward takes the gradients over, so that the largest is never copied; a
             # second one, under retain_graph, computes them again
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
                 again = replace(plan, options=replace(plan.options, schedule="one_pass"))
-                gradients = retry_on_oom(lambda plan: loss_forward(hidden, plan).gradients, again)
+                gradients = retry_on_oom(lambda plan: loss_forward(rows, plan).gradients, again)
             if plan.main_grad is not None:
                 plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
                 gradients = gradients._replace(weight=None)
@@ -127,14 +131,14 @@ class _PolicyLoss(torch.autograd.Function):
             if plan.main_grad is not None:
                 plan = replace(plan, needs=replace(plan.needs, main_grad=MainGrad(plan.main_grad)))
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
-            gradients = two_pass_backward(hidden, plan, saved, dloss)
+            gradients = two_pass_backward(rows, plan, saved, dloss)
         found = [
             None if gradient is None else gradient.to(x.dtype)
             for gradient, x in zip(gradients, inputs, strict=True)
         ]
         if found[0] is not None and plan.active.index is not None:
             found[0] = torch.zeros_like(hidden).index_copy(0, plan.active.index, found[0])
-        return None, *found
+        return None, None, *found
 
 
 def _scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None]) -> Gradients:
@@ -152,10 +156,13 @@ def _scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None
     return Gradients(*(scaled(g, x) for g, x in zip(gradients, inputs, strict=True)))
 
 
-def check_same_plan(rows: Tensor, plan: Plan) -> None:
+def check_same_plan(rows: Rows, plan: Plan) -> None:
     """Raise on every rank unless all that share the vocabulary have the same plan and rows."""
+    if rows.head.shard is None:
+        return
     what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
-    check_ranks_agree(plan.rows(rows), plan.route, *what)
+    chosen = with_gradient(rows, plan)
+    check_ranks_agree(chosen, plan.route, *what)
 
 
 def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
