@@ -68,12 +68,16 @@ def planned(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         hidden = hidden.index_select(0, batch.rows)
-    mask = batch.sampling_mask
-    rows = Rows(hidden=hidden, head=head, target=batch.target, sampling_mask=mask)
+    rows = _rows(hidden, head, batch)
     needs = Needs.of(rows.inputs) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
     return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs, main_grad)
+
+
+def _rows(hidden: Tensor, head: Head, batch: TokenBatch) -> Rows:
+    mask = batch.sampling_mask
+    return Rows(hidden=hidden, head=head, target=batch.target, sampling_mask=mask)
 
 
 def run_plan(rows: Rows, plan: Plan) -> PolicyLossOutput:
@@ -101,9 +105,8 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, rows: Rows, *inputs: Tensor | None) -> Any:
         parts, gradients, saved = loss_forward(rows, plan)
-        # autograd keeps the tensors; without them the rows are what else belongs to them
-        ctx.plan, ctx.rows = plan, replace(rows, hidden=rows.hidden[:0])
-        ctx.gradients, ctx.num_saved, ctx.result_of = gradients, len(saved), "linear_policy_loss"
+        ctx.plan, ctx.gradients, ctx.num_saved = plan, gradients, len(saved)
+        ctx.result_of = "linear_policy_loss"
         # the batch, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(*inputs, *saved, *plan.batch.tensors())
         ctx.mark_non_differentiable(*(x for x in parts[1:] if x is not None))
@@ -115,7 +118,7 @@ class _PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
         inputs, plan = tensors[: len(INPUTS)], ctx.plan
         hidden, *of_head = inputs
-        rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
+        rows = _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)
         if plan.one_pass:
             # the first backward takes the gradients over, so that the largest is never copied; a
             # second one, under retain_graph, computes them again
