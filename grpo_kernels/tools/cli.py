@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.integrations import HOSTS
-from grpo_kernels.tools import machine, plan_command
-from grpo_kernels.tools.check import Outcome, outcomes
+from grpo_kernels.tools import check, machine, plan_command
 from grpo_kernels.tools.text import OneLineParser, aligned, in_units
 
 _OPTIONAL = "transformers"  # of the extra `tools`
@@ -105,22 +104,15 @@ def _backends(backends: Mapping[str, str | None]) -> list[str]:
 
 def _check(arguments: argparse.Namespace) -> int:
     _show("versions", _versions(machine.versions()))
-    print(_LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
+    print(check.LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
     done = []
-    for outcome in outcomes():
-        done.append(outcome)
-        print(_outcome(outcome), flush=True)  # at once: the next one may crash
+    for ok, line in check.outcomes():
+        print(line, flush=True)  # at once: the next one may crash
+        done.append((ok, line))
     _show("backends", _backends(machine.unavailable_backends()))
-    failed = [outcome for outcome in done if not outcome.ok]
-    print(f"{len(done)} checks, {len(failed)} failed", *map(_outcome, failed), sep="\n")
+    failed = [line for ok, line in done if not ok]
+    print(f"{len(done)} checks, {len(failed)} failed", *failed, sep="\n")
     return 1 if failed else 0
-
-
-def _outcome(outcome: Outcome) -> str:
-    values = [f"{outcome.error:.1e}", f"{outcome.allowed:.1e}", "ok" if outcome.ok else "FAILED"]
-    if outcome.failure is not None:
-        values = ["-", "-", f"FAILED: {outcome.failure}"]
-    return _LINE.format(outcome.backend, outcome.device, outcome.dtype, outcome.what, *values)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -128,9 +120,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
         tested = f"{host.package}, tested with {', '.join(host.tested)}"
         print(f"{adapter}: {machine.installed_version(host.package) or 'not installed'} ({tested})")
     return 0
-
-
-_LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
 
 
 if __name__ == "__main__":

@@ -80,17 +80,17 @@ def test_check_passes_here(capsys, monkeypatch):
     assert ", 0 failed" in out
 
 
-def wrong_gradient(factor, right, problem, backend, tile):
-    results = right(problem, backend, tile)
+def wrong_gradient(factor, right, problem, backend, **options):
+    results = right(problem, backend=backend, **options)
     if backend == "chunked":
         results["dweight"] = results["dweight"] * factor
     return results
 
 
-def raises(right, problem, backend, tile):
+def raises(right, problem, backend, **options):
     if backend == "chunked":
         raise RuntimeError("no such instruction\nsecond line")
-    return right(problem, backend, tile)
+    return right(problem, backend=backend, **options)
 
 
 def drops_a_part_of_k(right, out, a, b, *rest, **options):
