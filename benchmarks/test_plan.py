@@ -17,8 +17,7 @@ from benchmarks.shapes import DTYPES, Case, make_case
 from benchmarks.timing import measure_memory, replay
 from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import device_memory
-from grpo_kernels.tools.estimate import Call
-from grpo_kernels.tools.head_shape import HeadShape
+from grpo_kernels.tools.estimate import Call, HeadShape
 
 # real heads: of a few seconds on a CPU, and one whose full logits fit into 24 GiB of a GPU
 HEADS = {"cpu": ("qwen2.5-0.5b", 1024), "cuda": ("qwen3-1.7b", 8192)}

@@ -1,38 +1,71 @@
-"""Peak memory of a loss at a head: formulas over what the product's own planning decides.
-
-Nothing is run. The tile, its chunks and what the forward keeps are asked of the engine.
-"""
+"""Peak memory of a loss at a head: formulas over the plan of the call. Nothing is run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels.backends import BACKENDS, chunk_rows
-from grpo_kernels.engine import (
-    Needs,
-    Route,
-    RunOptions,
-    SavedForBackward,
-    chunk_height,
-    tile_height,
-    tile_shape,
-)
-from grpo_kernels.head import leading_dim
-from grpo_kernels.schedule import adding_costs_more, summing_rows
-from grpo_kernels.tools.head_shape import WIDE, HeadShape
+from grpo_kernels.backends import BACKENDS
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
+from grpo_kernels.head import Head, leading_dim
+from grpo_kernels.losses import LossConfig
+from grpo_kernels.schedule import Plan, planned
 
+FP16 = torch.float16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
+WIDE = 4  # bytes of an element in fp32
 # What MKL keeps once several threads have shared an fp32 GEMM: measured, and about the same for
 # all shapes of a head. cuBLAS has its workspace since its first call.
 _MKL_PANELS = 30 << 20
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
-# GEMMs over the vocabulary, forward and backward, of what keeps nothing; a frozen head's: one fewer
-_GEMMS = {"eager": 3, "trl": 4, "one_pass": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """An LM head under hidden states of ``dtype``; its weight may be fp32, as under autocast."""
+
+    hidden: int  # D
+    vocabulary: int  # V
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype | None = None  # None: the dtype of the hidden states
+    frozen: bool = False  # the weight needs no gradient
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES.values():
+            known = ", ".join(map(str, DTYPES.values()))
+            raise ValueError(f"dtype: expected one of {known}; got {self.dtype}")
+        if self.weight_dtype not in (None, torch.float32, self.dtype):
+            raise ValueError(
+                f"weight_dtype: expected torch.float32 or that of the hidden states, "
+                f"{self.dtype}; got {self.weight_dtype}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the weight."""
+        return self.size * (self.weight_dtype or self.dtype).itemsize
+
+    @property
+    def dweight(self) -> int:
+        """Bytes of its gradient."""
+        return 0 if self.frozen else self.weight
+
+    @property
+    def cast(self) -> int:
+        """Bytes of the weight's copy in the dtype of the hidden states, where that is another."""
+        return self.size * self.dtype.itemsize if self.weight_dtype not in (None, self.dtype) else 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +75,6 @@ class MemoryEstimate:
     inputs: int  # hidden states and weight
     returned: int  # their gradients
     extra: int  # what else is alive at the peak
-    shards: int  # of the weight and its gradient, beside the whole ones
 
     @property
     def growth(self) -> int:
@@ -52,16 +84,12 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.shards + self.inputs + self.growth
+        return self.inputs + self.growth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A loss of ``tokens`` valid tokens, all with a gradient.
-
-    Raises:
-        ValueError: a number or name is out of range; the message names the argument.
-    """
+    """A loss of ``tokens`` valid tokens, all with a gradient."""
 
     name: str  # "eager" | "trl" | "one_pass" | "two_pass", the schedules of ours
     head: HeadShape
@@ -69,97 +97,74 @@ class Call:
     device: str = "cuda"  # | "cpu"
     options: RunOptions = field(default_factory=RunOptions)  # of ours
     sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
-    shards: int = 0  # bytes of the weight and its gradient that a rank has beside the whole ones
-    copied: int = 0  # bytes of a collective's flat buffer, which is there while the logits are not
 
-    def __post_init__(self) -> None:
-        if self.name not in _PEAKS:
-            raise ValueError(f"name: expected one of {', '.join(_PEAKS)}; got {self.name!r}")
-        if self.tokens < 1:
-            raise ValueError(f"tokens: expected a number > 0, got {self.tokens}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device: expected cpu or cuda; got {self.device!r}")
-
-    @cached_property
+    @property
     def memory(self) -> MemoryEstimate:
         """The estimate."""
-        returned = self.hidden + self.head.dweight
-        extra = max(self.copied, _PEAKS[self.name](self) - returned)
-        return MemoryEstimate(self.hidden + self.head.weight, returned, extra, self.shards)
+        hidden = self.tokens * self.head.hidden * self.head.dtype.itemsize
+        returned = hidden + self.head.dweight
+        peak = {"eager": _eager, "trl": _trl}.get(self.name, _ours)(self)
+        return MemoryEstimate(hidden + self.head.weight, returned, max(0, peak - returned))
 
-    @cached_property
-    def route(self) -> Route:
-        """The route of ours on such a device, with the tile of the schedule."""
-        head, options, device = self.head, self.options, torch.device(self.device)
-        size = options.max_workspace_bytes
-        rows = chunk_rows(head.vocabulary, head.dtype, options.precision, device, size)
-        route = Route(
-            backend=BACKENDS["chunked"],  # all with tiles plan the same
-            options=options,
-            dtype=head.dtype,
-            device=device,
-            columns=head.vocabulary,
-            tile_rows=rows,
-            has_tile=True,
-        )
-        if self.name != "one_pass" or head.frozen or size is not None:
-            return route
-        rows = summing_rows(self.device, rows, head.hidden, head.dtype, route.logits)
-        return replace(route, tile_rows=rows)
+    @property
+    def plan(self) -> Plan:
+        """The plan of ours. Its route is that of any number of tokens, what it saves is not."""
+        one = _plan(self.head, self.device, replace(self.options, schedule=self.name))
+        return replace(one, tokens=self.tokens)
 
-    @cached_property
-    def saving(self) -> SavedForBackward:
-        """What the forward keeps for the backward."""
-        bounded, needs = self.options.bounded, Needs(hidden=True, weight=not self.head.frozen)
-        if bounded is None and self.name in _GEMMS:
-            return SavedForBackward(gemms=_GEMMS[self.name] - self.head.frozen)
-        kept = SavedForBackward.of(self.tokens, self.head.hidden, self.route, needs)
-        if bounded is not None and self.name == "one_pass":
-            kept = kept.of_one_pass(needs, bounded)
-        return kept
+    @property
+    def keeps(self) -> str | None:
+        """What the forward keeps for the backward; None where it is not to keep anything."""
+        asked = self.name == "two_pass" or self.options.bounded is not None
+        return self.plan.saving.kind if asked else None
 
-    def with_(self, **options: Any) -> Call:
-        """Return the same with other options."""
-        return replace(self, options=replace(self.options, **options))
+    @property
+    def gemms(self) -> int:
+        """GEMMs over the vocabulary, forward and backward together."""
+        if self.keeps is not None:
+            return self.plan.saving.gemms
+        return (4 if self.name == "trl" else 3) - self.head.frozen
 
     @property
     def default(self) -> str:
         """What ``schedule="auto"`` takes in place of :attr:`name`, for a loss of token scope."""
-        num_chunks = -(-self.tokens // replace(self, name="one_pass").height)
-        costly = adding_costs_more(self.device, self.head.dtype, self.tokens, num_chunks)
-        return "two_pass" if costly and not self.head.frozen else "one_pass"
+        return _plan(self.head, self.device, self.options, self.tokens).schedule
 
-    @property
-    def height(self) -> int:
-        """Rows of a chunk of ours."""
-        rows = chunk_height(self.tokens, self.route.tile_rows, self.route.block)
-        return min(self.tokens, rows)
 
-    @property
-    def hidden(self) -> int:
-        """Bytes of the hidden states, and of their gradient."""
-        return self.tokens * self.head.hidden * self.head.dtype.itemsize
+@functools.lru_cache
+def _plan(head: HeadShape, device: str, options: RunOptions, tokens: int = 1) -> Plan:
+    """Return the plan for tensors without memory, on a device that need not be here."""
+    with FakeTensorMode():
+        hidden = torch.empty(tokens, head.hidden, dtype=head.dtype, device=device)
+        weight = torch.empty(head.vocabulary, head.hidden, dtype=head.dtype, device=device)
+        target = torch.empty(tokens, dtype=torch.int64, device=device)
+    counts = torch.tensor([[tokens], [tokens]])
+    known: Any = {"counts": counts, "layout": counts[0], "max_target": counts.new_zeros(())}
+    batch = TokenBatch(target=target, advantages=target, cu_seqlens=target, **known)
+    options = replace(options, backend="chunked")  # all with tiles plan the same
+    needs = Needs(hidden=True, weight=not head.frozen)
+    return planned(hidden, Head(weight), batch, LossConfig(), options, needs=needs)[1]
 
-    @property
-    def wide_hidden(self) -> int:
-        """Bytes of as many elements in fp32."""
-        return self.tokens * self.head.hidden * WIDE
+
+def _library(device: str, *dtypes: torch.dtype) -> int:
+    """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
+    shared = device == "cpu" and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
+    return _MKL_PANELS if shared and torch.float32 in dtypes else 0
 
 
 def _eager(call: Call) -> int:
     """Estimate full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, autograd."""
-    head, elements = call.head, call.tokens * call.head.vocabulary
-    logits, wide = elements * head.dtype.itemsize, elements * WIDE
-    tanh = logits if head.softcap else 0  # saved for the backward
+    head, width, elements = call.head, call.head.dtype.itemsize, call.tokens * call.head.vocabulary
+    logits, wide = elements * width, elements * WIDE
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
-    converts = head.dtype == torch.float16 and call.device != "cpu"
-    narrow = 0 if head.frozen else head.size * head.dtype.itemsize
-    base = head.cast + _library(call, head.dtype)  # autocast keeps its copy to the end
+    dlogits = logits if head.dtype == FP16 and call.device != "cpu" else wide
+    gradients = (call.tokens * head.hidden + (0 if head.frozen else head.size)) * width
+    base = head.cast + _library(call.device, head.dtype)  # autocast keeps its copy to the end
     return base + max(
-        # the log-softmax, its gradient (zeros but for the targets), the gradient of its input
-        tanh + 2 * wide + (logits if converts else wide),
-        logits + call.hidden + narrow,
-        call.hidden + narrow + (head.dweight if head.cast else 0),  # the weight's in two dtypes
+        # what a softcap saves, the log-softmax, its gradient (zeros but for the targets), dlogits
+        head.softcap * logits + 2 * wide + dlogits,
+        logits + gradients,
+        gradients + (head.dweight if head.cast else 0),  # the weight's in two dtypes
     )
 
 
@@ -170,118 +175,11 @@ def _trl(call: Call) -> int:
     several = call.tokens > rows or head.vocabulary > columns
     # of the weight, cast: the slice in use, and the one before it while this one is made
     slices = (1 + several) * columns * head.hidden * width if head.cast else 0
-    sums, rounded = _sums(call, wide=True)
     # on a CPU in fp32: the scores, softmaxes and gradients of a tile, and a flag
     tile = rows * columns * (WIDE * (7 + head.softcap) + 1) if call.device == "cpu" else 0
+    sums, rounded = _sums(call, wide=True)
     kept = sums + rows * _TRL_COLUMNS * width + slices
-    return kept + _library(call, torch.float32) + max(rounded, tile)
-
-
-def _one_pass(call: Call) -> int:
-    """Estimate gradients in the forward, chunk by chunk, which the backward scales."""
-    # the weight's gradient is one GEMM where the logits are one tile, or entries
-    single = call.tokens <= call.route.tile_rows or _is_sparse(call)
-    sums, rounded = _sums(call, single)
-    logits = _logits(call)
-    if call.options.bounded is not None:  # the gradient beside them; entries of the chunks, joined
-        logits += _tile(call) + 2 * call.saving.nbytes
-    return sums + max(logits, rounded)
-
-
-def _two_pass(call: Call) -> int:
-    """Estimate statistics first, and a backward by what is kept, or from logits formed again."""
-    return _BACKWARDS[call.saving.kind](call, call.saving.nbytes)
-
-
-def _with_dhidden(call: Call, kept: int) -> int:
-    """Estimate a backward that multiplies the rows of a gradient that is there."""
-    rounded = call.hidden if call.hidden != call.wide_hidden else 0
-    return max(max(kept, _dhidden(call)) + _logits(call), kept + call.wide_hidden + rounded)
-
-
-def _with_dlogits(call: Call, kept: int) -> int:
-    """Estimate the GEMMs of the gradients alone, in the backward."""
-    cast, (sums, rounded) = call.head.cast, _sums(call, single=True)
-    forward = _tile(call) + cast + _library(call, torch.float32)
-    return kept + max(forward, sums + max(cast + call.wide_hidden, rounded))
-
-
-def _with_entries(call: Call, kept: int) -> int:
-    """Estimate sparse products; the entries are there twice, as kept and as used."""
-    head = call.head
-    if _is_sparse(call) or head.frozen:
-        sums, rounded = _sums(call, single=True)
-        products = kept + sums + max(head.cast, rounded)
-    else:
-        products = _dhidden(call) + max(kept, head.cast + _slice(call) + head.dweight)
-    found = 2 * (kept * call.height // call.tokens)  # those of a chunk, as they are found
-    return kept + max(_logits(call) + found, products)
-
-
-def _with_nothing(call: Call, kept: int) -> int:
-    """Estimate a backward that forms the logits slice by slice."""
-    head, narrow = call.head, call.head.dtype.itemsize < WIDE
-    # the forward has a tile only where no GEMM comes with its statistics
-    tiled = BACKENDS["cpu"].unavailable() if call.device == "cpu" else not narrow
-    gradients = call.wide_hidden + head.dweight
-    return _library(call, head.dtype) + max(
-        head.cast + (_tile(call) if tiled else 0),
-        head.cast + _slice(call) + gradients,
-        gradients + (call.hidden if narrow else 0),
-    )
-
-
-_BACKWARDS: dict[str, Callable[[Call, int], int]] = {
-    "nothing": _with_nothing,
-    "dhidden": _with_dhidden,
-    "dlogits": _with_dlogits,
-    "entries": _with_entries,
-}
-_PEAKS = {"eager": _eager, "trl": _trl, "one_pass": _one_pass, "two_pass": _two_pass}
-
-
-def _library(call: Call, *dtypes: torch.dtype) -> int:
-    """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
-    shared = (
-        call.device == "cpu" and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
-    )
-    return _MKL_PANELS if shared and torch.float32 in dtypes else 0
-
-
-def _tile(call: Call) -> int:
-    """Return the bytes of a tile of logits."""
-    route = call.route
-    rows = tile_height(call.height, route.tile_rows, route.device)
-    return rows * leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
-
-
-def _logits(call: Call) -> int:
-    """Return the bytes of a tile of logits and of what forms it."""
-    return _tile(call) + call.head.cast + _library(call, call.route.logits, call.head.dtype)
-
-
-def _slice(call: Call) -> int:
-    """Return the bytes of a slice of logits that are formed again, and of its share of dweight."""
-    head, route = call.head, call.route
-    elements = route.tile_rows * route.columns
-    rows, columns = tile_shape(call.tokens, route.columns, elements, route.block)
-    tile = min(rows, call.tokens) * columns * route.logits.itemsize
-    # a slice of dweight is summed apart, where its own dtype would round the sums
-    narrow = call.tokens > rows and head.weight < head.size * WIDE
-    apart = not head.frozen and (narrow or head.dtype == torch.float16)
-    return tile + (columns * head.hidden * WIDE if apart else 0)
-
-
-def _is_sparse(call: Call) -> bool:
-    """Return whether the gradient of the weight is made from entries."""
-    bounded = call.options.bounded
-    return bounded is not None and not bounded.exact_weight
-
-
-def _dhidden(call: Call) -> int:
-    """Return the bytes of the gradient before the loss's own is multiplied in."""
-    wide = call.sums_dhidden or call.head.dtype == torch.float16
-    return call.wide_hidden if wide else call.hidden
+    return kept + _library(call.device, torch.float32) + max(rounded, tile)
 
 
 def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, int]:
@@ -289,8 +187,64 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
 
     ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
     """
-    head = call.head
-    narrow = single and head.dtype != torch.float16 and not head.cast
-    dweight = head.dweight if narrow or head.frozen else head.size * WIDE
-    pairs = ((call.wide_hidden if wide else _dhidden(call), call.hidden), (dweight, head.dweight))
-    return sum(size for size, _ in pairs), sum(end for size, end in pairs if size != end)
+    head, elements, is_fp16 = call.head, call.tokens * call.head.hidden, call.head.dtype == FP16
+    hidden = elements * head.dtype.itemsize
+    dhidden = elements * WIDE if wide or is_fp16 or call.sums_dhidden else hidden
+    narrow = head.frozen or (single and not is_fp16 and not head.cast)
+    dweight = head.dweight if narrow else head.size * WIDE
+    pairs = ((dhidden, hidden), (dweight, head.dweight))
+    return dhidden + dweight, sum(end for size, end in pairs if size != end)
+
+
+def _ours(call: Call) -> int:
+    """Estimate one pass, or two by what is kept between them."""
+    head, tokens, route, bounded = call.head, call.tokens, call.plan.route, call.options.bounded
+    saving, library = call.plan.saving, functools.partial(_library, call.device)
+    kept, sparse = saving.nbytes, bounded is not None and not bounded.exact_weight
+    hidden, wide = (tokens * head.hidden * width for width in (head.dtype.itemsize, WIDE))
+    rounded_hidden = hidden if hidden != wide else 0
+    dhidden = wide if call.sums_dhidden or head.dtype == FP16 else hidden
+    # a tile of logits, and what forms it
+    height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
+    pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
+    tile = tile_height(height, route.tile_rows, route.device) * pitch
+    logits = tile + head.cast + library(route.logits, head.dtype)
+    if call.name == "one_pass":
+        # the weight's gradient is one GEMM where the logits are one tile, or entries
+        sums, rounded = _sums(call, tokens <= route.tile_rows or sparse)
+        if bounded is not None:  # the gradient beside them; entries of the chunks, joined
+            logits += tile + 2 * kept
+        return sums + max(logits, rounded)
+    # logits formed again, a slice of the vocabulary at a time, and dweight: a slice of it is
+    # summed apart where its own dtype would round the sums
+    elements = route.tile_rows * route.columns
+    rows, columns = tile_shape(tokens, route.columns, elements, route.block)
+    again = head.cast + min(rows, tokens) * columns * route.logits.itemsize + head.dweight
+    rounds = (tokens > rows and head.weight < head.size * WIDE) or head.dtype == FP16
+    again += columns * head.hidden * WIDE if rounds and not head.frozen else 0
+    sums, rounded = _sums(call, single=True)
+    # the forward has a tile only where no GEMM comes with its statistics
+    no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_hidden
+    sparse_head = kept + sums + max(head.cast, rounded)
+    of_entries = sparse_head if sparse or head.frozen else dhidden + max(kept, again)
+    found = 2 * (kept * height // tokens)  # entries of a chunk, as they are found
+    base, *phases = {  # what is there all the time, and beside it in turn
+        "nothing": (
+            library(head.dtype),
+            head.cast + (0 if no_tile else tile),
+            again + wide,
+            head.dweight + wide + rounded_hidden,
+        ),
+        # whose rows the backward multiplies
+        "dhidden": (0, max(kept, dhidden) + logits, kept + wide + rounded_hidden),
+        # the backward is the GEMMs of the gradients alone
+        "dlogits": (
+            kept,
+            tile + head.cast + library(torch.float32),
+            sums + head.cast + wide,
+            sums + rounded,
+        ),
+        # which are there twice, as kept and as used
+        "entries": (kept, logits + found, of_entries),
+    }[saving.kind]
+    return base + max(phases)
