@@ -15,6 +15,7 @@ from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, ti
 from grpo_kernels.head import Head, leading_dim
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule import Plan, planned
+from grpo_kernels.tools.machine import native_isas
 
 FP16 = torch.float16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
@@ -152,6 +153,12 @@ def _library(device: str, *dtypes: torch.dtype) -> int:
     return _MKL_PANELS if shared and torch.float32 in dtypes else 0
 
 
+def _copies(call: Call, elements: int) -> int:
+    """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
+    narrow = call.device == "cpu" and call.head.dtype.itemsize < WIDE
+    return WIDE * elements if narrow and "amx" not in native_isas()[:1] else 0
+
+
 def _eager(call: Call) -> int:
     """Estimate full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, autograd."""
     head, width, elements = call.head, call.head.dtype.itemsize, call.tokens * call.head.vocabulary
@@ -211,7 +218,10 @@ def _ours(call: Call) -> int:
     logits = tile + head.cast + library(route.logits, head.dtype)
     if call.name == "one_pass":
         # the weight's gradient is one GEMM where the logits are one tile, or entries
-        sums, rounded = _sums(call, tokens <= route.tile_rows or sparse)
+        single = tokens <= route.tile_rows or sparse
+        sums, rounded = _sums(call, single)
+        if not single and not head.frozen:
+            logits += _copies(call, height * (head.vocabulary + head.hidden))
         if bounded is not None:  # the gradient beside them; entries of the chunks, joined
             logits += tile + 2 * kept
         return sums + max(logits, rounded)
@@ -222,6 +232,7 @@ def _ours(call: Call) -> int:
     again = head.cast + min(rows, tokens) * columns * route.logits.itemsize + head.dweight
     rounds = (tokens > rows and head.weight < head.size * WIDE) or head.dtype == FP16
     again += columns * head.hidden * WIDE if rounds and not head.frozen else 0
+    again += _copies(call, (min(rows, tokens) + head.hidden) * columns)
     sums, rounded = _sums(call, single=True)
     # the forward has a tile only where no GEMM comes with its statistics
     no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_hidden

@@ -41,8 +41,7 @@ def facts() -> dict[str, Any]:
     return {
         "versions": versions(),
         "devices": _devices(),
-        # the instruction sets that the native kernels can use here, the one in use first
-        "native_isas": cpu.isas() if cpu.unavailable() is None else [],
+        "native_isas": native_isas(),
         "backends": unavailable_backends(),
         "example_vocabulary": _EXAMPLE_VOCABULARY,
         "defaults": [_default(device, dtype) for device in device_types() for dtype in _DTYPES],
@@ -55,6 +54,11 @@ def versions() -> dict[str, str | None]:
     found = {name: installed_version(name) for name in _PACKAGES}
     own = {"grpo-kernels": VERSION, "python": platform.python_version()}
     return {**own, **found, "cuda": torch.version.cuda, "rocm": torch.version.hip}
+
+
+def native_isas() -> list[str]:
+    """Return the instruction sets that the native kernels can use here, the one in use first."""
+    return cpu.isas() if cpu.unavailable() is None else []
 
 
 def unavailable_backends() -> dict[str, str | None]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.backends import cpu
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
 from grpo_kernels.tools.estimate import DTYPES, WIDE, Call, HeadShape
@@ -176,7 +175,7 @@ def _gemm_rate(
     if tflops is not None:
         return tflops, "--tflops"
     if device == "cpu":
-        isa, threads = cpu.isas()[0] if cpu.unavailable() is None else "", torch.get_num_threads()
+        isa, threads = next(iter(machine.native_isas()), ""), torch.get_num_threads()
         rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
         source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
         return rate * threads, f"{source}, for {threads} threads"

@@ -31,7 +31,7 @@ from grpo_kernels import (
     linear_policy_loss,
 )
 from grpo_kernels.engine import RunOptions
-from grpo_kernels.tools import cli
+from grpo_kernels.tools import cli, estimate
 from grpo_kernels.tools.estimate import Call, HeadShape
 from grpo_kernels.tools.plan import find_gpu
 from tests.tools.test_cli import error
@@ -108,6 +108,11 @@ def allocated(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
     return live.growth
 
 
+def without_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(estimate, "_copies", lambda call, elements: 0)
+
+
 @pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
 @pytest.mark.parametrize(
     "name,options",
@@ -128,8 +133,8 @@ def allocated(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
 def test_a_step_allocates_what_is_said(
     monkeypatch, name, options, frozen, dtype, weight_dtype
 ) -> None:
-    """In less than a chunk and in several; of one thread, whose GEMMs take no memory of theirs."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    """In less than a chunk and in several; beside what a library takes for its GEMMs."""
+    without_what_libraries_take(monkeypatch)
     head = HeadShape(hidden=D, vocabulary=V, dtype=dtype, weight_dtype=weight_dtype, frozen=frozen)
     for tokens in (300, 2500):
         found = allocated(name, head, tokens, **options)
@@ -141,7 +146,7 @@ def test_a_step_allocates_what_is_said(
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize("exact", (False, True))
 def test_a_bounded_step_allocates_about_what_is_said(monkeypatch, name, frozen, exact) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    without_what_libraries_take(monkeypatch)
     head = HeadShape(hidden=D, vocabulary=V, dtype=BF16, frozen=frozen)
     for slots, size in ((64, None), (1024, None), (1024, 16_000_000)):
         bounded = Bounded(slots=slots, exact_weight=exact)
