@@ -172,7 +172,10 @@ def test_the_default_is_what_a_step_takes() -> None:
 # hidden size and vocabulary of Qwen 3 1.7B, Llama 3 8B, Gemma 3 4B
 @pytest.mark.parametrize("hidden,vocabulary", [(2048, 151936), (4096, 128256), (2560, 262144)])
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-def test_the_default_takes_less_memory_than_a_chunked_head(device, hidden, vocabulary) -> None:
+def test_the_default_takes_less_memory_than_a_chunked_head(
+    monkeypatch, device, hidden, vocabulary
+) -> None:
+    without_what_libraries_take(monkeypatch)
     for dtype, frozen in ((FP32, False), (BF16, False), (FP16, True)):
         head = HeadShape(hidden=hidden, vocabulary=vocabulary, dtype=dtype, frozen=frozen)
         before = 0
