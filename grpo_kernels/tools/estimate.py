@@ -69,25 +69,6 @@ class HeadShape:
         return self.size * self.dtype.itemsize if self.weight_dtype not in (None, self.dtype) else 0
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes at the peak of one forward and backward."""
-
-    inputs: int  # hidden states and weight
-    returned: int  # their gradients
-    extra: int  # what else is alive at the peak
-
-    @property
-    def growth(self) -> int:
-        """Bytes from the inputs alone to the peak."""
-        return self.returned + self.extra
-
-    @property
-    def total(self) -> int:
-        """Bytes of all of it."""
-        return self.inputs + self.growth
-
-
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """A loss of ``tokens`` valid tokens, all with a gradient."""
@@ -100,12 +81,29 @@ class Call:
     sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
 
     @property
-    def memory(self) -> MemoryEstimate:
-        """The estimate."""
-        hidden = self.tokens * self.head.hidden * self.head.dtype.itemsize
-        returned = hidden + self.head.dweight
-        peak = {"eager": _eager, "trl": _trl}.get(self.name, _ours)(self)
-        return MemoryEstimate(hidden + self.head.weight, returned, max(0, peak - returned))
+    def hidden(self) -> int:
+        """Bytes of the hidden states, and of their gradient."""
+        return self.tokens * self.head.hidden * self.head.dtype.itemsize
+
+    @property
+    def inputs(self) -> int:
+        """Bytes of hidden states and weight."""
+        return self.hidden + self.head.weight
+
+    @property
+    def returned(self) -> int:
+        """Bytes of their gradients."""
+        return self.hidden + self.head.dweight
+
+    @property
+    def growth(self) -> int:
+        """Bytes from the inputs alone to the peak of one forward and backward."""
+        return max(self.returned, {"eager": _eager, "trl": _trl}.get(self.name, _ours)(self))
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak, with the inputs."""
+        return self.inputs + self.growth
 
     @property
     def plan(self) -> Plan:
@@ -165,7 +163,7 @@ def _eager(call: Call) -> int:
     logits, wide = elements * width, elements * WIDE
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
     dlogits = logits if head.dtype == FP16 and call.device != "cpu" else wide
-    gradients = (call.tokens * head.hidden + (0 if head.frozen else head.size)) * width
+    gradients = call.hidden + (0 if head.frozen else head.size * width)
     base = head.cast + _library(call.device, head.dtype)  # autocast keeps its copy to the end
     return base + max(
         # what a softcap saves, the log-softmax, its gradient (zeros but for the targets), dlogits
@@ -194,9 +192,9 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
 
     ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
     """
-    head, elements, is_fp16 = call.head, call.tokens * call.head.hidden, call.head.dtype == FP16
-    hidden = elements * head.dtype.itemsize
-    dhidden = elements * WIDE if wide or is_fp16 or call.sums_dhidden else hidden
+    head, hidden, is_fp16 = call.head, call.hidden, call.head.dtype == FP16
+    sums_wide = wide or is_fp16 or call.sums_dhidden
+    dhidden = call.tokens * head.hidden * WIDE if sums_wide else hidden
     narrow = head.frozen or (single and not is_fp16 and not head.cast)
     dweight = head.dweight if narrow else head.size * WIDE
     pairs = ((dhidden, hidden), (dweight, head.dweight))
@@ -208,9 +206,9 @@ def _ours(call: Call) -> int:
     head, tokens, route, bounded = call.head, call.tokens, call.plan.route, call.options.bounded
     saving, library = call.plan.saving, functools.partial(_library, call.device)
     kept, sparse = saving.nbytes, bounded is not None and not bounded.exact_weight
-    hidden, wide = (tokens * head.hidden * width for width in (head.dtype.itemsize, WIDE))
-    rounded_hidden = hidden if hidden != wide else 0
-    dhidden = wide if call.sums_dhidden or head.dtype == FP16 else hidden
+    wide = tokens * head.hidden * WIDE
+    rounded_hidden = call.hidden if call.hidden != wide else 0
+    dhidden = wide if call.sums_dhidden or head.dtype == FP16 else call.hidden
     # a tile of logits, and what forms it
     height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
     pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize

@@ -211,12 +211,14 @@ def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[st
 
 def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dict[str, Any]:
     """Return the answer for one of them."""
-    memory, flop = call.memory, call.gemms * 2.0 * call.tokens * call.head.size
+    flop = call.gemms * 2.0 * call.tokens * call.head.size
     return {
         "title": title,
         "implementation": call.name,
-        **{f"{key}_bytes": size for key, size in asdict(memory).items()},
-        "total_bytes": memory.total,
+        "inputs_bytes": call.inputs,
+        "returned_bytes": call.returned,
+        "extra_bytes": call.growth - call.returned,
+        "total_bytes": call.total,
         "gemms": call.gemms,
         "keeps": call.keeps,
         "seconds": flop / (tflops * 1e12) if tflops else None,
@@ -234,7 +236,7 @@ def _largest(call: Call, free: int) -> int:
         return replace(call, tokens=tokens).keeps in (None, "nothing")
 
     def total(tokens: int) -> int:
-        return replace(call, tokens=tokens).memory.total
+        return replace(call, tokens=tokens).total
 
     numbers = range(1, free + 1)
     saving = bisect_left(numbers, True, key=keeps_nothing)
@@ -244,18 +246,19 @@ def _largest(call: Call, free: int) -> int:
 
 def _table(facts: dict[str, Any]) -> list[str]:
     """Return the lines that say what was asked, the table, and what its columns are."""
-    head, shard, notes = facts["head"], facts["shard"], _notes(facts)
-    by = f", one of {shard['ranks']} ranks with {shard['by']}" if shard else ""
-    titles = dict(inputs="inputs", returned="gradients", extra="extra", total="peak")
-    rows = [["", *titles.values(), "GEMMs", "time", "largest micro-batch"]]
+    head, shard = facts["head"], facts["shard"]
+    rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
     for line in facts["implementations"]:
         seconds, most = line["seconds"], line["largest_micro_batch_tokens"]
         time = "-"
         if seconds is not None:
             time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
         largest = "-" if most is None else f"{most:,} tokens" if most else "not one token"
-        sizes = (in_units(line[f"{name}_bytes"]) for name in titles)
+        sizes = (
+            in_units(line[f"{name}_bytes"]) for name in ("inputs", "returned", "extra", "total")
+        )
         rows.append([line["title"], *sizes, str(line["gemms"]), time, largest])
+    by = f", one of {shard['ranks']} ranks with {shard['by']}" if shard else ""
     return [
         f"{facts['model'] or 'A head'}: hidden size {head['hidden']:,}, vocabulary "
         f"{head['vocabulary']:,}{', softcap' if head['softcap'] else ''}; hidden states "
@@ -265,29 +268,27 @@ def _table(facts: dict[str, Any]) -> list[str]:
         "",
         *aligned(rows),
         "",
-        *(f"{name:<11}{note}" for name, note in notes.items()),
+        *(f"{name:<11}{note}" for name, note in _notes(facts)),
     ]
 
 
-def _notes(facts: dict[str, Any]) -> dict[str, str]:
-    """Return what the columns are, by their titles, and what else there is to say."""
+def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the columns are, by their titles, and what else there is to say."""
     memory, reserved, shard = facts["memory_bytes"], facts["reserved_bytes"], facts["shard"]
+    yield from (shard["notes"] if shard else {"inputs": "hidden states and head weight"}).items()
+    frozen = facts["head"]["frozen"]
+    yield "gradients", f"of {'the hidden states: the head is frozen' if frozen else 'both'}"
+    yield "extra", "what else is alive at the peak"
+    yield "peak", "all of it, without the CUDA context and the libraries' workspaces"
     rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
-    trained = "the hidden states: the head is frozen" if facts["head"]["frozen"] else "both"
-    notes = {
-        **(shard["notes"] if shard else {"inputs": "hidden states and head weight"}),
-        "gradients": f"of {trained}",
-        "extra": "what else is alive at the peak",
-        "peak": "all of it, without the CUDA context and the libraries' workspaces",
-        "time": f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}",
-    }
+    yield "time", f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}"
     if facts["slots"] is not None:
-        notes["bounded"] = "beside the GEMM: sparse products, and rows that need more entries"
-    notes["largest"] = "--gpu-memory 24GiB: the largest micro-batch that fits"
+        yield "bounded", "beside the GEMM: sparse products, and rows that need more entries"
+    largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
     if memory is not None:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
-        notes["largest"] = f"peak, and {taken} for all else in training, in {in_units(memory)}"
+        largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
+    yield "largest", largest
     if shard:
         sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
-        notes["sent"] = "by a rank in a call: " + f"\n{'':<11}and ".join(sent)
-    return notes
+        yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)
