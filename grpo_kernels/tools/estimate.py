@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.backends import mkl
 
 from grpo_kernels.backends import BACKENDS
 from grpo_kernels.batch import TokenBatch
@@ -28,15 +29,28 @@ _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadShape:
-    """An LM head under hidden states of ``dtype``; its weight may be fp32, as under autocast."""
+class Call:
+    """A loss of ``tokens`` valid tokens, all with a gradient, at an LM head.
 
+    Sizes are in bytes: of the ``weight``, its gradient and its copy in the dtype of the hidden
+    states (``cast``), of the hidden ``rows`` and of their gradient before the loss's own is
+    multiplied in (``dhidden``); of all that is given, of all gradients, and at the peak.
+
+    Raises:
+        ValueError: a dtype is none of those that are known; the message names the argument.
+    """
+
+    name: str  # "eager" | "trl" | "one_pass" | "two_pass", the schedules of ours
     hidden: int  # D
     vocabulary: int  # V
-    dtype: torch.dtype = torch.bfloat16
-    weight_dtype: torch.dtype | None = None  # None: the dtype of the hidden states
+    tokens: int  # T
+    dtype: torch.dtype = torch.bfloat16  # of the hidden states
+    weight_dtype: torch.dtype | None = None  # or fp32, as under autocast; None: that of both
     frozen: bool = False  # the weight needs no gradient
     softcap: bool = False
+    device: str = "cuda"  # | "cpu"
+    options: RunOptions = field(default_factory=RunOptions)  # of ours
+    sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES.values():
@@ -49,51 +63,41 @@ class HeadShape:
             )
 
     @property
-    def size(self) -> int:
-        """Elements of the weight."""
+    def elements(self) -> int:
         return self.vocabulary * self.hidden
 
     @property
     def weight(self) -> int:
-        """Bytes of the weight."""
-        return self.size * (self.weight_dtype or self.dtype).itemsize
+        return self.elements * (self.weight_dtype or self.dtype).itemsize
 
     @property
     def dweight(self) -> int:
-        """Bytes of its gradient."""
         return 0 if self.frozen else self.weight
 
     @property
     def cast(self) -> int:
-        """Bytes of the weight's copy in the dtype of the hidden states, where that is another."""
-        return self.size * self.dtype.itemsize if self.weight_dtype not in (None, self.dtype) else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A loss of ``tokens`` valid tokens, all with a gradient."""
-
-    name: str  # "eager" | "trl" | "one_pass" | "two_pass", the schedules of ours
-    head: HeadShape
-    tokens: int  # T
-    device: str = "cuda"  # | "cpu"
-    options: RunOptions = field(default_factory=RunOptions)  # of ours
-    sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
+        same = self.weight_dtype in (None, self.dtype)
+        return 0 if same else self.elements * self.dtype.itemsize
 
     @property
-    def hidden(self) -> int:
-        """Bytes of the hidden states, and of their gradient."""
-        return self.tokens * self.head.hidden * self.head.dtype.itemsize
+    def rows(self) -> int:
+        return self.tokens * self.hidden * self.dtype.itemsize
+
+    @property
+    def wide_rows(self) -> int:
+        return self.tokens * self.hidden * WIDE
+
+    @property
+    def dhidden(self) -> int:
+        return self.wide_rows if self.sums_dhidden or self.dtype == FP16 else self.rows
 
     @property
     def inputs(self) -> int:
-        """Bytes of hidden states and weight."""
-        return self.hidden + self.head.weight
+        return self.rows + self.weight
 
     @property
     def returned(self) -> int:
-        """Bytes of their gradients."""
-        return self.hidden + self.head.dweight
+        return self.rows + self.dweight
 
     @property
     def growth(self) -> int:
@@ -102,14 +106,12 @@ class Call:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, with the inputs."""
         return self.inputs + self.growth
 
     @property
     def plan(self) -> Plan:
         """The plan of ours. Its route is that of any number of tokens, what it saves is not."""
-        one = _plan(self.head, self.device, replace(self.options, schedule=self.name))
-        return replace(one, tokens=self.tokens)
+        return replace(_plan(replace(self, tokens=1)), tokens=self.tokens)
 
     @property
     def keeps(self) -> str | None:
@@ -122,69 +124,71 @@ class Call:
         """GEMMs over the vocabulary, forward and backward together."""
         if self.keeps is not None:
             return self.plan.saving.gemms
-        return (4 if self.name == "trl" else 3) - self.head.frozen
+        return (4 if self.name == "trl" else 3) - self.frozen
 
     @property
     def default(self) -> str:
         """What ``schedule="auto"`` takes in place of :attr:`name`, for a loss of token scope."""
-        return _plan(self.head, self.device, self.options, self.tokens).schedule
+        return _plan(replace(self, name="auto")).schedule
 
 
 @functools.lru_cache
-def _plan(head: HeadShape, device: str, options: RunOptions, tokens: int = 1) -> Plan:
+def _plan(call: Call) -> Plan:
     """Return the plan for tensors without memory, on a device that need not be here."""
+    tokens = call.tokens
     with FakeTensorMode():
-        hidden = torch.empty(tokens, head.hidden, dtype=head.dtype, device=device)
-        weight = torch.empty(head.vocabulary, head.hidden, dtype=head.dtype, device=device)
-        target = torch.empty(tokens, dtype=torch.int64, device=device)
+        hidden = torch.empty(tokens, call.hidden, dtype=call.dtype, device=call.device)
+        weight = torch.empty(call.vocabulary, call.hidden, dtype=call.dtype, device=call.device)
+        target = torch.empty(tokens, dtype=torch.int64, device=call.device)
     counts = torch.tensor([[tokens], [tokens]])
     known: Any = {"counts": counts, "layout": counts[0], "max_target": counts.new_zeros(())}
     batch = TokenBatch(target=target, advantages=target, cu_seqlens=target, **known)
-    options = replace(options, backend="chunked")  # all with tiles plan the same
-    needs = Needs(hidden=True, weight=not head.frozen)
+    # all with tiles plan the same
+    options = replace(call.options, backend="chunked", schedule=call.name)
+    needs = Needs(hidden=True, weight=not call.frozen)
     return planned(hidden, Head(weight), batch, LossConfig(), options, needs=needs)[1]
 
 
-def _library(device: str, *dtypes: torch.dtype) -> int:
+def _library(call: Call, *dtypes: torch.dtype) -> int:
     """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
-    shared = device == "cpu" and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
-    return _MKL_PANELS if shared and torch.float32 in dtypes else 0
+    shared = call.device == "cpu" and torch.get_num_threads() > 1
+    return _MKL_PANELS if shared and mkl.is_available() and torch.float32 in dtypes else 0
 
 
 def _copies(call: Call, elements: int) -> int:
     """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
-    narrow = call.device == "cpu" and call.head.dtype.itemsize < WIDE
+    narrow = call.device == "cpu" and call.dtype.itemsize < WIDE
     return WIDE * elements if narrow and "amx" not in native_isas()[:1] else 0
 
 
 def _eager(call: Call) -> int:
     """Estimate full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, autograd."""
-    head, width, elements = call.head, call.head.dtype.itemsize, call.tokens * call.head.vocabulary
+    width, elements = call.dtype.itemsize, call.tokens * call.vocabulary
     logits, wide = elements * width, elements * WIDE
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
-    dlogits = logits if head.dtype == FP16 and call.device != "cpu" else wide
-    gradients = call.hidden + (0 if head.frozen else head.size * width)
-    base = head.cast + _library(call.device, head.dtype)  # autocast keeps its copy to the end
+    dlogits = logits if call.dtype == FP16 and call.device != "cpu" else wide
+    gradients = call.rows + (0 if call.frozen else call.elements * width)
+    base = call.cast + _library(call, call.dtype)  # autocast keeps its copy to the end
     return base + max(
         # what a softcap saves, the log-softmax, its gradient (zeros but for the targets), dlogits
-        head.softcap * logits + 2 * wide + dlogits,
+        call.softcap * logits + 2 * wide + dlogits,
         logits + gradients,
-        gradients + (head.dweight if head.cast else 0),  # the weight's in two dtypes
+        gradients + (call.dweight if call.cast else 0),  # the weight's in two dtypes
     )
 
 
 def _trl(call: Call) -> int:
     """Estimate the backward of ``ChunkedLogProbFunction``: tiles of logits, fp32 gradient sums."""
-    head, width = call.head, call.head.dtype.itemsize
-    rows, columns = min(call.tokens, _TRL_ROWS), min(head.vocabulary, _TRL_COLUMNS)
-    several = call.tokens > rows or head.vocabulary > columns
+    width = call.dtype.itemsize
+    rows, columns = min(call.tokens, _TRL_ROWS), min(call.vocabulary, _TRL_COLUMNS)
+    several = call.tokens > rows or call.vocabulary > columns
     # of the weight, cast: the slice in use, and the one before it while this one is made
-    slices = (1 + several) * columns * head.hidden * width if head.cast else 0
+    slices = (1 + several) * columns * call.hidden * width if call.cast else 0
     # on a CPU in fp32: the scores, softmaxes and gradients of a tile, and a flag
-    tile = rows * columns * (WIDE * (7 + head.softcap) + 1) if call.device == "cpu" else 0
+    tile = rows * columns * (WIDE * (7 + call.softcap) + 1) if call.device == "cpu" else 0
     sums, rounded = _sums(call, wide=True)
     kept = sums + rows * _TRL_COLUMNS * width + slices
-    return kept + _library(call.device, torch.float32) + max(rounded, tile)
+    return kept + _library(call, torch.float32) + max(rounded, tile)
 
 
 def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, int]:
@@ -192,34 +196,30 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
 
     ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
     """
-    head, hidden, is_fp16 = call.head, call.hidden, call.head.dtype == FP16
-    sums_wide = wide or is_fp16 or call.sums_dhidden
-    dhidden = call.tokens * head.hidden * WIDE if sums_wide else hidden
-    narrow = head.frozen or (single and not is_fp16 and not head.cast)
-    dweight = head.dweight if narrow else head.size * WIDE
-    pairs = ((dhidden, hidden), (dweight, head.dweight))
+    dhidden = call.wide_rows if wide else call.dhidden
+    narrow = call.frozen or (single and call.dtype != FP16 and not call.cast)
+    dweight = call.dweight if narrow else call.elements * WIDE
+    pairs = ((dhidden, call.rows), (dweight, call.dweight))
     return dhidden + dweight, sum(end for size, end in pairs if size != end)
 
 
 def _ours(call: Call) -> int:
     """Estimate one pass, or two by what is kept between them."""
-    head, tokens, route, bounded = call.head, call.tokens, call.plan.route, call.options.bounded
-    saving, library = call.plan.saving, functools.partial(_library, call.device)
-    kept, sparse = saving.nbytes, bounded is not None and not bounded.exact_weight
-    wide = tokens * head.hidden * WIDE
-    rounded_hidden = call.hidden if call.hidden != wide else 0
-    dhidden = wide if call.sums_dhidden or head.dtype == FP16 else call.hidden
+    tokens, route, saving = call.tokens, call.plan.route, call.plan.saving
+    bounded, kept, wide = call.options.bounded, saving.nbytes, call.wide_rows
+    sparse = bounded is not None and not bounded.exact_weight
+    rounded_rows = call.rows if call.rows != wide else 0
     # a tile of logits, and what forms it
     height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
     pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
     tile = tile_height(height, route.tile_rows, route.device) * pitch
-    logits = tile + head.cast + library(route.logits, head.dtype)
+    logits = tile + call.cast + _library(call, route.logits, call.dtype)
     if call.name == "one_pass":
         # the weight's gradient is one GEMM where the logits are one tile, or entries
         single = tokens <= route.tile_rows or sparse
         sums, rounded = _sums(call, single)
-        if not single and not head.frozen:
-            logits += _copies(call, height * (head.vocabulary + head.hidden))
+        if not single and not call.frozen:
+            logits += _copies(call, height * (call.vocabulary + call.hidden))
         if bounded is not None:  # the gradient beside them; entries of the chunks, joined
             logits += tile + 2 * kept
         return sums + max(logits, rounded)
@@ -227,30 +227,30 @@ def _ours(call: Call) -> int:
     # summed apart where its own dtype would round the sums
     elements = route.tile_rows * route.columns
     rows, columns = tile_shape(tokens, route.columns, elements, route.block)
-    again = head.cast + min(rows, tokens) * columns * route.logits.itemsize + head.dweight
-    rounds = (tokens > rows and head.weight < head.size * WIDE) or head.dtype == FP16
-    again += columns * head.hidden * WIDE if rounds and not head.frozen else 0
-    again += _copies(call, (min(rows, tokens) + head.hidden) * columns)
+    again = call.cast + min(rows, tokens) * columns * route.logits.itemsize + call.dweight
+    rounds = (tokens > rows and call.weight < call.elements * WIDE) or call.dtype == FP16
+    again += columns * call.hidden * WIDE if rounds and not call.frozen else 0
+    again += _copies(call, (min(rows, tokens) + call.hidden) * columns)
     sums, rounded = _sums(call, single=True)
     # the forward has a tile only where no GEMM comes with its statistics
-    no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_hidden
-    sparse_head = kept + sums + max(head.cast, rounded)
-    of_entries = sparse_head if sparse or head.frozen else dhidden + max(kept, again)
+    no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_rows
+    sparse_head = kept + sums + max(call.cast, rounded)
+    of_entries = sparse_head if sparse or call.frozen else call.dhidden + max(kept, again)
     found = 2 * (kept * height // tokens)  # entries of a chunk, as they are found
     base, *phases = {  # what is there all the time, and beside it in turn
         "nothing": (
-            library(head.dtype),
-            head.cast + (0 if no_tile else tile),
+            _library(call, call.dtype),
+            call.cast + (0 if no_tile else tile),
             again + wide,
-            head.dweight + wide + rounded_hidden,
+            call.dweight + wide + rounded_rows,
         ),
         # whose rows the backward multiplies
-        "dhidden": (0, max(kept, dhidden) + logits, kept + wide + rounded_hidden),
+        "dhidden": (0, max(kept, call.dhidden) + logits, kept + wide + rounded_rows),
         # the backward is the GEMMs of the gradients alone
         "dlogits": (
             kept,
-            tile + head.cast + library(torch.float32),
-            sums + head.cast + wide,
+            tile + call.cast + _library(call, torch.float32),
+            sums + call.cast + wide,
             sums + rounded,
         ),
         # which are there twice, as kept and as used

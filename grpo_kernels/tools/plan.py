@@ -7,7 +7,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
-from grpo_kernels.tools.estimate import DTYPES, WIDE, Call, HeadShape
+from grpo_kernels.tools.estimate import DTYPES, Call
 from grpo_kernels.tools.hub import read_config
 from grpo_kernels.tools.text import aligned, byte_size, count, in_units, positive
 
@@ -33,6 +33,7 @@ _REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
 # TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
 _MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
 _SOME_THREAD = (0.05, 0.05)  # a guess
+_OF_HEAD = ("hidden", "vocabulary", "dtype", "weight_dtype", "frozen", "softcap")
 _ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who has the target
 
 
@@ -87,22 +88,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
-    head, device, shard = _head(arguments), arguments.device, None
-    options = RunOptions(activation_bytes=arguments.activation_bytes)
-    call = Call(name="one_pass", head=head, tokens=arguments.tokens, device=device, options=options)
+    whole = call = _call(arguments)
+    shard, memory, device = None, arguments.gpu_memory, call.device
     if arguments.shard is not None:
         call, shard = _of_one_rank(call, arguments.shard)
-    tflops, source = _gemm_rate(device, head.dtype, arguments.gpu, arguments.tflops)
-    memory = arguments.gpu_memory
+    tflops, source = _gemm_rate(device, call.dtype, arguments.gpu, arguments.tflops)
     if memory is None and device in machine.device_types():
         memory = machine.device_memory(device)
     free = None if memory is None else max(0, memory - arguments.reserved)
-    dtypes = {name: str(getattr(head, name))[6:] for name in ("dtype", "weight_dtype")}
     folder = arguments.model and Path(arguments.model).expanduser().resolve()
     calls = _calls(call, arguments.max_workspace, arguments.bounded)
     return {
         "model": folder and (folder.parent if folder.is_file() else folder).name,
-        "head": asdict(head) | dtypes,
+        "head": {name: _plain(getattr(whole, name)) for name in _OF_HEAD},
         "shard": shard,
         "tokens": call.tokens,
         "device": device,
@@ -117,7 +115,12 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _head(arguments: argparse.Namespace) -> HeadShape:
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _call(arguments: argparse.Namespace) -> Call:
+    """Return the call for the whole head that is asked for."""
     hidden, vocabulary = arguments.hidden, arguments.vocab
     dtype, softcap = torch.bfloat16, False
     if arguments.model is None:
@@ -132,25 +135,28 @@ def _head(arguments: argparse.Namespace) -> HeadShape:
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or dtype
         softcap = getattr(text, "final_logit_softcapping", None) is not None
     dtype = DTYPES.get(arguments.dtype, dtype)
-    return HeadShape(
+    return Call(
+        name="one_pass",
         hidden=hidden,
         vocabulary=vocabulary,
+        tokens=arguments.tokens,
         dtype=dtype,
         weight_dtype=DTYPES.get(arguments.weight_dtype, dtype),
         frozen=arguments.frozen_head,
         softcap=softcap,
+        device=arguments.device,
+        options=RunOptions(activation_bytes=arguments.activation_bytes),
     )
 
 
 def _of_one_rank(call: Call, ranks: int) -> tuple[Call, dict[str, Any]]:
     """Return what a rank computes, of the logits of its ids; what it sends by rings at least."""
-    rows, wide_hidden = -(-call.head.vocabulary // ranks), call.tokens * call.head.hidden * WIDE
+    rows, others = -(-call.vocabulary // ranks), ranks - 1
     sent = {
-        "of rows' statistics": call.tokens * _ROW_BYTES * (ranks - 1),
-        "to sum the gradient of the hidden states in fp32": 2
-        * (wide_hidden * (ranks - 1) // ranks),
+        "of rows' statistics": call.tokens * _ROW_BYTES * others,
+        "to sum the gradient of the hidden states in fp32": 2 * (call.wide_rows * others // ranks),
     }
-    one = replace(call, head=replace(call.head, vocabulary=rows), sums_dhidden=True)
+    one = replace(call, vocabulary=rows, sums_dhidden=True)
     notes = {"inputs": f"hidden states and {rows:,} rows of the head weight"}
     return one, {"by": "tensor parallelism", "ranks": ranks, "sent_bytes": sent, "notes": notes}
 
@@ -203,7 +209,7 @@ def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[st
         options = replace(call.options, max_workspace_bytes=tile)
         yield f"ours, one_pass, tile of {in_units(tile)}", replace(call, options=options)
     if slots is not None:
-        for how in ("", ", exact_weight=False")[: 2 - call.head.frozen]:
+        for how in ("", ", exact_weight=False")[: 2 - call.frozen]:
             options = replace(call.options, backward=Bounded(slots=slots, exact_weight=not how))
             for name, one in ours.items():
                 yield f"ours, {name}, bounded{how}", replace(one, options=options)
@@ -211,7 +217,7 @@ def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[st
 
 def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dict[str, Any]:
     """Return the answer for one of them."""
-    flop = call.gemms * 2.0 * call.tokens * call.head.size
+    flop = call.gemms * 2.0 * call.tokens * call.elements
     return {
         "title": title,
         "implementation": call.name,

@@ -32,7 +32,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import cli, estimate
-from grpo_kernels.tools.estimate import Call, HeadShape
+from grpo_kernels.tools.estimate import Call
 from grpo_kernels.tools.plan import find_gpu
 from tests.tools.test_cli import error
 
@@ -84,18 +84,19 @@ class LiveBytes(TorchDispatchMode):
         self.growth = max(self.growth, self._now)
 
 
-def growth(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
-    options = RunOptions(**options)
-    return Call(name=name, head=head, tokens=tokens, device="cpu", options=options).growth
+def call_of(name: str, tokens: int, options: dict[str, Any], **head: Any) -> Call:
+    sizes = {"hidden": D, "vocabulary": V, "tokens": tokens}
+    return Call(name=name, **sizes, **head, device="cpu", options=RunOptions(**options))
 
 
-def allocated(name: str, head: HeadShape, tokens: int, **options: Any) -> int:
-    hidden = torch.randn(1, tokens, D, dtype=head.dtype).requires_grad_()
-    weight = torch.randn(V, D, dtype=head.weight_dtype or head.dtype).mul_(0.1)
-    weight.requires_grad_(not head.frozen)
+def allocated(call: Call, **options: Any) -> int:
+    name, tokens, dtype = call.name, call.tokens, call.dtype
+    hidden = torch.randn(1, tokens, D, dtype=dtype).requires_grad_()
+    weight = torch.randn(V, D, dtype=call.weight_dtype or dtype).mul_(0.1)
+    weight.requires_grad_(not call.frozen)
     target = torch.randint(0, V, (1, tokens))
-    batch, mixed = TokenBatch.from_padded(target, torch.ones(1)), head.weight_dtype is not None
-    autocast = torch.autocast("cpu", head.dtype) if mixed else contextlib.nullcontext()
+    batch, mixed = TokenBatch.from_padded(target, torch.ones(1)), call.weight_dtype is not None
+    autocast = torch.autocast("cpu", dtype) if mixed else contextlib.nullcontext()
     with LiveBytes(hidden, weight) as live, autocast:
         if name == "eager":
             scores = functional.linear(hidden, weight).log_softmax(-1, dtype=FP32)
@@ -135,10 +136,10 @@ def test_a_step_allocates_what_is_said(
 ) -> None:
     """In less than a chunk and in several; beside what a library takes for its GEMMs."""
     without_what_libraries_take(monkeypatch)
-    head = HeadShape(hidden=D, vocabulary=V, dtype=dtype, weight_dtype=weight_dtype, frozen=frozen)
+    head = {"dtype": dtype, "weight_dtype": weight_dtype, "frozen": frozen}
     for tokens in (300, 2500):
-        found = allocated(name, head, tokens, **options)
-        assert growth(name, head, tokens, **options) == pytest.approx(found, rel=0.01)
+        call = call_of(name, tokens, options, **head)
+        assert call.growth == pytest.approx(allocated(call, **options), rel=0.01)
 
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
@@ -147,23 +148,22 @@ def test_a_step_allocates_what_is_said(
 @pytest.mark.parametrize("exact", (False, True))
 def test_a_bounded_step_allocates_about_what_is_said(monkeypatch, name, frozen, exact) -> None:
     without_what_libraries_take(monkeypatch)
-    head = HeadShape(hidden=D, vocabulary=V, dtype=BF16, frozen=frozen)
     for slots, size in ((64, None), (1024, None), (1024, 16_000_000)):
         bounded = Bounded(slots=slots, exact_weight=exact)
         options = {"max_workspace_bytes": size, "backward": bounded}
-        found = allocated(name, head, 2500, **options)
-        assert growth(name, head, 2500, **options) == pytest.approx(found, rel=0.05)
+        call = call_of(name, 2500, options, dtype=BF16, frozen=frozen)
+        assert call.growth == pytest.approx(allocated(call, **options), rel=0.05)
 
 
 def test_the_default_is_what_a_step_takes() -> None:
     seen, columns = set(), 8 * V
     for tokens, frozen, dtype in ((64, False, FP32), (4096, False, BF16), (4096, True, BF16)):
         batch = TokenBatch.from_padded(torch.zeros(1, tokens, dtype=torch.int64), torch.ones(1))
-        head = HeadShape(hidden=2, vocabulary=columns, dtype=dtype, frozen=frozen)
+        head = {"hidden": 2, "vocabulary": columns, "dtype": dtype, "frozen": frozen}
         hidden = torch.zeros(1, tokens, 2, dtype=dtype, requires_grad=True)
         weight = torch.zeros(columns, 2, dtype=dtype, requires_grad=not frozen)
         plan = explain(hidden, weight, batch, LossConfig(loss_type="dapo"))
-        call = Call(name="two_pass", head=head, tokens=tokens, device="cpu")
+        call = Call(name="two_pass", **head, tokens=tokens, device="cpu")
         assert call.default == plan.schedule
         seen.add(plan.schedule)
     assert seen == {"one_pass", "two_pass"}
@@ -177,10 +177,10 @@ def test_the_default_takes_less_memory_than_a_chunked_head(
 ) -> None:
     without_what_libraries_take(monkeypatch)
     for dtype, frozen in ((FP32, False), (BF16, False), (FP16, True)):
-        head = HeadShape(hidden=hidden, vocabulary=vocabulary, dtype=dtype, frozen=frozen)
+        head = {"hidden": hidden, "vocabulary": vocabulary, "dtype": dtype, "frozen": frozen}
         before = 0
         for tokens in (4096, 5000, 16384, 1 << 20):
-            trl = Call(name="trl", head=head, tokens=tokens, device=device)
+            trl = Call(name="trl", **head, tokens=tokens, device=device)
             ours = replace(trl, name=trl.default).total
             assert before < ours < trl.total
             before = ours
