@@ -46,6 +46,7 @@ _GEMMS = ((1, 257, 17), (7, 1000, 96), (33, 2503, 41), (200, 4099, 130))
 _LARGE_GEMMS = ((7, 151665, 2048), (1000, 50257, 896), (2000, 151665, 896))
 
 Results = dict[str, Tensor]
+Found = tuple[float, float, str | None]  # error, bound, and what is wrong in their place
 LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
 
 
@@ -56,24 +57,21 @@ def outcomes() -> Iterator[tuple[bool, str]]:
     """
     for device in map(torch.device, device_types()):
         for dtype in DTYPES:
-            yield _outcome(_gemms, "library", device, dtype, "GEMMs of a step")
-        for backend in BACKENDS.values():
+            gemms = functools.partial(_gemms, device, dtype)
+            yield _outcome("library", device, dtype, "GEMMs of a step", gemms)
+        for name, backend in BACKENDS.items():
             for dtype in DTYPES:
                 if (backend.unavailable() or backend.unsuited(device, dtype)) is None:
                     for what in _RUNS:
-                        yield _outcome(_worst, backend.name, device, dtype, what)
+                        worst = functools.partial(_worst, name, device, dtype, what)
+                        yield _outcome(name, device, dtype, what, worst)
 
 
 def _outcome(
-    check: Callable[..., tuple[float, float, str | None]],
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    what: str,
+    backend: str, device: torch.device, dtype: torch.dtype, what: str, check: Callable[[], Found]
 ) -> tuple[bool, str]:
-    """Run a check, which returns error, bound, and what is wrong in their place."""
     try:
-        error, allowed, failure = check(backend, device, dtype, what)
+        error, allowed, failure = check()
     except Exception as problem:  # it is what the user has to report
         line = str(problem).strip().splitlines()[:1]
         error, allowed, failure = 0.0, 0.0, ": ".join([type(problem).__name__, *line])
@@ -81,22 +79,17 @@ def _outcome(
     values = [f"{error:.1e}", f"{allowed:.1e}", "ok" if ok else "FAILED"]
     if failure is not None:
         values = ["-", "-", f"FAILED: {failure}"]
-    dtype_name = str(dtype).removeprefix("torch.")
-    return ok, LINE.format(backend, device.type, dtype_name, what, *values)
+    return ok, LINE.format(backend, device.type, str(dtype).removeprefix("torch."), what, *values)
 
 
-def _gemms(
-    backend: str, device: torch.device, dtype: torch.dtype, what: str
-) -> tuple[float, float, str | None]:
+def _gemms(device: torch.device, dtype: torch.dtype) -> Found:
     """Run the canaries of the library that multiplies ``dtype`` on ``device``."""
     large = _LARGE_GEMMS if device.type == "cuda" and dtype != torch.float64 else ()
     wrong = (said for shape in (*_GEMMS, *large) for said in wrong_gemms(device, dtype, *shape))
     return 0.0, 0.0, next(wrong, None)
 
 
-def _worst(
-    backend: str, device: torch.device, dtype: torch.dtype, what: str
-) -> tuple[float, float, None]:
+def _worst(backend: str, device: torch.device, dtype: torch.dtype, what: str) -> Found:
     """Return the error that is nearest to its bound, or farthest over it."""
     pairs = []
     for shape, rows in _SHAPES:

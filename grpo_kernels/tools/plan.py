@@ -16,7 +16,7 @@ import torch
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
 from grpo_kernels.tools.estimate import DTYPES, Call
-from grpo_kernels.tools.hub import read_config
+from grpo_kernels.tools.hub import read_head
 from grpo_kernels.tools.text import aligned, byte_size, count, in_units, positive
 
 # name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
@@ -121,29 +121,21 @@ def _plain(value: Any) -> Any:
 
 def _call(arguments: argparse.Namespace) -> Call:
     """Return the call for the whole head that is asked for."""
-    hidden, vocabulary = arguments.hidden, arguments.vocab
-    dtype, softcap = torch.bfloat16, False
-    if arguments.model is None:
-        if hidden is None or vocabulary is None:
-            raise ValueError("model: expected it, or both --hidden and --vocab")
-    elif hidden is not None or vocabulary is not None:
-        raise ValueError("model: not allowed with --hidden or --vocab")
-    else:
-        config = read_config(arguments.model)
-        text = config.get_text_config()
-        hidden, vocabulary = text.hidden_size, text.vocab_size
-        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or dtype
-        softcap = getattr(text, "final_logit_softcapping", None) is not None
-    dtype = DTYPES.get(arguments.dtype, dtype)
+    sizes = {"hidden": arguments.hidden, "vocabulary": arguments.vocab}
+    head: dict[str, Any] = {"dtype": torch.bfloat16, **sizes}
+    if arguments.model is not None:
+        if any(sizes.values()):
+            raise ValueError("model: not allowed with --hidden or --vocab")
+        head = read_head(arguments.model)
+    elif None in sizes.values():
+        raise ValueError("model: expected it, or both --hidden and --vocab")
+    head["dtype"] = DTYPES.get(arguments.dtype, head["dtype"])
     return Call(
         name="one_pass",
-        hidden=hidden,
-        vocabulary=vocabulary,
-        tokens=arguments.tokens,
-        dtype=dtype,
-        weight_dtype=DTYPES.get(arguments.weight_dtype, dtype),
+        **head,
+        weight_dtype=DTYPES.get(arguments.weight_dtype, head["dtype"]),
         frozen=arguments.frozen_head,
-        softcap=softcap,
+        tokens=arguments.tokens,
         device=arguments.device,
         options=RunOptions(activation_bytes=arguments.activation_bytes),
     )
