@@ -45,7 +45,7 @@ class Call:
     vocabulary: int  # V
     tokens: int  # T
     dtype: torch.dtype = torch.bfloat16  # of the hidden states
-    weight_dtype: torch.dtype | None = None  # or fp32, as under autocast; None: that of both
+    weight_dtype: torch.dtype | None = None  # None: the same; or fp32, as under autocast
     frozen: bool = False  # the weight needs no gradient
     softcap: bool = False
     device: str = "cuda"  # | "cpu"
