@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
-Self = TypeVar("Self", bound="Retryable")
 
-SPOILED_SUM = (
-    "main_grad now holds a part of this call's gradient, so nothing was tried again. Clear it "
-    "before the step is repeated, with a smaller max_workspace_bytes"
-)
 # what says so without an exception of its own: torch's CPU allocator, a Triton launch, and cuBLAS,
 # whose workspace is allocated beside torch's
 _MESSAGES = (
@@ -24,29 +19,15 @@ _MESSAGES = (
 )
 
 
-class Retryable(Protocol):
-    """A plan that may have one which needs less memory."""
-
-    @property
-    def advice(self) -> str:
-        """What to set for this plan."""
-        ...
-
-    def smaller(self: Self) -> Self | None: ...
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether no memory was left."""
-    message = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or any(text in message for text in _MESSAGES)
-
-
-def retry_on_oom(run: Callable[[Self], Result], plan: Self, not_retryable: bool = False) -> Result:
+def retry_on_oom(
+    run: Callable[[Any], Result],
+    plan: Any,  # with ``smaller()``, the plan that needs less or None, and ``advice``
+    not_retryable: bool = False,  # a failed try leaves a part of a sum in ``main_grad``
+) -> Result:
     """Run ``plan``; where the memory does not last, what is smaller, and warn.
 
     What a failed try has allocated is free again before the next. The warning says what to set so
-    that it does not happen again. ``not_retryable``: a
-    failed try leaves a part of a sum in ``main_grad``, so the first is the only one.
+    that it does not happen again.
 
     Raises:
         RuntimeError: the last try's, if the memory lasts for none.
@@ -57,10 +38,16 @@ def retry_on_oom(run: Callable[[Self], Result], plan: Self, not_retryable: bool 
             result = run(plan)
             break
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            message = str(error)
+            is_ours = isinstance(error, torch.OutOfMemoryError)
+            if not is_ours and not any(text in message for text in _MESSAGES):
                 raise
             if not_retryable:
-                raise torch.OutOfMemoryError(f"{error}\n{SPOILED_SUM}") from error
+                raise torch.OutOfMemoryError(
+                    f"{error}\nmain_grad now holds a part of this call's gradient, so nothing was "
+                    "tried again. Clear it before the step is repeated, with a smaller "
+                    "max_workspace_bytes"
+                ) from error
             following = plan.smaller()
             if following is None:
                 raise
