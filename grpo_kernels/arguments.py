@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import field, fields
 from typing import Any
 
 import torch
@@ -69,3 +70,21 @@ def check_integers(name: str, value: Tensor) -> None:
     """Raise ValueError unless the tensor ``value`` is of int32 or int64."""
     if value.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: expected int32 or int64, got {value.dtype}")
+
+
+def number(default: float | None, *expected: Any, optional: bool = False) -> Any:
+    """Return a field of a dataclass for a number that :func:`check_number` accepts."""
+    return field(default=default, metadata={"check": (check_number, expected, optional)})
+
+
+def choice(default: Any, known: Collection[Any], *, optional: bool = False) -> Any:
+    """Return a field of a dataclass for one of the ``known`` values."""
+    return field(default=default, metadata={"check": (check_name, (known,), optional)})
+
+
+def check_fields(settings: Any) -> None:
+    """Raise ValueError unless all that is a :func:`number` or a :func:`choice` is as expected."""
+    for item in fields(settings):
+        if "check" in item.metadata:
+            check, expected, optional = item.metadata["check"]
+            check(item.name, getattr(settings, item.name), *expected, optional=optional)
