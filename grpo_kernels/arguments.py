@@ -66,8 +66,13 @@ def check_device(name: str, value: Tensor, like: Tensor, of: str = "hidden") -> 
         raise ValueError(f"{name}: expected device {like.device} (of {of}), got {value.device}")
 
 
-def check_integers(name: str, value: Tensor) -> None:
-    """Raise ValueError unless the tensor ``value`` is of int32 or int64."""
+def check_integers(name: str, value: Any, expected: str, least: int = 0) -> None:
+    """Raise ValueError unless ``value`` is an int32 or int64 tensor as ``expected`` says.
+
+    It has one dimension and at ``least`` so many elements.
+    """
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < least:
+        raise ValueError(f"{name}: expected a {expected}, got {kind_of(value)}")
     if value.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: expected int32 or int64, got {value.dtype}")
 

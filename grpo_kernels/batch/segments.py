@@ -21,32 +21,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments:
-    """Sums and means over sequences, in plain torch; a backend may bring its own."""
+    """Sums and means over sequences, in plain torch; a backend may bring its own.
+
+    Of sequences whose tokens lie on several ranks, T of them here, lengths, sums and means are
+    those of whole sequences. Sums are then collectives, and so are their derivatives.
+    """
 
     cu_seqlens: Tensor  # (B + 1,) int64, from 0 to T
     total: int  # T
+    across: SequenceGroup | None = None  # the ranks; None: this one alone
 
     @property
     def lengths(self) -> Tensor:
         """(B,) tokens of each sequence."""
-        return self.cu_seqlens.diff()
+        return self.cu_seqlens.diff() if self.across is None else self.across.on_device[0]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return self.total
-
-    @property
-    def ids(self) -> Tensor:
-        """(T,) index of each token's sequence."""
-        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)
+        return self.total if self.across is None else self.across.num_tokens
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum (T,) values over each sequence, (B,).
 
         Accumulated in fp64 and in token order, so the result is the same in any batch.
         """
-        return self._wide_sum(values).to(values.dtype)
+        wide, lengths = values.double(), self.cu_seqlens.diff()
+        sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
+        return (sums if self.across is None else self.across.sum(sums)).to(values.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
         """Average (T,) values over each sequence, (B,); 0 for an empty one."""
@@ -54,48 +56,20 @@ class Segments:
 
     def sum_all(self, values: Tensor) -> Tensor:
         """Sum (T,) values over all sequences, ()."""
-        return values.sum()
-
-    def expand(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value: (B,) to (T,)."""
-        return values[self.ids]
-
-    def narrow(self, start: int, stop: int) -> Segments:
-        """Return the same for tokens start..stop; a cut sequence keeps what lies inside."""
-        return type(self)(self.cu_seqlens.clamp(start, stop) - start, stop - start)
-
-    def _wide_sum(self, values: Tensor) -> Tensor:
-        lengths = self.cu_seqlens.diff()
-        return torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True, initial=0)
-
-
-@dataclass(frozen=True)
-class SharedSegments(Segments):
-    """The same for sequences whose tokens lie on several ranks: T of them here.
-
-    Sums, means and lengths are those of whole sequences. Sums are collectives, and so are their
-    derivatives.
-    """
-
-    across: SequenceGroup
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.across.on_device[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.across.num_tokens
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self.across.sum(self._wide_sum(values)).to(values.dtype)
-
-    def sum_all(self, values: Tensor) -> Tensor:
+        if self.across is None:
+            return values.sum()
         total = values.sum(dtype=torch.float64).reshape(1)
         return self.across.sum(total).reshape(()).to(values.dtype)
 
+    def expand(self, values: Tensor) -> Tensor:
+        """Give each token its sequence's value: (B,) to (T,)."""
+        return values[torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)]
+
     def narrow(self, start: int, stop: int) -> Segments:
-        raise ValueError("sequence_group: expected None to cut a batch into ranges, got one")
+        """Return the same for tokens start..stop; a cut sequence keeps what lies inside."""
+        if self.across is not None:
+            raise ValueError("sequence_group: expected None to cut a batch into ranges, got one")
+        return Segments(self.cu_seqlens.clamp(start, stop) - start, stop - start)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,10 +134,6 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     """Return the fields of a batch that ``make`` returns, with the SequenceGroup of ``group``.
 
     What is wrong on one rank is an error on every rank: nobody waits for one that has left.
-
-    Raises:
-        ValueError: this rank is not in the group, or a rank's arguments are wrong or unlike the
-            others'.
     """
     group = process_group("sequence_group", group)
     fields, failure = {}, None

@@ -5,41 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import (
-    TOKEN_FIELDS,
-    UNKNOWN,
-    packed_fields,
-)
+from grpo_kernels.batch.packing import TOKEN_FIELDS, UNKNOWN, OptionalFields, packed_fields
 from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.batch.segments import Segments, SequenceGroup, SharedSegments, joined_fields
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-class OptionalFields(TypedDict, total=False):
-    """The optional fields of a batch, besides targets, advantages and a mask."""
-
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-    rollout_weights: Tensor | None
-    sampling_mask: SamplingMask | None
-    num_items_in_batch: Tensor | float | None
-    num_tokens_in_micro_batch: Tensor | float | None
-    entropy_scale: Tensor | float | None
-    gradient_accumulation_steps: int
-    lengths: Sequence[int] | None
-    active_lengths: Sequence[int] | None
-    sequence_group: ProcessGroup | DeviceMesh | None
+from grpo_kernels.batch.segments import Segments, SequenceGroup, joined_fields
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,9 +70,8 @@ class TokenBatch:
                 ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it the
                 policy is the distribution that top-p, top-k or min-p sampling drew from: its
                 log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
-                entropy is that
-                of the whole vocabulary. Old and reference log-probabilities must be of the same
-                kind (``masked_logprobs`` of ``linear_logprobs``).
+                entropy is that of the whole vocabulary. Old and reference log-probabilities must be
+                of the same kind (``masked_logprobs`` of ``linear_logprobs``).
                 ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
                 the valid tokens of the accumulation window on all processes, divided by the number
                 of processes; None: the valid tokens here times ``gradient_accumulation_steps``.
@@ -182,9 +156,7 @@ class TokenBatch:
     @property
     def segments(self) -> Segments:
         """The sequences, to reduce over."""
-        if self.sequence_group is None:
-            return Segments(self.cu_seqlens, self.num_tokens)
-        return SharedSegments(self.cu_seqlens, self.num_tokens, self.sequence_group)
+        return Segments(self.cu_seqlens, self.num_tokens, self.sequence_group)
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor field and those of the sampling mask, in a fixed order."""
