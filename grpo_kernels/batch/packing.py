@@ -62,7 +62,10 @@ def packed_fields(
     if packed:
         check_cu_seqlens(cu_seqlens, target)
     sampling_mask, steps = _check_optional(target, optional)
-    ids, wrong = target.reshape(-1), {}  # wrong: by argument a () flag
+    ids = target.reshape(-1)
+    wrong: dict[str, Tensor] = {}  # () flags of arguments
+    starts: slice | Tensor  # of sequences
+    sizes: int | Tensor  # theirs, or that of each
     valid = ids != IGNORE_INDEX
     if mask is not None:
         check_like("mask", mask, target, "target")
@@ -72,36 +75,34 @@ def packed_fields(
             wrong["mask"] = (ones & (given != 1)).any()
         valid = ones & valid
     if cu_seqlens is None:
-        starts = torch.arange(len(target) + 1, device=target.device) * target.shape[1]
-    else:  # safe to index with
-        starts = cu_seqlens.long().clamp(0, ids.numel()).cummax(0).values
+        sequences, length = target.shape
+        starts, sizes = slice(None, None, length or 1), length
+    else:
+        # safe to index with
+        places = cu_seqlens.long().clamp(0, ids.numel()).cummax(0).values
         # slices are filled on the device; a number set at an index would be sent there, with a wait
-        starts[:1], starts[-1:] = 0, ids.numel()
-        wrong["cu_seqlens"] = (starts != cu_seqlens).any()
-    columns, per_token = _columns(advantages, target, starts, optional)
+        places[:1], places[-1:] = 0, ids.numel()
+        wrong["cu_seqlens"] = (places != cu_seqlens).any()
+        sequences, starts, sizes = places.numel() - 1, places, places.diff()
+    columns, per_token = _columns(advantages, target, sequences, sizes, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
-    stated = _stated_counts(optional, starts.numel() - 1)
+    stated = _stated_counts(optional, sequences)
 
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
-    offsets = pad(both.cumsum(1), (1, 0))[:, starts]  # (2, B + 1)
-    wrong |= _wrong_values(table, list(columns), valid)
-    wrong |= {
-        name: ~(value.isfinite() & (value >= 0))
-        for name, value in scalars.items()
-        if value is not None and not host.reading_is_free(value)
-    }
+    offsets = pad(both.cumsum(1), (1, 0))[:, starts].expand(2, sequences + 1).contiguous()
+    wrong |= _wrong_values(table, list(columns), valid, scalars)
     counted = ids * valid
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
-    flags = torch.cat([*ends, *(flag.reshape(1) for flag in wrong.values())])
+    flags = [*ends, *(flag.reshape(1) for flag in wrong.values())]
     if stated is None or host.reading_is_free(target):
-        found = host.sync_to_host(torch.cat([flags, offsets.reshape(-1)]))
+        found = host.sync_to_host(torch.cat([*flags, offsets.reshape(-1)]))
         low, _, *rest = host.values(found)
         _raise_on_flags(low, zip(wrong, rest, strict=False), ids.numel())
         counts, max_target = _checked_counts(rest[len(wrong) :], stated), found[1]
     else:
         counts, max_target = stated, None
-        _require(flags, offsets, stated)
+        _require(torch.cat(flags), offsets, stated)
 
     total, keep = sum(host.values(counts)[0]), None
     if total < ids.numel():
@@ -125,10 +126,14 @@ def packed_fields(
 
 
 def _columns(
-    advantages: Tensor, target: Tensor, starts: Tensor, optional: Mapping[str, Any]
+    advantages: Tensor,
+    target: Tensor,
+    sequences: int,
+    sizes: int | Tensor,  # tokens of each sequence, (B,), or of all alike
+    optional: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], bool]:
     """Return what has a value per token, (N,), and whether the advantages were given so."""
-    per_token, per_sequence = tuple(target.shape), (starts.numel() - 1,)
+    per_token, per_sequence = tuple(target.shape), (sequences,)
     shape = kind_of(advantages)
     if shape not in (per_token, per_sequence):
         raise ValueError(
@@ -148,20 +153,30 @@ def _columns(
         columns[name] = wide.detach().reshape(-1)
     if shape != per_token:
         columns["advantages"] = torch.repeat_interleave(
-            columns["advantages"], starts.diff(), output_size=target.numel()
+            columns["advantages"], sizes, output_size=target.numel()
         )
     return columns, shape == per_token
 
 
-def _wrong_values(table: Tensor, columns: Sequence[str], valid: Tensor) -> dict[str, Tensor]:
-    """Return for each column, a row of the table, whether a valid token has a wrong value."""
+def _wrong_values(
+    table: Tensor,  # (k, N)
+    columns: Sequence[str],  # its rows
+    valid: Tensor,  # (N,)
+    scalars: Mapping[str, Tensor | None],
+) -> dict[str, Tensor]:
+    """Return by name whether a valid token, or a number, has a wrong value."""
     wrong = (table - table) != 0  # NaN for what is not finite, 0 for the rest
     for row, name in enumerate(columns):
         if name == "rollout_logprobs":  # NaN says that the engine does not know
             wrong[row] = table[row].isinf()
         elif name == "rollout_weights":
             wrong[row] |= table[row] < 0
-    return dict(zip(columns, (wrong & valid).any(1), strict=True))
+    of_numbers = {
+        name: ~(value.isfinite() & (value >= 0))
+        for name, value in scalars.items()
+        if value is not None and not host.reading_is_free(value)
+    }
+    return dict(zip(columns, (wrong & valid).any(1), strict=True)) | of_numbers
 
 
 def _raise_on_flags(low: int, flags: Iterable[tuple[str, int]], total: int) -> None:
