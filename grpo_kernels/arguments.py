@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import field, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def check_number(
     """
     if value is None and optional:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     finite = number and abs(value) <= sys.float_info.max  # an int may be larger
     if not finite or not accepts(value):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
