@@ -15,7 +15,6 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.gathered import DividedGradient, unshard_head
 from grpo_kernels.head.head import (
     PRECISIONS,
     Head,
@@ -24,7 +23,6 @@ from grpo_kernels.head.head import (
     logits_dtype,
     stats_dtype,
 )
-from grpo_kernels.head.layer import head_of_layer, layer_in_use
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,
@@ -35,6 +33,12 @@ from grpo_kernels.head.matmul import (
     project,
     tf32_unavailable,
     zero_row_padding,
+)
+from grpo_kernels.head.parameters import (
+    DividedGradient,
+    head_of_layer,
+    layer_in_use,
+    unshard_head,
 )
 from grpo_kernels.head.vocab_shard import (
     SHARD_SCHEMA,
