@@ -198,8 +198,7 @@ def _require(flags: Tensor, offsets: Tensor, stated: Tensor) -> None:
     """Check the values later and on the device."""
     host.assert_async(flags[0] >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
     host.assert_async(
-        ~flags[2:].any(),
-        "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values",
+        ~flags[2:].any(), "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
     )
     for name, counts, ends in zip(COUNT_FIELDS, host.values(stated), offsets, strict=True):
         if UNKNOWN not in counts:

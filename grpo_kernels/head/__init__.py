@@ -15,14 +15,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.head import (
-    PRECISIONS,
-    Head,
-    HeadLoRA,
-    Transform,
-    logits_dtype,
-    stats_dtype,
-)
+from grpo_kernels.head.head import PRECISIONS, Head, HeadLoRA, Transform, logits_dtype, stats_dtype
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,
@@ -34,12 +27,7 @@ from grpo_kernels.head.matmul import (
     tf32_unavailable,
     zero_row_padding,
 )
-from grpo_kernels.head.parameters import (
-    DividedGradient,
-    head_of_layer,
-    layer_in_use,
-    unshard_head,
-)
+from grpo_kernels.head.parameters import DividedGradient, head_of_layer, layer_in_use, unshard_head
 from grpo_kernels.head.vocab_shard import (
     SHARD_SCHEMA,
     VocabShard,
