@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -30,6 +30,7 @@ TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_wei
 SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "entropy_scale")
 COUNT_FIELDS = ("lengths", "active_lengths")
 UNKNOWN = -1  # a count that the host does not know
+_NO_ID = f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)"
 
 
 class OptionalFields(TypedDict, total=False):
@@ -63,7 +64,7 @@ def packed_fields(
         check_cu_seqlens(cu_seqlens, target)
     sampling_mask, steps = _check_optional(target, optional)
     ids = target.reshape(-1)
-    wrong: dict[str, Tensor] = {}  # () flags of arguments
+    wrong: dict[str, Tensor] = {}  # by message, () flags
     starts: slice | Tensor  # of sequences
     sizes: int | Tensor  # theirs, or that of each
     valid = ids != IGNORE_INDEX
@@ -72,7 +73,7 @@ def packed_fields(
         ones = mask.reshape(-1)
         if mask.dtype != torch.bool:
             given, ones = ones, ones != 0
-            wrong["mask"] = (ones & (given != 1)).any()
+            wrong["mask: expected bool or 0 and 1, got other values"] = (ones & (given != 1)).any()
         valid = ones & valid
     if cu_seqlens is None:
         sequences, length = target.shape
@@ -82,7 +83,8 @@ def packed_fields(
         places = cu_seqlens.long().clamp(0, ids.numel()).cummax(0).values
         # slices are filled on the device; a number set at an index would be sent there, with a wait
         places[:1], places[-1:] = 0, ids.numel()
-        wrong["cu_seqlens"] = (places != cu_seqlens).any()
+        rising = f"cu_seqlens: expected offsets rising from 0 to T = {ids.numel()}"
+        wrong[rising] = (places != cu_seqlens).any()
         sequences, starts, sizes = places.numel() - 1, places, places.diff()
     columns, per_token = _columns(advantages, target, sequences, sizes, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
@@ -98,7 +100,11 @@ def packed_fields(
     if stated is None or host.reading_is_free(target):
         found = host.sync_to_host(torch.cat([*flags, offsets.reshape(-1)]))
         low, _, *rest = host.values(found)
-        _raise_on_flags(low, zip(wrong, rest, strict=False), ids.numel())
+        if low < 0:
+            raise ValueError(f"{_NO_ID}, got {low}")
+        for message, flag in zip(wrong, rest, strict=False):
+            if flag:
+                raise ValueError(message)
         counts, max_target = _checked_counts(rest[len(wrong) :], stated), found[1]
     else:
         counts, max_target = stated, None
@@ -164,39 +170,26 @@ def _wrong_values(
     valid: Tensor,  # (N,)
     scalars: Mapping[str, Tensor | None],
 ) -> dict[str, Tensor]:
-    """Return by name whether a valid token, or a number, has a wrong value."""
+    """Return by message whether a valid token, or a number, has a wrong value."""
     wrong = (table - table) != 0  # NaN for what is not finite, 0 for the rest
+    expected = ["finite values on valid tokens, got NaN or infinity"] * len(columns)
     for row, name in enumerate(columns):
         if name == "rollout_logprobs":  # NaN says that the engine does not know
             wrong[row] = table[row].isinf()
         elif name == "rollout_weights":
             wrong[row] |= table[row] < 0
-    of_numbers = {
-        name: ~(value.isfinite() & (value >= 0))
-        for name, value in scalars.items()
-        if value is not None and not host.reading_is_free(value)
-    }
-    return dict(zip(columns, (wrong & valid).any(1), strict=True)) | of_numbers
-
-
-def _raise_on_flags(low: int, flags: Iterable[tuple[str, int]], total: int) -> None:
-    if low < 0:
-        raise ValueError(f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss), got {low}")
-    expected = {
-        "cu_seqlens": f"offsets rising from 0 to T = {total}",
-        "mask": "bool or 0 and 1, got other values",
-        **dict.fromkeys(SCALAR_FIELDS, NOT_NEGATIVE[0]),
-        "rollout_weights": "finite values >= 0 on valid tokens, got others",
-    }
-    for name, flag in flags:
-        if flag:
-            values = "finite values on valid tokens, got NaN or infinity"
-            raise ValueError(f"{name}: expected {expected.get(name, values)}")
+            expected[row] = "finite values >= 0 on valid tokens, got others"
+    of_tokens = zip(columns, expected, (wrong & valid).any(1), strict=True)
+    found = {f"{name}: expected {said}": flag for name, said, flag in of_tokens}
+    for name, value in scalars.items():
+        if value is not None and not host.reading_is_free(value):
+            found[f"{name}: expected {NOT_NEGATIVE[0]}"] = ~(value.isfinite() & (value >= 0))
+    return found
 
 
 def _require(flags: Tensor, offsets: Tensor, stated: Tensor) -> None:
     """Check the values later and on the device."""
-    host.assert_async(flags[0] >= 0, f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)")
+    host.assert_async(flags[0] >= 0, _NO_ID)
     host.assert_async(
         ~flags[2:].any(), "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
     )

@@ -116,18 +116,13 @@ class _GroupSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(values, group)
+        # without sequences there is nothing to gather, on any rank
+        return gather(values, group).sum(0) if values.numel() else values.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor, None]:
-        return _summed(dsums, ctx.group), None
-
-
-def _summed(values: Tensor, group: ProcessGroup) -> Tensor:
-    if values.numel() == 0:  # on every rank
-        return values.clone()
-    return gather(values, group).sum(0)
+        return _GroupSum.apply(dsums, ctx.group), None
 
 
 def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -122,16 +122,9 @@ class TokenBatch:
         return self.target.numel()
 
     @property
-    def tokens_per_rank(self) -> float:
-        """The valid tokens of the sequences, per rank that holds parts of them."""
-        group = self.sequence_group
-        return self.num_tokens if group is None else group.num_tokens / group.size
-
-    @property
-    def sequences_per_rank(self) -> float:
-        """The number of sequences likewise."""
-        group = self.sequence_group
-        return self.num_sequences if group is None else self.num_sequences / group.size
+    def num_ranks(self) -> int:
+        """The ranks that hold parts of the sequences."""
+        return 1 if self.sequence_group is None else self.sequence_group.size
 
     @property
     def num_sequences(self) -> int:

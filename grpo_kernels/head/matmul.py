@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.head.head import Head, HeadLoRA, stats_dtype
+from grpo_kernels.head.head import Head, stats_dtype
 
 # 16-bit partial sums, and fp16 accumulators: both round before the result
 _REDUCED = (
@@ -81,33 +81,32 @@ def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
 
     ``out`` has the dtype of ``hidden``, or fp32. ``head`` is that of :meth:`Head.to`.
     """
+    wide = stats_dtype(hidden.dtype)
     if head.lora is None:
         _matmul(hidden, head.weight, out)
-    elif out.dtype == stats_dtype(hidden.dtype):
+    elif out.dtype == wide:
         _matmul(hidden, head.weight, out)
         head.lora.add_to(out, hidden)
-    else:
-        _rounded_once(hidden, head.weight, head.lora, out)
+    else:  # rounded once
+        for start in range(0, head.weight.shape[0], SLICE_COLUMNS):
+            columns = slice(start, start + SLICE_COLUMNS)
+            place = out[:, columns]
+            exact = torch.empty_like(place, dtype=wide)
+            _matmul(hidden, head.weight[columns], exact)
+            head.lora.columns(columns).add_to(exact, hidden)
+            place.copy_(exact)
     if head.bias is not None:
         out += head.bias
     return out
 
 
-def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -> None:
-    """Compute ``out`` (C, V) of 16 bits from the fp32 sum of GEMM and update."""
-    for start in range(0, weight.shape[0], SLICE_COLUMNS):
-        columns = slice(start, start + SLICE_COLUMNS)
-        place = out[:, columns]
-        exact = torch.empty_like(place, dtype=stats_dtype(hidden.dtype))
-        _matmul(hidden, weight[columns], exact)
-        lora.columns(columns).add_to(exact, hidden)
-        place.copy_(exact)
-
-
 def _matmul(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute ``out = hidden @ weight.T``."""
-    rows = with_clear_row_ends(hidden) if out.dtype == hidden.dtype else hidden
-    accumulate(out, rows, weight.t(), first=True)
+    columns, narrow = hidden.shape[1], hidden.device.type == "cpu" and hidden.element_size() == 2
+    if out.dtype == hidden.dtype and narrow and columns % _CPU_COLUMNS:
+        # zeros where a GEMM would read beyond a row
+        hidden = torch.nn.functional.pad(hidden, (0, -columns % _CPU_COLUMNS))[:, :columns]
+    accumulate(out, hidden, weight.t(), first=True)
 
 
 def accumulate(
@@ -221,14 +220,6 @@ def zero_row_padding(dlogits: Tensor) -> None:
     if dlogits.device.type == "cpu" and rows and end > columns:
         first = dlogits.storage_offset() + columns
         dlogits.as_strided((rows, end - columns), (stride, 1), first).zero_()
-
-
-def with_clear_row_ends(x: Tensor) -> Tensor:
-    """Return (M, K) ``x``, or a copy with zeros where a GEMM would read beyond a row."""
-    columns = x.shape[1]
-    if x.device.type != "cpu" or x.element_size() != 2 or columns % _CPU_COLUMNS == 0:
-        return x
-    return torch.nn.functional.pad(x, (0, -columns % _CPU_COLUMNS))[:, :columns]
 
 
 _GPU_ROW_BYTES = 128

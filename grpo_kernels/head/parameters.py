@@ -22,12 +22,7 @@ AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head
 
 
 def head_of_layer(layer: Any, transform: Transform) -> Head:
-    """Return the layer's parameters as they are now, its active LoRA adapters as one.
-
-    Raises:
-        ValueError: the layer is not linear, is quantised, or carries an adapter that is not plain
-            LoRA: LoRA with dropout, DoRA, or one of another kind.
-    """
+    """Return the layer's parameters as they are now, its active LoRA adapters as one."""
     layer = layer_in_use(layer)
     adapted = hasattr(layer, "base_layer")
     base = layer.base_layer if adapted else layer
@@ -100,13 +95,8 @@ def unshard_head(head: Head) -> Head:
     and its gradient is the mean of what the processes of the others find, as under DDP and FSDP.
     That is right for data parallel dimensions, whose processes have rows of their own, and for
     tensor parallel ones, whose processes have the same. The whole tensor lives as long as the
-    graph.
-
-    A ZeRO-3 parameter is gathered for the module whose forward runs, and again for its backward.
-
-    Raises:
-        ValueError: a ZeRO-3 parameter comes while no module's forward runs, or FSDP has freed the
-            memory of the weight.
+    graph. A ZeRO-3 parameter is gathered for the module whose forward runs, and again for its
+    backward.
     """
     if _is_freed(head.weight):
         raise ValueError(
@@ -114,8 +104,12 @@ def unshard_head(head: Head) -> Head:
         )
     if not any(map(is_sharded, head.tensors)):
         return head
-    names = ("weight", "bias", "lora.a", "lora.b")
-    whole = [_whole(*each, head.shard) for each in zip(names, head.tensors, strict=True)]
+    whole: list[Any] = list(head.tensors)
+    for place, name in enumerate(("weight", "bias", "lora.a", "lora.b")):
+        if is_dtensor(whole[place]):
+            whole[place] = _of_all_shards(whole[place], head.shard)
+        elif is_sharded(whole[place]):
+            whole[place] = _fetched(name, whole[place])
     return head.with_tensors(*whole)
 
 
@@ -142,15 +136,9 @@ def _is_freed(x: Any) -> bool:
     """Return whether ``x`` is a view of what FSDP gathered once and has freed since."""
     if torch.compiler.is_compiling() or is_dtensor(x) or not isinstance(x, Tensor):
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # has no memory of its own
-        return False
-    return x.numel() > 0 and x.untyped_storage().size() == 0
-
-
-def _whole(name: str, x: Any, shard: VocabShard | None) -> Any:
-    if is_dtensor(x):
-        return _of_all_shards(x, shard)
-    return _fetched(name, x) if hasattr(x, "ds_status") else x
+    # what functorch wraps has no memory of its own
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not wrapped and x.numel() > 0 and x.untyped_storage().size() == 0
 
 
 def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:

@@ -116,11 +116,16 @@ class Metrics:
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
         """Combine the metrics of several batches as if they had been one."""
-        merged: dict[str, list[Stat]] = {}
+        found: dict[str, list[Stat]] = {}
         for part in parts:
             for name, stat in part.stats.items():
-                merged.setdefault(name, []).append(stat)
-        return Metrics({name: _merge(stats) for name, stats in merged.items()})
+                found.setdefault(name, []).append(stat)
+        merged = {}
+        for name, stats in found.items():
+            kind, count = stats[0].kind, torch.stack([stat.count for stat in stats]).sum()
+            total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]))
+            merged[name] = Stat(kind, total, count)
+        return Metrics(merged)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
         """Merge the metrics of all processes, which have the same names, with a single gather.
@@ -176,12 +181,6 @@ class LazyMetrics(Metrics):
         return self
 
 
-def _merge(stats: list[Stat]) -> Stat:
-    kind = stats[0].kind
-    total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]))
-    return Stat(kind, total, torch.stack([stat.count for stat in stats]).sum())
-
-
 def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     """Reduce ``values`` where ``valid``, in fp64; fine on an empty tensor."""
     reduction, values = _KINDS[kind], values.double()
@@ -214,9 +213,6 @@ def indicator_stats(
     for name, (kind, values) in indicators.items():
         check_name(name, kind, kinds)
         reduction, of_means = kinds[kind]
-        values = values.double()
-        if of_means:
-            stats[name] = stat_of(reduction, segments.mean(values), occupied)
-        else:
-            stats[name] = stat_of(reduction, values)
+        given = (segments.mean(values.double()), occupied) if of_means else (values,)
+        stats[name] = stat_of(reduction, *given)
     return stats

@@ -80,8 +80,11 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
     found by sorting: ``torch.quantile`` refuses more than 2**24 values. ``copies`` processes have
     the same tokens, as those that share a vocabulary do.
     """
-    entropy = entropy.detach()
-    everyone = _gather_values(entropy)
+    entropy = everyone = entropy.detach()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        counts = gather(torch.tensor(entropy.numel(), device=entropy.device), None).tolist()
+        padded = gather(pad(entropy, (0, max(counts) - entropy.numel())), None)
+        everyone = torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
     if everyone.numel() == 0:
         return torch.zeros_like(entropy)
     ordered = everyone.sort().values[::copies]
@@ -92,31 +95,19 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
     return (entropy >= threshold).to(entropy.dtype)
 
 
-def _gather_values(values: Tensor) -> Tensor:
-    """Return all processes' values, concatenated; sizes may differ."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return values
-    counts = gather(torch.tensor(values.numel(), device=values.device), None).tolist()
-    everyone = gather(pad(values, (0, max(counts) - values.numel())), None)
-    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
-
-
 # up to here so many terms of exp's series are exact in fp64
 _NEAR, _TERMS = 0.5, 15
 
 
 def _k3(x: Tensor) -> Tensor:
-    # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
-    exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
-    return torch.where(x.abs() < _NEAR, _near_k3(x.clamp(-_NEAR, _NEAR)), exp - x - 1)
-
-
-def _near_k3(x: Tensor) -> Tensor:
-    """Return exp(x) - x - 1, which cancels near 0, by its series: x^2 / 2 (1 + x / 3 (1 + ...))."""
+    # exp(x) - x - 1 cancels near 0; its series there is x^2 / 2 (1 + x / 3 (1 + ...))
+    near = x.clamp(-_NEAR, _NEAR)
     series = torch.ones_like(x)
     for k in range(_TERMS, 2, -1):
-        series = 1 + series * x * (1 / k)
-    return 0.5 * x * x * series
+        series = 1 + series * near * (1 / k)
+    # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
+    exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
+    return torch.where(x.abs() < _NEAR, 0.5 * near * near * series, exp - x - 1)
 
 
 # each takes x = lr - lp
@@ -140,7 +131,7 @@ class Aggregation(NamedTuple):
 
 
 def _sequences(batch: TokenBatch) -> float:
-    return batch.sequences_per_rank or 1
+    return batch.num_sequences / batch.num_ranks or 1
 
 
 def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
@@ -150,11 +141,11 @@ def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
 
 def token_mean(batch: TokenBatch, max_length: int | None = None) -> Tensor | float:
     """Return the weight of a token in a mean over a micro-batch."""
-    return _inverse(batch.num_tokens_in_micro_batch, batch.tokens_per_rank)
+    return _inverse(batch.num_tokens_in_micro_batch, batch.segments.num_tokens / batch.num_ranks)
 
 
 def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | float:
-    tokens = batch.tokens_per_rank * batch.gradient_accumulation_steps
+    tokens = batch.segments.num_tokens / batch.num_ranks * batch.gradient_accumulation_steps
     return _inverse(batch.num_items_in_batch, tokens)
 
 

@@ -338,24 +338,19 @@ def loss_stats(
     moments = torch.stack([ratio.sum(), (ratio * ratio).sum()])
     stats["ratio/ess"] = Stat("ess", moments, stats["ratio/min"].count)
     stats["perplexity"] = stat_of("perplexity", logprobs)
-    if x.rollout_logprobs is not None:
-        stats |= _rollout_stats(evaluation.old_logprobs, x.rollout_logprobs)
+    if x.rollout_logprobs is not None:  # of the engine, against the trainer's
+        known = ~x.rollout_logprobs.isnan()
+        difference = (evaluation.old_logprobs - x.rollout_logprobs).double()
+        k3 = KL_ESTIMATORS["k3"](difference)
+        for kind in ("mean", "max"):
+            name = f"sampling/sampling_logp_difference/{kind}"
+            stats[name] = stat_of(kind, difference.abs(), known)
+        stats["sampling/mismatch_kl_k1"] = stat_of("mean", -difference, known)
+        stats["sampling/mismatch_kl_k3"] = stat_of("mean", k3, known)
+        name = "sampling/rollout_perplexity"
+        stats[name] = stat_of("perplexity", x.rollout_logprobs, known)
     if correction is not None:
         for kind in ("min", "mean", "max"):
             name = f"sampling/importance_sampling_ratio/{kind}"
             stats[name] = stat_of(kind, correction)
     return stats
-
-
-def _rollout_stats(old: Tensor, rollout: Tensor) -> dict[str, Stat]:
-    """Return statistics of the rollout engine's log-probabilities against the trainer's."""
-    known = ~rollout.isnan()
-    difference = (old - rollout).double()
-    name = "sampling/sampling_logp_difference"
-    return {
-        f"{name}/mean": stat_of("mean", difference.abs(), known),
-        f"{name}/max": stat_of("max", difference.abs(), known),
-        "sampling/mismatch_kl_k1": stat_of("mean", -difference, known),
-        "sampling/mismatch_kl_k3": stat_of("mean", KL_ESTIMATORS["k3"](difference), known),
-        "sampling/rollout_perplexity": stat_of("perplexity", rollout, known),
-    }
