@@ -35,10 +35,7 @@ def check_number(
     *,
     optional: bool = False,
 ) -> None:
-    """Raise ValueError unless ``value`` is a finite number that is accepted, or None if optional.
-
-    ``expected`` says in words what is accepted.
-    """
+    """Raise ValueError unless ``value`` is a finite number as expected, or None if optional."""
     if value is None and optional:
         return
     number = isinstance(value, Real) and not isinstance(value, bool)
@@ -68,10 +65,7 @@ def check_device(name: str, value: Tensor, like: Tensor, of: str = "hidden") -> 
 
 
 def check_integers(name: str, value: Any, expected: str, least: int = 0) -> None:
-    """Raise ValueError unless ``value`` is an int32 or int64 tensor as ``expected`` says.
-
-    It has one dimension and at ``least`` so many elements.
-    """
+    """Raise ValueError unless ``value`` is a vector of at ``least`` so many int32 or int64."""
     if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < least:
         raise ValueError(f"{name}: expected a {expected}, got {kind_of(value)}")
     if value.dtype not in (torch.int32, torch.int64):

@@ -51,12 +51,12 @@ class OptionalFields(TypedDict, total=False):
 
 
 def packed_fields(
+    optional: Mapping[str, Any],  # OptionalFields
     target: Tensor,
     advantages: Tensor,
     mask: Tensor | None,
-    cu_seqlens: Tensor | None,  # (B + 1,) of packed tokens; None: target is (B, L)
-    packed: bool,
-    optional: Mapping[str, Any],  # OptionalFields
+    cu_seqlens: Tensor | None = None,  # (B + 1,) of packed tokens; None: target is (B, L)
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a ``TokenBatch`` that holds the valid tokens, of N that are given."""
     check_target(target, packed)

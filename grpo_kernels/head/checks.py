@@ -92,16 +92,16 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
         _check_part("lora.a", head.lora.a, weight, (max(rank, 1), weight.shape[1]))
         _check_part("lora.b", head.lora.b, weight, (weight.shape[0], rank))
         check_number("lora.scaling", head.lora.scaling)
-    return hidden, head if head.shard is None else _without_padding(head, head.shard)
-
-
-def _without_padding(head: Head, shard: VocabShard) -> Head:
+    shard, rows = head.shard, weight.shape[0]
+    if shard is None:
+        return hidden, head
     if not isinstance(shard, VocabShard):
         raise ValueError(f"vocab_shard: expected a VocabShard, got {type(shard).__name__}")
-    rows, held = head.weight.shape[0], shard.rows[shard.rank]
+    held = shard.rows[shard.rank]
     if rows != held:
         raise ValueError(f"weight: expected {held} rows (those of vocab_shard), got {rows}")
-    return head if rows == shard.columns else head.columns(slice(shard.columns))
+    # without padding
+    return hidden, head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
 def _check_part(name: str, value: Tensor, weight: Tensor, shape: Sequence[int]) -> None:

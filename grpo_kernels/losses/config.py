@@ -78,10 +78,25 @@ class LossConfig:
                 object.__setattr__(self, item.name, settings.pop(item.name, item.default))
         check_fields(self)
         object.__setattr__(self, "surrogate", self._surrogate(settings))
-        self._check_together()
-        number = next(_numbers)
-        _alive[number] = self
-        object.__setattr__(self, "registry_key", host.to_host(number))
+        if self.surrogate.needs_token_ratios and self.ratio_level.per_sequence:
+            raise ValueError(
+                f"importance_sampling_level: {self.loss_type} forms the ratio of a sequence itself "
+                f"and expects 'token', got {self.importance_sampling_level!r}"
+            )
+        if self.max_completion_length is None and self.aggregation.divides_by_max_length:
+            raise ValueError(
+                f"max_completion_length: expected the constant length that {self.loss_type} "
+                "divides by, got None"
+            )
+        low, high = self.rollout_correction_min, self.rollout_correction_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                "rollout_correction_min: expected a number below rollout_correction_max = "
+                f"{high!r}, got {low!r}"
+            )
+        key = next(_numbers)
+        _alive[key] = self
+        object.__setattr__(self, "registry_key", host.to_host(key))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy by the constructor: its number is of the process that it is in."""
@@ -145,24 +160,6 @@ class LossConfig:
                 f"got {given!r}"
             )
         return replace(given, **settings)
-
-    def _check_together(self) -> None:
-        if self.surrogate.needs_token_ratios and self.ratio_level.per_sequence:
-            raise ValueError(
-                f"importance_sampling_level: {self.loss_type} forms the ratio of a sequence itself "
-                f"and expects 'token', got {self.importance_sampling_level!r}"
-            )
-        if self.max_completion_length is None and self.aggregation.divides_by_max_length:
-            raise ValueError(
-                f"max_completion_length: expected the constant length that {self.loss_type} "
-                "divides by, got None"
-            )
-        low, high = self.rollout_correction_min, self.rollout_correction_max
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                "rollout_correction_min: expected a number below rollout_correction_max = "
-                f"{high!r}, got {low!r}"
-            )
 
 
 _numbers = itertools.count()

@@ -77,13 +77,18 @@ class Metrics:
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
 
-    def __init__(self, stats: Mapping[str, Stat]) -> None:
+    def __init__(self, stats: Mapping[str, Stat] | Callable[[], Mapping[str, Stat]]) -> None:
         self._stats = stats
 
     @property
     def stats(self) -> Mapping[str, Stat]:
         """The statistics behind the values, by name."""
-        return self._stats
+        # no cached_property: it locks all threads out (Python 3.11) while one waits for its ranks
+        stats = self._stats
+        if callable(stats):
+            with torch.no_grad():
+                self._stats = stats = stats()
+        return stats
 
     def __getitem__(self, name: str) -> Tensor:
         return self.stats[name].value()
@@ -161,18 +166,8 @@ class LazyMetrics(Metrics):
         logprobs: Tensor,
         entropy: Tensor | None,
     ) -> None:
-        self._make: Callable[[], Mapping[str, Stat]] | None
-        self._make = partial(make, logprobs, entropy, *parts)
+        super().__init__(partial(make, logprobs, entropy, *parts))
         self.logprobs, self.entropy = logprobs, entropy
-
-    @property
-    def stats(self) -> Mapping[str, Stat]:
-        # no cached_property: it locks all threads out (Python 3.11) while one waits for its ranks
-        if self._make is not None:
-            with torch.no_grad():
-                self._stats = self._make()
-            self._make = None
-        return self._stats
 
     def ready_for(self, batch: TokenBatch) -> LazyMetrics:
         """Return these, made now if they are a collective: one rank alone may read them later."""
@@ -198,9 +193,6 @@ def indicator_stats(
 
     Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
-
-    Raises:
-        ValueError: a kind is another.
     """
     occupied = None if one_per_sequence else segments.lengths > 0
     kinds = {  # the kind of a Stat, and whether it is of the sequences' means

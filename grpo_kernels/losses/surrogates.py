@@ -65,8 +65,10 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 - least, least)
 
 
-def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
-    """Return metrics of which tokens are clipped from below and from above, each (T,) bool."""
+def _clip_ratios(ratio: Tensor, least: float, most: float, advantages: Tensor) -> Indicators:
+    """Return metrics of which tokens are clipped from below and from above."""
+    low = (ratio < least) & (advantages < 0)
+    high = (ratio > most) & (advantages > 0)
     return {
         "clip_ratio/low_mean": ("mean", low),
         "clip_ratio/low_min": ("sequence_min", low),
@@ -108,10 +110,8 @@ class Clip(Surrogate):
         return torch.where(advantages < 0, bounded, loss)
 
     def metrics(self, terms: Terms) -> Indicators:
-        ratio, advantages = self._capped(terms.ratio), terms.advantages
-        low = (ratio < 1 - self.epsilon) & (advantages < 0)
-        high = (ratio > self.highest) & (advantages > 0)
-        return _clip_ratios(low, high)
+        ratio = self._capped(terms.ratio)
+        return _clip_ratios(ratio, 1 - self.epsilon, self.highest, terms.advantages)
 
     def _capped(self, ratio: Tensor) -> Tensor:
         return ratio if self.delta is None else ratio.clamp(max=self.delta)
@@ -241,9 +241,8 @@ class Gmpo(Surrogate):
         return -ratio * terms.advantages
 
     def metrics(self, terms: Terms) -> Indicators:
-        low = (terms.log_ratio < -self.gmpo_clip) & (terms.advantages < 0)
-        high = (terms.log_ratio > self.gmpo_clip) & (terms.advantages > 0)
-        return _clip_ratios(low, high)
+        bound = self.gmpo_clip
+        return _clip_ratios(terms.log_ratio, -bound, bound, terms.advantages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ class Evaluation(NamedTuple):
     """The loss per token, with the parts that metrics are made of."""
 
     loss: Tensor  # (T,) surrogate with its gates, plus beta * KL
+    contributions: Tensor  # (T,) what each token adds to the loss of the batch
     terms: Terms
     old_logprobs: Tensor  # (T,)
     kl: Tensor | None  # (T,)
@@ -150,21 +151,15 @@ def evaluate(
         if config.use_bias_correction_kl:  # the gradient is another even where the ratio is 1
             kl = kl * terms.ratio
         loss = loss + config.beta * kl
-    return Evaluation(loss, terms, old, kl, entropy_gate, correction)
-
-
-def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) -> Tensor:
-    """Return each token's contribution to the loss, (T,): their sum is the loss."""
-    policy = evaluation.loss * x.policy_weight
-    if config.entropy_coef == 0:
-        return policy
-    assert x.entropy is not None and x.entropy_weight is not None  # checked at the API edge
-    weight = x.entropy_weight
-    gate = evaluation.entropy_gate
-    if gate is not None:  # a mean over the gated tokens only
-        segments = evaluation.terms.segments
-        weight = weight * gate * (segments.num_tokens / segments.sum_all(gate).clamp(min=1))
-    return policy - config.entropy_coef * weight * x.entropy
+    contributions = loss * x.policy_weight
+    if config.entropy_coef != 0:
+        assert x.entropy is not None and x.entropy_weight is not None  # checked at the API edge
+        weight = x.entropy_weight
+        if entropy_gate is not None:  # a mean over the gated tokens only
+            gated = segments.sum_all(entropy_gate).clamp(min=1)
+            weight = weight * entropy_gate * (segments.num_tokens / gated)
+        contributions = contributions - config.entropy_coef * weight * x.entropy
+    return Evaluation(loss, contributions, terms, old, kl, entropy_gate, correction)
 
 
 def run_stage(
@@ -179,7 +174,7 @@ def run_stage(
             assert x.entropy is not None  # the schedules always compute it
             inputs.append(x.entropy.detach().requires_grad_())
             x = x._replace(entropy=inputs[1])
-        each = contributions(x, evaluate(x, segments, config, entropy_gate), config)
+        each = evaluate(x, segments, config, entropy_gate).contributions
         gradients = torch.autograd.grad(each, inputs, torch.ones_like(each))
     dentropy = gradients[1] if len(gradients) > 1 else None
     return StageOutput(each.detach(), gradients[0], dentropy)
@@ -269,7 +264,7 @@ def weighted_loss(
     x = x._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
     # fp64 makes the sum independent of how the batch was cut
-    loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
+    loss = evaluation.contributions.double().sum().to(logprobs.dtype)
     return loss, evaluation.entropy_gate
 
 
