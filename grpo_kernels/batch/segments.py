@@ -91,10 +91,7 @@ class SequenceGroup:
         return sum(host.values(self.counts)[0])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits.
-
-        A collective, and so is the backward: the gradient is the sum of all ranks' gradients.
-        """
+        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits."""
         return _GroupSum.apply(values, self.group)
 
     def of_active(self, by_sequence: bool) -> SequenceGroup:
@@ -113,6 +110,8 @@ class SequenceGroup:
 
 
 class _GroupSum(torch.autograd.Function):
+    """A collective, as its backward: the gradient is the sum of all ranks' gradients."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -141,7 +140,16 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     dist.all_gather_object(ranks, told, group=group)
     if failure is not None:
         raise failure
-    _check_alike(ranks)
+    for rank, other in enumerate(ranks):
+        if "error" in other:
+            raise ValueError(f"sequence_group: its rank {rank} has an error: {other['error']}")
+    for name in told.keys() - {"counts"}:
+        values = [other[name] for other in ranks]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"sequence_group: expected the same {name} on each of its ranks, got "
+                f"{', '.join(map(str, values))}"
+            )
     each = torch.tensor([rank["counts"] for rank in ranks])  # (n, 2, B)
     counts = each.sum(0)
     counts[1] = torch.where((each[:, 1] == UNKNOWN).any(), UNKNOWN, counts[1])
@@ -162,16 +170,3 @@ def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
         "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
     }
-
-
-def _check_alike(ranks: list[dict[str, Any]]) -> None:
-    for rank, told in enumerate(ranks):
-        if "error" in told:
-            raise ValueError(f"sequence_group: its rank {rank} has an error: {told['error']}")
-    for name in ranks[0].keys() - {"counts"}:
-        values = [told[name] for told in ranks]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"sequence_group: expected the same {name} on each of its ranks, got "
-                f"{', '.join(map(str, values))}"
-            )
