@@ -251,18 +251,16 @@ def check_cu_seqlens(cu_seqlens: Any, target: Tensor | None = None, name: str = 
 
 def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | None:
     """Return a () fp64 tensor: a number stays on the host, a tensor is on the target's device."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            raise ValueError(f"{name}: expected {NOT_NEGATIVE[0]}, got shape {tuple(value.shape)}")
+        if not host.reading_is_free(value):
+            return value.double().to(target.device)
+        value = host.values(value)
     if value is None:
         return None
-    if not isinstance(value, Tensor):
-        check_number(name, value, *NOT_NEGATIVE)
-        return host.to_host(value, torch.float64)
-    if value.dim():
-        raise ValueError(f"{name}: expected {NOT_NEGATIVE[0]}, got shape {tuple(value.shape)}")
-    value = value.double()
-    if not host.reading_is_free(value):
-        return value.to(target.device)
-    check_number(name, host.values(value), *NOT_NEGATIVE)
-    return value
+    check_number(name, value, *NOT_NEGATIVE)
+    return host.to_host(value, torch.float64)
 
 
 def _check_optional(target: Tensor, optional: Mapping[str, Any]) -> tuple[Any, int]:

@@ -19,7 +19,6 @@ from grpo_kernels.ranks import gather, process_group
 
 # a shard, or none, as arguments of a torch.library op
 SHARD_SCHEMA = "str? vocab_group, int vocab_rank, int[] vocab_rows, int vocab_size"
-_NUM_ARGUMENTS = SHARD_SCHEMA.count(",") + 1
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -134,8 +133,7 @@ def shard_arguments(shard: VocabShard | None) -> tuple[Any, ...]:
 
 def shard_of_arguments(arguments: Sequence[Any]) -> tuple[VocabShard | None, Sequence[Any]]:
     """Return the shard with these :func:`shard_arguments`, and the arguments behind them."""
-    group, rank, rows, vocab_size = arguments[:_NUM_ARGUMENTS]
-    rest = arguments[_NUM_ARGUMENTS:]
+    group, rank, rows, vocab_size, *rest = arguments
     if group is None:
         return None, rest
     return VocabShard(group=group, rank=rank, rows=tuple(rows), vocab_size=vocab_size), rest

@@ -245,7 +245,6 @@ class Gmpo(Surrogate):
         return _clip_ratios(terms.log_ratio, -bound, bound, terms.advantages)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pg(Surrogate):
     """Plain policy gradient, no ratio (arXiv:2504.02546)."""
 
@@ -253,7 +252,6 @@ class Pg(Surrogate):
         return -terms.advantages * terms.logprobs
 
 
-@dataclass(frozen=True, kw_only=True)
 class Topr(Surrogate):
     """Tapered off-policy REINFORCE (arXiv:2503.14286).
 
