@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import SamplingMask, TokenBatch
-from grpo_kernels.engine import RunOptions
+from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.head import Head, HeadLoRA, check_weight, head_of, unshard_head
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule import Plan, planned, run_plan
@@ -122,7 +122,7 @@ class _Steps:
         with torch.enable_grad():
             for head, sequences, asked in steps:
                 rows, plan = self._planned(head, sequences, asked)
-                trained = [x for x in (rows, *head.tensors) if x is not None and x.requires_grad]
+                trained = [x for x in rows.inputs if x is not None and x.requires_grad]
                 torch.autograd.grad(run_plan(rows, plan).loss, trained)
 
     def _with_gradients(
@@ -144,7 +144,7 @@ class _Steps:
             yield thin, _ONE_CHUNK, one  # one gradient
             yield thin, _CHUNKS, one  # a sum of several
 
-    def _planned(self, head: Head, sequences: int, options: RunOptions) -> tuple[Tensor, Plan]:
+    def _planned(self, head: Head, sequences: int, options: RunOptions) -> tuple[Rows, Plan]:
         shape = (sequences, _LENGTH, head.weight.shape[1])
         device, needs = head.weight.device, torch.is_grad_enabled()
         hidden = torch.zeros(shape, dtype=self.dtype, device=device, requires_grad=needs)

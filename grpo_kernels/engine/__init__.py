@@ -10,17 +10,23 @@ from grpo_kernels.engine.compiled_logprobs import (
 from grpo_kernels.engine.differentiable import (
     INPUTS,
     differentiable_stats,
-    rows_backward,
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.engine.fingerprint import fingerprint
 from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
-from grpo_kernels.engine.options import OPTIONS_SCHEMA, Bounded, RunOptions
+from grpo_kernels.engine.op_arguments import (
+    CALL_SCHEMA,
+    INPUTS_SCHEMA,
+    NUM_CALL,
+    NUM_INPUTS,
+    call_arguments,
+    call_of_arguments,
+)
+from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
-from grpo_kernels.engine.route import Route, choose_route, row_block
+from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
 from grpo_kernels.engine.saved_for_backward import (
     ENTRIES,

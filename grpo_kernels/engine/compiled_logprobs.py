@@ -3,128 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, shapes_of
 from grpo_kernels.batch import SamplingMask
-from grpo_kernels.engine.differentiable import rows_backward, rows_forward
+from grpo_kernels.engine.differentiable import DIFFERENTIABLE, rows_forward, stats_backward
 from grpo_kernels.engine.gradients import Needs
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
-from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
+from grpo_kernels.engine.op_arguments import (
+    CALL_SCHEMA,
+    INPUTS_SCHEMA,
+    NUM_CALL,
+    NUM_INPUTS,
+    call_arguments,
+    call_of_arguments,
+)
+from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.saved_for_backward import NOTHING, OF_ALL_ROWS, saved_gradients
+from grpo_kernels.engine.saved_for_backward import NOTHING, OF_ALL_ROWS
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks
-from grpo_kernels.head import (
-    SHARD_SCHEMA,
-    Head,
-    HeadLoRA,
-    Transform,
-    no_second_derivative,
-    shard_arguments,
-    shard_of_arguments,
-    stats_dtype,
+from grpo_kernels.head import no_second_derivative, stats_dtype
+
+# ``others``: the temperatures of rows, and the four tensors of a SamplingMask
+_ARGUMENTS = (
+    f"{INPUTS_SCHEMA}, Tensor target, Tensor?[] others, {CALL_SCHEMA}, "
+    "bool extras, bool mean, int top_k, bool[] needs"
 )
+_MASK_FIELDS = ("indices", "offsets", "bounds", "max_id")
+_NUM_OUTPUTS = len(RowStats._fields) + 1  # the last is what is kept
 
 
-class _Tensors(NamedTuple):
-    """The tensor arguments of the ops, as they stand in the schema."""
-
-    hidden: Tensor  # (T, D)
-    weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,)
-    lora_a: Tensor | None  # (r, D)
-    lora_b: Tensor | None  # (V, r)
-    target: Tensor  # (T,)
-    row_temperature: Tensor | None  # (T,)
-    mask_indices: Tensor | None  # of a SamplingMask, as the next three
-    mask_offsets: Tensor | None
-    mask_bounds: Tensor | None
-    mask_max_id: Tensor | None
+def op_call(rows: Rows, options: RunOptions, wanted: OutputSpec) -> tuple[Any, ...]:
+    """Flatten a call into the arguments of the forward."""
+    temperature, mask = rows.head.transform.temperature, rows.sampling_mask
+    others = [temperature if isinstance(temperature, Tensor) else None]
+    others += [None if mask is None else getattr(mask, name) for name in _MASK_FIELDS]
+    call = call_arguments(rows.head, options)
+    return *rows.inputs, rows.target, others, *call, *wanted, Needs.of(rows.inputs).of_inputs
 
 
-_TENSORS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor target, "
-    "Tensor? row_temperature, Tensor? mask_indices, Tensor? mask_offsets, Tensor? mask_bounds, "
-    "Tensor? mask_max_id"
-)
-_OPTIONS = (
-    "float temperature, float logit_scale, float? softcap, float lora_scaling, "
-    f"{SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
-)
-_WANTED = "bool extras, bool mean, int top_k, bool[] needs"
-_OUTPUTS = ", ".join(["Tensor"] * (len(RowStats._fields) + 1))  # the last is what is kept
-_NUM_TENSORS, _NUM_OPTIONS = len(_Tensors._fields), _OPTIONS.count(",") + 1
-_NUM_INPUTS = 5  # those that get gradients come first
-
-
-def _flat(rows: Rows, options: RunOptions) -> tuple[Any, ...]:
-    """Flatten a call into the arguments of the ops."""
-    head, mask = rows.head, rows.sampling_mask
-    transform, temperature = head.transform, head.transform.temperature
-    per_row = temperature if isinstance(temperature, Tensor) else None
-    parts: Sequence[Tensor | None] = [None] * 4
-    if mask is not None:
-        parts = (mask.indices, mask.offsets, mask.bounds, mask.max_id)
-    return (
-        *(rows.hidden, *head.tensors, rows.target, per_row, *parts),
-        1.0 if isinstance(temperature, Tensor) else float(temperature),
-        float(transform.logit_scale),
-        None if transform.softcap is None else float(transform.softcap),
-        1.0 if head.lora is None else float(head.lora.scaling),
-        *shard_arguments(head.shard),
-        *options.arguments,
-    )
-
-
-def _call(arguments: Sequence[Any]) -> tuple[Rows, RunOptions]:
-    """Rebuild the call that :func:`_flat` was given."""
-    x = _Tensors(*arguments[:_NUM_TENSORS])
-    temperature, scale, softcap, lora_scaling, *rest = arguments[_NUM_TENSORS:]
-    shard, options = shard_of_arguments(rest)
-    lora = mask = None
-    if x.lora_a is not None and x.lora_b is not None:
-        lora = HeadLoRA(a=x.lora_a, b=x.lora_b, scaling=lora_scaling)
-    if x.mask_indices is not None:
-        mask = SamplingMask(
-            indices=x.mask_indices,
-            offsets=x.mask_offsets,  # type: ignore[arg-type]  # they come together
-            bounds=x.mask_bounds,  # type: ignore[arg-type]
-            max_id=x.mask_max_id,  # type: ignore[arg-type]
-        )
-    per_row = temperature if x.row_temperature is None else x.row_temperature
-    head = Head(x.weight, x.bias, Transform(scale, softcap, per_row), lora, shard)
-    rows = Rows(hidden=x.hidden, head=head, target=x.target, sampling_mask=mask)
-    return rows, RunOptions.of_arguments(options)
+def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
+    """Rebuild the rows and the plan that :func:`op_call` was given."""
+    inputs, (target, others, *rest) = arguments[:NUM_INPUTS], arguments[NUM_INPUTS:]
+    temperature, *of_mask = others
+    mask = None
+    if of_mask[0] is not None:
+        mask = SamplingMask(**dict(zip(_MASK_FIELDS, of_mask, strict=True)))
+    head, options = call_of_arguments(inputs, rest[:NUM_CALL], temperature)
+    *wanted, needs = rest[NUM_CALL:]
+    rows = Rows(hidden=inputs[0], head=head, target=target, sampling_mask=mask)
+    return rows, LogprobsPlan.of(rows, options, OutputSpec(*wanted), Needs(*needs))
 
 
 def compiled_stats(
     rows: Rows, options: RunOptions, wanted: OutputSpec
 ) -> tuple[RowStats, Tensor | None]:
     """Compute the statistics of rows, and what is kept for the backward, as one op of a graph."""
-    found = linear_logprobs_forward(*_flat(rows, options), *wanted, Needs.of(rows.inputs).of_inputs)
-    return RowStats(*found[:-1]), found[-1]
-
-
-def _forward_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
-    """Rebuild the call of the forward."""
-    rows, options = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
-    *of_wanted, needs = arguments[_NUM_TENSORS + _NUM_OPTIONS :]
-    return rows, LogprobsPlan.of(rows, options, OutputSpec(*of_wanted), Needs(*needs))
+    *stats, kept = linear_logprobs_forward(*op_call(rows, options, wanted))
+    return RowStats(*stats), kept
 
 
 @torch.library.custom_op(
     "grpo_kernels::linear_logprobs",
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),  # it asks which rows are valid
-    schema=f"({_TENSORS}, {_OPTIONS}, {_WANTED}) -> ({_OUTPUTS})",
+    schema=f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * _NUM_OUTPUTS)})",
 )
 def linear_logprobs_forward(*arguments):
     """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
     for the backward; what is not computed is empty."""
-    rows, plan = _forward_call(arguments)
+    rows, plan = planned_call(arguments)
     saving = plan.saving
     with raise_on_all_ranks(rows.head.shard, rows.hidden):
         valid = rows.valid()
@@ -148,7 +99,7 @@ def _stats_dtypes(rows: Rows) -> list[torch.dtype]:
 
 @linear_logprobs_forward.register_fake
 def _(*arguments):
-    rows, plan = _forward_call(arguments)
+    rows, plan = planned_call(arguments)
     shapes = shapes_of(rows.target.shape, plan.wanted, plan.masked)
     return (
         *(
@@ -163,73 +114,63 @@ def _(*arguments):
     "grpo_kernels::linear_logprobs_backward",
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),
-    schema=(
-        f"({_TENSORS}, {_OPTIONS}, Tensor logp, Tensor entropy, Tensor lse, "
-        "Tensor? dlogp, Tensor? dentropy, Tensor? dmasked, Tensor kept, str keeps, bool[] needs)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
+    schema=f"({_ARGUMENTS}, Tensor?[] saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_logprobs_backward(*arguments):
-    """Compute the gradients of the differentiable statistics; one that is not needed is empty."""
-    *call, logp, entropy, lse, dlogp, dentropy, dmasked, kept, keeps, needs = arguments
-    rows, options = _call(call)
-    outer = StatsGrad(dlogp, dentropy, dmasked)
-    route = LogprobsPlan.of(rows, options, OutputSpec(), Needs(*needs)).route
-    suffices = keeps != NOTHING and dlogp is not None and dentropy is None
-    if keeps in OF_ALL_ROWS and suffices:
-        valid = rows
-    else:
-        valid = rows.valid(None if suffices else outer.nonzero)
-    outer = StatsGrad(*(valid.take(gradient) for gradient in outer))
-    stats = RowStats(*(valid.take(found) for found in (logp, entropy, lse)))  # type: ignore[arg-type]
-    if suffices:
-        assert outer.dlogp is not None
-        gradients = saved_gradients(keeps, kept, valid, stats, outer.dlogp, route, Needs(*needs))
-    else:
-        gradients = rows_backward(valid, stats, outer, route, Needs(*needs))
+    """Compute the gradients of the differentiable statistics; one that is not needed is empty.
+
+    ``saved``: log-probabilities, entropy, lse, the gradients of the :data:`DIFFERENTIABLE`, and
+    what the forward kept.
+    """
+    *call, saved = arguments
+    rows, plan = planned_call(call)
+    valid, kind = rows.valid(), plan.saving.kind
+    *taken, kept = (*map(valid.take, saved[:-1]), saved[-1])
+    kept = valid.take(kept) if kind in OF_ALL_ROWS else None if kind == NOTHING else kept
+    stats, outer = RowStats(*taken[:3]), StatsGrad(*taken[3:])  # type: ignore[arg-type]
+    chosen = valid.narrow(slice(0, valid.count))
+    gradients = stats_backward(chosen, stats, outer, plan, kept)
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=valid.scatter(gradients.hidden))
     return tuple(
         gradient.to(x.dtype) if gradient is not None else x.new_empty(0)
-        for gradient, x in zip(gradients, _inputs(rows), strict=True)
+        for gradient, x in zip(gradients, _likes(rows), strict=True)
     )
 
 
 @linear_logprobs_backward.register_fake
 def _(*arguments):
-    rows, _ = _call(arguments[: _NUM_TENSORS + _NUM_OPTIONS])
-    return tuple(
-        x.new_empty(x.shape if needed else 0)
-        for x, needed in zip(_inputs(rows), arguments[-1], strict=True)
-    )
+    rows, plan = planned_call(arguments[:-1])
+    pairs = zip(_likes(rows), plan.needs.of_inputs, strict=True)
+    return tuple(x.new_empty(x.shape if needed else 0) for x, needed in pairs)
 
 
-def _inputs(rows: Rows) -> list[Tensor]:
+def _likes(rows: Rows) -> list[Tensor]:
     """Return the tensors that get gradients, or one to make an empty tensor from."""
     return [rows.hidden if x is None else x for x in rows.inputs]
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[:3], output[-1])  # logp, entropy, lse
-    ctx.options = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_OPTIONS]
-    ctx.keeps = _forward_call(inputs)[1].saving.kind
+    tensors, others = inputs[: NUM_INPUTS + 1], inputs[NUM_INPUTS + 1]
+    ctx.save_for_backward(*tensors, *others, *output[:3], output[-1])
+    ctx.call = inputs[NUM_INPUTS + 2 :]
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
 
 
 def _backward(ctx, *outer):
     given = dict(zip(RowStats._fields, outer, strict=False))
-    needed = ctx.needs_input_grad[:_NUM_INPUTS]
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
-    *stats, kept = saved[_NUM_TENSORS:]
-    gradients = linear_logprobs_backward(
-        *saved[:_NUM_TENSORS], *ctx.options, *stats,
-        *(_dense(given[name]) for name in ("logp", "entropy", "masked_logp")),
-        kept, ctx.keeps, list(needed),
-    )  # fmt: skip
+    tensors, others = saved[: NUM_INPUTS + 1], list(saved[NUM_INPUTS + 1 : -4])
+    *stats, kept = saved[-4:]
+    *call, needs = ctx.call
+    needed = list(ctx.needs_input_grad[:NUM_INPUTS])
+    if needed != list(needs):  # what was kept suits others
+        kept = None
+    of_stats = (_dense(given[name]) for name in DIFFERENTIABLE)
+    gradients = linear_logprobs_backward(*tensors, others, *call, needed, [*stats, *of_stats, kept])
     wanted = [x if need else None for x, need in zip(gradients, needed, strict=True)]
-    others = len(ctx.needs_input_grad) - len(wanted)
-    return (*wanted, *[None] * others)
+    return (*wanted, *[None] * (2 + len(ctx.call)))
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

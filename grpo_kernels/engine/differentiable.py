@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
 from grpo_kernels.engine.chunked_loop import chunked_loop, forward, row_chunks
-from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
+from grpo_kernels.engine.gradients import Gradients, GradientSums
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
@@ -26,14 +26,10 @@ DIFFERENTIABLE = ("logp", "entropy", "masked_logp")
 INPUTS = ("hidden", "weight", "bias", "lora.a", "lora.b")
 
 
-def differentiable_stats(
-    rows: Rows,  # all with a target
-    plan: LogprobsPlan,
-    name: str = "linear_logprobs",  # whose results they are, for an error
-) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of every row, and what is kept for the backward.
+def differentiable_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
+    """Compute the statistics of rows that all have a target, and what is kept for the backward.
 
-    Log-probabilities and entropy have gradients with respect to the hidden states and the head.
+    Those that are :data:`DIFFERENTIABLE` have gradients for the hidden states and the head.
     """
     if not plan.route.backend.has_tiles:
         given = (rows.hidden, rows.head, rows.target, plan.precision, rows.sampling_mask)
@@ -41,18 +37,17 @@ def differentiable_stats(
     check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
     if not plan.needs.any:
         return rows_forward(rows, plan)
-    *stats, kept = _Stats.apply(rows, plan, name, *rows.inputs)
+    *stats, kept = _Stats.apply(rows, plan, *rows.inputs)
     return RowStats(*stats), kept
 
 
 class _Stats(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Rows, plan: LogprobsPlan, name: str, *inputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, rows: Rows, plan: LogprobsPlan, *inputs: Tensor | None) -> Any:
         stats, kept = rows_forward(rows, plan)
         # autograd keeps the tensors; without them the rows are what else belongs to them
-        ctx.rows, ctx.plan, ctx.result_of = replace(rows, hidden=rows.hidden[:0]), plan, name
+        ctx.rows, ctx.plan = replace(rows, hidden=rows.hidden[:0]), plan
+        ctx.result_of = "linear_logprobs"
         # what belongs to the rows, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(*inputs, kept, *stats[:3], *rows.belongings)
         of_stats = (x for n, x in zip(stats._fields, stats, strict=True) if n not in DIFFERENTIABLE)
@@ -71,32 +66,11 @@ class _Stats(torch.autograd.Function):
         gradients = stats_backward(rows, stats, grad_stats, ctx.plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
         found = (None if g is None else g.to(x.dtype) for g, x in pairs)
-        return *[None] * 3, *found
+        return None, None, *found
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.contiguous()
-
-
-def stats_backward(
-    rows: Rows,
-    stats: RowStats,
-    outer: StatsGrad,
-    plan: LogprobsPlan,
-    kept: Tensor | None,
-) -> Gradients:
-    """Compute gradients from the rows' statistics, the gradients of these and what was kept."""
-    only_logp = outer.dlogp is not None and outer.dentropy is None and outer.dmasked is None
-    if kept is not None and outer.dlogp is not None and only_logp:
-        given = (plan.saving.kind, kept, rows, stats, outer.dlogp)
-        return saved_gradients(*given, plan.route, plan.needs)
-    chosen = rows.chosen(outer.nonzero)
-    outer = StatsGrad(*(chosen.take(gradient) for gradient in outer))
-    stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    gradients = rows_backward(chosen, stats, outer, plan.route, plan.needs)
-    if gradients.hidden is None:
-        return gradients
-    return gradients._replace(hidden=chosen.scatter(gradients.hidden))
 
 
 def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
@@ -114,21 +88,29 @@ def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
         return retry_on_oom(run, plan.route)
 
 
-def rows_backward(
-    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
+def stats_backward(
+    rows: Rows, stats: RowStats, outer: StatsGrad, plan: LogprobsPlan, kept: Tensor | None
 ) -> Gradients:
-    """Compute gradients from what :func:`rows_forward` found, in fp32 or the hidden states' dtype.
-
-    All of these rows have a gradient.
-    """
+    """Compute gradients from what :func:`rows_forward` returned, in fp32 or the hidden states'
+    dtype; ``outer`` are those of the statistics."""
+    if kept is not None and outer.dlogp is not None and outer.dentropy is outer.dmasked is None:
+        given = (plan.saving.kind, kept, rows, stats, outer.dlogp)
+        return saved_gradients(*given, plan.route, plan.needs)
+    chosen, needs = rows.chosen(outer.nonzero), plan.needs
+    outer = StatsGrad(*(chosen.take(gradient) for gradient in outer))
+    stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
 
     def run(route: Route) -> Gradients:
-        if rows.sampling_mask is None:
-            return recompute_backward(rows, stats, outer, route, needs)
+        if chosen.sampling_mask is None:
+            return recompute_backward(chosen, stats, outer, route, needs)
         # its gradient needs the logits of all ids of a row's mask at once
-        chunks = row_chunks(rows.count, route)
+        chunks = row_chunks(chosen.count, route)
         stage = lambda part, stats: outer.rows(part)  # noqa: E731
-        sums = GradientSums(rows, needs, len(chunks))
-        return chunked_loop(rows, route, chunks, stage=stage, sums=sums)[1]
+        sums = GradientSums(chosen, needs, len(chunks))
+        return chunked_loop(chosen, route, chunks, stage=stage, sums=sums)[1]
 
-    return retry_on_oom(run, route.tiled(), not_retryable=needs.main_grad is not None)
+    adds = needs.main_grad is not None
+    gradients = retry_on_oom(run, plan.route.tiled(), not_retryable=adds)
+    if gradients.hidden is None:
+        return gradients
+    return gradients._replace(hidden=chosen.scatter(gradients.hidden))

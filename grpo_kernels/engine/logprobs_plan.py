@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grpo_kernels.backends import OutputSpec, why_backend
-from grpo_kernels.engine.fingerprint import fingerprint
 from grpo_kernels.engine.gradients import Needs
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.route import Route, choose_route
@@ -65,7 +64,7 @@ class LogprobsPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
-        return fingerprint(self.saving.route(self.route), self.head)
+        return self.saving.route(self.route).fingerprint(self.head)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:

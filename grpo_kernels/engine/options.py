@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from grpo_kernels.head import PRECISIONS
 
 SCHEDULES = ("auto", "one_pass", "two_pass")
 METRIC_ROWS = ("all", "active")
-
-# RunOptions as arguments of a torch.library op
-OPTIONS_SCHEMA = (
-    "str precision, str backend, int? max_workspace_bytes, bool batch_invariant, str schedule, "
-    "str metric_rows, int? activation_bytes, bool bounded, float tolerance, int slots, "
-    "bool exact_weight, int seed"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +91,6 @@ class RunOptions:
     def bounded(self) -> Bounded | None:
         """The bounded backward, None for the exact one."""
         return self.backward if isinstance(self.backward, Bounded) else None
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of :data:`OPTIONS_SCHEMA`."""
-        given = tuple(getattr(self, name) for name in _PLAIN)
-        bounded = self.bounded or Bounded()
-        return *given, self.bounded is not None, *(getattr(bounded, name) for name in _BOUNDED)
-
-    @staticmethod
-    def of_arguments(arguments: Sequence[Any]) -> RunOptions:
-        """Return the options with these :attr:`arguments`."""
-        given = dict(zip(_PLAIN, arguments, strict=False))
-        bounded, *rest = arguments[len(_PLAIN) :]
-        backward = Bounded(**dict(zip(_BOUNDED, rest, strict=True))) if bounded else "exact"
-        return RunOptions(**given, backward=backward)
-
-
-_PLAIN = tuple(name for name in RunOptions.__dataclass_fields__ if name != "backward")
-_BOUNDED = tuple(Bounded.__dataclass_fields__)
 
 
 def _is_int(value: object) -> bool:

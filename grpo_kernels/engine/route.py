@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.backends import (
-    Backend,
-    choose_backend,
-    chunk_rows,
-)
+from grpo_kernels.backends import Backend, choose_backend, chunk_rows, device_numerics
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.head import Head, VocabShard, logits_dtype
+from grpo_kernels.version import VERSION
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
 # the fewest at which GEMMs still run near their full speed.
@@ -58,7 +56,7 @@ class Route:
     @property
     def block(self) -> int:
         """Rows that a GEMM takes together: chunks are multiples of it."""
-        return row_block(self.device)
+        return 16 if self.device.type == "cpu" else 256
 
     @property
     def fixed_rows(self) -> int | None:
@@ -95,6 +93,41 @@ class Route:
         """Whether the backend forms the logits of a tile; else a library's GEMM does."""
         return self.backend.forms_logits(self.dtype, self.logits)
 
+    def fingerprint(self, head: Head, schedule: str | None = None) -> str:
+        """Return a short line that names all that numerics depend on besides the inputs.
+
+        Two runs whose lines are equal form their statistics by the same kernels with the same
+        tiles, in the same precision, from the same libraries. The line says nothing of the number
+        of rows: with ``batch_invariant`` it has no influence, without it some by fp32 rounding. It
+        ends in a hash of the rest.
+        """
+        backend, dtype, options = self.backend, self.dtype, self.options
+        numerics = backend.numerics(dtype, head, self.precision, self.has_tile)
+        parts = [
+            f"grpo-kernels {VERSION}",
+            " ".join([backend.name, *numerics]),
+            self.forward,
+            None if head.lora is None else f"LoRA of rank {head.lora.rank}",
+            f"{str(dtype).removeprefix('torch.')} precision={self.precision}",
+            schedule,
+            None if head.shard is None else f"vocabulary over {head.shard.size} ranks",
+            "batch_invariant" if options.batch_invariant else None,
+            None if options.bounded is None else str(options.bounded),
+            " ".join([device_numerics(self.device), *self._libraries(head)]),
+        ]
+        line = " | ".join(part for part in parts if part is not None)
+        return f"{line} | {hashlib.sha256(line.encode()).hexdigest()[:8]}"
+
+    def _libraries(self, head: Head) -> list[str]:
+        """Return the versions of the libraries that multiply, and the threads of a CPU's."""
+        found = [f"torch={torch.__version__}"]
+        if self.device.type == "cuda":
+            library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[-1]
+            found.append(f"blas={library} {torch.version.cuda or torch.version.hip}")
+        elif self.device.type == "cpu" and (self.has_tile or head.lora is not None):
+            found.insert(0, f"threads={torch.get_num_threads()}")
+        return found
+
     def tiled(self) -> Route:
         """Return the same route for a backward, which always has a tile, of any height."""
         options = replace(self.options, batch_invariant=False)
@@ -110,11 +143,6 @@ class Route:
         if not rows or fixed or self.shard is not None:
             return None
         return replace(self, tile_rows=rows)
-
-
-def row_block(device: torch.device) -> int:
-    """Return :attr:`Route.block` on a device."""
-    return 16 if device.type == "cpu" else 256
 
 
 def choose_route(

@@ -28,9 +28,4 @@ from grpo_kernels.head.matmul import (
     zero_row_padding,
 )
 from grpo_kernels.head.parameters import DividedGradient, head_of_layer, layer_in_use, unshard_head
-from grpo_kernels.head.vocab_shard import (
-    SHARD_SCHEMA,
-    VocabShard,
-    shard_arguments,
-    shard_of_arguments,
-)
+from grpo_kernels.head.vocab_shard import VocabShard

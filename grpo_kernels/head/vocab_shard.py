@@ -7,18 +7,14 @@ in the order of the ranks, so that all ranks have the same bits, whatever the ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.ranks import gather, process_group
-
-# a shard, or none, as arguments of a torch.library op
-SHARD_SCHEMA = "str? vocab_group, int vocab_rank, int[] vocab_rows, int vocab_size"
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -122,18 +118,3 @@ def _rows(weight: Tensor, group: ProcessGroup) -> int:
         return weight.shape[0]
     each = -(-weight.shape[0] // dist.get_world_size(group))
     return min(max(weight.shape[0] - dist.get_rank(group) * each, 0), each)
-
-
-def shard_arguments(shard: VocabShard | None) -> tuple[Any, ...]:
-    """Return the arguments of :data:`SHARD_SCHEMA`."""
-    if shard is None:
-        return None, 0, [0], 0  # torch takes an empty list for one of tensors
-    return shard.group, shard.rank, list(shard.rows), shard.vocab_size
-
-
-def shard_of_arguments(arguments: Sequence[Any]) -> tuple[VocabShard | None, Sequence[Any]]:
-    """Return the shard with these :func:`shard_arguments`, and the arguments behind them."""
-    group, rank, rows, vocab_size, *rest = arguments
-    if group is None:
-        return None, rest
-    return VocabShard(group=group, rank=rank, rows=tuple(rows), vocab_size=vocab_size), rest

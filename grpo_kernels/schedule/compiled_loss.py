@@ -15,34 +15,28 @@ from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import (
-    OPTIONS_SCHEMA,
+    CALL_SCHEMA,
+    INPUTS,
+    INPUTS_SCHEMA,
+    NUM_CALL,
+    NUM_INPUTS,
     REPORT,
     Gradients,
     Needs,
+    Rows,
     RunOptions,
+    call_arguments,
+    call_of_arguments,
     retry_on_oom,
 )
-from grpo_kernels.head import (
-    SHARD_SCHEMA,
-    Head,
-    HeadLoRA,
-    Transform,
-    autocast_dtype,
-    check_plain,
-    shard_arguments,
-    shard_of_arguments,
-    stats_dtype,
-)
+from grpo_kernels.head import Head, autocast_dtype, check_plain, stats_dtype
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
-from grpo_kernels.schedule.loss_metrics import LossParts, loss_metrics
+from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
-from grpo_kernels.schedule.loss_stage import LossStage, TracedStage
-from grpo_kernels.schedule.one_pass import one_pass_gradients
+from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
 from grpo_kernels.schedule.run import check_same_plan, planned
-from grpo_kernels.schedule.two_pass import two_pass_gradients, with_rest
 
-_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b"
-_NUM_INPUTS, _NUM_PARTS = len(Gradients._fields), len(LossParts._fields)
+_NUM_PARTS = len(LossParts._fields)
 
 
 def compiled_policy_loss(
@@ -59,15 +53,13 @@ def compiled_policy_loss(
     if batch.sequence_group is not None:
         raise ValueError("sequence_group: expected None inside torch.compile, got one")
     inputs = (hidden, *head.tensors)
-    check_plain(**dict(zip(Gradients._fields, inputs, strict=True)))
-    enabled = torch.is_grad_enabled()
-    needs = [enabled and x is not None and x.requires_grad for x in inputs]
-    transform, lora = head.transform, head.lora
+    check_plain(**dict(zip(INPUTS, inputs, strict=True)))
+    # the temperature is the config's, which its key stands for
+    head = replace(head, transform=replace(head.transform, temperature=1.0))
     loss, *parts = policy_loss_op(
-        *inputs, needs, batch.tensors(), batch.advantages_per_token,
-        batch.gradient_accumulation_steps, config.registry_key, autocast_dtype(hidden.device),
-        1.0 if lora is None else lora.scaling, transform.logit_scale, transform.softcap,
-        *shard_arguments(head.shard), *options.arguments,
+        *inputs, *call_arguments(head, options), Needs.of(inputs).of_inputs, batch.tensors(),
+        batch.advantages_per_token, batch.gradient_accumulation_steps, config.registry_key,
+        autocast_dtype(hidden.device),
     )[:_NUM_PARTS]  # fmt: skip
     logp, entropy, *others = parts
     metrics = LazyMetrics(
@@ -81,29 +73,22 @@ def compiled_policy_loss(
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),
     schema=(
-        f"({_INPUTS}, bool[] needs, Tensor?[] batch, bool per_token, int steps, Tensor config, "
-        "ScalarType? autocast, float lora_scaling, float logit_scale, float? softcap, "
-        f"{SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"({INPUTS_SCHEMA}, {CALL_SCHEMA}, bool[] needs, Tensor?[] batch, bool per_token, "
+        f"int steps, Tensor config, ScalarType? autocast) -> "
+        f"({', '.join(['Tensor'] * (_NUM_PARTS + NUM_INPUTS))})"
     ),
 )
 def policy_loss_op(*arguments):
-    """Return the () loss, the log-probabilities, entropy and its gate (T,), and the gradients of
-    the inputs for an unscaled loss; one that is not needed is empty."""
-    inputs, (needs, tensors, per_token, steps, number, autocast, *rest) = _split(arguments)
-    lora_scaling, logit_scale, softcap, *rest = rest
-    shard, options = shard_of_arguments(rest)
-    hidden, weight, bias, lora_a, lora_b = inputs
-    config, lora, dtypes = LossConfig.of_registry_key(number), None, _dtypes(inputs, autocast)
-    if lora_a is not None and lora_b is not None:
-        lora = HeadLoRA(a=lora_a, b=lora_b, scaling=lora_scaling)
-    transform = Transform(logit_scale, softcap, config.temperature)
-    head = Head(weight, bias, transform, lora, shard)
+    """Return the () loss, the log-probabilities, entropy and its gate (T,), the report of a bounded
+    backward, and the gradients of the inputs for an unscaled loss; one that is not needed is empty.
+    """
+    inputs, call, (needs, tensors, per_token, steps, key, autocast) = _split(arguments)
+    config, hidden, dtypes = LossConfig.of_registry_key(key), inputs[0], _dtypes(inputs, autocast)
+    head, options = call_of_arguments(inputs, call, config.temperature)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
-    chosen = RunOptions.of_arguments(options)
+    wanted = replace(Needs(*needs), wide=dtypes[0] == torch.float16)
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
-        wanted = replace(Needs(*needs), wide=dtypes[0] == torch.float16)
-        rows, plan = planned(hidden, head, batch, config, chosen, needs=wanted)
+        rows, plan = planned(hidden, head, batch, config, options, needs=wanted)
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
     check_same_plan(rows, plan)
@@ -121,15 +106,14 @@ def policy_loss_op(*arguments):
     )
 
 
-def _run(rows: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
-    if plan.stage is LossStage:  # there is no autograd inside an op
-        plan = replace(plan, stage=TracedStage)
-    one = plan.schedule == "one_pass" and plan.needs.any
-    parts, gradients = (one_pass_gradients if one else two_pass_gradients)(rows, plan)
-    logp, entropy, tokens = parts.logp, parts.entropy, plan.batch.num_tokens
+def _run(rows: Rows, plan: Plan) -> tuple[LossParts, Gradients]:
+    parts, gradients, saved = loss_forward(rows, plan)
+    if gradients is None:
+        gradients = two_pass_backward(rows, plan, saved)
+    logp, entropy = parts.logp, parts.entropy
     if plan.options.metric_rows == "all":
         logp, entropy = with_rest(logp, entropy, rows, plan)
-    elif logp.numel() < tokens:  # a compiler has to know the size
+    elif logp.numel() < plan.batch.num_tokens:  # a compiler has to know the size
         logp, entropy = plan.active.merge(logp, 0.0), plan.active.merge(entropy, 0.0)
     gate = torch.ones_like(logp) if parts.entropy_gate is None else parts.entropy_gate
     report = logp.new_empty(0, dtype=torch.float64) if parts.bounded is None else parts.bounded
@@ -140,14 +124,11 @@ def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None
     """Return the gradient of (..., D) hidden states from that of the rows that have one."""
     if dhidden is None:
         return None
-    batch, index = plan.batch, plan.active.index
-    if index is not None:
-        dhidden = dhidden.new_zeros(batch.num_tokens, hidden.shape[-1]).index_copy(
-            0, index, dhidden
-        )
-    if batch.rows is not None:
-        whole = dhidden.new_zeros(hidden.numel() // hidden.shape[-1], hidden.shape[-1])
-        dhidden = whole.index_copy(0, batch.rows, dhidden)
+    sizes = plan.batch.num_tokens, hidden.numel() // hidden.shape[-1]
+    for index, size in zip((plan.active.index, plan.batch.rows), sizes, strict=True):
+        if index is not None:
+            whole = dhidden.new_zeros(size, hidden.shape[-1])
+            dhidden = whole.index_copy(0, index, dhidden)
     return dhidden.reshape(hidden.shape)
 
 
@@ -163,18 +144,19 @@ def _until_scaled(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _split(arguments: tuple) -> tuple[tuple, tuple]:
-    return arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
+def _split(arguments: tuple) -> tuple[tuple, tuple, tuple]:
+    """Split into inputs, what :data:`CALL_SCHEMA` names, and the rest."""
+    end = NUM_INPUTS + NUM_CALL
+    return arguments[:NUM_INPUTS], arguments[NUM_INPUTS:end], arguments[end:]
 
 
 @policy_loss_op.register_fake
 def _(*arguments):
-    inputs, (needs, tensors, _, _, _, autocast, _, _, _, *rest) = _split(arguments)
-    options = shard_of_arguments(rest)[1]
+    inputs, call, (needs, tensors, _, _, _, autocast) = _split(arguments)
     hidden, target, dtypes = inputs[0], tensors[0], _dtypes(inputs, autocast)
-    dtype = stats_dtype(dtypes[0])
+    dtype, options = stats_dtype(dtypes[0]), call_of_arguments(inputs, call)[1]
     parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 2))
-    bounded = RunOptions.of_arguments(options).bounded is not None and any(needs)
+    bounded = options.bounded is not None and any(needs)
     report = hidden.new_empty(len(REPORT) if bounded else 0, dtype=torch.float64)
     gradients = (
         x.new_empty(x.shape, dtype=_until_scaled(own)) if needed else hidden.new_empty(0)
@@ -184,8 +166,8 @@ def _(*arguments):
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors, (needs, _, _, _, _, autocast, *_) = _split(inputs)
-    ctx.needs, ctx.others = needs, len(inputs) - _NUM_INPUTS
+    tensors, _, (needs, *_, autocast) = _split(inputs)
+    ctx.needs, ctx.num_others = needs, len(inputs) - NUM_INPUTS
     ctx.dtypes = _dtypes(tensors, autocast)
     ctx.own = [None if x is None else x.dtype for x in tensors]
     ctx.mark_non_differentiable(*output[1:])
@@ -193,12 +175,13 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple:
-    of_all = zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, ctx.own, strict=True)
     scaled = [
         (gradient * dloss).to(dtype).to(own) if needed else None
-        for gradient, needed, dtype, own in of_all
+        for gradient, needed, dtype, own in zip(
+            ctx.saved_tensors, ctx.needs, ctx.dtypes, ctx.own, strict=True
+        )
     ]
-    return (*scaled, *[None] * ctx.others)
+    return (*scaled, *[None] * ctx.num_others)
 
 
 policy_loss_op.register_autograd(_backward, setup_context=_setup_context)

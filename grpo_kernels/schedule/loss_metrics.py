@@ -1,9 +1,8 @@
-"""The results of a schedule: the loss, and the tensors that its metrics are computed from."""
+"""The metrics of a loss, from the statistics that a schedule found."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +11,6 @@ from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import REPORT
 from grpo_kernels.losses import LossConfig, Stat, loss_stats, static_weights
 from grpo_kernels.schedule.rows_with_gradient import rows_with_gradient
-
-
-class LossParts(NamedTuple):
-    """A loss that can be differentiated, and the statistics behind it, detached."""
-
-    loss: Tensor  # ()
-    logp: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
-    entropy: Tensor
-    entropy_gate: Tensor | None = None  # (T,)
-    bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
 
 
 def loss_metrics(

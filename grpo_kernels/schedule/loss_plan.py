@@ -16,11 +16,9 @@ from grpo_kernels.engine import (
     LogprobsPlan,
     Needs,
     Route,
-    Rows,
     RunOptions,
     SavedForBackward,
     choose_route,
-    fingerprint,
     row_chunks,
 )
 from grpo_kernels.head import Head
@@ -55,25 +53,15 @@ class Plan(LogprobsPlan):
     why_two_passes: str | None  # why one_pass cannot run
     is_smaller: bool = False  # memory did not last for another one
 
-    def rows(self, hidden: Tensor, index: Tensor | None = None) -> Rows:
-        """Return the rows with a gradient of (T, D) hidden states, or those of an index."""
-        if index is None:
-            batch, hidden = self.active.batch, self.active.take(hidden)
-            target, mask = batch.target, batch.sampling_mask
-        else:
-            batch, hidden = self.batch, hidden[index]
-            target = batch.target[index]
-            mask = None if batch.sampling_mask is None else batch.sampling_mask.take(index)
-        return Rows(hidden=hidden, head=self.head, target=target, sampling_mask=mask)
-
     @property
     def scope(self) -> str:
         """How far one token's gradient reaches: "token", "sequence" or "batch"."""
         return self.config.scope(self.batch.rollout_logprobs is not None)
 
     @property
-    def logits_dtype(self) -> torch.dtype:
-        return self.route.logits
+    def one_pass(self) -> bool:
+        """Whether the forward computes gradients."""
+        return self.schedule == "one_pass" and self.needs.any
 
     @property
     def reads_once(self) -> bool:
@@ -112,7 +100,7 @@ class Plan(LogprobsPlan):
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
         route = self.route if self.schedule == "one_pass" else self.saving.route(self.route)
-        return fingerprint(route, self.head, self.schedule)
+        return route.fingerprint(self.head, self.schedule)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -189,7 +177,7 @@ class Plan(LogprobsPlan):
         return [
             f"backend   {self.backend}",
             f"schedule  {self.schedule} (scope of the loss: {self.scope})",
-            f"logits    {self.logits_dtype}, precision={self.precision!r}",
+            f"logits    {self.route.logits}, precision={self.precision!r}",
             f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from grpo_kernels.backends import (
     Backend,
@@ -71,56 +71,27 @@ class LossStage:
         return each.sum(dtype=torch.float64).to(each.dtype)
 
     def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
-        return run_stage(x, self._segments(rows), self._config, self._entropy_gate)
+        run = partial(run_stage, x, self._segments(rows), self._config, self._entropy_gate)
+        autograd = torch._C.DispatchKey.AutogradFunctionality
+        if not torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):
+            return run()
+        # inside a custom op torch switches autograd off, for the thread that runs it
+        stream = torch.cuda.current_stream() if x.logprobs.device.type == "cuda" else None
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_on_stream, run, stream).result()
 
     def _segments(self, rows: slice) -> Segments:
         if self._config.scope(self._batch.rollout_logprobs is not None) == "token":
             return _NO_SEGMENTS
-        return self._batch.segments.narrow(rows.start, rows.stop)
+        segments = self._batch.segments
+        if rows == slice(0, self._batch.num_tokens):
+            return segments
+        return segments.narrow(rows.start, rows.stop)
 
 
-class TracedStage(LossStage):
-    """The same without autograd: its operations and those of its derivative, written down once."""
-
-    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
-        segments, present = self._segments(rows), _present(x)
-        gated, segmented = self._entropy_gate is not None, segments is not _NO_SEGMENTS
-        inputs = [value for value in (*x, self._entropy_gate) if value is not None]
-        if segmented:
-            inputs.append(segments.cu_seqlens)
-        kind = (x.logprobs.dtype, x.logprobs.device)
-        each, dlogp, *rest = _traced(self._config, present, gated, segmented, *kind)(*inputs)
-        return StageOutput(each, dlogp, rest[0] if rest else None)
-
-
-@functools.lru_cache(maxsize=256)
-def _traced(
-    config: LossConfig,
-    present: tuple[str, ...],
-    gated: bool,
-    segmented: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Trace ``run_stage`` for this loss into a graph of operations, for any number of tokens.
-
-    It is traced on a thread of its own: inside a custom op torch switches autograd off, for the
-    thread that runs it.
-    """
-
-    def stage(*inputs: Tensor) -> tuple[Tensor, ...]:
-        given = iter(inputs)
-        x = TokenInputs(*(next(given) if n in present else None for n in TokenInputs._fields))  # type: ignore[arg-type]
-        gate = next(given) if gated else None
-        segments = Segments(next(given), x.logprobs.shape[0]) if segmented else _NO_SEGMENTS
-        output = run_stage(x, segments, config, gate)
-        return tuple(value for value in output if value is not None)
-
-    vectors = [torch.rand(7, dtype=dtype, device=device) for _ in range(len(present) + gated)]
-    offsets = [torch.tensor([0, 3, 3, 7], device=device)] if segmented else []
-    trace = make_fx(stage, tracing_mode="symbolic")
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(trace, *vectors, *offsets).result()
+def _on_stream(run: Callable[[], StageOutput], stream: torch.cuda.Stream | None) -> StageOutput:
+    with torch.cuda.stream(stream):
+        return run()
 
 
 class SegmentStage(LossStage):
@@ -150,7 +121,7 @@ def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> typ
     if not backend.generates:
         return LossStage
     if config.scope(batch.rollout_logprobs is not None) != "token":
-        return SegmentStage
+        return SegmentStage if batch.sequence_group is None else LossStage
     return LossStage if why_not_generated(batch, config) is not None else GeneratedStage
 
 

@@ -1,25 +1,48 @@
-"""From a call to its plan, and from the plan to the loss."""
+"""From a call to its plan, and from the plan to a loss that autograd can differentiate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from grpo_kernels.arguments import check_device
 from grpo_kernels.batch import TokenBatch, host
-from grpo_kernels.engine import Needs, RunOptions, check_ranks_agree, retry_on_oom
+from grpo_kernels.engine import (
+    INPUTS,
+    Gradients,
+    MainGrad,
+    Needs,
+    Rows,
+    RunOptions,
+    check_ranks_agree,
+    retry_on_oom,
+)
 from grpo_kernels.head import (
     Head,
+    check_local,
     check_mask_range,
+    check_plain,
     check_target_range,
     checked_head,
+    first_derivative_only,
+    stats_dtype,
 )
 from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
-from grpo_kernels.schedule.loss_metrics import LossParts, loss_metrics
+from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan, make_plan
-from grpo_kernels.schedule.main_grad import checked_main_grad
-from grpo_kernels.schedule.one_pass import one_pass
+from grpo_kernels.schedule.passes import (
+    LossParts,
+    eager_loss,
+    loss_forward,
+    two_pass_backward,
+    with_gradient,
+    with_rest,
+)
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient, rows_with_gradient
-from grpo_kernels.schedule.two_pass import two_pass, with_rest
 
 
 def planned(
@@ -30,8 +53,8 @@ def planned(
     options: RunOptions,
     main_grad: Tensor | None = None,
     needs: Needs | None = None,  # None: as autograd says
-) -> tuple[Tensor, Plan]:
-    """Check a call and decide how it runs: the (T, D) rows of the batch's tokens, and the plan.
+) -> tuple[Rows, Plan]:
+    """Check a call and decide how it runs: the T rows of the batch's tokens, and the plan.
 
     Raises:
         ValueError: an argument is wrong, or what is asked for cannot run.
@@ -41,52 +64,108 @@ def planned(
     hidden, head = checked_head(hidden, head, options.precision)
     _check_layout(hidden, head, batch)
     if main_grad is not None:
-        main_grad = checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
-    rows = hidden.reshape(-1, hidden.shape[-1])
+        main_grad = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
+    hidden = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
-        rows = rows.index_select(0, batch.rows)
-    needs = Needs.of((rows, *head.tensors)) if needs is None else needs
+        hidden = hidden.index_select(0, batch.rows)
+    rows = _rows(hidden, head, batch)
+    needs = Needs.of(rows.inputs) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
-    return rows, make_plan(rows.dtype, head, batch, config, options, active, needs, main_grad)
+    return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs, main_grad)
 
 
-def run_plan(rows: Tensor, plan: Plan) -> PolicyLossOutput:
-    """Compute the loss of (T, D) rows, as planned or with less memory."""
-    parts = loss_parts(rows, plan)
-    batch, config, metric_rows = plan.batch, plan.config, plan.options.metric_rows
-    metrics = LazyMetrics(
-        loss_metrics,
-        *parts[3:],
-        batch,
-        config,
-        metric_rows,
-        logprobs=parts.logp,
-        entropy=parts.entropy,
-    )
-    return PolicyLossOutput(parts.loss, metrics.ready_for(batch))
+def _rows(hidden: Tensor, head: Head, batch: TokenBatch) -> Rows:
+    mask = batch.sampling_mask
+    return Rows(hidden=hidden, head=head, target=batch.target, sampling_mask=mask)
 
 
-def loss_parts(rows: Tensor, plan: Plan) -> LossParts:
-    """Return the loss, and the values that metrics are made from."""
+def run_plan(rows: Rows, plan: Plan) -> PolicyLossOutput:
+    """Compute the loss of a batch's T rows, as planned or with less memory."""
     check_same_plan(rows, plan)
-
-    def run(plan: Plan) -> LossParts:
-        one = plan.schedule == "one_pass" and plan.needs.any
-        parts = (one_pass if one else two_pass)(rows, plan)
-        complete = parts.logp.numel() == plan.batch.num_tokens
-        if complete or plan.options.metric_rows == "active":
-            return parts
-        logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
-        return parts._replace(logp=logp, entropy=entropy)
-
-    return retry_on_oom(run, plan)
+    parts = retry_on_oom(lambda plan: _loss_parts(rows, plan), plan)
+    made_of = (*parts[3:], plan.batch, plan.config, plan.options.metric_rows)
+    metrics = LazyMetrics(loss_metrics, *made_of, logprobs=parts.logp, entropy=parts.entropy)
+    return PolicyLossOutput(parts.loss, metrics.ready_for(plan.batch))
 
 
-def check_same_plan(rows: Tensor, plan: Plan) -> None:
+def _loss_parts(rows: Rows, plan: Plan) -> LossParts:
+    if not plan.route.backend.has_tiles:
+        parts = eager_loss(rows, plan)
+    else:
+        check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
+        parts = LossParts(*_PolicyLoss.apply(plan, rows, *rows.inputs))
+    if plan.options.metric_rows == "active":
+        return parts
+    logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
+    return parts._replace(logp=logp, entropy=entropy)
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, rows: Rows, *inputs: Tensor | None) -> Any:
+        parts, gradients, saved = loss_forward(rows, plan)
+        ctx.plan, ctx.gradients, ctx.num_saved = plan, gradients, len(saved)
+        ctx.result_of = "linear_policy_loss"
+        # the batch, too: autograd then refuses a backward after a change in place
+        ctx.save_for_backward(*inputs, *saved, *plan.batch.tensors())
+        ctx.mark_non_differentiable(*(x for x in parts[1:] if x is not None))
+        ctx.set_materialize_grads(False)  # their zeros would only be dropped
+        return tuple(parts)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
+        inputs, plan = tensors[: len(INPUTS)], ctx.plan
+        hidden, *of_head = inputs
+        rows = _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)
+        if plan.one_pass:
+            # the first backward takes the gradients over, so that the largest is never copied; a
+            # second one, under retain_graph, computes them again
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                again = replace(plan, options=replace(plan.options, schedule="one_pass"))
+                gradients = retry_on_oom(lambda plan: loss_forward(rows, plan).gradients, again)
+            if plan.main_grad is not None:
+                plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
+                gradients = gradients._replace(weight=None)
+            gradients = _scaled_(gradients, dloss, inputs)
+        else:
+            if plan.main_grad is not None:
+                plan = replace(plan, needs=replace(plan.needs, main_grad=MainGrad(plan.main_grad)))
+            saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
+            gradients = two_pass_backward(rows, plan, saved, dloss)
+        found = [
+            None if gradient is None else gradient.to(x.dtype)
+            for gradient, x in zip(gradients, inputs, strict=True)
+        ]
+        if found[0] is not None and plan.active.index is not None:
+            found[0] = torch.zeros_like(hidden).index_copy(0, plan.active.index, found[0])
+        return None, None, *found
+
+
+def _scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None]) -> Gradients:
+    """Return ``gradients * scale``, each rounded once to its input's dtype; they are used up."""
+    if host.reading_is_free(scale) and scale.item() == 1:  # no sync, and a pass saved
+        return gradients
+
+    def scaled(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+        if gradient is None or x is None:
+            return None
+        if gradient.dtype == x.dtype or gradient.device.type == "cpu":  # which would take a copy
+            return gradient.mul_(scale)
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=x.dtype))
+
+    return Gradients(*(scaled(g, x) for g, x in zip(gradients, inputs, strict=True)))
+
+
+def check_same_plan(rows: Rows, plan: Plan) -> None:
     """Raise on every rank unless all that share the vocabulary have the same plan and rows."""
+    if rows.head.shard is None:
+        return
     what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
-    check_ranks_agree(plan.rows(rows), plan.route, *what)
+    chosen = with_gradient(rows, plan)
+    check_ranks_agree(chosen, plan.route, *what)
 
 
 def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
@@ -105,3 +184,32 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
         host.assert_async(inside, f"target: expected ids in [0, {columns})")
     if batch.sampling_mask is not None:
         check_mask_range(batch.sampling_mask.max_id, columns)
+
+
+def _checked_main_grad(buffer: Tensor, weight: Tensor, hidden: Tensor, vocab_size: int) -> Tensor:
+    """Return the rows of the caller's buffer that ids in use have; further ones are padding.
+
+    Raises:
+        ValueError: the buffer does not fit the weight, or nothing would be added to it.
+    """
+    if not isinstance(buffer, Tensor):
+        raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
+    check_local("main_grad", buffer)
+    if not weight.requires_grad:
+        raise ValueError("main_grad: expected None for a weight that needs no gradient")
+    if buffer.shape != weight.shape or not buffer.is_contiguous():
+        kind = "one" if buffer.is_contiguous() else "a non-contiguous one"
+        raise ValueError(
+            f"main_grad: expected a contiguous tensor of shape {tuple(weight.shape)} (of "
+            f"weight), got {kind} of {tuple(buffer.shape)}"
+        )
+    wide = stats_dtype(hidden.dtype)
+    if buffer.dtype != wide:
+        raise ValueError(f"main_grad: expected dtype {wide}, got {buffer.dtype}")
+    if buffer.device != weight.device:
+        raise ValueError(f"main_grad: expected device {weight.device}, got {buffer.device}")
+    if buffer.requires_grad:
+        raise ValueError("main_grad: expected a tensor that needs no gradient")
+    if buffer.data_ptr() == weight.data_ptr() and buffer.numel():
+        raise ValueError("main_grad: expected a buffer of its own, got the weight")
+    return buffer[:vocab_size]

@@ -18,8 +18,7 @@ from grpo_kernels.engine import (
     linear_logprobs_backward,
     linear_logprobs_forward,
 )
-from grpo_kernels.engine.compiled_logprobs import _flat, _forward_call
-from grpo_kernels.engine.saved_for_backward import NOTHING
+from grpo_kernels.engine.compiled_logprobs import op_call
 from grpo_kernels.head import Head, Transform
 from tests.support.lora_problems import lora_problem
 
@@ -62,12 +61,16 @@ def test_opcheck(backend: str, name: str) -> None:
         sampling_mask=members if call.masked else None,
     )
     options = RunOptions(backend=backend, **call.options)
+    arguments = op_call(rows, options, call.wanted)[:-1]
     for needs in ([False] * 5, [True] * 5):
-        opcheck(linear_logprobs_forward, (*_flat(rows, options), *call.wanted, needs))
-    flat = [x.detach() if isinstance(x, Tensor) else x for x in _flat(rows, options)]
-    call_of_forward = (*flat, *call.wanted, list(call.needs))
-    *found, kept = linear_logprobs_forward(*call_of_forward)
-    outer = (None, None, torch.randn(5)) if call.masked else (torch.randn(5), None, None)
-    for keeps in {NOTHING, _forward_call(call_of_forward)[1].saving.kind}:
-        given = (*flat, *found[:3], *outer, kept, keeps, list(call.needs))
-        opcheck(linear_logprobs_backward, given)
+        opcheck(linear_logprobs_forward, (*arguments, needs))
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+    forward = (*arguments, list(call.needs))
+    *found, kept = linear_logprobs_forward(*forward)
+    dlogp, dentropy, dmasked = torch.randn(3, 5)
+    none = None
+    outer = (
+        [(none, none, dmasked)] if call.masked else [(dlogp, none, none), (dlogp, dentropy, none)]
+    )
+    for gradients in outer:
+        opcheck(linear_logprobs_backward, (*forward, [*found[:3], *gradients, kept]))

@@ -14,6 +14,7 @@ from grpo_kernels import (
     LossConfig,
     PolicyLossOutput,
     SamplingMask,
+    available_backends,
     linear_logprobs,
     linear_policy_loss,
 )
@@ -109,6 +110,17 @@ def test_parts_of_a_loss_compiled(part: str) -> None:
         leaves |= {"a": lora.a.requires_grad_(), "b": lora.b.requires_grad_()}
     batch = problem.batch(**fields)
     assert_same_bits(whole(loss_of), loss_of, problem, config, batch, leaves=leaves, **options)
+
+
+@pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["gspo", "dapo"])
+def test_loss_compiled_on_triton(name: str, schedule: str) -> None:
+    """A loss with sums over sequences, and one in a generated kernel."""
+    problem = make_problem().to("cpu", torch.float32)
+    config, batch = LossConfig(loss_type=name), problem.batch(rollout_logprobs=None)
+    options = dict(backend="triton", schedule=schedule)
+    assert_same_bits(whole(loss_of), loss_of, problem, config, batch, **options)
 
 
 def test_inductor_compiles_model_and_loss_in_one_graph() -> None:

@@ -1,0 +1,167 @@
+"""The two schedules of a loss, without autograd: one pass over the head, or two.
+
+One pass computes gradients in the forward, while each chunk's logits are there: three GEMMs. Two
+passes form the logits again for the backward, four GEMMs, unless something was kept of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import RowStats, StatsGrad
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.engine import (
+    ENTRIES,
+    BoundedSums,
+    Gradients,
+    GradientSums,
+    Needs,
+    Rows,
+    bounded_report,
+    chunked_loop,
+    differentiable_stats,
+    of_kept,
+    rows_forward,
+    stats_backward,
+)
+from grpo_kernels.head import stats_dtype
+from grpo_kernels.losses import Weights, static_weights, top_entropy_gate, weighted_loss
+from grpo_kernels.schedule.loss_plan import Plan
+
+
+class LossParts(NamedTuple):
+    """A loss, and the statistics behind it."""
+
+    loss: Tensor  # ()
+    logp: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
+    entropy: Tensor
+    entropy_gate: Tensor | None = None  # (T,)
+    bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
+
+
+class Forward(NamedTuple):
+    """What a forward found, and what its backward needs beside the inputs."""
+
+    parts: LossParts
+    gradients: Gradients | None  # one pass: of the loss, that of hidden for the rows with one
+    saved: tuple[Tensor | None, ...] = ()  # two passes: for :func:`two_pass_backward`
+
+
+class _Scored(NamedTuple):
+    """What a loss is computed from."""
+
+    logp: Tensor  # (K,) of the rows with a gradient; (T,) where the loss needs all
+    entropy: Tensor
+    batch: TokenBatch  # of the same rows
+    weights: Weights
+    gate: Tensor | None
+
+
+def loss_forward(rows: Rows, plan: Plan) -> Forward:
+    """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
+    return (_one_pass if plan.one_pass else _two_pass)(rows, plan)
+
+
+def _one_pass(rows: Rows, plan: Plan) -> Forward:
+    """Compute logits, statistics, loss and gradients, chunk by chunk."""
+    active, batch = plan.active, plan.active.batch
+    rows, dtype = with_gradient(rows, plan), stats_dtype(rows.hidden.dtype)
+    weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
+    stage = plan.stage(batch, weights, plan.config, dtype)
+    needs = replace(plan.needs, wide=True) if plan.main_grad is not None else plan.needs
+    chunks, report = plan.chunks, None
+    loop = (rows, plan.route, chunks)
+    if plan.options.bounded is None:
+        sums = GradientSums(rows, needs, len(chunks))
+        stats, gradients = chunked_loop(*loop, stage=stage, sums=sums, reads_once=plan.reads_once)
+    else:
+        entries = BoundedSums(rows, needs, len(chunks), plan.route)
+        stats, gradients = chunked_loop(*loop, stage=stage, sums=entries)
+        report = entries.report
+    parts = LossParts(stage.loss(), policy_logp(stats), stats.entropy, None, report)
+    return Forward(parts, gradients)
+
+
+def _two_pass(rows: Rows, plan: Plan) -> Forward:
+    """Compute the loss, and its gradients with respect to the statistics."""
+    stats, kept = rows_forward(with_gradient(rows, plan), plan)
+    logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
+    stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
+    outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
+    report = None
+    if kept is not None and plan.saving.kind == ENTRIES:
+        report = bounded_report(of_kept(kept)[0])
+    parts = LossParts(stage.loss(), logp, entropy, gate, report)
+    if not plan.needs.any:
+        return Forward(parts, Gradients())
+    if plan.scope == "batch" and plan.active.index is not None:
+        outer = outer.rows(plan.active.index)
+    if plan.masked:
+        outer = StatsGrad(None, outer.dentropy, outer.dlogp)
+    return Forward(parts, None, (kept, *stats[:3], *outer))
+
+
+def two_pass_backward(
+    rows: Rows,
+    plan: Plan,
+    saved: tuple[Tensor | None, ...],  # of :class:`Forward`
+    dloss: Tensor | None = None,  # (); None: 1
+) -> Gradients:
+    """Compute the gradients of a loss; that of hidden states for the rows with one."""
+    kept, stats, outer = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
+    return stats_backward(with_gradient(rows, plan), stats, outer.times(dloss), plan, kept)
+
+
+def eager_loss(rows: Rows, plan: Plan) -> LossParts:
+    """Compute the loss before the eager reference, by operations that autograd follows."""
+    stats, _ = differentiable_stats(with_gradient(rows, plan), plan)
+    logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
+    loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights, gate)
+    return LossParts(loss, logp.detach(), entropy.detach(), gate)
+
+
+def with_gradient(rows: Rows, plan: Plan) -> Rows:
+    """Return the rows that can have a gradient, as if they were all."""
+    return _selected(rows, plan.active.index)
+
+
+def _selected(rows: Rows, index: Tensor | None) -> Rows:
+    if index is None:
+        return rows
+    chosen = rows.at(index)
+    return chosen.narrow(slice(0, chosen.count))
+
+
+def policy_logp(stats: RowStats) -> Tensor:
+    """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
+    return stats.logp if stats.masked_logp is None else stats.masked_logp
+
+
+def _scored(stats: RowStats, rows: Rows, plan: Plan) -> _Scored:
+    """Collect what the loss needs: a gate by the entropy of all tokens needs all rows."""
+    logp, entropy, config = policy_logp(stats), stats.entropy, plan.config
+    weights = static_weights(plan.batch, config)
+    if plan.scope != "batch":
+        active = plan.active
+        return _Scored(logp, entropy, active.batch, active.take_weights(weights), None)
+    logp, entropy = with_rest(logp, entropy, rows, plan)
+    copies = 1 if plan.head.shard is None else plan.head.shard.size
+    gate = top_entropy_gate(entropy, config.top_entropy_quantile, copies)
+    return _Scored(logp, entropy, plan.batch, weights, gate)
+
+
+def with_rest(
+    logp: Tensor, entropy: Tensor, rows: Rows, plan: Plan
+) -> tuple[Tensor, Tensor]:  # (T,)
+    """Complete what is known of the rows with a gradient, by a forward of the others."""
+    active = plan.active
+    if active.forward_only is None or logp.numel() == plan.batch.num_tokens:
+        return logp, entropy
+    with torch.no_grad():
+        without = replace(plan, needs=Needs())
+        others, _ = differentiable_stats(_selected(rows, active.forward_only), without)
+    return active.merge(logp, policy_logp(others)), active.merge(entropy, others.entropy)
