@@ -65,8 +65,6 @@ def packed_fields(
     sampling_mask, steps = _check_optional(target, optional)
     ids = target.reshape(-1)
     wrong: dict[str, Tensor] = {}  # by message, () flags
-    starts: slice | Tensor  # of sequences
-    sizes: int | Tensor  # theirs, or that of each
     valid = ids != IGNORE_INDEX
     if mask is not None:
         check_like("mask", mask, target, "target")
@@ -75,17 +73,7 @@ def packed_fields(
             given, ones = ones, ones != 0
             wrong["mask: expected bool or 0 and 1, got other values"] = (ones & (given != 1)).any()
         valid = ones & valid
-    if cu_seqlens is None:
-        sequences, length = target.shape
-        starts, sizes = slice(None, None, length or 1), length
-    else:
-        # safe to index with
-        places = cu_seqlens.long().clamp(0, ids.numel()).cummax(0).values
-        # slices are filled on the device; a number set at an index would be sent there, with a wait
-        places[:1], places[-1:] = 0, ids.numel()
-        rising = f"cu_seqlens: expected offsets rising from 0 to T = {ids.numel()}"
-        wrong[rising] = (places != cu_seqlens).any()
-        sequences, starts, sizes = places.numel() - 1, places, places.diff()
+    sequences, starts, sizes = _sequences(target, cu_seqlens, wrong)
     columns, per_token = _columns(advantages, target, sequences, sizes, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
     stated = _stated_counts(optional, sequences)
@@ -129,6 +117,22 @@ def packed_fields(
         "gradient_accumulation_steps": steps,
         **scalars,
     }
+
+
+def _sequences(
+    target: Tensor, cu_seqlens: Tensor | None, wrong: dict[str, Tensor]
+) -> tuple[int, slice | Tensor, int | Tensor]:
+    """Return how many sequences there are, where they begin and end, and how long each is."""
+    if cu_seqlens is None:
+        sequences, length = target.shape
+        return sequences, slice(None, None, length or 1), length
+    # safe to index with
+    starts = cu_seqlens.long().clamp(0, target.numel()).cummax(0).values
+    # slices are filled on the device; a number set at an index would be sent there, with a wait
+    starts[:1], starts[-1:] = 0, target.numel()
+    rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
+    wrong[rising] = (starts != cu_seqlens).any()
+    return starts.numel() - 1, starts, starts.diff()
 
 
 def _columns(

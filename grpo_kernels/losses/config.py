@@ -12,16 +12,8 @@ from torch import Tensor
 
 from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
 from grpo_kernels.batch import host
+from grpo_kernels.losses import terms
 from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate
-from grpo_kernels.losses.terms import (
-    AGGREGATIONS,
-    CORRECTION_MODES,
-    KL_ESTIMATORS,
-    RATIO_LEVELS,
-    Aggregation,
-    CorrectionMode,
-    RatioLevel,
-)
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -55,9 +47,9 @@ class LossConfig:
 
     loss_type: str = choice("dapo", LOSSES)
     beta: float = number(0.0, *NOT_NEGATIVE)
-    importance_sampling_level: str | None = choice(None, RATIO_LEVELS, optional=True)
+    importance_sampling_level: str | None = choice(None, terms.RATIO_LEVELS, optional=True)
     temperature: float = number(1.0, *POSITIVE)
-    kl_estimator: str = choice("k3", KL_ESTIMATORS)
+    kl_estimator: str = choice("k3", terms.KL_ESTIMATORS)
     use_bias_correction_kl: bool = choice(True, (True, False))
     max_completion_length: int | None = number(
         None, "a number >= 1", lambda x: x >= 1, optional=True
@@ -65,7 +57,9 @@ class LossConfig:
     entropy_coef: float = number(0.0)
     top_entropy_quantile: float = number(1.0, "a number in (0, 1]", lambda x: 0 < x <= 1)
     off_policy_mask_threshold: float | None = number(None, optional=True)
-    rollout_correction_mode: str | None = choice("sequence_mask", CORRECTION_MODES, optional=True)
+    rollout_correction_mode: str | None = choice(
+        "sequence_mask", terms.CORRECTION_MODES, optional=True
+    )
     rollout_correction_max: float | None = number(3.0, *POSITIVE, optional=True)
     rollout_correction_min: float | None = number(None, *NOT_NEGATIVE, optional=True)
     surrogate: Surrogate = field(default=None)  # type: ignore[assignment]  # made of its settings
@@ -114,18 +108,18 @@ class LossConfig:
         return LOSSES[self.loss_type]
 
     @property
-    def aggregation(self) -> Aggregation:
-        return AGGREGATIONS[self.loss.aggregation]
+    def aggregation(self) -> terms.Aggregation:
+        return terms.AGGREGATIONS[self.loss.aggregation]
 
     @property
-    def ratio_level(self) -> RatioLevel:
+    def ratio_level(self) -> terms.RatioLevel:
         level = self.importance_sampling_level
-        return self.loss.ratio_level if level is None else RATIO_LEVELS[level]
+        return self.loss.ratio_level if level is None else terms.RATIO_LEVELS[level]
 
     @property
-    def correction_mode(self) -> CorrectionMode | None:
+    def correction_mode(self) -> terms.CorrectionMode | None:
         mode = self.rollout_correction_mode
-        return None if mode is None else CORRECTION_MODES[mode]
+        return None if mode is None else terms.CORRECTION_MODES[mode]
 
     @property
     def needs_entropy(self) -> bool:
