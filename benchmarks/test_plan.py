@@ -18,7 +18,6 @@ from benchmarks.timing import measure_memory, replay
 from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import Call
-from grpo_kernels.tools.head_shape import HeadShape
 
 # real heads: of a few seconds on a CPU, and one whose full logits fit into 24 GiB of a GPU
 HEADS = {"cpu": ("qwen2.5-0.5b", 1024), "cuda": ("qwen3-1.7b", 8192)}
@@ -46,13 +45,17 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
     case, provider = make_case("dapo", model, tokens, dtype), PROVIDERS[name]
     if (reason := provider.absent(device) or provider.unable(case)) is not None:
         pytest.skip(reason)
-    head = HeadShape(
-        hidden=case.model.hidden, vocabulary=case.model.vocabulary, dtype=case.torch_dtype
-    )
     formula, precision = FORMULAS[name]
-    options = RunOptions(precision=precision)
-    call = Call(name="one_pass", head=head, tokens=tokens, device=device, options=options)
-    estimate = replace(call, name=formula or call.default).memory
+    call = Call(
+        name="one_pass",
+        hidden=case.model.hidden,
+        vocabulary=case.model.vocabulary,
+        tokens=tokens,
+        dtype=case.torch_dtype,
+        device=device,
+        options=RunOptions(precision=precision),
+    )
+    estimate = replace(call, name=formula or call.default)
     if estimate.total > 0.8 * device_memory(device):
         pytest.skip(f"needs {estimate.total / 2**30:.0f} GiB")
     start = time.perf_counter()

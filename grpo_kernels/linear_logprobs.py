@@ -157,7 +157,7 @@ def linear_logprobs(
         RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
     check_floating("hidden", hidden)
-    with raise_on_all_ranks(vocab_shard, hidden):
+    with raise_on_all_ranks(vocab_shard, hidden.device):
         _check_outputs(outputs, sampling_mask, top_k)
         options = RunOptions(
             precision=precision,

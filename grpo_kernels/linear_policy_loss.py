@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Bounded, RunOptions, raise_on_all_ranks
-from grpo_kernels.head import Head, HeadLoRA, VocabShard, head_of, unshard_head
+from grpo_kernels.head import (
+    Head,
+    HeadLoRA,
+    VocabShard,
+    check_floating,
+    head_of,
+    unshard_head,
+)
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
 
@@ -81,8 +88,9 @@ def linear_policy_loss(
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
         RuntimeError: ``batch_invariant`` does not hold for the library's GEMM.
     """
+    check_floating("hidden", hidden)
     shard = weight.shard if isinstance(weight, Head) else vocab_shard
-    with raise_on_all_ranks(shard, hidden):
+    with raise_on_all_ranks(shard, hidden.device):
         options = RunOptions(
             precision=precision,
             backend=backend,

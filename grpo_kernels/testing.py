@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +132,7 @@ def run(
         leaves = dict(hidden=problem.hidden, weight=problem.weight, bias=problem.bias)
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
     found = torch.autograd.grad(out.loss * scale, list(wanted.values()), allow_unused=True)
-    pairs = zip(wanted, found, strict=True)
-    gradients = {name: gradient for name, gradient in pairs if gradient is not None}
+    gradients = {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
     return LossRun(out.loss.detach(), gradients, dict(out.metrics))
 
 
@@ -141,10 +140,9 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
     """Return ``max |value - exact| / max |exact|``; NaN counts as infinite."""
     if exact.numel() == 0:
         return 0.0
-    difference = (value.detach().double().cpu() - exact.detach().double().cpu()).abs().max()
-    scale = exact.detach().double().abs().max().clamp(min=1e-30).cpu()
-    error = float(difference / scale)
-    return float("inf") if error != error else error
+    value, exact = (x.detach().double().cpu() for x in (value, exact))
+    error = float((value - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error
 
 
 def assert_as_exact_as(
@@ -175,8 +173,8 @@ def assert_all_as_exact_as(
         assert_as_exact_as(value, eager[name], exact[name], floor, name)
 
 
-class _Poison(TorchDispatchMode):
-    """Fill what an allocator returns with NaN (or the largest integer)."""
+class poisoned_allocations(TorchDispatchMode):  # noqa: N801
+    """A context in which uninitialised memory is NaN (or the largest integer): reading it shows."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -186,10 +184,3 @@ class _Poison(TorchDispatchMode):
             elif out.dtype in (torch.int32, torch.int64):
                 out.fill_(torch.iinfo(out.dtype).max)
         return out
-
-
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Fill uninitialised memory with NaN, so that a read of an unwritten element shows."""
-    with _Poison():
-        yield

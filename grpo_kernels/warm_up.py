@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.batch import SamplingMask, TokenBatch
-from grpo_kernels.engine import Rows, RunOptions
 from grpo_kernels.head import Head, HeadLoRA, check_weight, head_of, unshard_head
+from grpo_kernels.linear_policy_loss import explain, linear_policy_loss
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import Plan, planned, run_plan
+from grpo_kernels.schedule import Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,15 +69,27 @@ def warm_up(
     """
     if not isinstance(config, LossConfig):
         raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
-    head = head_of(weight, bias, lora, logit_scale, softcap, config.temperature)
-    head = unshard_head(head)  # by all processes at once
+    # by all processes at once
+    head = unshard_head(head_of(weight, bias, lora, logit_scale, softcap, 1.0))
     check_weight(head.weight)
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))
         if unknown:
             raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
-        dtype = head.weight.dtype if dtype is None else dtype
-        _Steps(head, config, RunOptions(**options), dtype, tuple(inputs), gradients).run()
+        make = partial(_arguments, config, dtype or head.weight.dtype, inputs)
+        with torch.set_grad_enabled(gradients):
+            plan = explain(*make(head, _ONE_CHUNK), **options)
+        if not plan.route.backend.compiles:
+            return
+        options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
+        with torch.no_grad():  # also of rows without an advantage
+            linear_policy_loss(*make(_part(head, trained=False), _ONE_CHUNK), **options)
+        with torch.enable_grad():
+            for part, sequences, asked in _steps(head, plan) if gradients else ():
+                given = make(part, sequences)
+                loss = linear_policy_loss(*given, **{**options, **asked}).loss
+                trained = [x for x in (given[0], *part.tensors) if x is not None]
+                torch.autograd.grad(loss, [x for x in trained if x.requires_grad])
 
 
 @contextmanager
@@ -99,74 +111,41 @@ def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
             torch.distributed.barrier(group)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Steps on a few rows that launch together what any step launches."""
+def _steps(head: Head, plan: Plan) -> Iterator[tuple[Head, int, dict[str, Any]]]:
+    """Yield head, sequences and options of steps that launch together what any step launches."""
+    # The weight stays frozen where it is whole: no (V, D) tensor is made. Two passes do the same
+    # to a weight that is trained.
+    frozen, thin = _part(head, trained=False), _part(head, trained=True, depth=_THIN)
+    if plan.options.schedule != "one_pass":
+        two: dict[str, Any] = {"schedule": "two_pass"}
+        yield frozen, _CHUNKS, two | ({"activation_bytes": 0} if plan.needs.of_head else {})
+        if plan.needs.of_head and plan.options.activation_bytes:  # logits formed again, or kept
+            yield thin, _CHUNKS, two
+    if plan.options.schedule != "two_pass" and plan.why_two_passes is None:
+        # what fixes a row's bits is no other kernel
+        one = {"schedule": "one_pass", "batch_invariant": False}
+        yield thin, _ONE_CHUNK, one  # one gradient
+        yield thin, _CHUNKS, one  # a sum of several
 
-    head: Head
-    config: LossConfig
-    options: RunOptions
-    dtype: torch.dtype
-    inputs: tuple[str, ...]
-    gradients: bool
 
-    def run(self) -> None:
-        with torch.set_grad_enabled(self.gradients):
-            plan = self._planned(self.head, _ONE_CHUNK, self.options)[1]
-        if not plan.route.backend.compiles:
-            return
-        options = replace(self.options, max_workspace_bytes=_TILE_ROWS * plan.route.row_bytes)
-        with torch.no_grad():  # also of rows without an advantage
-            run_plan(*self._planned(_part(self.head, trained=False), _ONE_CHUNK, options))
-        steps = self._with_gradients(plan, options) if self.gradients else ()
-        with torch.enable_grad():
-            for head, sequences, asked in steps:
-                rows, plan = self._planned(head, sequences, asked)
-                trained = [x for x in rows.inputs if x is not None and x.requires_grad]
-                torch.autograd.grad(run_plan(rows, plan).loss, trained)
-
-    def _with_gradients(
-        self, plan: Plan, options: RunOptions
-    ) -> Iterator[tuple[Head, int, RunOptions]]:
-        """Yield head, sequences and options of steps with gradients."""
-        # The weight stays frozen where it is whole: no (V, D) tensor is made. Two passes do the
-        # same to a weight that is trained.
-        frozen, thin = _part(self.head, trained=False), _part(self.head, trained=True, depth=_THIN)
-        if options.schedule != "one_pass":
-            two = replace(options, schedule="two_pass")
-            formed_again = replace(two, activation_bytes=0)
-            yield frozen, _CHUNKS, formed_again if plan.needs.of_head else two
-            if plan.needs.of_head and options.activation_bytes:  # or kept
-                yield thin, _CHUNKS, two
-        if options.schedule != "two_pass" and plan.why_two_passes is None:
-            # what fixes a row's bits is no other kernel
-            one = replace(options, schedule="one_pass", batch_invariant=False)
-            yield thin, _ONE_CHUNK, one  # one gradient
-            yield thin, _CHUNKS, one  # a sum of several
-
-    def _planned(self, head: Head, sequences: int, options: RunOptions) -> tuple[Rows, Plan]:
-        shape = (sequences, _LENGTH, head.weight.shape[1])
-        device, needs = head.weight.device, torch.is_grad_enabled()
-        hidden = torch.zeros(shape, dtype=self.dtype, device=device, requires_grad=needs)
-        return planned(hidden, head, self._batch(sequences), self.config, options)
-
-    def _batch(self, sequences: int) -> TokenBatch:
-        """Return a batch in which every token has an advantage."""
-        device = self.head.weight.device
-        zeros = torch.zeros(sequences, _LENGTH, device=device)
-        target, lengths = zeros.long(), [_LENGTH] * sequences
-        given: dict[str, Any] = {name: zeros for name in self.inputs if name != "sampling_mask"}
-        if "sampling_mask" in self.inputs:
-            given["sampling_mask"] = SamplingMask.from_padded(target[..., None])
-        advantages = torch.ones(sequences, device=device)
-        return TokenBatch.from_padded(
-            target, advantages, lengths=lengths, active_lengths=lengths, **given
-        )
+def _arguments(
+    config: LossConfig, dtype: torch.dtype, inputs: Collection[str], head: Head, sequences: int
+) -> tuple[Tensor, Head, TokenBatch, LossConfig]:
+    """Return those of a loss of which every token has an advantage."""
+    device, shape = head.weight.device, (sequences, _LENGTH)
+    zeros = torch.zeros(shape, device=device)
+    given: dict[str, Any] = dict.fromkeys(inputs, zeros)
+    if "sampling_mask" in inputs:
+        given["sampling_mask"] = SamplingMask.from_padded(zeros.long()[..., None])
+    lengths = [_LENGTH] * sequences
+    given |= {"lengths": lengths, "active_lengths": lengths}
+    batch = TokenBatch.from_padded(zeros.long(), torch.ones(sequences, device=device), **given)
+    hidden = torch.zeros(*shape, head.weight.shape[1], dtype=dtype, device=device)
+    return hidden.requires_grad_(torch.is_grad_enabled()), head, batch, config
 
 
 def _part(head: Head, trained: bool, depth: int | None = None) -> Head:
     """Return the same head on the first ``depth`` columns, apart from autograd's graph."""
-
     weight, bias, a, b = (None if x is None else x.detach() for x in head.tensors)
     assert weight is not None
     part = head.with_tensors(weight[:, :depth], bias, None if a is None else a[:, :depth], b)

@@ -33,7 +33,7 @@ KERNELS = {
     "linear_logprobs": "arguments batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",
     "fused_head": "batch head losses linear_logprobs linear_policy_loss overlay",
-    "warm_up": "batch engine head losses schedule",
+    "warm_up": "batch head losses schedule linear_policy_loss",
     "hf": "head fused_head overlay",
     "integrations": "ranks batch head losses linear_logprobs linear_policy_loss fused_head hf "
     "overlay",

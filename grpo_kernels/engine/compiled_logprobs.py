@@ -77,7 +77,7 @@ def linear_logprobs_forward(*arguments):
     for the backward; what is not computed is empty."""
     rows, plan = planned_call(arguments)
     saving = plan.saving
-    with raise_on_all_ranks(rows.head.shard, rows.hidden):
+    with raise_on_all_ranks(rows.head.shard, rows.hidden.device):
         valid = rows.valid()
     check_ranks_agree(valid, plan.route, plan.wanted, saving.kind)
     stats, kept = rows_forward(valid, plan)

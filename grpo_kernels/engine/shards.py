@@ -111,10 +111,10 @@ def check_ranks_agree(rows: Rows, route: Route, *arguments: object) -> None:
 
 
 def raise_on_all_ranks(
-    shard: VocabShard | None, hidden: Tensor
+    shard: VocabShard | None, device: torch.device
 ) -> AbstractContextManager[object]:  # a decorated generator is not for torch.compile
     """Tell the other ranks, which wait in :func:`check_ranks_agree`, if this one refuses a call."""
-    return nullcontext() if shard is None else _tells_others(shard, hidden.device)
+    return nullcontext() if shard is None else _tells_others(shard, device)
 
 
 @contextmanager

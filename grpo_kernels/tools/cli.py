@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.integrations import HOSTS
-from grpo_kernels.tools import machine, plan_command
-from grpo_kernels.tools.check import Outcome, outcomes
+from grpo_kernels.tools import check, machine, plan
 from grpo_kernels.tools.text import OneLineParser, aligned, in_units
 
 _OPTIONAL = "transformers"  # of the extra `tools`
@@ -21,43 +20,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     What is wrong with an argument ends in one line on stderr and exit code 2.
     """
-    parser = _parser()
+    parser = OneLineParser(prog="grpo-kernels", description=__doc__)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (run, words) in _COMMANDS.items():
+        command = commands.add_parser(name, help=words)
+        command.set_defaults(run=run, parser=command)
+        if run is _info:
+            command.add_argument("--json", action="store_true", help="for programs")
+        elif run is plan.run:
+            plan.add_arguments(command)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
     if arguments.run is None:
         parser.print_help()
         return 0
-    command: OneLineParser = arguments.parser
+    chosen: OneLineParser = arguments.parser
     try:
         return arguments.run(arguments)
     except ModuleNotFoundError as error:
         if error.name != _OPTIONAL:
             raise
-        command.error(
-            f"expected the package {error.name} to be installed; {machine.install_command('tools')}"
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="grpo-kernels", description=__doc__)
-    parser.set_defaults(run=None)
-    commands = parser.add_subparsers(metavar="COMMAND")
-
-    def add(name: str, run: Callable[[argparse.Namespace], int], words: str) -> OneLineParser:
-        command = commands.add_parser(name, help=words)
-        command.set_defaults(run=run, parser=command)
-        return command
-
-    info = add("info", _info, "versions, devices, and which backend runs on them")
-    info.add_argument("--json", action="store_true", help="for programs")
-    checked = "GEMMs of this machine; values and gradients of every backend, against fp64"
-    add("check", _check, checked)
-    add(
-        "doctor", _doctor, "other trainers: which are here, and which versions ours was tested with"
-    )
-    plan_command.add_arguments(
-        add("plan", plan_command.run, "memory and time of a model's head, without running it")
-    )
-    return parser
+        advice = machine.install_command("tools")
+        chosen.error(f"expected the package {error.name} to be installed; {advice}")
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -65,62 +49,40 @@ def _info(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=1))
         return 0
-    defaults, variables = facts["defaults"], facts["environment"].items()
+    _show_versions(facts["versions"])
+    _show("devices", map(_device, facts["devices"]))
+    _show("native kernels for the CPU", [", ".join(facts["native_isas"]) or "not built"])
+    _show_backends(facts["backends"])
     rows = [["", "backend", "rows of a tile"]]
-    for row in defaults:
+    for row in facts["defaults"]:
         where = f"{row['device']}, {row['dtype']}"
         rows.append([where, row["backend"] or "-", str(row["chunk_rows"] or "-")])
     # why nothing runs, where nothing does
-    failed = (reason for row in defaults if row["backend"] is None for reason in row["reasons"])
-    _show("versions", _versions(facts["versions"]))
-    _show("devices", map(_device, facts["devices"]))
-    _show("native kernels for the CPU", [", ".join(facts["native_isas"]) or "not built"])
-    _show("backends", _backends(facts["backends"]))
+    failed = (why for row in facts["defaults"] if row["backend"] is None for why in row["reasons"])
     title = f"defaults, at a vocabulary of {facts['example_vocabulary']:,}"
     _show(title, [*aligned(rows), *dict.fromkeys(failed)])
-    given = [f"{name}={value}" for name, value in variables if value is not None]
+    given = [f"{name}={value}" for name, value in facts["environment"].items() if value is not None]
     _show("environment", given or ["nothing set"])
     return 0
 
 
-def _show(title: str, lines: Iterable[str]) -> None:
-    print(title, *(f"  {line}" for line in lines), sep="\n")
-
-
-def _versions(versions: Mapping[str, str | None]) -> list[str]:
-    return aligned([[name, version or "-"] for name, version in versions.items()])
-
-
 def _device(device: Mapping[str, Any]) -> str:
     threads = f", {device['threads']} threads" if "threads" in device else ""
-    return (
-        f"{device['device']}: {device['name']}, {in_units(device['memory_bytes'])}, "
-        f"capability {device['capability']}{threads}"
-    )
-
-
-def _backends(backends: Mapping[str, str | None]) -> list[str]:
-    return [f"{name}: {reason or 'available'}" for name, reason in backends.items()]
+    memory, capability = in_units(device["memory_bytes"]), device["capability"]
+    return f"{device['device']}: {device['name']}, {memory}, capability {capability}{threads}"
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    _show("versions", _versions(machine.versions()))
-    print(_LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
+    _show_versions(machine.versions())
+    print(check.LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
     done = []
-    for outcome in outcomes():
-        done.append(outcome)
-        print(_outcome(outcome), flush=True)  # at once: the next one may crash
-    _show("backends", _backends(machine.unavailable_backends()))
-    failed = [outcome for outcome in done if not outcome.ok]
-    print(f"{len(done)} checks, {len(failed)} failed", *map(_outcome, failed), sep="\n")
+    for ok, line in check.outcomes():
+        print(line, flush=True)  # at once: the next one may crash
+        done.append((ok, line))
+    _show_backends(machine.unavailable_backends())
+    failed = [line for ok, line in done if not ok]
+    print(f"{len(done)} checks, {len(failed)} failed", *failed, sep="\n")
     return 1 if failed else 0
-
-
-def _outcome(outcome: Outcome) -> str:
-    values = [f"{outcome.error:.1e}", f"{outcome.allowed:.1e}", "ok" if outcome.ok else "FAILED"]
-    if outcome.failure is not None:
-        values = ["-", "-", f"FAILED: {outcome.failure}"]
-    return _LINE.format(outcome.backend, outcome.device, outcome.dtype, outcome.what, *values)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -130,8 +92,27 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
+def _show(title: str, lines: Iterable[str]) -> None:
+    print(title, *(f"  {line}" for line in lines), sep="\n")
 
+
+def _show_versions(versions: Mapping[str, str | None]) -> None:
+    _show("versions", aligned([[name, version or "-"] for name, version in versions.items()]))
+
+
+def _show_backends(backends: Mapping[str, str | None]) -> None:
+    _show("backends", (f"{name}: {reason or 'available'}" for name, reason in backends.items()))
+
+
+_COMMANDS = {
+    "info": (_info, "versions, devices, and which backend runs on them"),
+    "check": (_check, "GEMMs of this machine; values and gradients of every backend, against fp64"),
+    "doctor": (
+        _doctor,
+        "other trainers: which are here, and which versions ours was tested with",
+    ),
+    "plan": (plan.run, "memory and time of a model's head, without running it"),
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,287 +1,194 @@
-"""Peak memory of a loss at a head: formulas over what the product's own planning decides.
-
-Nothing is run. The tile, its chunks and what the forward keeps are asked of the engine.
-"""
+"""Peak memory of a loss at a head: formulas over the plan of the call. Nothing is run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.backends import mkl
 
-from grpo_kernels.backends import BACKENDS, chunk_rows
-from grpo_kernels.engine import (
-    Needs,
-    Route,
-    RunOptions,
-    SavedForBackward,
-    chunk_height,
-    tile_height,
-    tile_shape,
-)
-from grpo_kernels.head import leading_dim
-from grpo_kernels.schedule import adding_costs_more, summing_rows
-from grpo_kernels.tools.head_shape import WIDE, HeadShape
+from grpo_kernels.backends import BACKENDS
+from grpo_kernels.batch import TokenBatch
+from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
+from grpo_kernels.head import Head, leading_dim
+from grpo_kernels.losses import LossConfig
+from grpo_kernels.schedule import Plan, planned
+from grpo_kernels.tools.machine import native_isas
 
+FP16 = torch.float16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
+WIDE = 4  # bytes of an element in fp32
 # What MKL keeps once several threads have shared an fp32 GEMM: measured, and about the same for
 # all shapes of a head. cuBLAS has its workspace since its first call.
 _MKL_PANELS = 30 << 20
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
-# GEMMs over the vocabulary, forward and backward, of what keeps nothing; a frozen head's: one fewer
-_GEMMS = {"eager": 3, "trl": 4, "one_pass": 3}
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes at the peak of one forward and backward."""
-
-    inputs: int  # hidden states and weight
-    returned: int  # their gradients
-    extra: int  # what else is alive at the peak
-    shards: int  # of the weight and its gradient, beside the whole ones
-
-    @property
-    def growth(self) -> int:
-        """Bytes from the inputs alone to the peak."""
-        return self.returned + self.extra
-
-    @property
-    def total(self) -> int:
-        """Bytes of all of it."""
-        return self.shards + self.inputs + self.growth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A loss of ``tokens`` valid tokens, all with a gradient.
+    """A loss of ``tokens`` valid tokens, all with a gradient, at an LM head.
+
+    Sizes are in bytes: of the ``weight``, its gradient and its copy in the dtype of the hidden
+    states (``cast``), of the hidden ``rows`` and of their gradient before the loss's own is
+    multiplied in (``dhidden``); of all that is given, of all gradients, and at the peak.
 
     Raises:
-        ValueError: a number or name is out of range; the message names the argument.
+        ValueError: a dtype is none of those that are known; the message names the argument.
     """
 
     name: str  # "eager" | "trl" | "one_pass" | "two_pass", the schedules of ours
-    head: HeadShape
+    hidden: int  # D
+    vocabulary: int  # V
     tokens: int  # T
+    dtype: torch.dtype = torch.bfloat16  # of the hidden states
+    weight_dtype: torch.dtype | None = None  # None: the same; or fp32, as under autocast
+    frozen: bool = False  # the weight needs no gradient
+    softcap: bool = False
     device: str = "cuda"  # | "cpu"
     options: RunOptions = field(default_factory=RunOptions)  # of ours
     sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
-    shards: int = 0  # bytes of the weight and its gradient that a rank has beside the whole ones
-    copied: int = 0  # bytes of a collective's flat buffer, which is there while the logits are not
 
     def __post_init__(self) -> None:
-        if self.name not in _PEAKS:
-            raise ValueError(f"name: expected one of {', '.join(_PEAKS)}; got {self.name!r}")
-        if self.tokens < 1:
-            raise ValueError(f"tokens: expected a number > 0, got {self.tokens}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device: expected cpu or cuda; got {self.device!r}")
+        if self.dtype not in DTYPES.values():
+            known = ", ".join(map(str, DTYPES.values()))
+            raise ValueError(f"dtype: expected one of {known}; got {self.dtype}")
+        if self.weight_dtype not in (None, torch.float32, self.dtype):
+            raise ValueError(
+                f"weight_dtype: expected torch.float32 or that of the hidden states, "
+                f"{self.dtype}; got {self.weight_dtype}"
+            )
 
-    @cached_property
-    def memory(self) -> MemoryEstimate:
-        """The estimate."""
-        returned = self.hidden + self.head.dweight
-        extra = max(self.copied, _PEAKS[self.name](self) - returned)
-        return MemoryEstimate(self.hidden + self.head.weight, returned, extra, self.shards)
+    @property
+    def elements(self) -> int:
+        return self.vocabulary * self.hidden
 
-    @cached_property
-    def route(self) -> Route:
-        """The route of ours on such a device, with the tile of the schedule."""
-        head, options, device = self.head, self.options, torch.device(self.device)
-        size = options.max_workspace_bytes
-        rows = chunk_rows(head.vocabulary, head.dtype, options.precision, device, size)
-        route = Route(
-            backend=BACKENDS["chunked"],  # all with tiles plan the same
-            options=options,
-            dtype=head.dtype,
-            device=device,
-            columns=head.vocabulary,
-            tile_rows=rows,
-            has_tile=True,
-        )
-        if self.name != "one_pass" or head.frozen or size is not None:
-            return route
-        rows = summing_rows(self.device, rows, head.hidden, head.dtype, route.logits)
-        return replace(route, tile_rows=rows)
+    @property
+    def weight(self) -> int:
+        return self.elements * (self.weight_dtype or self.dtype).itemsize
 
-    @cached_property
-    def saving(self) -> SavedForBackward:
-        """What the forward keeps for the backward."""
-        bounded, needs = self.options.bounded, Needs(hidden=True, weight=not self.head.frozen)
-        if bounded is None and self.name in _GEMMS:
-            return SavedForBackward(gemms=_GEMMS[self.name] - self.head.frozen)
-        kept = SavedForBackward.of(self.tokens, self.head.hidden, self.route, needs)
-        if bounded is not None and self.name == "one_pass":
-            kept = kept.of_one_pass(needs, bounded)
-        return kept
+    @property
+    def dweight(self) -> int:
+        return 0 if self.frozen else self.weight
 
-    def with_(self, **options: Any) -> Call:
-        """Return the same with other options."""
-        return replace(self, options=replace(self.options, **options))
+    @property
+    def cast(self) -> int:
+        same = self.weight_dtype in (None, self.dtype)
+        return 0 if same else self.elements * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.hidden * self.dtype.itemsize
+
+    @property
+    def wide_rows(self) -> int:
+        return self.tokens * self.hidden * WIDE
+
+    @property
+    def dhidden(self) -> int:
+        return self.wide_rows if self.sums_dhidden or self.dtype == FP16 else self.rows
+
+    @property
+    def inputs(self) -> int:
+        return self.rows + self.weight
+
+    @property
+    def returned(self) -> int:
+        return self.rows + self.dweight
+
+    @property
+    def growth(self) -> int:
+        """Bytes from the inputs alone to the peak of one forward and backward."""
+        return max(self.returned, {"eager": _eager, "trl": _trl}.get(self.name, _ours)(self))
+
+    @property
+    def total(self) -> int:
+        return self.inputs + self.growth
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of ours. Its route is that of any number of tokens, what it saves is not."""
+        return replace(_plan(replace(self, tokens=1)), tokens=self.tokens)
+
+    @property
+    def keeps(self) -> str | None:
+        """What the forward keeps for the backward; None where it is not to keep anything."""
+        asked = self.name == "two_pass" or self.options.bounded is not None
+        return self.plan.saving.kind if asked else None
+
+    @property
+    def gemms(self) -> int:
+        """GEMMs over the vocabulary, forward and backward together."""
+        if self.keeps is not None:
+            return self.plan.saving.gemms
+        return (4 if self.name == "trl" else 3) - self.frozen
 
     @property
     def default(self) -> str:
         """What ``schedule="auto"`` takes in place of :attr:`name`, for a loss of token scope."""
-        num_chunks = -(-self.tokens // replace(self, name="one_pass").height)
-        costly = adding_costs_more(self.device, self.head.dtype, self.tokens, num_chunks)
-        return "two_pass" if costly and not self.head.frozen else "one_pass"
+        return _plan(replace(self, name="auto")).schedule
 
-    @property
-    def height(self) -> int:
-        """Rows of a chunk of ours."""
-        rows = chunk_height(self.tokens, self.route.tile_rows, self.route.block)
-        return min(self.tokens, rows)
 
-    @property
-    def hidden(self) -> int:
-        """Bytes of the hidden states, and of their gradient."""
-        return self.tokens * self.head.hidden * self.head.dtype.itemsize
+@functools.lru_cache
+def _plan(call: Call) -> Plan:
+    """Return the plan for tensors without memory, on a device that need not be here."""
+    tokens = call.tokens
+    with FakeTensorMode():
+        hidden = torch.empty(tokens, call.hidden, dtype=call.dtype, device=call.device)
+        weight = torch.empty(call.vocabulary, call.hidden, dtype=call.dtype, device=call.device)
+        target = torch.empty(tokens, dtype=torch.int64, device=call.device)
+    counts = torch.tensor([[tokens], [tokens]])
+    known: Any = {"counts": counts, "layout": counts[0], "max_target": counts.new_zeros(())}
+    batch = TokenBatch(target=target, advantages=target, cu_seqlens=target, **known)
+    # all with tiles plan the same
+    options = replace(call.options, backend="chunked", schedule=call.name)
+    needs = Needs(hidden=True, weight=not call.frozen)
+    return planned(hidden, Head(weight), batch, LossConfig(), options, needs=needs)[1]
 
-    @property
-    def wide_hidden(self) -> int:
-        """Bytes of as many elements in fp32."""
-        return self.tokens * self.head.hidden * WIDE
+
+def _library(call: Call, *dtypes: torch.dtype) -> int:
+    """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
+    shared = call.device == "cpu" and torch.get_num_threads() > 1
+    return _MKL_PANELS if shared and mkl.is_available() and torch.float32 in dtypes else 0
+
+
+def _copies(call: Call, elements: int) -> int:
+    """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
+    narrow = call.device == "cpu" and call.dtype.itemsize < WIDE
+    return WIDE * elements if narrow and "amx" not in native_isas()[:1] else 0
 
 
 def _eager(call: Call) -> int:
     """Estimate full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, autograd."""
-    head, elements = call.head, call.tokens * call.head.vocabulary
-    logits, wide = elements * head.dtype.itemsize, elements * WIDE
-    tanh = logits if head.softcap else 0  # saved for the backward
+    width, elements = call.dtype.itemsize, call.tokens * call.vocabulary
+    logits, wide = elements * width, elements * WIDE
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
-    converts = head.dtype == torch.float16 and call.device != "cpu"
-    narrow = 0 if head.frozen else head.size * head.dtype.itemsize
-    base = head.cast + _library(call, head.dtype)  # autocast keeps its copy to the end
+    dlogits = logits if call.dtype == FP16 and call.device != "cpu" else wide
+    gradients = call.rows + (0 if call.frozen else call.elements * width)
+    base = call.cast + _library(call, call.dtype)  # autocast keeps its copy to the end
     return base + max(
-        # the log-softmax, its gradient (zeros but for the targets), the gradient of its input
-        tanh + 2 * wide + (logits if converts else wide),
-        logits + call.hidden + narrow,
-        call.hidden + narrow + (head.dweight if head.cast else 0),  # the weight's in two dtypes
+        # what a softcap saves, the log-softmax, its gradient (zeros but for the targets), dlogits
+        call.softcap * logits + 2 * wide + dlogits,
+        logits + gradients,
+        gradients + (call.dweight if call.cast else 0),  # the weight's in two dtypes
     )
 
 
 def _trl(call: Call) -> int:
     """Estimate the backward of ``ChunkedLogProbFunction``: tiles of logits, fp32 gradient sums."""
-    head, width = call.head, call.head.dtype.itemsize
-    rows, columns = min(call.tokens, _TRL_ROWS), min(head.vocabulary, _TRL_COLUMNS)
-    several = call.tokens > rows or head.vocabulary > columns
+    width = call.dtype.itemsize
+    rows, columns = min(call.tokens, _TRL_ROWS), min(call.vocabulary, _TRL_COLUMNS)
+    several = call.tokens > rows or call.vocabulary > columns
     # of the weight, cast: the slice in use, and the one before it while this one is made
-    slices = (1 + several) * columns * head.hidden * width if head.cast else 0
-    sums, rounded = _sums(call, wide=True)
+    slices = (1 + several) * columns * call.hidden * width if call.cast else 0
     # on a CPU in fp32: the scores, softmaxes and gradients of a tile, and a flag
-    tile = rows * columns * (WIDE * (7 + head.softcap) + 1) if call.device == "cpu" else 0
+    tile = rows * columns * (WIDE * (7 + call.softcap) + 1) if call.device == "cpu" else 0
+    sums, rounded = _sums(call, wide=True)
     kept = sums + rows * _TRL_COLUMNS * width + slices
     return kept + _library(call, torch.float32) + max(rounded, tile)
-
-
-def _one_pass(call: Call) -> int:
-    """Estimate gradients in the forward, chunk by chunk, which the backward scales."""
-    # the weight's gradient is one GEMM where the logits are one tile, or entries
-    single = call.tokens <= call.route.tile_rows or _is_sparse(call)
-    sums, rounded = _sums(call, single)
-    logits = _logits(call)
-    if call.options.bounded is not None:  # the gradient beside them; entries of the chunks, joined
-        logits += _tile(call) + 2 * call.saving.nbytes
-    return sums + max(logits, rounded)
-
-
-def _two_pass(call: Call) -> int:
-    """Estimate statistics first, and a backward by what is kept, or from logits formed again."""
-    return _BACKWARDS[call.saving.kind](call, call.saving.nbytes)
-
-
-def _with_dhidden(call: Call, kept: int) -> int:
-    """Estimate a backward that multiplies the rows of a gradient that is there."""
-    rounded = call.hidden if call.hidden != call.wide_hidden else 0
-    return max(max(kept, _dhidden(call)) + _logits(call), kept + call.wide_hidden + rounded)
-
-
-def _with_dlogits(call: Call, kept: int) -> int:
-    """Estimate the GEMMs of the gradients alone, in the backward."""
-    cast, (sums, rounded) = call.head.cast, _sums(call, single=True)
-    forward = _tile(call) + cast + _library(call, torch.float32)
-    return kept + max(forward, sums + max(cast + call.wide_hidden, rounded))
-
-
-def _with_entries(call: Call, kept: int) -> int:
-    """Estimate sparse products; the entries are there twice, as kept and as used."""
-    head = call.head
-    if _is_sparse(call) or head.frozen:
-        sums, rounded = _sums(call, single=True)
-        products = kept + sums + max(head.cast, rounded)
-    else:
-        products = _dhidden(call) + max(kept, head.cast + _slice(call) + head.dweight)
-    found = 2 * (kept * call.height // call.tokens)  # those of a chunk, as they are found
-    return kept + max(_logits(call) + found, products)
-
-
-def _with_nothing(call: Call, kept: int) -> int:
-    """Estimate a backward that forms the logits slice by slice."""
-    head, narrow = call.head, call.head.dtype.itemsize < WIDE
-    # the forward has a tile only where no GEMM comes with its statistics
-    tiled = BACKENDS["cpu"].unavailable() if call.device == "cpu" else not narrow
-    gradients = call.wide_hidden + head.dweight
-    return _library(call, head.dtype) + max(
-        head.cast + (_tile(call) if tiled else 0),
-        head.cast + _slice(call) + gradients,
-        gradients + (call.hidden if narrow else 0),
-    )
-
-
-_BACKWARDS: dict[str, Callable[[Call, int], int]] = {
-    "nothing": _with_nothing,
-    "dhidden": _with_dhidden,
-    "dlogits": _with_dlogits,
-    "entries": _with_entries,
-}
-_PEAKS = {"eager": _eager, "trl": _trl, "one_pass": _one_pass, "two_pass": _two_pass}
-
-
-def _library(call: Call, *dtypes: torch.dtype) -> int:
-    """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
-    shared = (
-        call.device == "cpu" and torch.get_num_threads() > 1 and torch.backends.mkl.is_available()
-    )
-    return _MKL_PANELS if shared and torch.float32 in dtypes else 0
-
-
-def _tile(call: Call) -> int:
-    """Return the bytes of a tile of logits."""
-    route = call.route
-    rows = tile_height(call.height, route.tile_rows, route.device)
-    return rows * leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
-
-
-def _logits(call: Call) -> int:
-    """Return the bytes of a tile of logits and of what forms it."""
-    return _tile(call) + call.head.cast + _library(call, call.route.logits, call.head.dtype)
-
-
-def _slice(call: Call) -> int:
-    """Return the bytes of a slice of logits that are formed again, and of its share of dweight."""
-    head, route = call.head, call.route
-    elements = route.tile_rows * route.columns
-    rows, columns = tile_shape(call.tokens, route.columns, elements, route.block)
-    tile = min(rows, call.tokens) * columns * route.logits.itemsize
-    # a slice of dweight is summed apart, where its own dtype would round the sums
-    narrow = call.tokens > rows and head.weight < head.size * WIDE
-    apart = not head.frozen and (narrow or head.dtype == torch.float16)
-    return tile + (columns * head.hidden * WIDE if apart else 0)
-
-
-def _is_sparse(call: Call) -> bool:
-    """Return whether the gradient of the weight is made from entries."""
-    bounded = call.options.bounded
-    return bounded is not None and not bounded.exact_weight
-
-
-def _dhidden(call: Call) -> int:
-    """Return the bytes of the gradient before the loss's own is multiplied in."""
-    wide = call.sums_dhidden or call.head.dtype == torch.float16
-    return call.wide_hidden if wide else call.hidden
 
 
 def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, int]:
@@ -289,8 +196,64 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
 
     ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
     """
-    head = call.head
-    narrow = single and head.dtype != torch.float16 and not head.cast
-    dweight = head.dweight if narrow or head.frozen else head.size * WIDE
-    pairs = ((call.wide_hidden if wide else _dhidden(call), call.hidden), (dweight, head.dweight))
-    return sum(size for size, _ in pairs), sum(end for size, end in pairs if size != end)
+    dhidden = call.wide_rows if wide else call.dhidden
+    narrow = call.frozen or (single and call.dtype != FP16 and not call.cast)
+    dweight = call.dweight if narrow else call.elements * WIDE
+    pairs = ((dhidden, call.rows), (dweight, call.dweight))
+    return dhidden + dweight, sum(end for size, end in pairs if size != end)
+
+
+def _ours(call: Call) -> int:
+    """Estimate one pass, or two by what is kept between them."""
+    tokens, route, saving = call.tokens, call.plan.route, call.plan.saving
+    bounded, kept, wide = call.options.bounded, saving.nbytes, call.wide_rows
+    sparse = bounded is not None and not bounded.exact_weight
+    rounded_rows = call.rows if call.rows != wide else 0
+    # a tile of logits, and what forms it
+    height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
+    pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
+    tile = tile_height(height, route.tile_rows, route.device) * pitch
+    logits = tile + call.cast + _library(call, route.logits, call.dtype)
+    if call.name == "one_pass":
+        # the weight's gradient is one GEMM where the logits are one tile, or entries
+        single = tokens <= route.tile_rows or sparse
+        sums, rounded = _sums(call, single)
+        if not single and not call.frozen:
+            logits += _copies(call, height * (call.vocabulary + call.hidden))
+        if bounded is not None:  # the gradient beside them; entries of the chunks, joined
+            logits += tile + 2 * kept
+        return sums + max(logits, rounded)
+    # logits formed again, a slice of the vocabulary at a time, and dweight: a slice of it is
+    # summed apart where its own dtype would round the sums
+    elements = route.tile_rows * route.columns
+    rows, columns = tile_shape(tokens, route.columns, elements, route.block)
+    again = call.cast + min(rows, tokens) * columns * route.logits.itemsize + call.dweight
+    rounds = (tokens > rows and call.weight < call.elements * WIDE) or call.dtype == FP16
+    again += columns * call.hidden * WIDE if rounds and not call.frozen else 0
+    again += _copies(call, (min(rows, tokens) + call.hidden) * columns)
+    sums, rounded = _sums(call, single=True)
+    # the forward has a tile only where no GEMM comes with its statistics
+    no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_rows
+    sparse_head = kept + sums + max(call.cast, rounded)
+    of_entries = sparse_head if sparse or call.frozen else call.dhidden + max(kept, again)
+    found = 2 * (kept * height // tokens)  # entries of a chunk, as they are found
+    base, *phases = {  # what is there all the time, and beside it in turn
+        "nothing": (
+            _library(call, call.dtype),
+            call.cast + (0 if no_tile else tile),
+            again + wide,
+            call.dweight + wide + rounded_rows,
+        ),
+        # whose rows the backward multiplies
+        "dhidden": (0, max(kept, call.dhidden) + logits, kept + wide + rounded_rows),
+        # the backward is the GEMMs of the gradients alone
+        "dlogits": (
+            kept,
+            tile + call.cast + _library(call, torch.float32),
+            sums + call.cast + wide,
+            sums + rounded,
+        ),
+        # which are there twice, as kept and as used
+        "entries": (kept, logits + found, of_entries),
+    }[saving.kind]
+    return base + max(phases)

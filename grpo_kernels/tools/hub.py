@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -34,11 +36,11 @@ def hub_or_cache(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def read_config(model: str) -> Any:
-    """Read the config of a model in a folder, on the hub or in its cache, or a config file.
+def read_head(model: str) -> dict[str, Any]:
+    """Read what a head is from the config of a model in a folder, on the hub or in its cache.
 
     Raises:
-        ValueError: there is none, or none of a model with a head.
+        ValueError: there is no config, or none of a model with a head.
     """
     from transformers import AutoConfig
 
@@ -47,11 +49,10 @@ def read_config(model: str) -> Any:
         raise ValueError(f"model: no folder or file {model!r}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model: no config.json in folder {model!r}")
+    source = path if path.exists() else model
     try:
         with hub_or_cache(model):
-            config = AutoConfig.from_pretrained(
-                path if path.exists() else model, trust_remote_code=False
-            )
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of many kinds, each about what stands in the file
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"model: transformers cannot read {model!r}: {reason}") from error
@@ -59,4 +60,9 @@ def read_config(model: str) -> Any:
     absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
     if absent:
         raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
-    return config
+    return {
+        "hidden": text.hidden_size,
+        "vocabulary": text.vocab_size,
+        "dtype": getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16,
+        "softcap": getattr(text, "final_logit_softcapping", None) is not None,
+    }

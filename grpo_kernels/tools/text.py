@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 _MOST = 2**31 - 1  # of a count: far above what there is, and small enough to compute with
 _LARGEST = 1 << 44  # bytes, likewise
 _UNITS = {
-    "b": 1,
-    **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
+    "B": 1,
+    **{f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGT", 1)},
 }
 
 
@@ -25,8 +25,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
-        raise SystemExit(2)
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def count(text: str) -> int:
@@ -40,24 +39,21 @@ def count(text: str) -> int:
 
 def positive(text: str) -> float:
     """Read an argument that is a finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"expected a number > 0; got {text!r}")
-    return number
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number > 0; got {text!r}")
 
 
 def byte_size(text: str) -> int:
     """Read an argument in bytes. The unit has to be there: 24 could be GB or GiB."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+    units = {name.lower(): size for name, size in _UNITS.items()}
+    if match is None or match[2] not in units or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(
-            f"expected a size with a unit (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB), such as 24GiB; "
-            f"got {text!r}"
+            f"expected a size with a unit ({', '.join(_UNITS)}), such as 24GiB; got {text!r}"
         )
-    size = float(match[1]) * _UNITS[match[2]]
+    size = float(match[1]) * units[match[2]]
     if size > _LARGEST:
         raise argparse.ArgumentTypeError(f"expected at most {in_units(_LARGEST)}; got {text!r}")
     return int(size)
@@ -65,24 +61,14 @@ def byte_size(text: str) -> int:
 
 def in_units(size: int) -> str:
     """Write bytes as a person reads them."""
-    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << exponent:
-            return f"{size / (1 << exponent):.4g} {unit}"
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.4g} {unit}"
     return f"{size} B"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def duration(seconds: float) -> str:
-    """Return the seconds in a form for people."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return [line.format(*row).rstrip() for row in rows]

@@ -80,17 +80,17 @@ def test_check_passes_here(capsys, monkeypatch):
     assert ", 0 failed" in out
 
 
-def wrong_gradient(factor, right, problem, backend, tile):
-    results = right(problem, backend, tile)
+def wrong_gradient(factor, right, problem, backend, **options):
+    results = right(problem, backend=backend, **options)
     if backend == "chunked":
         results["dweight"] = results["dweight"] * factor
     return results
 
 
-def raises(right, problem, backend, tile):
+def raises(right, problem, backend, **options):
     if backend == "chunked":
         raise RuntimeError("no such instruction\nsecond line")
-    return right(problem, backend, tile)
+    return right(problem, backend=backend, **options)
 
 
 def drops_a_part_of_k(right, out, a, b, *rest, **options):
@@ -162,9 +162,9 @@ def test_check_fails_on_what_is_wrong(capsys, monkeypatch, wrong, dtype, said):
         ("--gpu H200 --device cpu", "with --device cuda; got 'H200'"),
         ("--gpu H200 --tflops 1", "--gpu: not allowed with --tflops"),
         ("--max-workspace 1KiB", "--max-workspace: expected at least 4000"),
-        ("--shard pp=2", "--shard: expected one of fsdp=N, zero3=N, tp=N"),
+        ("--shard pp=2", "--shard: expected tp=N, N ranks; got 'pp=2'"),
         ("--shard tp=0", "--shard: expected a whole number > 0; got '0'"),
-        ("--shard fsdp", "--shard: expected a whole number > 0; got ''"),
+        ("--shard tp", "--shard: expected a whole number > 0; got ''"),
         ("--shard tp=2 --bounded", "--bounded: not allowed with a part of the"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
         ("--dtype fp32 --weight-dtype bf16", "--weight-dtype: expected torch.float32 or that of"),

@@ -1,0 +1,292 @@
+"""``grpo-kernels plan``: its arguments, its rates and its answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_kernels.engine import Bounded, RunOptions
+from grpo_kernels.tools import machine
+from grpo_kernels.tools.estimate import DTYPES, Call
+from grpo_kernels.tools.hub import read_head
+from grpo_kernels.tools.text import aligned, byte_size, count, in_units, positive
+
+# name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
+# with fp32 sums, by the data sheets. The first pattern that is found decides.
+GPUS = (
+    ("H100 SXM", r"\bh100\b(?!.*(pcie|nvl))", 989, 67),
+    ("H200", r"\bg?h200\b", 989, 67),
+    ("B200", r"\bg?b200\b", 2250, 75),
+    ("A100", r"\ba100\b", 312, 19.5),
+    ("MI300X", r"\bmi300x\b", 1307, 163.4),
+)
+_GPU_NAMES = ", ".join(name for name, *_ in GPUS)
+_REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
+# TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
+_MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
+_SOME_THREAD = (0.05, 0.05)  # a guess
+_OF_HEAD = ("hidden", "vocabulary", "dtype", "weight_dtype", "frozen", "softcap")
+_ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who has the target
+
+
+def add_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add those of the subcommand. What a message names is the ``dest`` of an option."""
+    head = plan.add_argument_group("the head").add_argument
+    head("--model", help="folder with a config.json, that file, or a hub id")
+    head("--hidden", type=count, help="hidden size, in place of --model")
+    head("--vocab", type=count, help="vocabulary size, in place of --model")
+    head("--dtype", choices=DTYPES, help="of the hidden states [the config's, else bf16]")
+    head("--weight-dtype", choices=DTYPES, help="of the weight, under autocast [--dtype]")
+    head("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
+    sharded = "over ranks that share the vocabulary, as tp=8, and say what one takes"
+    head("--shard", type=_read_ranks, metavar="tp=RANKS", help=sharded)
+    plan.add_argument("--tokens", type=count, required=True, help="with a loss, of a micro-batch")
+    device = plan.add_argument_group("the device").add_argument
+    device("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
+    device("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
+    device("--reserved", type=byte_size, default=0, help="for all else in training")
+    device("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
+    device("--gpu", help=f"for the time [the present device]: {_GPU_NAMES}")
+    device("--tflops", type=positive, help="for the time: reached by GEMMs")
+    backward = plan.add_argument_group("our backward").add_argument
+    kept = "what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]"
+    backward("--activation-bytes", type=lambda x: 0 if x == "0" else byte_size(x), help=kept)
+    slots = Bounded().slots
+    entries = f"also with a bounded error, by as many entries of a row [{slots}]"
+    backward("--bounded", type=count, nargs="?", const=slots, metavar="SLOTS", help=entries)
+    plan.add_argument("--json", action="store_true", help="for programs")
+
+
+def _read_ranks(text: str) -> int:
+    name, _, ranks = text.partition("=")
+    if name != "tp":
+        raise argparse.ArgumentTypeError(f"expected tp=N, N ranks; got {text!r}")
+    return count(ranks)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and return the exit code."""
+    try:
+        facts = _facts(arguments)
+    except ValueError as error:
+        name, _, message = str(error).partition(": ")
+        name = "max_workspace" if name == "max_workspace_bytes" else name
+        if name not in vars(arguments):
+            raise
+        arguments.parser.error(f"argument --{name.replace('_', '-')}: {message}")
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(_table(facts)))
+    return 0
+
+
+def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the question and its answer as plain data."""
+    whole = call = _call(arguments)
+    shard, memory, device = None, arguments.gpu_memory, call.device
+    if arguments.shard is not None:
+        call, shard = _of_one_rank(call, arguments.shard)
+    tflops, source = _gemm_rate(device, call.dtype, arguments.gpu, arguments.tflops)
+    if memory is None and device in machine.device_types():
+        memory = machine.device_memory(device)
+    free = None if memory is None else max(0, memory - arguments.reserved)
+    folder = arguments.model and Path(arguments.model).expanduser().resolve()
+    calls = _calls(call, arguments.max_workspace, arguments.bounded)
+    return {
+        "model": folder and (folder.parent if folder.is_file() else folder).name,
+        "head": {name: _plain(getattr(whole, name)) for name in _OF_HEAD},
+        "shard": shard,
+        "tokens": call.tokens,
+        "device": device,
+        "memory_bytes": memory,
+        "reserved_bytes": arguments.reserved,
+        "activation_bytes": arguments.activation_bytes,
+        "slots": arguments.bounded,
+        "default": call.default,
+        "tflops": tflops,
+        "tflops_source": source,
+        "implementations": [_line(title, one, tflops, free) for title, one in calls],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _call(arguments: argparse.Namespace) -> Call:
+    """Return the call for the whole head that is asked for."""
+    sizes = {"hidden": arguments.hidden, "vocabulary": arguments.vocab}
+    head: dict[str, Any] = {"dtype": torch.bfloat16, **sizes}
+    if arguments.model is not None:
+        if any(sizes.values()):
+            raise ValueError("model: not allowed with --hidden or --vocab")
+        head = read_head(arguments.model)
+    elif None in sizes.values():
+        raise ValueError("model: expected it, or both --hidden and --vocab")
+    head["dtype"] = DTYPES.get(arguments.dtype, head["dtype"])
+    return Call(
+        name="one_pass",
+        **head,
+        weight_dtype=DTYPES.get(arguments.weight_dtype, head["dtype"]),
+        frozen=arguments.frozen_head,
+        tokens=arguments.tokens,
+        device=arguments.device,
+        options=RunOptions(activation_bytes=arguments.activation_bytes),
+    )
+
+
+def _of_one_rank(call: Call, ranks: int) -> tuple[Call, dict[str, Any]]:
+    """Return what a rank computes, of the logits of its ids; what it sends by rings at least."""
+    rows, others = -(-call.vocabulary // ranks), ranks - 1
+    sent = {
+        "of rows' statistics": call.tokens * _ROW_BYTES * others,
+        "to sum the gradient of the hidden states in fp32": 2 * (call.wide_rows * others // ranks),
+    }
+    one = replace(call, vocabulary=rows, sums_dhidden=True)
+    notes = {"inputs": f"hidden states and {rows:,} rows of the head weight"}
+    return one, {"by": "tensor parallelism", "ranks": ranks, "sent_bytes": sent, "notes": notes}
+
+
+def find_gpu(name: str) -> tuple[str, str, float, float] | None:
+    """Return the row of ``GPUS`` for a device's name; None when it is not in the table."""
+    plain = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    return next((row for row in GPUS if re.search(row[1], plain)), None)
+
+
+def _gemm_rate(
+    device: str, dtype: torch.dtype, gpu: str | None, tflops: float | None
+) -> tuple[float | None, str]:
+    """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
+    row, column = None, 1 if dtype == torch.float32 else 0
+    if gpu is not None:
+        if tflops is not None:
+            raise ValueError("gpu: not allowed with --tflops")
+        row = find_gpu(gpu)
+        if row is None or device == "cpu":
+            raise ValueError(f"gpu: expected one of {_GPU_NAMES}, with --device cuda; got {gpu!r}")
+    if tflops is not None:
+        return tflops, "--tflops"
+    if device == "cpu":
+        isa, threads = next(iter(machine.native_isas()), ""), torch.get_num_threads()
+        rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
+        source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
+        return rate * threads, f"{source}, for {threads} threads"
+    if row is None and torch.cuda.is_available():
+        row = find_gpu(torch.cuda.get_device_name())
+    if row is None:
+        return None, "not known: --gpu or --tflops says it"
+    peak = row[2:][column]
+    sheet = f"the {peak:g} TFLOP/s in the data sheet of {row[0]}"
+    return peak * _REACHED, f"a guess, {_REACHED:.0%} of {sheet}"
+
+
+def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[str, Call]]:
+    """Yield what is estimated, by title."""
+    if slots is not None and call.sums_dhidden:
+        raise ValueError("bounded: not allowed with a part of the vocabulary")
+    if not call.sums_dhidden:
+        yield "eager, full logits", replace(call, name="eager")
+        yield "TRL 1.16, chunked head", replace(call, name="trl")
+    ours = {name: replace(call, name=name) for name in ("one_pass", "two_pass")}
+    for name, one in ours.items():
+        keeps = f", keeps {one.keeps}" if one.keeps not in (None, "nothing") else ""
+        yield f"ours, {name}" + (" (the default)" if name == call.default else "") + keeps, one
+    if tile is not None:
+        options = replace(call.options, max_workspace_bytes=tile)
+        yield f"ours, one_pass, tile of {in_units(tile)}", replace(call, options=options)
+    if slots is not None:
+        for how in ("", ", exact_weight=False")[: 2 - call.frozen]:
+            options = replace(call.options, backward=Bounded(slots=slots, exact_weight=not how))
+            for name, one in ours.items():
+                yield f"ours, {name}, bounded{how}", replace(one, options=options)
+
+
+def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dict[str, Any]:
+    """Return the answer for one of them."""
+    flop = call.gemms * 2.0 * call.tokens * call.elements
+    return {
+        "title": title,
+        "implementation": call.name,
+        "inputs_bytes": call.inputs,
+        "returned_bytes": call.returned,
+        "extra_bytes": call.growth - call.returned,
+        "total_bytes": call.total,
+        "gemms": call.gemms,
+        "keeps": call.keeps,
+        "seconds": flop / (tflops * 1e12) if tflops else None,
+        "largest_micro_batch_tokens": None if free is None else _largest(call, free),
+    }
+
+
+def _largest(call: Call, free: int) -> int:
+    """Return how many tokens fit into bytes, each of which takes more than one.
+
+    Beyond a budget nothing is kept, so more tokens than that may take less.
+    """
+
+    def keeps_nothing(tokens: int) -> bool:
+        return replace(call, tokens=tokens).keeps in (None, "nothing")
+
+    def total(tokens: int) -> int:
+        return replace(call, tokens=tokens).total
+
+    numbers = range(1, free + 1)
+    saving = bisect_left(numbers, True, key=keeps_nothing)
+    most = bisect_right(numbers, free, lo=saving, key=total)
+    return most if most > saving else bisect_right(numbers, free, hi=saving, key=total)
+
+
+def _table(facts: dict[str, Any]) -> list[str]:
+    """Return the lines that say what was asked, the table, and what its columns are."""
+    head, shard = facts["head"], facts["shard"]
+    rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
+    for line in facts["implementations"]:
+        seconds, most = line["seconds"], line["largest_micro_batch_tokens"]
+        time = "-"
+        if seconds is not None:
+            time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+        largest = "-" if most is None else f"{most:,} tokens" if most else "not one token"
+        sizes = (
+            in_units(line[f"{name}_bytes"]) for name in ("inputs", "returned", "extra", "total")
+        )
+        rows.append([line["title"], *sizes, str(line["gemms"]), time, largest])
+    by = f", one of {shard['ranks']} ranks with {shard['by']}" if shard else ""
+    return [
+        f"{facts['model'] or 'A head'}: hidden size {head['hidden']:,}, vocabulary "
+        f"{head['vocabulary']:,}{', softcap' if head['softcap'] else ''}; hidden states "
+        f"{head['dtype']}, weight {head['weight_dtype']}{', frozen' if head['frozen'] else ''}",
+        f"{facts['tokens']:,} tokens on {facts['device']}{by}",
+        "An estimate from formulas, of the loss's forward and backward at the head.",
+        "",
+        *aligned(rows),
+        "",
+        *(f"{name:<11}{note}" for name, note in _notes(facts)),
+    ]
+
+
+def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the columns are, by their titles, and what else there is to say."""
+    memory, reserved, shard = facts["memory_bytes"], facts["reserved_bytes"], facts["shard"]
+    yield from (shard["notes"] if shard else {"inputs": "hidden states and head weight"}).items()
+    frozen = facts["head"]["frozen"]
+    yield "gradients", f"of {'the hidden states: the head is frozen' if frozen else 'both'}"
+    yield "extra", "what else is alive at the peak"
+    yield "peak", "all of it, without the CUDA context and the libraries' workspaces"
+    rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
+    yield "time", f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}"
+    if facts["slots"] is not None:
+        yield "bounded", "beside the GEMM: sparse products, and rows that need more entries"
+    largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
+    if memory is not None:
+        taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
+        largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
+    yield "largest", largest
+    if shard:
+        sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
+        yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)
