@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import field, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -33,13 +35,10 @@ def check_number(
     *,
     optional: bool = False,
 ) -> None:
-    """Raise ValueError unless ``value`` is a finite number that is accepted, or None if optional.
-
-    ``expected`` says in words what is accepted.
-    """
+    """Raise ValueError unless ``value`` is a finite number as expected, or None if optional."""
     if value is None and optional:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     finite = number and abs(value) <= sys.float_info.max  # an int may be larger
     if not finite or not accepts(value):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
@@ -65,7 +64,27 @@ def check_device(name: str, value: Tensor, like: Tensor, of: str = "hidden") -> 
         raise ValueError(f"{name}: expected device {like.device} (of {of}), got {value.device}")
 
 
-def check_integers(name: str, value: Tensor) -> None:
-    """Raise ValueError unless the tensor ``value`` is of int32 or int64."""
+def check_integers(name: str, value: Any, expected: str, least: int = 0) -> None:
+    """Raise ValueError unless ``value`` is a vector of at ``least`` so many int32 or int64."""
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < least:
+        raise ValueError(f"{name}: expected a {expected}, got {kind_of(value)}")
     if value.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: expected int32 or int64, got {value.dtype}")
+
+
+def number(default: float | None, *expected: Any, optional: bool = False) -> Any:
+    """Return a field of a dataclass for a number that :func:`check_number` accepts."""
+    return field(default=default, metadata={"check": (check_number, expected, optional)})
+
+
+def choice(default: Any, known: Collection[Any], *, optional: bool = False) -> Any:
+    """Return a field of a dataclass for one of the ``known`` values."""
+    return field(default=default, metadata={"check": (check_name, (known,), optional)})
+
+
+def check_fields(settings: Any) -> None:
+    """Raise ValueError unless all that is a :func:`number` or a :func:`choice` is as expected."""
+    for item in fields(settings):
+        if "check" in item.metadata:
+            check, expected, optional = item.metadata["check"]
+            check(item.name, getattr(settings, item.name), *expected, optional=optional)

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def process_group(name: str, group: Any) -> ProcessGroup:
-    """Return the process group of the argument ``name``: a group, or a mesh of one dimension.
-
-    Raises:
-        ValueError: it is neither, or this process is not in it.
-    """
+    """Return the process group of the argument ``name``: a group, or a mesh of one dimension."""
     available = dist.is_available()
     if available and isinstance(group, dist.ProcessGroup):
         return group

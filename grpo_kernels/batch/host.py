@@ -23,6 +23,11 @@ def values(x: Tensor) -> Any:
     return x.tolist()
 
 
+def number(x: Tensor) -> Tensor | float:
+    """Return () ``x`` as a number, or as it is where that would be a wait."""
+    return values(x) if reading_is_free(x) else x
+
+
 def sync_to_host(x: Tensor) -> Tensor:
     """Return integers ``x`` as a CPU tensor. A training step waits for a device here, and once."""
     return x.cpu()

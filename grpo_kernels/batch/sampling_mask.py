@@ -42,8 +42,8 @@ class SamplingMask:
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
         """
-        _check_integers("indices", indices, "(N,)")
-        _check_integers("offsets", offsets, "(T + 1,)")
+        check_integers("indices", indices, "(N,) integer tensor")
+        check_integers("offsets", offsets, "(T + 1,) integer tensor", least=1)
         check_device("offsets", offsets, indices, "indices")
         offsets = offsets.long()
         steps, count = offsets.diff(), indices.numel()
@@ -85,7 +85,7 @@ class SamplingMask:
         """
         if not isinstance(ids, Tensor) or ids.dim() < 2:
             raise ValueError(f"ids: expected a (..., K) integer tensor, got {kind_of(ids)}")
-        check_integers("ids", ids)
+        check_integers("ids", ids.reshape(-1), "integer tensor")
         flat = ids.reshape(-1, ids.shape[-1]).long()
         rows, columns = (flat != -1).nonzero(as_tuple=True)
         return _sorted(rows, flat[rows, columns], flat.shape[0], "ids")
@@ -101,7 +101,19 @@ class SamplingMask:
 
     def take(self, index: slice | Tensor) -> SamplingMask:
         """Return the rows of a range, or of an int64 index; that needs one host transfer."""
-        return self._range(index.start, index.stop) if isinstance(index, slice) else self._at(index)
+        if isinstance(index, slice):
+            bounds = self.bounds[index.start : index.stop + 1]
+            first, end = int(bounds[0]), int(bounds[-1])
+            offsets, bounds = self.offsets[index.start : index.stop + 1] - first, bounds - first
+            return replace(self, indices=self.indices[first:end], offsets=offsets, bounds=bounds)
+        counts = self.offsets.diff()[index]
+        offsets = pad(counts.cumsum(0), (1, 0))
+        bounds = offsets.cpu()
+        count = int(bounds[-1])
+        shifts = self.offsets[index] - offsets[:-1]
+        source = torch.arange(count, device=index.device)
+        source += torch.repeat_interleave(shifts, counts, output_size=count)
+        return replace(self, indices=self.indices[source], offsets=offsets, bounds=bounds)
 
     def narrow(self, start: int, stop: int) -> SamplingMask:
         """Return the ids in [start, stop), less ``start``; that needs two host transfers."""
@@ -110,34 +122,12 @@ class SamplingMask:
         indices = self.indices[inside] - start
         return replace(self, indices=indices, offsets=offsets, bounds=offsets.cpu())
 
-    def _range(self, start: int, stop: int) -> SamplingMask:
-        bounds = self.bounds[start : stop + 1]
-        first, end = int(bounds[0]), int(bounds[-1])
-        offsets = self.offsets[start : stop + 1] - first
-        return replace(
-            self, indices=self.indices[first:end], offsets=offsets, bounds=bounds - first
-        )
-
-    def _at(self, rows: Tensor) -> SamplingMask:
-        counts = self.offsets.diff()[rows]
-        offsets = pad(counts.cumsum(0), (1, 0))
-        bounds = offsets.cpu()
-        count = int(bounds[-1])
-        shifts = torch.repeat_interleave(
-            self.offsets[rows] - offsets[:-1], counts, output_size=count
-        )
-        source = torch.arange(count, device=rows.device) + shifts
-        return replace(self, indices=self.indices[source], offsets=offsets, bounds=bounds)
-
 
 def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
     """Raise ValueError unless ``sampling_mask`` has a row for each element of ``target``."""
-    if not isinstance(sampling_mask, SamplingMask) or sampling_mask.num_rows != target.numel():
-        got = (
-            f"{sampling_mask.num_rows} rows"
-            if isinstance(sampling_mask, SamplingMask)
-            else type(sampling_mask).__name__
-        )
+    mask = isinstance(sampling_mask, SamplingMask)
+    if not mask or sampling_mask.num_rows != target.numel():
+        got = f"{sampling_mask.num_rows} rows" if mask else type(sampling_mask).__name__
         raise ValueError(
             f"sampling_mask: expected a SamplingMask of {target.numel()} rows (one for each "
             f"target), got {got}"
@@ -159,10 +149,3 @@ def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask
     return SamplingMask(
         indices=indices, offsets=offsets, bounds=offsets.cpu(), max_id=torch.tensor(max_id)
     )
-
-
-def _check_integers(name: str, value: Tensor, shape: str) -> None:
-    least = 1 if name == "offsets" else 0
-    if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < least:
-        raise ValueError(f"{name}: expected a {shape} integer tensor, got {kind_of(value)}")
-    check_integers(name, value)

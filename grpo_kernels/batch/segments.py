@@ -21,32 +21,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments:
-    """Sums and means over sequences, in plain torch; a backend may bring its own."""
+    """Sums and means over sequences, in plain torch; a backend may bring its own.
+
+    Of sequences whose tokens lie on several ranks, T of them here, lengths, sums and means are
+    those of whole sequences. Sums are then collectives, and so are their derivatives.
+    """
 
     cu_seqlens: Tensor  # (B + 1,) int64, from 0 to T
     total: int  # T
+    across: SequenceGroup | None = None  # the ranks; None: this one alone
 
     @property
     def lengths(self) -> Tensor:
         """(B,) tokens of each sequence."""
-        return self.cu_seqlens.diff()
+        return self.cu_seqlens.diff() if self.across is None else self.across.on_device[0]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return self.total
-
-    @property
-    def ids(self) -> Tensor:
-        """(T,) index of each token's sequence."""
-        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)
+        return self.total if self.across is None else self.across.num_tokens
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum (T,) values over each sequence, (B,).
 
         Accumulated in fp64 and in token order, so the result is the same in any batch.
         """
-        return self._wide_sum(values).to(values.dtype)
+        wide, lengths = values.double(), self.cu_seqlens.diff()
+        sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
+        return (sums if self.across is None else self.across.sum(sums)).to(values.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
         """Average (T,) values over each sequence, (B,); 0 for an empty one."""
@@ -54,48 +56,20 @@ class Segments:
 
     def sum_all(self, values: Tensor) -> Tensor:
         """Sum (T,) values over all sequences, ()."""
-        return values.sum()
-
-    def expand(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value: (B,) to (T,)."""
-        return values[self.ids]
-
-    def narrow(self, start: int, stop: int) -> Segments:
-        """Return the same for tokens start..stop; a cut sequence keeps what lies inside."""
-        return type(self)(self.cu_seqlens.clamp(start, stop) - start, stop - start)
-
-    def _wide_sum(self, values: Tensor) -> Tensor:
-        lengths = self.cu_seqlens.diff()
-        return torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True, initial=0)
-
-
-@dataclass(frozen=True)
-class SharedSegments(Segments):
-    """The same for sequences whose tokens lie on several ranks: T of them here.
-
-    Sums, means and lengths are those of whole sequences. Sums are collectives, and so are their
-    derivatives.
-    """
-
-    across: SequenceGroup
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.across.on_device[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.across.num_tokens
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self.across.sum(self._wide_sum(values)).to(values.dtype)
-
-    def sum_all(self, values: Tensor) -> Tensor:
+        if self.across is None:
+            return values.sum()
         total = values.sum(dtype=torch.float64).reshape(1)
         return self.across.sum(total).reshape(()).to(values.dtype)
 
+    def expand(self, values: Tensor) -> Tensor:
+        """Give each token its sequence's value: (B,) to (T,)."""
+        return values[torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)]
+
     def narrow(self, start: int, stop: int) -> Segments:
-        raise ValueError("sequence_group: expected None to cut a batch into ranges, got one")
+        """Return the same for tokens start..stop; a cut sequence keeps what lies inside."""
+        if self.across is not None:
+            raise ValueError("sequence_group: expected None to cut a batch into ranges, got one")
+        return Segments(self.cu_seqlens.clamp(start, stop) - start, stop - start)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,10 +91,7 @@ class SequenceGroup:
         return sum(host.values(self.counts)[0])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits.
-
-        A collective, and so is the backward: the gradient is the sum of all ranks' gradients.
-        """
+        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits."""
         return _GroupSum.apply(values, self.group)
 
     def of_active(self, by_sequence: bool) -> SequenceGroup:
@@ -139,31 +110,24 @@ class SequenceGroup:
 
 
 class _GroupSum(torch.autograd.Function):
+    """A collective, as its backward: the gradient is the sum of all ranks' gradients."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(values, group)
+        # without sequences there is nothing to gather, on any rank
+        return gather(values, group).sum(0) if values.numel() else values.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor, None]:
-        return _summed(dsums, ctx.group), None
-
-
-def _summed(values: Tensor, group: ProcessGroup) -> Tensor:
-    if values.numel() == 0:  # on every rank
-        return values.clone()
-    return gather(values, group).sum(0)
+        return _GroupSum.apply(dsums, ctx.group), None
 
 
 def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the fields of a batch that ``make`` returns, with the SequenceGroup of ``group``.
 
     What is wrong on one rank is an error on every rank: nobody waits for one that has left.
-
-    Raises:
-        ValueError: this rank is not in the group, or a rank's arguments are wrong or unlike the
-            others'.
     """
     group = process_group("sequence_group", group)
     fields, failure = {}, None
@@ -176,7 +140,16 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     dist.all_gather_object(ranks, told, group=group)
     if failure is not None:
         raise failure
-    _check_alike(ranks)
+    for rank, other in enumerate(ranks):
+        if "error" in other:
+            raise ValueError(f"sequence_group: its rank {rank} has an error: {other['error']}")
+    for name in told.keys() - {"counts"}:
+        values = [other[name] for other in ranks]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"sequence_group: expected the same {name} on each of its ranks, got "
+                f"{', '.join(map(str, values))}"
+            )
     each = torch.tensor([rank["counts"] for rank in ranks])  # (n, 2, B)
     counts = each.sum(0)
     counts[1] = torch.where((each[:, 1] == UNKNOWN).any(), UNKNOWN, counts[1])
@@ -197,16 +170,3 @@ def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
         "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
     }
-
-
-def _check_alike(ranks: list[dict[str, Any]]) -> None:
-    for rank, told in enumerate(ranks):
-        if "error" in told:
-            raise ValueError(f"sequence_group: its rank {rank} has an error: {told['error']}")
-    for name in ranks[0].keys() - {"counts"}:
-        values = [told[name] for told in ranks]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"sequence_group: expected the same {name} on each of its ranks, got "
-                f"{', '.join(map(str, values))}"
-            )

@@ -5,41 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import (
-    TOKEN_FIELDS,
-    UNKNOWN,
-    packed_fields,
-)
+from grpo_kernels.batch.packing import TOKEN_FIELDS, UNKNOWN, OptionalFields, packed_fields
 from grpo_kernels.batch.sampling_mask import SamplingMask
-from grpo_kernels.batch.segments import Segments, SequenceGroup, SharedSegments, joined_fields
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-class OptionalFields(TypedDict, total=False):
-    """The optional fields of a batch, besides targets, advantages and a mask."""
-
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-    rollout_weights: Tensor | None
-    sampling_mask: SamplingMask | None
-    num_items_in_batch: Tensor | float | None
-    num_tokens_in_micro_batch: Tensor | float | None
-    entropy_scale: Tensor | float | None
-    gradient_accumulation_steps: int
-    lengths: Sequence[int] | None
-    active_lengths: Sequence[int] | None
-    sequence_group: ProcessGroup | DeviceMesh | None
+from grpo_kernels.batch.segments import Segments, SequenceGroup, joined_fields
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,9 +70,8 @@ class TokenBatch:
                 ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it the
                 policy is the distribution that top-p, top-k or min-p sampling drew from: its
                 log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
-                entropy is that
-                of the whole vocabulary. Old and reference log-probabilities must be of the same
-                kind (``masked_logprobs`` of ``linear_logprobs``).
+                entropy is that of the whole vocabulary. Old and reference log-probabilities must be
+                of the same kind (``masked_logprobs`` of ``linear_logprobs``).
                 ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
                 the valid tokens of the accumulation window on all processes, divided by the number
                 of processes; None: the valid tokens here times ``gradient_accumulation_steps``.
@@ -125,7 +99,7 @@ class TokenBatch:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
                 In a ``sequence_group`` all ranks raise.
         """
-        return cls(**_fields(target, advantages, mask, None, False, optional))
+        return cls(**_fields(optional, target, advantages, mask))
 
     @classmethod
     def from_packed(
@@ -141,23 +115,16 @@ class TokenBatch:
         ``advantages`` is (B,) or (T,), the log-probabilities and ``mask`` are (T,); the rest is as
         in :meth:`from_padded`. (If B equals T, ``advantages`` is read per token.)
         """
-        return cls(**_fields(target, advantages, mask, cu_seqlens, True, optional))
+        return cls(**_fields(optional, target, advantages, mask, cu_seqlens, True))
 
     @property
     def num_tokens(self) -> int:
         return self.target.numel()
 
     @property
-    def tokens_per_rank(self) -> float:
-        """The valid tokens of the sequences, per rank that holds parts of them."""
-        group = self.sequence_group
-        return self.num_tokens if group is None else group.num_tokens / group.size
-
-    @property
-    def sequences_per_rank(self) -> float:
-        """The number of sequences likewise."""
-        group = self.sequence_group
-        return self.num_sequences if group is None else self.num_sequences / group.size
+    def num_ranks(self) -> int:
+        """The ranks that hold parts of the sequences."""
+        return 1 if self.sequence_group is None else self.sequence_group.size
 
     @property
     def num_sequences(self) -> int:
@@ -182,9 +149,7 @@ class TokenBatch:
     @property
     def segments(self) -> Segments:
         """The sequences, to reduce over."""
-        if self.sequence_group is None:
-            return Segments(self.cu_seqlens, self.num_tokens)
-        return SharedSegments(self.cu_seqlens, self.num_tokens, self.sequence_group)
+        return Segments(self.cu_seqlens, self.num_tokens, self.sequence_group)
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor field and those of the sampling mask, in a fixed order."""
@@ -197,25 +162,17 @@ class TokenBatch:
         cls, tensors: Sequence[Tensor | None], per_token: bool, steps: int
     ) -> TokenBatch:
         """Rebuild a batch from :meth:`tensors` and its two other fields."""
-        own, rest = tensors[: len(TENSOR_FIELDS)], tensors[len(TENSOR_FIELDS) :]
-        mask = None
-        if rest[0] is not None:
-            mask = SamplingMask(**dict(zip(MASK_FIELDS, rest, strict=True)))  # type: ignore[arg-type]
-        values = dict(zip(TENSOR_FIELDS, own, strict=True))
+        values = dict(zip((*TENSOR_FIELDS, *MASK_FIELDS), tensors, strict=True))
+        of_mask: dict[str, Any] = {name: values.pop(name) for name in MASK_FIELDS}
         return cls(
             **values,  # type: ignore[arg-type]
-            sampling_mask=mask,
+            sampling_mask=None if of_mask["indices"] is None else SamplingMask(**of_mask),
             advantages_per_token=per_token,
             gradient_accumulation_steps=steps,
         )
 
     def of_tokens(self, name: str, values: Tensor) -> Tensor:
-        """Return those of the (T,) tokens, of values for them or in the caller's layout.
-
-        Raises:
-            ValueError: ``values``, which the message calls ``name``, have another shape, or are on
-                another device.
-        """
+        """Return those of the (T,) tokens, of values for them or in the caller's layout."""
         if not isinstance(values, Tensor) or values.device != self.target.device:
             got = values.device if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"{name}: expected a tensor on {self.target.device}, got {got}")
@@ -231,20 +188,27 @@ class TokenBatch:
 
     def narrow(self, start: int, stop: int) -> TokenBatch:
         """Return tokens start..stop; cut sequences keep what lies inside."""
-        ends = pad(self.counts[0].cumsum(0), (1, 0)).clamp(start, stop)
-        cu_seqlens = self.segments.narrow(start, stop).cu_seqlens
-        return self._take(slice(start, stop), cu_seqlens, ends.diff())
+        lengths = self.segments.narrow(start, stop).lengths
+        keep = torch.arange(start, stop, device=lengths.device)
+        return self.select(keep, host.sync_to_host(lengths))
 
-    def select(self, keep: Tensor, lengths: Tensor | None = None) -> TokenBatch:
+    def select(self, keep: Tensor, lengths: Tensor) -> TokenBatch:
         """Return the tokens of the int64 index ``keep`` (ascending), in the same B sequences.
 
-        ``lengths`` (B,) on the CPU says how many are of each sequence; None: by a host transfer.
-        A ``sequence_group`` stays as it is, for the caller to replace.
+        ``lengths`` (B,) on the CPU says how many are of each sequence. A ``sequence_group`` stays
+        as it is, for the caller to replace.
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
-        cu_seqlens = pad(kept.cumsum(0), (1, 0))[self.cu_seqlens]
-        return self._take(
-            keep, cu_seqlens, host.sync_to_host(cu_seqlens.diff()) if lengths is None else lengths
+        mask, per_token = self.sampling_mask, dict[str, Any]()
+        for name in ("target", "advantages", "rows", *TOKEN_FIELDS):
+            value = getattr(self, name)
+            per_token[name] = None if value is None else value[keep]
+        return replace(
+            self,
+            cu_seqlens=pad(kept.cumsum(0), (1, 0))[self.cu_seqlens],
+            counts=torch.stack([lengths, torch.full_like(lengths, UNKNOWN)]),
+            sampling_mask=None if mask is None else mask.take(keep),
+            **per_token,
         )
 
     def occupied(self) -> TokenBatch:
@@ -256,32 +220,11 @@ class TokenBatch:
         group = None if group is None else group.take(order, kept)
         return replace(self, cu_seqlens=cu_seqlens, counts=counts, sequence_group=group)
 
-    def _take(self, index: slice | Tensor, cu_seqlens: Tensor, lengths: Tensor) -> TokenBatch:
-        fields = {name: getattr(self, name) for name in ("rows", *TOKEN_FIELDS)}
-        mask = self.sampling_mask
-        return replace(
-            self,
-            target=self.target[index],
-            advantages=self.advantages[index],
-            sampling_mask=mask.take(index) if mask is not None else None,
-            cu_seqlens=cu_seqlens,
-            counts=torch.stack([lengths, torch.full_like(lengths, UNKNOWN)]),
-            **{name: value[index] for name, value in fields.items() if value is not None},
-        )
 
-
-def _fields(
-    target: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    packed: bool,
-    optional: OptionalFields,
-) -> dict[str, Any]:
+def _fields(optional: OptionalFields, *given: Any) -> dict[str, Any]:
     """Return the fields of a batch, on every rank of its sequence group or on none."""
     others = {name: value for name, value in optional.items() if name != "sequence_group"}
-    make = partial(packed_fields, target, advantages, mask, cu_seqlens, packed, others)
-    group = optional.get("sequence_group")
+    group, make = optional.get("sequence_group"), partial(packed_fields, others, *given)
     return make() if group is None else joined_fields(group, make)
 
 

@@ -15,16 +15,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.gathered import DividedGradient, unshard_head
-from grpo_kernels.head.head import (
-    PRECISIONS,
-    Head,
-    HeadLoRA,
-    Transform,
-    logits_dtype,
-    stats_dtype,
-)
-from grpo_kernels.head.layer import head_of_layer, layer_in_use
+from grpo_kernels.head.head import PRECISIONS, Head, HeadLoRA, Transform, logits_dtype, stats_dtype
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,
@@ -36,4 +27,5 @@ from grpo_kernels.head.matmul import (
     tf32_unavailable,
     zero_row_padding,
 )
+from grpo_kernels.head.parameters import DividedGradient, head_of_layer, layer_in_use, unshard_head
 from grpo_kernels.head.vocab_shard import VocabShard

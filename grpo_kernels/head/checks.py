@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from grpo_kernels.arguments import check_device, check_number
-from grpo_kernels.head.gathered import is_dtensor, why_not_whole
+from grpo_kernels.arguments import POSITIVE, check_device, check_number
 from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
+from grpo_kernels.head.parameters import is_dtensor, why_not_whole
 from grpo_kernels.head.vocab_shard import VocabShard
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,9 +23,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype autocast would use for a linear layer here, None when it is off."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
 
 
 def head_of(
@@ -38,11 +36,7 @@ def head_of(
     temperature: float | Tensor,
     shard: VocabShard | None = None,
 ) -> Head:
-    """Join what a caller says of the head; a :class:`Head` has all of it but the temperature.
-
-    Raises:
-        ValueError: something comes beside a Head, or it has a temperature.
-    """
+    """Join what a caller says of the head; a :class:`Head` has all of it but the temperature."""
     if lora is not None and not isinstance(lora, HeadLoRA):
         raise ValueError(f"lora: expected a HeadLoRA or None, got {type(lora).__name__}")
     if not isinstance(weight, Head):
@@ -62,11 +56,7 @@ def head_of(
 
 
 def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, Head]:
-    """Check a call's (..., D) hidden states and head, and apply autocast to them.
-
-    Raises:
-        ValueError: a shape, dtype, device or value is wrong; the message names the argument.
-    """
+    """Check a call's (..., D) hidden states and head, and apply autocast to them."""
     weight = head.weight
     check_floating("hidden", hidden)
     check_local("hidden", hidden)
@@ -86,45 +76,39 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
             f"got {weight.dtype}"
         )
     if head.bias is not None:
-        _check_bias(head.bias, weight)
+        _check_part("bias", head.bias, weight, weight.shape[:1])
     why_not = tf32_unavailable(hidden.device, hidden.dtype) if precision == "tf32" else None
     if why_not is not None:
         raise ValueError(f"precision: {why_not}")
-    _check_transform(head.transform)
+    transform = head.transform
+    if not isinstance(transform.temperature, Tensor):
+        check_number("temperature", transform.temperature, *POSITIVE)
+    expected, accepts = POSITIVE
+    check_number("softcap", transform.softcap, f"{expected}, or None", accepts, optional=True)
+    check_number("logit_scale", transform.logit_scale, *POSITIVE)
     if head.lora is not None:
-        _check_lora(head.lora, weight)
-    return hidden, head if head.shard is None else _without_padding(head, head.shard)
-
-
-def _without_padding(head: Head, shard: VocabShard) -> Head:
+        check_floating("lora.a", head.lora.a)
+        rank = head.lora.a.shape[0] if head.lora.a.dim() else 0
+        _check_part("lora.a", head.lora.a, weight, (max(rank, 1), weight.shape[1]))
+        _check_part("lora.b", head.lora.b, weight, (weight.shape[0], rank))
+        check_number("lora.scaling", head.lora.scaling)
+    shard, rows = head.shard, weight.shape[0]
+    if shard is None:
+        return hidden, head
     if not isinstance(shard, VocabShard):
         raise ValueError(f"vocab_shard: expected a VocabShard, got {type(shard).__name__}")
-    rows, held = head.weight.shape[0], shard.rows[shard.rank]
+    held = shard.rows[shard.rank]
     if rows != held:
         raise ValueError(f"weight: expected {held} rows (those of vocab_shard), got {rows}")
-    return head if rows == shard.columns else head.columns(slice(shard.columns))
+    # without padding
+    return hidden, head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
-def _check_bias(bias: Tensor, weight: Tensor) -> None:
-    check_floating("bias", bias)
-    check_device("bias", bias, weight)
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-
-
-def _check_lora(lora: HeadLoRA, weight: Tensor) -> None:
-    columns, depth = weight.shape
-    for name, factor in (("lora.a", lora.a), ("lora.b", lora.b)):
-        check_floating(name, factor)
-        check_device(name, factor, weight)
-    if lora.a.dim() != 2 or lora.a.shape[1] != depth or not lora.a.shape[0]:
-        raise ValueError(f"lora.a: expected shape (r, {depth}), r > 0, got {tuple(lora.a.shape)}")
-    if lora.b.shape != (columns, lora.rank):
-        raise ValueError(
-            f"lora.b: expected shape ({columns}, {lora.rank}) (V of weight, r of lora.a), "
-            f"got {tuple(lora.b.shape)}"
-        )
-    check_number("lora.scaling", lora.scaling)
+def _check_part(name: str, value: Tensor, weight: Tensor, shape: Sequence[int]) -> None:
+    check_floating(name, value)
+    check_device(name, value, weight, "weight")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
 
 
 def check_weight(weight: Tensor) -> None:
@@ -198,19 +182,6 @@ def check_row_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected values > 0")
 
 
-def _check_transform(transform: Transform) -> None:
-    def check(name: str, value: Any, expected: str = "a finite number > 0") -> None:
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not 0 < value <= sys.float_info.max:
-            raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-    if not isinstance(transform.temperature, Tensor):
-        check("temperature", transform.temperature)
-    if transform.softcap is not None:
-        check("softcap", transform.softcap, "a finite number > 0, or None")
-    check("logit_scale", transform.logit_scale)
-
-
 # What the kernels do not differentiate is said before a wrong number can come of it.
 _ONLY = "the kernels have first derivatives by torch.autograd only; backend='reference' has more"
 
@@ -250,10 +221,9 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``backward(ctx, saved_tensors, *outer)`` of an ``autograd.Function``: an error says
     that what ``ctx.result_of`` names cannot be differentiated twice.
-
-    torch's ``once_differentiable`` cuts gradients off from the inputs: ``autograd.grad`` then finds
-    no way to its error, and leaves their part out of a sum.
     """
+    # torch's once_differentiable cuts gradients off from the inputs: autograd.grad then finds no
+    # way to its error, and leaves their part out of a sum
 
     @functools.wraps(backward)
     def once(ctx: Any, *outer: Tensor) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -43,9 +44,8 @@ class Transform:
 
     def rows(self, index: slice | Tensor) -> Transform:
         """Return the same transform for a subset of rows."""
-        if not isinstance(self.temperature, Tensor):
-            return self
-        return Transform(self.logit_scale, self.softcap, self.temperature[index])
+        own = self.temperature
+        return replace(self, temperature=own[index]) if isinstance(own, Tensor) else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,8 @@ class HeadLoRA:
         """Return one adapter that is the sum of all, differentiable in each; None for none."""
         if len(adapters) < 2:
             return adapters[0] if adapters else None
-        wide = torch.float32
-        for factor in (x for one in adapters for x in (one.a, one.b)):
-            wide = torch.promote_types(wide, factor.dtype)
+        dtypes = (x.dtype for one in adapters for x in (one.a, one.b))
+        wide = reduce(torch.promote_types, dtypes, torch.float32)
         return HeadLoRA(
             a=torch.cat([one.a.to(wide) for one in adapters]),
             b=torch.cat([one.b.to(wide) * one.scaling for one in adapters], 1),
@@ -130,23 +129,19 @@ class Head:
         lora = self.lora
         if lora is not None and lora_a is not None and lora_b is not None:
             lora = replace(lora, a=lora_a, b=lora_b)
-        return Head(weight, bias, self.transform, lora, self.shard)
+        return replace(self, weight=weight, bias=bias, lora=lora)
 
     def rows(self, index: slice | Tensor) -> Head:
         """Return the same head for a subset of rows."""
-        return Head(self.weight, self.bias, self.transform.rows(index), self.lora, self.shard)
+        return replace(self, transform=self.transform.rows(index))
 
     def columns(self, index: slice) -> Head:
         """Return the same head for a range of its ids."""
-        return Head(
-            self.weight[index],
-            self.bias[index] if self.bias is not None else None,
-            self.transform,
-            self.lora.columns(index) if self.lora is not None else None,
-            self.shard,
-        )
+        bias = None if self.bias is None else self.bias[index]
+        lora = None if self.lora is None else self.lora.columns(index)
+        return replace(self, weight=self.weight[index], bias=bias, lora=lora)
 
     def to(self, dtype: torch.dtype) -> Head:
         """Return the same head, ready for GEMMs with hidden states of ``dtype``."""
-        lora = self.lora.wide(dtype) if self.lora is not None else None
-        return Head(self.weight.to(dtype), self.bias, self.transform, lora, self.shard)
+        lora = None if self.lora is None else self.lora.wide(dtype)
+        return replace(self, weight=self.weight.to(dtype), lora=lora)

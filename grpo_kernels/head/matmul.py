@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.head.head import Head, HeadLoRA, stats_dtype
+from grpo_kernels.head.head import Head, stats_dtype
 
 # 16-bit partial sums, and fp16 accumulators: both round before the result
 _REDUCED = (
@@ -47,40 +47,29 @@ def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
         if device.type == "cuda":
             matmul: Any = torch.backends.cuda.matmul
             wanted = "tf32" if precision == "tf32" else "ieee"
-            switches.enter_context(_fp32_precision(matmul, wanted))
             for name in _REDUCED:
-                switches.enter_context(_off(matmul, name))
+                switches.enter_context(_switched(matmul, name, False))
         else:
-            matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-            switches.enter_context(_fp32_precision(matmul, "ieee"))
+            matmul, wanted = torch.backends.mkldnn.matmul, "ieee"  # type: ignore[attr-defined]
+        if (matmul.fp32_precision, wanted) != ("none", "ieee"):
+            switches.enter_context(_switched(matmul, "fp32_precision", wanted))
         yield
 
 
 @contextmanager
-def _fp32_precision(backend: Any, wanted: str) -> Iterator[None]:
-    before = backend.fp32_precision
-    if before == wanted or (before, wanted) == ("none", "ieee"):
+def _switched(backend: Any, name: str, wanted: Any) -> Iterator[None]:
+    before = getattr(backend, name)
+    if before == wanted:
         yield
         return
-    backend.fp32_precision = wanted
+    setattr(backend, name, wanted)
     try:
         yield
     finally:
-        backend.fp32_precision = "none"  # inherits from torch.backends.fp32_precision ...
-        if backend.fp32_precision != before:  # ... which is not where the value came from
-            backend.fp32_precision = before
-
-
-@contextmanager
-def _off(backend: Any, name: str) -> Iterator[None]:
-    if not getattr(backend, name):
-        yield
-        return
-    setattr(backend, name, False)
-    try:
-        yield
-    finally:
-        setattr(backend, name, True)
+        if name == "fp32_precision":
+            backend.fp32_precision = "none"  # inherits from torch.backends.fp32_precision ...
+        if getattr(backend, name) != before:  # ... which is not where the value came from
+            setattr(backend, name, before)
 
 
 # Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
@@ -90,45 +79,34 @@ SLICE_COLUMNS = 16384
 def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
     """Form the raw logits ``out`` (C, V) of ``hidden`` (C, D), accumulated in fp32 or better.
 
-    ``out`` has the dtype of ``hidden``, or fp32 for 16-bit inputs: then the accumulator is stored
-    as it is. ``head`` is that of :meth:`Head.to`.
+    ``out`` has the dtype of ``hidden``, or fp32. ``head`` is that of :meth:`Head.to`.
     """
+    wide = stats_dtype(hidden.dtype)
     if head.lora is None:
         _matmul(hidden, head.weight, out)
-    elif out.dtype == stats_dtype(hidden.dtype):
+    elif out.dtype == wide:
         _matmul(hidden, head.weight, out)
         head.lora.add_to(out, hidden)
-    else:
-        _rounded_once(hidden, head.weight, head.lora, out)
+    else:  # rounded once
+        for start in range(0, head.weight.shape[0], SLICE_COLUMNS):
+            columns = slice(start, start + SLICE_COLUMNS)
+            place = out[:, columns]
+            exact = torch.empty_like(place, dtype=wide)
+            _matmul(hidden, head.weight[columns], exact)
+            head.lora.columns(columns).add_to(exact, hidden)
+            place.copy_(exact)
     if head.bias is not None:
         out += head.bias
     return out
 
 
-def _rounded_once(hidden: Tensor, weight: Tensor, lora: HeadLoRA, out: Tensor) -> None:
-    """Compute ``out`` (C, V) of 16 bits from the fp32 sum of GEMM and update."""
-    for start in range(0, weight.shape[0], SLICE_COLUMNS):
-        columns = slice(start, start + SLICE_COLUMNS)
-        place = out[:, columns]
-        exact = torch.empty_like(place, dtype=stats_dtype(hidden.dtype))
-        _matmul(hidden, weight[columns], exact)
-        lora.columns(columns).add_to(exact, hidden)
-        place.copy_(exact)
-
-
 def _matmul(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute ``out = hidden @ weight.T``."""
-    if out.dtype == hidden.dtype:
-        torch.mm(with_clear_row_ends(hidden), weight.t(), out=out)
-    elif hidden.is_cuda:
-        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-    elif mkl_available(hidden.dtype):
-        mkl_matmul(hidden, weight.t(), out)
-    else:
-        upcast = hidden.float()
-        for start in range(0, weight.shape[0], SLICE_COLUMNS):
-            columns = slice(start, start + SLICE_COLUMNS)
-            torch.mm(upcast, weight[columns].float().t(), out=out[:, columns])
+    columns, narrow = hidden.shape[1], hidden.device.type == "cpu" and hidden.element_size() == 2
+    if out.dtype == hidden.dtype and narrow and columns % _CPU_COLUMNS:
+        # zeros where a GEMM would read beyond a row
+        hidden = torch.nn.functional.pad(hidden, (0, -columns % _CPU_COLUMNS))[:, :columns]
+    accumulate(out, hidden, weight.t(), first=True)
 
 
 def accumulate(
@@ -149,6 +127,8 @@ def accumulate(
     elif mkl_available(a.dtype):
         mkl_matmul(a, b, out, accumulate=not first, alpha=alpha)
     else:
+        if out.shape[0] < out.shape[1]:
+            out, a, b = out.t(), b.t(), a.t()
         wide = b.float()
         for start in range(0, out.shape[0], SLICE_COLUMNS):
             rows = slice(start, start + SLICE_COLUMNS)
@@ -192,12 +172,11 @@ def mkl_matmul(
     multiply = _mkl_function(_NAMES[a.dtype])
     assert multiply is not None, "mkl_available() said no"
     (a, how_a, stride_a), (b, how_b, stride_b) = _described(a), _described(b)
-    place, how_out, stride_out = _described(out)
-    assert place is out and how_out == _AS_IT_IS, out.stride()
+    assert out.stride(1) == 1 or columns == 1, out.stride()
     multiply(
         *(_ROW_MAJOR, how_a, how_b, rows, columns, depth),
         *(alpha, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
-        *(float(accumulate), out.data_ptr(), stride_out),
+        *(float(accumulate), out.data_ptr(), max(out.stride(0), columns)),
     )
     return out
 
@@ -241,14 +220,6 @@ def zero_row_padding(dlogits: Tensor) -> None:
     if dlogits.device.type == "cpu" and rows and end > columns:
         first = dlogits.storage_offset() + columns
         dlogits.as_strided((rows, end - columns), (stride, 1), first).zero_()
-
-
-def with_clear_row_ends(x: Tensor) -> Tensor:
-    """Return (M, K) ``x``, or a copy with zeros where a GEMM would read beyond a row."""
-    columns = x.shape[1]
-    if x.device.type != "cpu" or x.element_size() != 2 or columns % _CPU_COLUMNS == 0:
-        return x
-    return torch.nn.functional.pad(x, (0, -columns % _CPU_COLUMNS))[:, :columns]
 
 
 _GPU_ROW_BYTES = 128

@@ -54,13 +54,12 @@ class VocabShard:
         group = process_group("group", group)
         if weight.dim() != 2:
             raise ValueError(f"weight: expected shape (V / n, D), got {tuple(weight.shape)}")
-        size = -1 if vocab_size is None else vocab_size
-        facts = [_rows(weight, group), weight.shape[1], weight.dtype.itemsize, int(size)]
-        mine = torch.tensor(facts, device=weight.device)
-        everyone = gather(mine, group).tolist()
-        rows = tuple(each[0] for each in everyone)
-        for name, place in (("D of weight", 1), ("bytes of weight's dtype", 2), ("vocab_size", 3)):
-            found = [each[place] for each in everyone]
+        size = -1 if vocab_size is None else int(vocab_size)
+        facts = {"D of weight": weight.shape[1], "bytes of weight's dtype": weight.dtype.itemsize}
+        facts |= {"vocab_size": size, "rows": _rows(weight, group)}
+        mine = torch.tensor(list(facts.values()), device=weight.device)
+        *alike, rows = gather(mine, group).t().tolist()
+        for name, found in zip(facts, alike, strict=False):
             if len(set(found)) > 1:
                 raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {found}")
         total = sum(rows) if vocab_size is None else vocab_size
@@ -68,10 +67,10 @@ class VocabShard:
         if not 0 < total <= sum(rows) or empty:
             raise ValueError(
                 f"vocab_size: expected ids on every rank, at most {sum(rows)} (rows of the weights "
-                f"{list(rows)}), got {total}"
+                f"{rows}), got {total}"
             )
         return VocabShard(
-            group=group.group_name, rank=dist.get_rank(group), rows=rows, vocab_size=total
+            group=group.group_name, rank=dist.get_rank(group), rows=tuple(rows), vocab_size=total
         )
 
     @property

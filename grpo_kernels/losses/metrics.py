@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,13 +77,18 @@ class Metrics:
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
 
-    def __init__(self, stats: Mapping[str, Stat]) -> None:
+    def __init__(self, stats: Mapping[str, Stat] | Callable[[], Mapping[str, Stat]]) -> None:
         self._stats = stats
 
     @property
     def stats(self) -> Mapping[str, Stat]:
         """The statistics behind the values, by name."""
-        return self._stats
+        # no cached_property: it locks all threads out (Python 3.11) while one waits for its ranks
+        stats = self._stats
+        if callable(stats):
+            with torch.no_grad():
+                self._stats = stats = stats()
+        return stats
 
     def __getitem__(self, name: str) -> Tensor:
         return self.stats[name].value()
@@ -115,11 +121,16 @@ class Metrics:
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
         """Combine the metrics of several batches as if they had been one."""
-        merged: dict[str, list[Stat]] = {}
+        found: dict[str, list[Stat]] = {}
         for part in parts:
             for name, stat in part.stats.items():
-                merged.setdefault(name, []).append(stat)
-        return Metrics({name: _merge(stats) for name, stats in merged.items()})
+                found.setdefault(name, []).append(stat)
+        merged = {}
+        for name, stats in found.items():
+            kind, count = stats[0].kind, torch.stack([stat.count for stat in stats]).sum()
+            total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]))
+            merged[name] = Stat(kind, total, count)
+        return Metrics(merged)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
         """Merge the metrics of all processes, which have the same names, with a single gather.
@@ -128,16 +139,21 @@ class Metrics:
             gather: returns the processes' (1, n) tensors as one of shape (processes, n), as
                 ``accelerate``'s does.
         """
-        stats = sorted(self.stats.items())
-        parts = [part.reshape(-1).double() for _, s in stats for part in (s.total, s.count)]
-        if not parts:
+        stats = dict(sorted(self.stats.items()))
+        if not stats:
             return self
-        return Metrics.merge(_unpacked(stats, row) for row in gather(torch.cat(parts)[None]))
+        parts = [torch.cat([s.total.view(-1), s.count.view(1)]).double() for s in stats.values()]
+        sizes = [part.numel() for part in parts]
+
+        def unpacked(row: Tensor) -> Metrics:
+            found = zip(stats.items(), row.split(sizes), strict=True)
+            return Metrics({n: Stat(s.kind, x[:-1].view_as(s.total), x[-1]) for (n, s), x in found})
+
+        return Metrics.merge(map(unpacked, gather(torch.cat(parts)[None])))
 
 
 class LazyMetrics(Metrics):
-    """Metrics that are made when they are first read, by
-    ``make(logprobs, entropy, *parts)``.
+    """Metrics that are made when they are first read, by ``make(logprobs, entropy, *parts)``.
 
     The parts are kept until then. Read them before what they hold is overwritten, such as the
     batch of a captured graph.
@@ -150,21 +166,8 @@ class LazyMetrics(Metrics):
         logprobs: Tensor,
         entropy: Tensor | None,
     ) -> None:
-        self._make: Callable[..., Mapping[str, Stat]] | None = make
-        self._parts = (logprobs, entropy, *parts)
+        super().__init__(partial(make, logprobs, entropy, *parts))
         self.logprobs, self.entropy = logprobs, entropy
-
-    @property
-    def stats(self) -> Mapping[str, Stat]:
-        # no cached_property: it locks all threads out (Python 3.11) while one waits for its ranks
-        if self._make is not None:
-            with torch.no_grad():
-                made = self._make(*self._parts)
-            self._make, self._parts = None, ()
-            self._stats = {
-                n: Stat(s.kind, s.total.detach(), s.count.detach()) for n, s in made.items()
-            }
-        return self._stats
 
     def ready_for(self, batch: TokenBatch) -> LazyMetrics:
         """Return these, made now if they are a collective: one rank alone may read them later."""
@@ -173,40 +176,14 @@ class LazyMetrics(Metrics):
         return self
 
 
-def _unpacked(stats: list[tuple[str, Stat]], row: Tensor) -> Metrics:
-    unpacked, start = {}, 0
-    for name, stat in stats:
-        size = stat.total.numel()
-        total = row[start : start + size].reshape(stat.total.shape)
-        unpacked[name] = Stat(stat.kind, total, row[start + size])
-        start += size + 1
-    return Metrics(unpacked)
-
-
-def _merge(stats: list[Stat]) -> Stat:
-    kind = stats[0].kind
-    total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]))
-    return Stat(kind, total, torch.stack([stat.count for stat in stats]).sum())
-
-
-def mean_stat(values: Tensor) -> Stat:
-    """Average all values, accumulated in fp64."""
-    return Stat("mean", values.double().sum(), _count(values))
-
-
-def extreme_stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
-    """Take the ``"min"`` or ``"max"`` of ``values`` where ``valid``; fine on an empty tensor."""
-    extreme = _KINDS[kind]
-    values = values.double()
-    count = _count(values)
+def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
+    """Reduce ``values`` where ``valid``, in fp64; fine on an empty tensor."""
+    reduction, values = _KINDS[kind], values.double()
+    count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     if valid is not None:
-        values, count = torch.where(valid, values, extreme.neutral), valid.double().sum()
-    padded = torch.cat([values, values.new_full((1,), extreme.neutral)])
-    return Stat(kind, extreme.merge(padded), count)
-
-
-def _count(values: Tensor) -> Tensor:
-    return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
+        values, count = torch.where(valid, values, reduction.neutral), valid.double().sum()
+    total = reduction.merge(values) if values.numel() else values.new_full((), reduction.neutral)
+    return Stat(kind, total, count)
 
 
 def indicator_stats(
@@ -216,18 +193,18 @@ def indicator_stats(
 
     Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
-
-    Raises:
-        ValueError: a kind is another.
     """
-    lengths = segments.lengths
-    occupied = torch.ones_like(lengths, dtype=torch.bool) if one_per_sequence else lengths > 0
-    reductions: dict[str, Callable[[Tensor], Stat]] = {
-        "mean": lambda values: mean_stat(segments.mean(values) if one_per_sequence else values),
-        "per_sequence": mean_stat,
-        "sequence_min": lambda values: extreme_stat("min", segments.mean(values), occupied),
-        "sequence_max": lambda values: extreme_stat("max", segments.mean(values), occupied),
+    occupied = None if one_per_sequence else segments.lengths > 0
+    kinds = {  # the kind of a Stat, and whether it is of the sequences' means
+        "mean": ("mean", one_per_sequence),
+        "per_sequence": ("mean", False),
+        "sequence_min": ("min", True),
+        "sequence_max": ("max", True),
     }
-    for name, (kind, _) in indicators.items():
-        check_name(name, kind, reductions)
-    return {n: reductions[kind](values.double()) for n, (kind, values) in indicators.items()}
+    stats = {}
+    for name, (kind, values) in indicators.items():
+        check_name(name, kind, kinds)
+        reduction, of_means = kinds[kind]
+        given = (segments.mean(values.double()), occupied) if of_means else (values,)
+        stats[name] = stat_of(reduction, *given)
+    return stats

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_name, check_number
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, check_name, number
 from grpo_kernels.losses.metrics import Indicators
 from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Terms
 
@@ -24,8 +24,8 @@ from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Te
 class Surrogate:
     """Base class of surrogates: frozen dataclasses, whose fields are their settings.
 
-    Subclasses define :meth:`__call__`, :meth:`metrics` if they have any, and check their settings
-    in ``__post_init__``.
+    Subclasses define :meth:`__call__`, :meth:`metrics` if they have any, and may check their
+    settings in ``__post_init__``.
     """
 
     scope: ClassVar[str] = "token"
@@ -35,6 +35,9 @@ class Surrogate:
     uses_rollout_weight: ClassVar[bool] = False
     # it forms the ratio of a sequence itself, so importance_sampling_level has to be the tokens'
     needs_token_ratios: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def __call__(self, terms: Terms) -> Tensor:
         """Return the per-token loss (T,)."""
@@ -62,8 +65,10 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 - least, least)
 
 
-def _clip_ratios(low: Tensor, high: Tensor) -> Indicators:
-    """Return metrics of which tokens are clipped from below and from above, each (T,) bool."""
+def _clip_ratios(ratio: Tensor, least: float, most: float, advantages: Tensor) -> Indicators:
+    """Return metrics of which tokens are clipped from below and from above."""
+    low = (ratio < least) & (advantages < 0)
+    high = (ratio > most) & (advantages > 0)
     return {
         "clip_ratio/low_mean": ("mean", low),
         "clip_ratio/low_min": ("sequence_min", low),
@@ -85,16 +90,10 @@ class Clip(Surrogate):
             None: off.
     """
 
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    dual_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon, "a number in [0, 1)", lambda x: 0 <= x < 1)
-        check_number("epsilon_high", self.epsilon_high, *NOT_NEGATIVE, optional=True)
-        check_number("delta", self.delta, *POSITIVE, optional=True)
-        check_number("dual_clip", self.dual_clip, "a number > 1", lambda x: x > 1, optional=True)
+    epsilon: float = number(0.2, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    epsilon_high: float | None = number(None, *NOT_NEGATIVE, optional=True)
+    delta: float | None = number(None, *POSITIVE, optional=True)
+    dual_clip: float | None = number(None, "a number > 1", lambda x: x > 1, optional=True)
 
     @property
     def highest(self) -> float:
@@ -111,10 +110,8 @@ class Clip(Surrogate):
         return torch.where(advantages < 0, bounded, loss)
 
     def metrics(self, terms: Terms) -> Indicators:
-        ratio, advantages = self._capped(terms.ratio), terms.advantages
-        low = (ratio < 1 - self.epsilon) & (advantages < 0)
-        high = (ratio > self.highest) & (advantages > 0)
-        return _clip_ratios(low, high)
+        ratio = self._capped(terms.ratio)
+        return _clip_ratios(ratio, 1 - self.epsilon, self.highest, terms.advantages)
 
     def _capped(self, ratio: Tensor) -> Tensor:
         return ratio if self.delta is None else ratio.clamp(max=self.delta)
@@ -129,12 +126,11 @@ class Cispo(Surrogate):
         epsilon: only what ``epsilon_high`` is if it is None.
     """
 
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
+    epsilon: float = number(0.2, *NOT_NEGATIVE)
+    epsilon_high: float | None = number(None, *NOT_NEGATIVE, optional=True)
 
     def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon, *NOT_NEGATIVE)
-        check_number("epsilon_high", self.epsilon_high, *NOT_NEGATIVE, optional=True)
+        super().__post_init__()
         if self.highest < 1:
             warnings.warn(
                 "cispo uses epsilon_high as the raw upper bound of the importance weight; "
@@ -165,12 +161,8 @@ class Sapo(Surrogate):
         sapo_temperature_neg: steepness of the others' gate.
     """
 
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        check_number("sapo_temperature_pos", self.sapo_temperature_pos, *POSITIVE)
-        check_number("sapo_temperature_neg", self.sapo_temperature_neg, *POSITIVE)
+    sapo_temperature_pos: float = number(1.0, *POSITIVE)
+    sapo_temperature_neg: float = number(1.05, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         tau = _by_sign(
@@ -197,14 +189,10 @@ class Vespo(Surrogate):
     LOG_FLOOR: ClassVar[float] = math.log(1e-8)
     LOG_CEILING: ClassVar[float] = 20.0
 
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
-            check_number(name, getattr(self, name), *NOT_NEGATIVE)
+    vespo_k_pos: float = number(2.0, *NOT_NEGATIVE)
+    vespo_lambda_pos: float = number(3.0, *NOT_NEGATIVE)
+    vespo_k_neg: float = number(3.0, *NOT_NEGATIVE)
+    vespo_lambda_neg: float = number(2.0, *NOT_NEGATIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         log_weight = terms.segments.expand(self._log_weight(terms))
@@ -243,10 +231,7 @@ class Gmpo(Surrogate):
     scope = "sequence"
     needs_token_ratios = True
 
-    gmpo_clip: float = 0.4
-
-    def __post_init__(self) -> None:
-        check_number("gmpo_clip", self.gmpo_clip, *POSITIVE)
+    gmpo_clip: float = number(0.4, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
         # min(rho^s, exp(clip)^s)^s of the paper, in log space
@@ -256,12 +241,10 @@ class Gmpo(Surrogate):
         return -ratio * terms.advantages
 
     def metrics(self, terms: Terms) -> Indicators:
-        low = (terms.log_ratio < -self.gmpo_clip) & (terms.advantages < 0)
-        high = (terms.log_ratio > self.gmpo_clip) & (terms.advantages > 0)
-        return _clip_ratios(low, high)
+        bound = self.gmpo_clip
+        return _clip_ratios(terms.log_ratio, -bound, bound, terms.advantages)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pg(Surrogate):
     """Plain policy gradient, no ratio (arXiv:2504.02546)."""
 
@@ -269,7 +252,6 @@ class Pg(Surrogate):
         return -terms.advantages * terms.logprobs
 
 
-@dataclass(frozen=True, kw_only=True)
 class Topr(Surrogate):
     """Tapered off-policy REINFORCE (arXiv:2503.14286).
 
@@ -282,14 +264,14 @@ class Topr(Surrogate):
         return -weight * terms.advantages * terms.logprobs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NamedLoss:
     """What ``loss_type`` stands for."""
 
     surrogate: type[Surrogate]
     aggregation: str  # a name of AGGREGATIONS
-    importance_sampling_level: str = "token"
     source: str  # the paper
+    importance_sampling_level: str = "token"
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -302,7 +284,20 @@ class NamedLoss:
         return tuple(item.name for item in fields(self.surrogate))
 
 
-LOSSES: dict[str, NamedLoss] = {}
+LOSSES: dict[str, NamedLoss] = {
+    "grpo": NamedLoss(Clip, "sequence_mean", "DeepSeekMath, arXiv:2402.03300"),
+    "bnpo": NamedLoss(Clip, "token_mean", "arXiv:2506.02864"),
+    "dr_grpo": NamedLoss(Clip, "fixed_length", "Dr. GRPO, arXiv:2503.20783"),
+    "dapo": NamedLoss(Clip, "window_token_mean", "arXiv:2503.14476"),
+    "luspo": NamedLoss(Clip, "sequence_sum", "arXiv:2602.05261", "sequence"),
+    "gspo": NamedLoss(Clip, "sequence_mean", "arXiv:2507.18071", "sequence"),
+    "cispo": NamedLoss(Cispo, "window_token_mean", "MiniMax-M1, arXiv:2506.13585"),
+    "sapo": NamedLoss(Sapo, "sequence_mean", "arXiv:2511.20347"),
+    "vespo": NamedLoss(Vespo, "window_token_mean", "arXiv:2602.10693"),
+    "gmpo": NamedLoss(Gmpo, "sequence_mean", "arXiv:2507.20673"),
+    "pg": NamedLoss(Pg, "window_token_mean", "arXiv:2504.02546"),
+    "topr": NamedLoss(Topr, "window_token_mean", "arXiv:2503.14286"),
+}
 
 
 def register_loss(name: str, loss: NamedLoss) -> None:
@@ -318,26 +313,3 @@ def register_loss(name: str, loss: NamedLoss) -> None:
     check_name("aggregation", loss.aggregation, AGGREGATIONS)
     check_name("importance_sampling_level", loss.importance_sampling_level, RATIO_LEVELS)
     LOSSES[name] = loss
-
-
-for _name, _surrogate, _aggregation, _level, _source in (
-    ("grpo", Clip, "sequence_mean", "token", "DeepSeekMath, arXiv:2402.03300"),
-    ("bnpo", Clip, "token_mean", "token", "arXiv:2506.02864"),
-    ("dr_grpo", Clip, "fixed_length", "token", "Dr. GRPO, arXiv:2503.20783"),
-    ("dapo", Clip, "window_token_mean", "token", "arXiv:2503.14476"),
-    ("luspo", Clip, "sequence_sum", "sequence", "arXiv:2602.05261"),
-    ("gspo", Clip, "sequence_mean", "sequence", "arXiv:2507.18071"),
-    ("cispo", Cispo, "window_token_mean", "token", "MiniMax-M1, arXiv:2506.13585"),
-    ("sapo", Sapo, "sequence_mean", "token", "arXiv:2511.20347"),
-    ("vespo", Vespo, "window_token_mean", "token", "arXiv:2602.10693"),
-    ("gmpo", Gmpo, "sequence_mean", "token", "arXiv:2507.20673"),
-    ("pg", Pg, "window_token_mean", "token", "arXiv:2504.02546"),
-    ("topr", Topr, "window_token_mean", "token", "arXiv:2503.14286"),
-):
-    _loss = NamedLoss(
-        surrogate=_surrogate,
-        aggregation=_aggregation,
-        importance_sampling_level=_level,
-        source=_source,
-    )
-    register_loss(_name, _loss)

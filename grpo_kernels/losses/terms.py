@@ -1,5 +1,5 @@
-"""The parts that losses are made of, each a function of (T,) vectors: importance ratios, gates, KL
-penalties and aggregations.
+"""The parts that losses are made of: maps of importance ratios, the top-entropy gate, KL penalties
+and aggregations.
 
 An aggregation is ``sum_t w_t l_t`` with static weights ``w_t``, known before the forward. KL
 estimators as in J. Schulman, "Approximating KL Divergence" (2020).
@@ -7,10 +7,8 @@ estimators as in J. Schulman, "Approximating KL Divergence" (2020).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,11 +18,9 @@ from torch.nn.functional import pad
 from grpo_kernels.batch import Segments, TokenBatch, host
 from grpo_kernels.ranks import gather
 
-SCOPES = ("token", "sequence", "batch")  # how far a token's gradient reaches, narrow to wide
 # exp(20) is 5e8: far outside every trust region, far inside fp32. One clamp here keeps every loss
 # and gradient finite.
 LOG_RATIO_LIMIT = 20.0
-_LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class Terms(NamedTuple):
@@ -39,14 +35,11 @@ class Terms(NamedTuple):
     segments: Segments
 
 
-@dataclass(frozen=True)
-class RatioLevel:
-    """A map of log-ratios with what the schedules and metrics need to know of it."""
+class RatioLevel(NamedTuple):
+    """A map of log-ratios, and what the schedules and metrics need to know of it."""
 
     map: Callable[[Tensor, Tensor, Segments], Tensor]  # (delta, logprobs, segments), all (T,)
-    scope: str
     per_sequence: bool  # one value per sequence, so metrics average over sequences
-    source: str
 
 
 def _sequence(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
@@ -59,15 +52,10 @@ def _sequence_token(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tens
 
 
 RATIO_LEVELS: dict[str, RatioLevel] = {
-    "token": RatioLevel(lambda delta, *_: delta, "token", False, "PPO, arXiv:1707.06347"),
-    "sequence": RatioLevel(_sequence, "sequence", True, "GSPO, arXiv:2507.18071"),
-    "sequence_token": RatioLevel(_sequence_token, "sequence", True, "GSPO-token, arXiv:2507.18071"),
+    "token": RatioLevel(lambda delta, *_: delta, False),  # PPO, arXiv:1707.06347
+    "sequence": RatioLevel(_sequence, True),  # GSPO, arXiv:2507.18071
+    "sequence_token": RatioLevel(_sequence_token, True),  # GSPO-token, of the same paper
 }
-
-
-def max_local_vocab(*scopes: str) -> str:
-    """Return the max_local_vocab of the given scopes."""
-    return max(scopes, key=SCOPES.index)
 
 
 class CorrectionMode(NamedTuple):
@@ -85,44 +73,6 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 }
 
 
-def rollout_correction(
-    old_logprobs: Tensor,  # (T,)
-    rollout_logprobs: Tensor,  # (T,), NaN where the engine does not know: nothing is corrected
-    mode: CorrectionMode,
-    low: float | None,
-    high: float | None,
-    segments: Segments,
-) -> Tensor:
-    """Return the importance weight against the rollout engine: (T,), or (B,) per sequence.
-
-    Without an upper bound it ends at ``exp(LOG_RATIO_LIMIT)``: an infinite one times 0 is NaN.
-    """
-    log_ratio = (old_logprobs - rollout_logprobs).nan_to_num(nan=0.0).detach()
-    weight = (segments.sum(log_ratio) if mode.per_sequence else log_ratio).exp()
-    if mode.truncate:
-        return weight.clamp(min=low, max=_LARGEST_WEIGHT if high is None else high)
-    outside = weight < (0.0 if low is None else low)
-    if high is not None:
-        outside = outside | (weight > high)
-    return weight.clamp(max=_LARGEST_WEIGHT).masked_fill(outside, 0.0)
-
-
-def off_policy_gate(
-    logprobs: Tensor,  # (T,)
-    sampling_logprobs: Tensor,  # (T,) of the rollout engine, or else the old ones; NaN: unknown
-    advantages: Tensor,  # (T,)
-    threshold: float,
-    segments: Segments,
-) -> Tensor:
-    """Return 1 where ``A >= 0`` or the sequence drifted at most ``threshold`` nats, else 0.
-
-    Off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556. Returns (T,).
-    """
-    drift = (sampling_logprobs - logprobs.detach()).nan_to_num(nan=0.0)
-    near = segments.expand(segments.mean(drift)) <= threshold
-    return ((advantages >= 0) | near).to(logprobs.dtype)
-
-
 def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tensor:
     """Return 1 where the entropy is in the top ``quantile`` of all processes; (T,) to (T,).
 
@@ -130,8 +80,11 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
     found by sorting: ``torch.quantile`` refuses more than 2**24 values. ``copies`` processes have
     the same tokens, as those that share a vocabulary do.
     """
-    entropy = entropy.detach()
-    everyone = _gather_values(entropy)
+    entropy = everyone = entropy.detach()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        counts = gather(torch.tensor(entropy.numel(), device=entropy.device), None).tolist()
+        padded = gather(pad(entropy, (0, max(counts) - entropy.numel())), None)
+        everyone = torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
     if everyone.numel() == 0:
         return torch.zeros_like(entropy)
     ordered = everyone.sort().values[::copies]
@@ -142,31 +95,19 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
     return (entropy >= threshold).to(entropy.dtype)
 
 
-def _gather_values(values: Tensor) -> Tensor:
-    """Return all processes' values, concatenated; sizes may differ."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return values
-    counts = gather(torch.tensor(values.numel(), device=values.device), None).tolist()
-    everyone = gather(pad(values, (0, max(counts) - values.numel())), None)
-    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
-
-
 # up to here so many terms of exp's series are exact in fp64
 _NEAR, _TERMS = 0.5, 15
 
 
 def _k3(x: Tensor) -> Tensor:
-    # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
-    exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
-    return torch.where(x.abs() < _NEAR, _near_k3(x.clamp(-_NEAR, _NEAR)), exp - x - 1)
-
-
-def _near_k3(x: Tensor) -> Tensor:
-    """Return exp(x) - x - 1, which cancels near 0, by its series: x^2 / 2 (1 + x / 3 (1 + ...))."""
+    # exp(x) - x - 1 cancels near 0; its series there is x^2 / 2 (1 + x / 3 (1 + ...))
+    near = x.clamp(-_NEAR, _NEAR)
     series = torch.ones_like(x)
     for k in range(_TERMS, 2, -1):
-        series = 1 + series * x * (1 / k)
-    return 0.5 * x * x * series
+        series = 1 + series * near * (1 / k)
+    # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
+    exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
+    return torch.where(x.abs() < _NEAR, 0.5 * near * near * series, exp - x - 1)
 
 
 # each takes x = lr - lp
@@ -178,12 +119,11 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Aggregation:
+class Aggregation(NamedTuple):
     """How per-token losses become one number."""
 
     # of a batch, and the constant length: (T,), () or a number
-    weight: Callable[[TokenBatch, int | None], Tensor | float]
+    weight: Callable[[TokenBatch, Any], Tensor | float]
     # divided by the gradient accumulation steps here; otherwise num_items_in_batch spans them
     per_micro_batch: bool = True
     divides_by_max_length: bool = False
@@ -191,7 +131,7 @@ class Aggregation:
 
 
 def _sequences(batch: TokenBatch) -> float:
-    return batch.sequences_per_rank or 1
+    return batch.num_sequences / batch.num_ranks or 1
 
 
 def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
@@ -199,38 +139,31 @@ def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
     return batch.segments.expand((lengths * _sequences(batch)).reciprocal())
 
 
-def _fixed_length(batch: TokenBatch, max_length: int | None) -> float:
-    assert max_length is not None  # LossConfig checked it
-    return 1.0 / (_sequences(batch) * max_length)
+def token_mean(batch: TokenBatch, max_length: int | None = None) -> Tensor | float:
+    """Return the weight of a token in a mean over a micro-batch."""
+    return _inverse(batch.num_tokens_in_micro_batch, batch.segments.num_tokens / batch.num_ranks)
 
 
 def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | float:
-    items = batch.num_items_in_batch
-    if items is None:
-        return inverse(batch.tokens_per_rank * batch.gradient_accumulation_steps)
-    return inverse(items)
+    tokens = batch.segments.num_tokens / batch.num_ranks * batch.gradient_accumulation_steps
+    return _inverse(batch.num_items_in_batch, tokens)
 
 
-def tokens_in_micro_batch(batch: TokenBatch) -> Tensor | float:
-    """Return what the means over a micro-batch divide by."""
-    given = batch.num_tokens_in_micro_batch
-    return batch.tokens_per_rank if given is None else given
-
-
-def inverse(count: Tensor | float) -> Tensor | float:
-    """Return ``1 / count``, or 1 for a count of 0: a tensor only where it is on a device."""
+def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
+    """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
+    count = otherwise if given is None else host.number(given)
     if isinstance(count, Tensor):
-        if not host.reading_is_free(count):
-            # 0 only when no process has a token; a fraction is a share of processes or steps
-            return torch.where(count > 0, count.double(), 1.0).reciprocal()
-        count = host.values(count)
+        # 0 only when no process has a token; a fraction is a share of processes or steps
+        return torch.where(count > 0, count.double(), 1.0).reciprocal()
     return 1.0 / count if count > 0 else 1.0
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": Aggregation(_sequence_mean, by_sequence=True),
     "sequence_sum": Aggregation(lambda batch, _: 1.0 / _sequences(batch), by_sequence=True),
-    "token_mean": Aggregation(lambda batch, _: inverse(tokens_in_micro_batch(batch))),
-    "fixed_length": Aggregation(_fixed_length, divides_by_max_length=True),
+    "token_mean": Aggregation(token_mean),
+    "fixed_length": Aggregation(
+        lambda batch, length: 1.0 / (_sequences(batch) * length), divides_by_max_length=True
+    ),
     "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False),
 }

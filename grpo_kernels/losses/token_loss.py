@@ -6,8 +6,8 @@ and let autograd derive the gradient. :func:`policy_loss` is the loss in plain t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,24 +15,16 @@ from torch import Tensor
 
 from grpo_kernels.batch import Segments, TokenBatch, host
 from grpo_kernels.losses.config import LossConfig
-from grpo_kernels.losses.metrics import (
-    LazyMetrics,
-    Metrics,
-    Stat,
-    extreme_stat,
-    indicator_stats,
-    mean_stat,
-)
+from grpo_kernels.losses.metrics import LazyMetrics, Metrics, Stat, indicator_stats, stat_of
 from grpo_kernels.losses.terms import (
     KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
     Terms,
-    inverse,
-    off_policy_gate,
-    rollout_correction,
-    tokens_in_micro_batch,
+    token_mean,
     top_entropy_gate,
 )
+
+_LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class Weights(NamedTuple):
@@ -77,6 +69,7 @@ class Evaluation(NamedTuple):
     """The loss per token, with the parts that metrics are made of."""
 
     loss: Tensor  # (T,) surrogate with its gates, plus beta * KL
+    contributions: Tensor  # (T,) what each token adds to the loss of the batch
     terms: Terms
     old_logprobs: Tensor  # (T,)
     kl: Tensor | None  # (T,)
@@ -89,35 +82,30 @@ def static_weights(
 ) -> Weights:
     """Weigh every token of ``batch``; ``dtype``: of the log-probabilities, where it is known."""
     steps = batch.gradient_accumulation_steps
+
+    def per_token(weight: Tensor | float) -> Tensor:  # (T,)
+        if isinstance(weight, Tensor):
+            return weight.to(dtype).expand(batch.target.shape)
+        return torch.full_like(batch.advantages, weight, dtype=dtype)
+
     policy = config.aggregation.weight(batch, config.max_completion_length)
     if config.aggregation.per_micro_batch:
         policy = policy / steps
     if config.entropy_coef == 0:
-        return Weights(_per_token(policy, batch, dtype), None)
-    entropy = inverse(tokens_in_micro_batch(batch)) / steps
+        return Weights(per_token(policy), None)
+    entropy = token_mean(batch) / steps
     if batch.entropy_scale is not None:
-        entropy = entropy * batch.entropy_scale
-    return Weights(*(_per_token(weight, batch, dtype) for weight in (policy, entropy)))
-
-
-def _per_token(weight: Tensor | float, batch: TokenBatch, dtype: torch.dtype) -> Tensor:
-    """Return the weight per token, (T,)."""
-    like = batch.advantages
-    if isinstance(weight, Tensor) and not (weight.dim() == 0 and host.reading_is_free(weight)):
-        return weight.to(dtype).expand(like.shape)
-    number = host.values(weight) if isinstance(weight, Tensor) else weight
-    return torch.full_like(like, number, dtype=dtype)
+        entropy = entropy * host.number(batch.entropy_scale)
+    return Weights(per_token(policy), per_token(entropy))
 
 
 def token_inputs(batch: TokenBatch, weights: Weights, dtype: torch.dtype) -> TokenInputs:
     """Collect the inputs in ``dtype``; log-probabilities and entropy are to be put in yet."""
-
-    def cast(value: Tensor | None) -> Tensor | None:
-        return value.to(dtype) if value is not None else None
-
-    advantages, rest = batch.advantages.to(dtype), (batch.old_logprobs, batch.ref_logprobs)
-    rollout = (batch.rollout_logprobs, batch.rollout_weights)
-    others = map(cast, (*weights, *rest, *rollout))
+    given = (
+        *(batch.advantages, *weights, batch.old_logprobs, batch.ref_logprobs),
+        *(batch.rollout_logprobs, batch.rollout_weights),
+    )
+    advantages, *others = (None if x is None else x.to(dtype) for x in given)
     return TokenInputs(advantages, None, advantages, *others)  # type: ignore[arg-type]
 
 
@@ -142,9 +130,11 @@ def evaluate(
     )
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
+        # off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556; NaN: unknown
         sampling = old if x.rollout_logprobs is None else x.rollout_logprobs
-        threshold = config.off_policy_mask_threshold
-        loss = loss * off_policy_gate(x.logprobs, sampling, x.advantages, threshold, segments)
+        drift = segments.mean((sampling - x.logprobs.detach()).nan_to_num(nan=0.0))
+        near = segments.expand(drift) <= config.off_policy_mask_threshold
+        loss = loss * ((x.advantages >= 0) | near).to(loss.dtype)
     if config.top_entropy_quantile == 1:
         entropy_gate = None
     else:
@@ -161,21 +151,15 @@ def evaluate(
         if config.use_bias_correction_kl:  # the gradient is another even where the ratio is 1
             kl = kl * terms.ratio
         loss = loss + config.beta * kl
-    return Evaluation(loss, terms, old, kl, entropy_gate, correction)
-
-
-def contributions(x: TokenInputs, evaluation: Evaluation, config: LossConfig) -> Tensor:
-    """Return each token's contribution to the loss, (T,): their sum is the loss."""
-    policy = evaluation.loss * x.policy_weight
-    if config.entropy_coef == 0:
-        return policy
-    assert x.entropy is not None and x.entropy_weight is not None  # checked at the API edge
-    weight = x.entropy_weight
-    gate = evaluation.entropy_gate
-    if gate is not None:  # a mean over the gated tokens only
-        segments = evaluation.terms.segments
-        weight = weight * gate * (segments.num_tokens / segments.sum_all(gate).clamp(min=1))
-    return policy - config.entropy_coef * weight * x.entropy
+    contributions = loss * x.policy_weight
+    if config.entropy_coef != 0:
+        assert x.entropy is not None and x.entropy_weight is not None  # checked at the API edge
+        weight = x.entropy_weight
+        if entropy_gate is not None:  # a mean over the gated tokens only
+            gated = segments.sum_all(entropy_gate).clamp(min=1)
+            weight = weight * entropy_gate * (segments.num_tokens / gated)
+        contributions = contributions - config.entropy_coef * weight * x.entropy
+    return Evaluation(loss, contributions, terms, old, kl, entropy_gate, correction)
 
 
 def run_stage(
@@ -190,7 +174,7 @@ def run_stage(
             assert x.entropy is not None  # the schedules always compute it
             inputs.append(x.entropy.detach().requires_grad_())
             x = x._replace(entropy=inputs[1])
-        each = contributions(x, evaluate(x, segments, config, entropy_gate), config)
+        each = evaluate(x, segments, config, entropy_gate).contributions
         gradients = torch.autograd.grad(each, inputs, torch.ones_like(each))
     dentropy = gradients[1] if len(gradients) > 1 else None
     return StageOutput(each.detach(), gradients[0], dentropy)
@@ -199,14 +183,22 @@ def run_stage(
 def _correction(
     x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the rollout weight as it is, (T,) or (B,), and per token."""
+    """Return the weight against the rollout engine as it is, (T,) or (B,), and per token."""
+    mode = config.correction_mode
     if x.rollout_weights is not None:
         return x.rollout_weights, x.rollout_weights
-    mode = config.correction_mode
     if x.rollout_logprobs is None or mode is None:
         return None, None
+    # NaN: the engine does not know it, and nothing is corrected
+    log_ratio = (old - x.rollout_logprobs).nan_to_num(nan=0.0).detach()
+    weight = (segments.sum(log_ratio) if mode.per_sequence else log_ratio).exp()
     low, high = config.rollout_correction_min, config.rollout_correction_max
-    weight = rollout_correction(old, x.rollout_logprobs, mode, low, high, segments)
+    # without an upper bound it ends at a finite number, since infinity times 0 is NaN
+    if mode.truncate:
+        weight = weight.clamp(min=low, max=_LARGEST_WEIGHT if high is None else high)
+    else:
+        outside = weight != weight.clamp(0.0 if low is None else low, high)
+        weight = weight.clamp(max=_LARGEST_WEIGHT).masked_fill(outside, 0.0)
     return weight, segments.expand(weight) if mode.per_sequence else weight
 
 
@@ -272,7 +264,7 @@ def weighted_loss(
     x = x._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
     # fp64 makes the sum independent of how the batch was cut
-    loss = contributions(x, evaluation, config).double().sum().to(logprobs.dtype)
+    loss = evaluation.contributions.double().sum().to(logprobs.dtype)
     return loss, evaluation.entropy_gate
 
 
@@ -315,67 +307,45 @@ def loss_stats(
     x = token_inputs(batch, weights, logprobs.dtype)
     x = x._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
+    gate, correction = evaluation.entropy_gate, evaluation.correction
     stats: dict[str, Stat] = {}
     if evaluation.kl is not None:
-        stats["kl"] = mean_stat(evaluation.kl)
+        stats["kl"] = stat_of("mean", evaluation.kl)
     if entropy is not None:
-        stats["entropy"] = mean_stat(entropy)
         means, occupied = batch.segments.mean(entropy), batch.segments.lengths > 0
-        for extreme in ("min", "max"):
-            stats[f"entropy/sequence_{extreme}"] = extreme_stat(extreme, means, occupied)
-    if entropy is not None and evaluation.entropy_gate is not None:
-        gate = evaluation.entropy_gate.double()
-        stats["entropy_top"] = Stat("mean", (entropy * gate).sum(), gate.sum())
-    if config.entropy_coef != 0:
-        stats["policy_loss"] = _policy_loss_stat(x, evaluation, batch, config)
+        stats["entropy"] = stat_of("mean", entropy)
+        stats["entropy/sequence_min"] = stat_of("min", means, occupied)
+        stats["entropy/sequence_max"] = stat_of("max", means, occupied)
+        if gate is not None:
+            stats["entropy_top"] = stat_of("mean", entropy, gate > 0)
+    if config.entropy_coef != 0:  # without the bonus, as one sample per micro-batch
+        total = (evaluation.loss * x.policy_weight).double().sum()
+        if config.aggregation.per_micro_batch:
+            total = total * batch.gradient_accumulation_steps
+        stats["policy_loss"] = stat_of("mean", total)
     stats |= indicator_stats(
         config.surrogate.metrics(evaluation.terms),
         batch.segments,
         config.ratio_level.per_sequence and not batch.advantages_per_token,
     )
-    stats |= _ratio_stats(evaluation.terms.ratio)
-    stats["perplexity"] = replace(mean_stat(logprobs), kind="perplexity")
-    if x.rollout_logprobs is not None:
-        stats |= _rollout_stats(evaluation, x.rollout_logprobs)
-    if evaluation.correction is not None:
-        name = "sampling/importance_sampling_ratio"
-        stats[f"{name}/min"] = extreme_stat("min", evaluation.correction)
-        stats[f"{name}/mean"] = mean_stat(evaluation.correction)
-        stats[f"{name}/max"] = extreme_stat("max", evaluation.correction)
+    ratio = evaluation.terms.ratio.double()
+    stats["ratio/min"], stats["ratio/max"] = stat_of("min", ratio), stat_of("max", ratio)
+    moments = torch.stack([ratio.sum(), (ratio * ratio).sum()])
+    stats["ratio/ess"] = Stat("ess", moments, stats["ratio/min"].count)
+    stats["perplexity"] = stat_of("perplexity", logprobs)
+    if x.rollout_logprobs is not None:  # of the engine, against the trainer's
+        known = ~x.rollout_logprobs.isnan()
+        difference = (evaluation.old_logprobs - x.rollout_logprobs).double()
+        k3 = KL_ESTIMATORS["k3"](difference)
+        for kind in ("mean", "max"):
+            name = f"sampling/sampling_logp_difference/{kind}"
+            stats[name] = stat_of(kind, difference.abs(), known)
+        stats["sampling/mismatch_kl_k1"] = stat_of("mean", -difference, known)
+        stats["sampling/mismatch_kl_k3"] = stat_of("mean", k3, known)
+        name = "sampling/rollout_perplexity"
+        stats[name] = stat_of("perplexity", x.rollout_logprobs, known)
+    if correction is not None:
+        for kind in ("min", "mean", "max"):
+            name = f"sampling/importance_sampling_ratio/{kind}"
+            stats[name] = stat_of(kind, correction)
     return stats
-
-
-def _policy_loss_stat(
-    x: TokenInputs, evaluation: Evaluation, batch: TokenBatch, config: LossConfig
-) -> Stat:
-    """Return the loss without its entropy bonus, as one sample per micro-batch."""
-    total = (evaluation.loss * x.policy_weight).double().sum()
-    if config.aggregation.per_micro_batch:
-        total = total * batch.gradient_accumulation_steps
-    return Stat("mean", total, torch.ones_like(total))
-
-
-def _ratio_stats(ratio: Tensor) -> dict[str, Stat]:
-    double = ratio.double()
-    moments = torch.stack([double.sum(), (double * double).sum()])
-    return {
-        "ratio/min": extreme_stat("min", ratio),
-        "ratio/max": extreme_stat("max", ratio),
-        "ratio/ess": Stat("ess", moments, mean_stat(ratio).count),
-    }
-
-
-def _rollout_stats(evaluation: Evaluation, rollout_logprobs: Tensor) -> dict[str, Stat]:
-    """Return statistics of the rollout engine's log-probabilities against the trainer's."""
-    known = ~rollout_logprobs.isnan()
-    difference = torch.where(known, evaluation.old_logprobs - rollout_logprobs, 0.0).double()
-    count = known.double().sum()
-    k3 = KL_ESTIMATORS["k3"](difference)
-    sampled = torch.where(known, rollout_logprobs, 0.0).double().sum()
-    return {
-        "sampling/sampling_logp_difference/mean": Stat("mean", difference.abs().sum(), count),
-        "sampling/sampling_logp_difference/max": extreme_stat("max", difference.abs(), known),
-        "sampling/mismatch_kl_k1": Stat("mean", -difference.sum(), count),
-        "sampling/mismatch_kl_k3": Stat("mean", k3.sum(), count),
-        "sampling/rollout_perplexity": Stat("perplexity", sampled, count),
-    }

@@ -1,8 +1,10 @@
-"""Makes the sharded parameters of a head whole: DTensors (FSDP2, HSDP, TP) and DeepSpeed's ZeRO-3.
+"""Reads a head from a layer, plain or under PEFT's adapters, and makes sharded parameters whole.
 
-Neither framework sees a weight that is only read. FSDP2 gathers and reduces where the module that
-owns it is called, and ``DTensor.full_tensor()`` takes every process to have the same gradient: of
-the sum over the processes it keeps the slice of one. ZeRO-3 empties a parameter between uses.
+Layers are of any module class, PEFT's included, which is not imported here. Shards are DTensors
+(FSDP2, HSDP, TP) and DeepSpeed's ZeRO-3. Neither framework sees a weight that is only read. FSDP2
+gathers and reduces where the module that owns it is called, and ``DTensor.full_tensor()`` takes
+every process to have the same gradient: of the sum over the processes it keeps the slice of one.
+ZeRO-3 empties a parameter between uses.
 """
 
 from __future__ import annotations
@@ -13,10 +15,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.head import Head
+from grpo_kernels.head.head import Head, HeadLoRA, Transform
 from grpo_kernels.head.vocab_shard import VocabShard
 
 AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head)"
+
+
+def head_of_layer(layer: Any, transform: Transform) -> Head:
+    """Return the layer's parameters as they are now, its active LoRA adapters as one."""
+    layer = layer_in_use(layer)
+    adapted = hasattr(layer, "base_layer")
+    base = layer.base_layer if adapted else layer
+    weight = getattr(base, "weight", None)
+    # a quantised weight is packed: it has no (V, D) floating point numbers
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise ValueError(
+            f"lm_head: expected a plain linear layer, got {type(base).__name__}; if it is "
+            "quantised, leave it out of the quantisation"
+        )
+    if weight.dim() != 2 and not is_sharded(weight):
+        raise ValueError(
+            f"lm_head: expected a weight of shape (V, D), got {tuple(weight.shape)}"
+            f"{why_not_whole(weight)}"
+        )
+    lora = _lora(layer) if adapted else None
+    return Head(weight, getattr(base, "bias", None), transform, lora)
+
+
+def layer_in_use(layer: Any) -> Any:
+    """Look through PEFT's wrapper of a fully trained copy of the head (``modules_to_save``)."""
+    if not hasattr(layer, "original_module"):
+        return layer
+    active = [] if layer.disable_adapters else layer.active_adapters
+    copies = getattr(layer, "modules_to_save", None)
+    if copies is None:
+        raise ValueError(
+            f"lm_head: expected one that is trained as a whole or by LoRA, got "
+            f"{type(layer).__name__} (single tokens of it); use modules_to_save for the head"
+        )
+    names = [name for name in active if name in copies]
+    return copies[names[0]] if names else layer.original_module
+
+
+def _lora(layer: Any) -> HeadLoRA | None:
+    """Return the adapters in use; None if there is none or they are merged into the weight."""
+    if layer.merged or layer.disable_adapters:
+        return None
+    found = []
+    for name in layer.active_adapters:
+        _check_lora(layer, name)
+        if name in layer.lora_A:
+            factor_a, factor_b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            found.append(HeadLoRA(a=factor_a, b=factor_b, scaling=layer.scaling[name]))
+    return HeadLoRA.joined(found)
+
+
+def _check_lora(layer: Any, name: str) -> None:
+    problem = None
+    if not hasattr(layer, "lora_A") or hasattr(layer, "parameter_name"):
+        problem = f"an adapter of type {type(layer).__name__}"
+    elif name in layer.lora_A:
+        if name in getattr(layer, "lora_variant", {}) or layer.use_dora.get(name):
+            problem = "DoRA or another variant of LoRA"
+        elif getattr(layer.lora_dropout[name], "p", 0.0) > 0:
+            problem = f"lora_dropout={layer.lora_dropout[name].p}"
+        elif layer.lora_B[name].bias is not None:
+            problem = "lora_bias=True"
+    if problem is not None:
+        raise ValueError(
+            f"lm_head: expected plain LoRA without dropout, got {problem}; change it "
+            "or exclude the head from target_modules"
+        )
 
 
 def unshard_head(head: Head) -> Head:
@@ -26,13 +95,8 @@ def unshard_head(head: Head) -> Head:
     and its gradient is the mean of what the processes of the others find, as under DDP and FSDP.
     That is right for data parallel dimensions, whose processes have rows of their own, and for
     tensor parallel ones, whose processes have the same. The whole tensor lives as long as the
-    graph.
-
-    A ZeRO-3 parameter is gathered for the module whose forward runs, and again for its backward.
-
-    Raises:
-        ValueError: a ZeRO-3 parameter comes while no module's forward runs, or FSDP has freed the
-            memory of the weight.
+    graph. A ZeRO-3 parameter is gathered for the module whose forward runs, and again for its
+    backward.
     """
     if _is_freed(head.weight):
         raise ValueError(
@@ -40,8 +104,12 @@ def unshard_head(head: Head) -> Head:
         )
     if not any(map(is_sharded, head.tensors)):
         return head
-    names = ("weight", "bias", "lora.a", "lora.b")
-    whole = [_whole(*each, head.shard) for each in zip(names, head.tensors, strict=True)]
+    whole: list[Any] = list(head.tensors)
+    for place, name in enumerate(("weight", "bias", "lora.a", "lora.b")):
+        if is_dtensor(whole[place]):
+            whole[place] = _of_all_shards(whole[place], head.shard)
+        elif is_sharded(whole[place]):
+            whole[place] = _fetched(name, whole[place])
     return head.with_tensors(*whole)
 
 
@@ -68,15 +136,9 @@ def _is_freed(x: Any) -> bool:
     """Return whether ``x`` is a view of what FSDP gathered once and has freed since."""
     if torch.compiler.is_compiling() or is_dtensor(x) or not isinstance(x, Tensor):
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # has no memory of its own
-        return False
-    return x.numel() > 0 and x.untyped_storage().size() == 0
-
-
-def _whole(name: str, x: Any, shard: VocabShard | None) -> Any:
-    if is_dtensor(x):
-        return _of_all_shards(x, shard)
-    return _fetched(name, x) if hasattr(x, "ds_status") else x
+    # what functorch wraps has no memory of its own
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not wrapped and x.numel() > 0 and x.untyped_storage().size() == 0
 
 
 def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:
