@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from grpo_kernels.fused_head import FusedHead, unfuse
 from grpo_kernels.integrations.lazy_logits import LazyLogits
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of, release
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, release
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +73,7 @@ _SCORERS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
 
 def _replacements(host: str) -> Iterator[Replacement]:
     module, scorers = _SCORERS[host]
-    owner = module_of(module)
+    owner = import_module(module)
     for name, ours in scorers.items():
         taking_both = _taking_both(getattr(owner, name), ours)
         yield Replacement(owner, name, taking_both, everywhere=True)

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
 from grpo_kernels.head import Transform, autocast_dtype, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
@@ -163,18 +163,16 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _replacements() -> Iterator[Replacement]:
-    yield Replacement(module_of(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
+    yield Replacement(import_module(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
 
 
 def _too_late() -> str:
-    made = alive(getattr(module_of(_MODULE), _NAME))
+    made = alive(getattr(import_module(_MODULE), _NAME))
     return f"expected no {_NAME} of Liger's yet, got one" if made else ""
 
 
-SWITCH = Switch(HOSTS["liger"], _replacements)
-# before a trainer is built that makes a module of Liger's
-enable = functools.partial(SWITCH.enable_early, _too_late)
-disable, enabled = SWITCH.disable, SWITCH.enabled
+SWITCH = Switch(HOSTS["liger"], _replacements, _too_late)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
 def instead_of(

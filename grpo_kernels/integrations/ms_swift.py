@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from grpo_kernels.integrations import liger
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch
 
 if __name__.startswith("_swift_external_"):
     # the folder of a plugin goes to the front of sys.path, and here lie files named after hosts
@@ -25,7 +26,7 @@ if __name__.startswith("_swift_external_"):
 
 
 def _replacements() -> Iterator[Replacement]:
-    trainer = module_of("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
+    trainer = import_module("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
     theirs = trainer._prepare_liger_loss
 
     @functools.wraps(theirs)

@@ -13,15 +13,15 @@ may have a LoRA adapter, which TRL refuses::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
@@ -41,10 +41,10 @@ _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 
 
 def _replacements() -> Iterator[Replacement]:
-    utils = module_of("trl.trainer.utils")
+    utils = import_module("trl.trainer.utils")
     yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
     for name in _TRAINERS:
-        trainer = module_of(f"trl.trainer.{name}_trainer")
+        trainer = import_module(f"trl.trainer.{name}_trainer")
         yield Replacement(trainer, "BaseTunerLayer", _NoAdapter("BaseTunerLayer", (), {}))
 
 
@@ -56,15 +56,13 @@ class _NoAdapter(type):
 
 
 def _too_late() -> str:
-    fused = any(map(_has_their_head, alive(module_of("transformers").PreTrainedModel)))
+    fused = any(map(_has_their_head, alive(import_module("transformers").PreTrainedModel)))
     wrong = "expected no trainer of TRL yet, got a model that has TRL's own fused head"
     return wrong if fused else ""
 
 
-SWITCH = Switch(HOSTS["trl"], _replacements)
-# before a trainer is built
-enable = functools.partial(SWITCH.enable_early, _too_late)
-disable, enabled = SWITCH.disable, SWITCH.enabled
+SWITCH = Switch(HOSTS["trl"], _replacements, _too_late)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
 def add_fused_lm_head(
@@ -129,7 +127,7 @@ def _output(model: PreTrainedModel, found: Any, target: Tensor, count: Any) -> A
     if aux_loss is not None:
         config = model.config.get_text_config()
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-    output = module_of("trl.trainer.utils").FusedCausalLMOutput
+    output = import_module("trl.trainer.utils").FusedCausalLMOutput
     return output(loss=loss, label_mask=label_mask, aux_loss=aux_loss, **per_token)
 
 
@@ -153,4 +151,4 @@ def __getattr__(name: str) -> Any:
     # TRL is imported by those who use it
     if name != "FusedGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return module_of("grpo_kernels.integrations.trl_trainer").FusedGRPOTrainer
+    return import_module("grpo_kernels.integrations.trl_trainer").FusedGRPOTrainer

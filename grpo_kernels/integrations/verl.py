@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
 from grpo_kernels.integrations.sum_losses import summed_loss
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.overlay import ForwardOverlay, lay_over
@@ -48,13 +49,13 @@ _AGGREGATIONS = {
 
 
 def _replacements() -> Iterator[Replacement]:
-    fused = module_of("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    fused = import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
     yield Replacement(fused, "forward", _fused_linear_for_ppo)
-    kernel = module_of("verl.utils.kernel.linear_cross_entropy")
+    kernel = import_module("verl.utils.kernel.linear_cross_entropy")
     yield Replacement(kernel, "linear_cross_entropy", linear_cross_entropy, everywhere=True)
-    patch = module_of("verl.models.transformers.monkey_patch")
+    patch = import_module("verl.models.transformers.monkey_patch")
     yield Replacement(patch, "patch_forward_with_backends", patch_forward_with_backends)
-    engine = module_of("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
+    engine = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
     yield Replacement(engine, "prepare_model_inputs", _at_any_temperature(engine))
 
 
@@ -98,7 +99,7 @@ class _TakesTemperature(ForwardOverlay):
             return own_forward(*args, **kwargs)
         score = functools.partial(_scored, ids=_targets(kwargs), temperature=temperature)
         log_probs, entropy = own_forward(*args, head_fn=score, **kwargs).head
-        output = module_of("verl.models.transformers.dense_common").CausalLMOutputForPPO
+        output = import_module("verl.models.transformers.dense_common").CausalLMOutputForPPO
         return output(log_probs=log_probs, entropy=entropy)
 
 
@@ -146,7 +147,7 @@ def register_policy_loss(name: str, config: LossConfig) -> None:
     Raises:
         ValueError: the name is taken, or the config has what verl adds.
     """
-    registry = module_of(_CORE).POLICY_LOSS_REGISTRY
+    registry = import_module(_CORE).POLICY_LOSS_REGISTRY
     if name in registry:
         raise ValueError(f"name: expected one that verl does not have yet, got {name!r}")
     for setting, off in (("beta", 0), ("entropy_coef", 0), ("top_entropy_quantile", 1)):
@@ -186,7 +187,7 @@ def _policy_loss(
     )  # fmt: skip
     with torch.enable_grad():  # what verl gives each token: its aggregation is linear
         ones = torch.ones_like(log_prob, dtype=torch.float64, requires_grad=True)
-        aggregated = module_of(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
+        aggregated = import_module(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
     (weights,) = torch.autograd.grad(aggregated, ones)
     loss, metrics = summed_loss(log_prob.float(), batch, loss_config, weights)
     found = {f"actor/{name}": float(value) for name, value in metrics.items()}
@@ -236,7 +237,7 @@ def _targets(kwargs: dict[str, Any]) -> Tensor:
 def _at_any_temperature(engine: Any) -> Any:
     """Return ``prepare_model_inputs`` that hands temperatures per sample to the fused head."""
     theirs = engine.prepare_model_inputs
-    utils = module_of("verl.utils.tensordict_utils")
+    utils = import_module("verl.utils.tensordict_utils")
 
     @functools.wraps(theirs)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
