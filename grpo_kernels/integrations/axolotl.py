@@ -1,12 +1,10 @@
-"""Axolotl's GRPO on our kernels, as a plugin that its config names.
+"""Axolotl's GRPO on our kernels, with ``async_prefetch`` and without, as a plugin of its config.
 
-    plugins:
-      - grpo_kernels.integrations.axolotl.GRPOKernelsPlugin
-    rl: grpo
-    trl:
-      use_liger_loss: true
-
-With ``async_prefetch`` and without.
+plugins:
+  - grpo_kernels.integrations.axolotl.GRPOKernelsPlugin
+rl: grpo
+trl:
+  use_liger_loss: true
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class GRPOKernelsPlugin(BasePlugin):
             raise ValueError(
                 f"rl: expected {' or '.join(_OF_GRPO)} with GRPOKernelsPlugin, got {got}"
             )
-        asked = getattr(cfg.trl, "use_liger_loss", None)
-        if not asked:
+        if not (asked := getattr(cfg.trl, "use_liger_loss", None)):
             raise ValueError(
                 "trl.use_liger_loss: expected true with GRPOKernelsPlugin, which takes the place "
                 f"of Liger's loss; got {asked}"
@@ -55,14 +52,11 @@ class GRPOKernelsPlugin(BasePlugin):
         Raises:
             ValueError: a setting, or the model's head, is one that the loss module is not told of.
         """
-        theirs = getattr(trainer, "liger_loss", None)
-        if theirs is None:
+        if getattr(trainer, "liger_loss", None) is None:
             raise ValueError(
                 "trainer: expected one of TRL's GRPO trainers with use_liger_kernel, got "
                 f"{type(trainer).__name__} without"
             )
-        for name, off in (("off_policy_mask_threshold", None), ("aux_loss_enabled", False)):
-            if (got := getattr(trainer, name, off)) != off:
-                raise ValueError(f"{name}: expected {off} with use_liger_loss, got {got}")
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        trainer.liger_loss = liger.instead_of(theirs, model, any_version=self.any_version)
+        off = {"off_policy_mask_threshold": None, "aux_loss_enabled": False}
+        why = "with use_liger_loss"
+        liger.put_into(trainer, "liger_loss", off, why, any_version=self.any_version)

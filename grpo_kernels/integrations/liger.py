@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -38,14 +39,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. Beyond Liger's: advantages of one per token, (B, T), and batches without padding. Other
-    than Liger's, masked tokens count nowhere: docs/integrations.md says where that is seen.
+    tokens. What differs from Liger's, docs/integrations.md says.
 
     Args:
         beta, loss_type, importance_sampling_level, temperature, max_completion_length, delta,
-            use_bias_correction_kl: as in :class:`grpo_kernels.LossConfig`.
+            use_bias_correction_kl, sapo_..., vespo_...: as in :class:`grpo_kernels.LossConfig`.
         epsilon_low, epsilon_high: its ``epsilon`` and ``epsilon_high``.
-        sapo_temperature_pos, ..., vespo_lambda_neg: settings of the losses of these names.
         use_ref_model: whether there is a reference; False: the policy itself is, a KL of 0, and
             one that is given is not looked at.
         compiled, chunk_size: without effect: there is one kernel, in chunks of its own.
@@ -141,22 +140,24 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     temperature=config.temperature,
                 ).logprobs  # fmt: skip
         counted = ids != IGNORE_INDEX if attention_mask is None else attention_mask
-        ratio = vllm_is_ratio
-        weights = None if ratio is None else _per_token("vllm_is_ratio", ratio, ids, cu_seqlens)
-        optional: Any = {
-            "old_logprobs": old_per_token_logps,
-            "ref_logprobs": reference,
-            "rollout_weights": weights,
-            "num_items_in_batch": _tokens_per_process(counted, num_items_in_batch),
-        }
+        ratio = weights = vllm_is_ratio
+        if ratio is not None:
+            weights = _per_token("vllm_is_ratio", ratio, ids, cu_seqlens)
         # one per token: what is clipped is then counted in tokens, at every ratio level
         advantages = _per_token("advantages", advantages, ids, cu_seqlens)
-        if cu_seqlens is None:
-            batch = TokenBatch.from_padded(ids, advantages, counted, **optional)
-        else:
-            batch = TokenBatch.from_packed(ids, advantages, cu_seqlens, counted, **optional)
+        make: Any = TokenBatch.from_padded
+        if cu_seqlens is not None:
+            make = functools.partial(TokenBatch.from_packed, cu_seqlens=cu_seqlens)
+        batch = make(
+            ids, advantages, mask=counted, old_logprobs=old_per_token_logps,
+            ref_logprobs=reference, rollout_weights=weights,
+            num_items_in_batch=_tokens_per_process(counted, num_items_in_batch),
+        )  # fmt: skip
         if ratio is not None and ratio.shape != ids.shape and config.surrogate.uses_rollout_weight:
-            batch = _weighted_once(batch)
+            # a loss that multiplies a sequence's weights takes its own from the first token alone
+            places = torch.arange(batch.num_tokens, device=ids.device)
+            first = torch.isin(places, batch.cu_seqlens[:-1])
+            batch = replace(batch, rollout_weights=batch.rollout_weights.where(first, 1.0))
         loss, metrics = linear_policy_loss(hidden, lin_weight, batch, config, bias=bias)
         kl = [_mean(metrics, ["kl"], loss)] if self.beta != 0 else []
         return loss, (*kl, _mean(metrics, _CLIPPED, loss))
@@ -186,14 +187,6 @@ def instead_of(
             which is all that a trainer hands to the module; or a setting is one that ours refuses.
     """
     SWITCH.host.check(any_version)
-    _check_head(model)
-    names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
-    if isinstance(theirs, LigerFusedLinearGRPOLoss):
-        return theirs  # made while enable() was in force
-    return LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
-
-
-def _check_head(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     scale, cap = logit_scale(config), softcap(config)
     if scale != 1 or cap is not None:
@@ -206,6 +199,27 @@ def _check_head(model: PreTrainedModel) -> None:
             "model: expected lm_head without an adapter, whose weight Liger's module does not "
             "get; got LoRA on it"
         )
+    if isinstance(theirs, LigerFusedLinearGRPOLoss):
+        return theirs  # made while enable() was in force
+    names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
+    return LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
+
+
+def put_into(
+    trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
+) -> None:
+    """Put ours in the place of the module of Liger's that a trainer has as ``attribute``.
+
+    Raises:
+        ValueError: a setting of the trainer is not what ``off`` says, for ``why``; or what
+            :func:`instead_of` refuses.
+    """
+    for name, expected in off.items():
+        if (got := getattr(trainer, name, expected)) != expected:
+            raise ValueError(f"{name}: expected {expected} {why}, got {got}")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    ours = instead_of(getattr(trainer, attribute), model, any_version=any_version)
+    setattr(trainer, attribute, ours)
 
 
 def _per_token(name: str, values: Tensor, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -224,14 +238,6 @@ def _per_token(name: str, values: Tensor, ids: Tensor, cu_seqlens: Tensor | None
     return torch.repeat_interleave(values.reshape(-1), cu_seqlens.diff().long())
 
 
-def _weighted_once(batch: TokenBatch) -> TokenBatch:
-    """Leave weights of sequences to their first tokens, for a loss that multiplies a sequence's."""
-    places = torch.arange(batch.num_tokens, device=batch.target.device)
-    first, weights = torch.isin(places, batch.cu_seqlens[:-1]), batch.rollout_weights
-    assert weights is not None
-    return replace(batch, rollout_weights=weights.where(first, 1.0))
-
-
 def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
     """Return the mean of the one that is there: 0 if none is, or where no token is valid."""
     for stat in (metrics.stats[name] for name in names if name in metrics):
@@ -242,10 +248,8 @@ def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
 def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:
     """Return the mean over the processes of the tokens to divide by."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if given is not None:
-        tokens = torch.as_tensor(given, device=counted.device).double()
-    else:
-        tokens = counted.sum().double()
-        if processes > 1:
-            dist.all_reduce(tokens)
+    tokens = torch.as_tensor(counted.sum() if given is None else given, device=counted.device)
+    tokens = tokens.double()
+    if given is None and processes > 1:
+        dist.all_reduce(tokens)
     return (tokens / processes).clamp(min=1)
