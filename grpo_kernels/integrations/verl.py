@@ -7,8 +7,6 @@
 In a run of verl each worker does that with
 ``actor_rollout_ref.model.external_lib=grpo_kernels.integrations.verl_external_lib``.
 
-The log-probabilities of a model are taken by calling its head as a module, with the bias, softcap
-and scale that its config declares and any LoRA adapter, at a temperature per sample if need be.
 :func:`register_policy_loss` makes a loss of ours a ``loss_mode`` of theirs.
 """
 
@@ -70,10 +68,7 @@ def patch_forward_with_backends(
 ) -> None:
     """Do what verl's function of this name does: ``model(..., temperature=...)`` scores tokens.
 
-    Args:
-        model: one with a linear LM head; this object alone is changed, not its class.
-        use_fused_kernels: without it nothing is done.
-        fused_kernels_backend: a backend of verl's. All of them are ours here.
+    Each backend of verl's is ours here. This object alone is changed, not the class of ``model``.
 
     Raises:
         ValueError: the backend is unknown (verl's own then scores by full logits), the head of the
@@ -115,8 +110,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., D), N rows. With a group of more than one rank its gradients are, as verl's,
-            parts that add up to the whole over the ranks, as leaving a sequence-parallel region
-            does.
+            parts that add up to the whole over the ranks.
         weight: (V, D), or this rank's rows of it.
         labels: N ids of the whole vocabulary.
         temperature: a number, or one per row.
@@ -135,25 +129,23 @@ def linear_cross_entropy(
 
 
 def register_policy_loss(name: str, config: LossConfig) -> None:
-    """Make a loss of ours a ``loss_mode`` of verl's.
+    """Make a loss of ours a ``loss_mode`` of verl's: ``actor.policy_loss.loss_mode=name``.
 
     ``actor.loss_agg_mode`` has to be the aggregation that is part of the loss. Its settings are
     those of ``config``: ``clip_ratio`` and others of verl's have no effect on it.
 
-    Args:
-        name: for ``actor.policy_loss.loss_mode``.
-        config: the loss without KL penalty and entropy bonus, which verl adds itself.
-
     Raises:
-        ValueError: the name is taken, or the config has what verl adds.
+        ValueError: the name is taken, or the config has what verl adds itself, a KL penalty or an
+            entropy bonus.
     """
     registry = import_module(_CORE).POLICY_LOSS_REGISTRY
     if name in registry:
         raise ValueError(f"name: expected one that verl does not have yet, got {name!r}")
-    for setting, off in (("beta", 0), ("entropy_coef", 0), ("top_entropy_quantile", 1)):
+    for setting, off in {"beta": 0, "entropy_coef": 0, "top_entropy_quantile": 1}.items():
         if (value := getattr(config, setting)) != off:
-            raise ValueError(f"{setting}: expected {off}, as verl gives log-probabilities alone, "
-                             f"got {value}")  # fmt: skip
+            raise ValueError(
+                f"{setting}: expected {off}, as verl gives log-probabilities alone, got {value}"
+            )
     registry[name] = functools.partial(_policy_loss, config)
 
 
@@ -190,8 +182,7 @@ def _policy_loss(
         aggregated = import_module(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
     (weights,) = torch.autograd.grad(aggregated, ones)
     loss, metrics = summed_loss(log_prob.float(), batch, loss_config, weights)
-    found = {f"actor/{name}": float(value) for name, value in metrics.items()}
-    return loss, found
+    return loss, {f"actor/{name}": float(value) for name, value in metrics.items()}
 
 
 def _fused_linear_for_ppo(
@@ -216,10 +207,9 @@ def _scored(
     if isinstance(temperature, Tensor) and temperature.shape != ids.shape:
         per_sample = temperature.reshape(-1, *[1] * (ids.dim() - 1))
         temperature = per_sample.expand(ids.shape).to(ids.device)
+    options: Any = {"temperature": temperature, "vocab_shard": shard}
     ids, outputs = ids.to(hidden.device, torch.int64), ("logprobs", "entropy")
-    found = linear_logprobs(
-        hidden, weight, ids, temperature=temperature, vocab_shard=shard, outputs=outputs
-    )
+    found = linear_logprobs(hidden, weight, ids, outputs=outputs, **options)
     return found.logprobs, found.entropy  # type: ignore[return-value]
 
 
