@@ -36,27 +36,21 @@ _OUTPUTS = {
     "mean_logits": "mean_logit",
     "is_top1": "is_top1",
 }
-# they refuse an adapter on the head, which theirs would pass by
+# they refuse a head that is a BaseTunerLayer of PEFT, which theirs would pass by
 _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 
 
 def _replacements() -> Iterator[Replacement]:
     utils = import_module("trl.trainer.utils")
     yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
-    for name in _TRAINERS:
-        trainer = import_module(f"trl.trainer.{name}_trainer")
-        yield Replacement(trainer, "BaseTunerLayer", _NoAdapter("BaseTunerLayer", (), {}))
-
-
-class _NoAdapter(type):
-    """Class of what stands for PEFT's ``BaseTunerLayer`` where that is refused: nothing is one."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return False
+    for name in _TRAINERS:  # nothing is an instance of ()
+        yield Replacement(import_module(f"trl.trainer.{name}_trainer"), "BaseTunerLayer", ())
 
 
 def _too_late() -> str:
-    fused = any(map(_has_their_head, alive(import_module("transformers").PreTrainedModel)))
+    models = alive(import_module("transformers").PreTrainedModel)
+    functions = [getattr(vars(model).get("forward"), "__func__", None) for model in models]
+    fused = any(x is not None and x.__code__.co_name == "_fused_forward" for x in functions)
     wrong = "expected no trainer of TRL yet, got a model that has TRL's own fused head"
     return wrong if fused else ""
 
@@ -80,9 +74,15 @@ def add_fused_lm_head(
     unknown = sorted(set(outputs) - set(_OUTPUTS))
     if unknown:
         raise ValueError(f"outputs: expected some of {', '.join(_OUTPUTS)}; got {unknown}")
-    head_of_layer(model.get_output_embeddings(), Transform())  # for its checks
+    layer = model.get_output_embeddings()
+    head_of_layer(layer, Transform())  # for its checks
     if cast_lm_head_to_fp32:
-        _keep_in_fp32(model)
+        if hasattr(layer, "base_layer"):
+            raise ValueError(
+                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, got True"
+            )
+        vars(layer).pop("forward", None)  # TRL's own cast
+        keep_head_in_fp32(model)
     claim(model, "trl")
     add_fused_head(model)
     lay_over(_ScoresLabels, model)
@@ -101,13 +101,11 @@ class _ScoresLabels(ForwardOverlay):
         )
         target = labels[:, 1:] if shifted is None else shifted
         temperature, wanted = self._grpo_scores
+        names = tuple(_OUTPUTS[name] for name in wanted)
 
         def per_token(hidden: Tensor, head: Head) -> dict[str, Tensor]:
-            rows = hidden[:, :-1] if shifted is None else hidden
-            names = tuple(_OUTPUTS[name] for name in wanted)
-            found = linear_logprobs(
-                rows, head, target.to(rows.device), temperature=temperature, outputs=names
-            )
+            rows, ids = hidden[:, :-1] if shifted is None else hidden, target.to(hidden.device)
+            found = linear_logprobs(rows, head, ids, temperature=temperature, outputs=names)
             return {name: getattr(found, _OUTPUTS[name]) for name in wanted}
 
         if getattr(self.config.get_text_config(), "output_router_logits", False):
@@ -129,22 +127,6 @@ def _output(model: PreTrainedModel, found: Any, target: Tensor, count: Any) -> A
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     output = import_module("trl.trainer.utils").FusedCausalLMOutput
     return output(loss=loss, label_mask=label_mask, aux_loss=aux_loss, **per_token)
-
-
-def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Do what TRL has done to the head, without a forward of the layer's own."""
-    layer = model.get_output_embeddings()
-    if hasattr(layer, "base_layer"):
-        raise ValueError(
-            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, got True"
-        )
-    vars(layer).pop("forward", None)
-    keep_head_in_fp32(model)
-
-
-def _has_their_head(model: PreTrainedModel) -> bool:
-    function = getattr(vars(model).get("forward"), "__func__", None)
-    return function is not None and function.__code__.co_name == "_fused_forward"
 
 
 def __getattr__(name: str) -> Any:
