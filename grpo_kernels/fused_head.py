@@ -22,12 +22,10 @@ class FusedHead(Overlay, nn.Module):
     """An LM head whose forward, given targets, forms no logits.
 
     ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which from then on is a FusedHead
-    besides what it was. The names of its parameters, its hooks, ``isinstance`` and whoever refers
-    to it stay as they are. Doing it twice is harmless.
-
-    What wraps modules knows it: FSDP1, FSDP2, DeepSpeed's ZeRO-3 and accelerate's hooks (offload,
-    ``device_map``) gather or move the parameters of a module when it is *called*, and reduce their
-    gradients. A weight that is only read passes them by.
+    besides what it was: parameters, hooks, ``isinstance`` and whoever refers to it stay as they
+    are. Doing it twice is harmless. What wraps modules (FSDP1, FSDP2, DeepSpeed's ZeRO-3,
+    accelerate's hooks) gathers or moves the parameters of a module when it is *called*, and reduces
+    their gradients. A weight that is only read passes these by.
 
     ::
 
@@ -82,11 +80,10 @@ class FusedHead(Overlay, nn.Module):
 
         Args:
             hidden: (..., D) last hidden states.
-            target: None: the logits of the layer; (...) ids: what
-                :func:`grpo_kernels.linear_logprobs` returns for them; a function: its result for
-                the hidden states and the :class:`Head`. Tensors in that have to be found by the
-                hooks: it is a tensor, a tuple, a list, a dict or a ``ModelOutput``.
-            options: those of ``linear_logprobs``.
+            target: None: for logits; (...) ids: for what :func:`grpo_kernels.linear_logprobs`
+                returns, with its ``options``; a function of the hidden states and the
+                :class:`Head`, whose result is something that hooks find tensors in: a tensor, a
+                tuple, a list, a dict or a ``ModelOutput``.
         """
         # of what hooks cast, move or count there are the hidden states alone
         if isinstance(target, Tensor):
@@ -124,10 +121,7 @@ def scored(hidden: Tensor, head: Head, ids: Tensor, **options: Any) -> LinearLog
 
 
 def unfuse(head: FusedHead) -> None:
-    """Make of ``FusedHead(layer)`` what the layer was.
-
-    It stays a FusedHead where somebody has made a class of its own of that, as FSDP2 does.
-    """
+    """Make the layer what it was, unless somebody has made a class of their own of it (FSDP2)."""
     if _swap_class(take_off, head):
         del head._transform, head._vocab_size
 

@@ -1,9 +1,5 @@
-"""The same inside transformers models: the head of a model, its forward, and a check of both.
-
-:func:`add_fused_head` puts a fused head into a model's own forward, so that wrappers and hooks
-fire, with the scale and softcap of the model's config. :func:`check_fused_head` compares that idea
-of the model with its own logits, before it is trusted.
-"""
+"""Fused heads inside transformers models: in the forward, so that wrappers and hooks fire, with the
+scale and softcap of the model's config; and a check of that idea of a model by its own logits."""
 
 from __future__ import annotations
 
@@ -78,8 +74,7 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 
 def drop_wrappers(model: PreTrainedModel) -> None:
-    """Drop what was set around the forward of ``model`` since :func:`add_fused_head`, if that was
-    called."""
+    """Drop what was set around a forward since :func:`add_fused_head`, if that was called."""
     if isinstance(model, _TakesHeadFn):
         vars(model).pop("forward", None)
 
@@ -100,34 +95,23 @@ class _TakesHeadFn(ForwardOverlay):
         routers = None
         if kwargs.get("output_router_logits"):
             routers = moe_aux_loss(self, outputs, kwargs.get("attention_mask"))
-        head = _call_head(self, outputs.last_hidden_state, head_fn)
-        return _output_class()(aux_loss=routers, head=head)
+        head, hidden = fused_head(self), outputs.last_hidden_state
+        if runs_in_fp32(self):
+            with torch.autocast(hidden.device.type, enabled=False):
+                found = head(hidden, lambda x, head: head_fn(x.to(head.weight.dtype), head))
+        else:
+            found = head(hidden, head_fn)
+        return _output_class()(aux_loss=routers, head=found)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """Return the part of ``model`` that gives the last hidden states.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the part of ``model`` that gives the last hidden states; raise ValueError for none."""
     if model.base_model is not model:
         return model.base_model
     part = getattr(model, "model", None)  # Llama 4's text model, whose prefix names another part
     if not isinstance(part, nn.Module):
         raise ValueError(f"model: expected a model with a head, got {type(model).__name__}")
     return part
-
-
-def _call_head(model: PreTrainedModel, hidden: Tensor, head_fn: HeadFn) -> Any:
-    head = fused_head(model)
-    if not runs_in_fp32(model):
-        return head(hidden, head_fn)
-
-    def exact(hidden: Tensor, head: Head) -> Any:
-        return head_fn(hidden.to(head.weight.dtype), head)
-
-    with torch.autocast(hidden.device.type, enabled=False):
-        return head(hidden, exact)
 
 
 @functools.cache
@@ -253,7 +237,7 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
         seen.append(logits if bound is None else bound * torch.tanh(logits / bound))
         return seen[0]
 
-    with torch.no_grad(), _evaluating(model), _enlarged(model) as factor:
+    with torch.no_grad(), _probed(model) as factor:
         own = runs(**batch, use_cache=False).logits
         if not factor:  # its forward does not call the backbone
             factor.append(1.0)
@@ -273,35 +257,28 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
 
 
 @contextmanager
-def _enlarged(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Multiply last hidden states by a power of two, found by the first forward and yielded."""
+def _probed(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Multiply last hidden states by a power of two, found by the first forward and yielded.
+
+    Dropout is off meanwhile, and the random state is left as it was.
+    """
     factor: list[float] = []
 
     def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
         hidden = output.last_hidden_state
         if not factor:
-            scaled = fused_head(model)(hidden, _scaled_logits)
-            largest = scaled.abs().max().float().clamp(min=1e-6)
+            largest = fused_head(model)(hidden, _scaled_logits).abs().max().float().clamp(min=1e-6)
             factor.append(float(torch.exp2((_LARGE / largest).log2().round())))
         output.last_hidden_state = hidden * factor[0]
         return output
 
-    handle = backbone(model).register_forward_hook(enlarge)
-    try:
-        yield factor
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off and leave the random state as it was."""
-    was_training = model.training
+    handle, was_training = backbone(model).register_forward_hook(enlarge), model.training
     model.eval()
     try:
         with torch.random.fork_rng():
-            yield
+            yield factor
     finally:
+        handle.remove()
         model.train(was_training)
 
 

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
+# of all losses, by the name that they have here and there
+_SETTINGS = (
+    "loss_type", "importance_sampling_level", "temperature", "max_completion_length",
+    "use_bias_correction_kl",
+)  # fmt: skip
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -39,15 +44,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. What differs from Liger's, docs/integrations.md says.
-
-    Args:
-        beta, loss_type, importance_sampling_level, temperature, max_completion_length, delta,
-            use_bias_correction_kl, sapo_..., vespo_...: as in :class:`grpo_kernels.LossConfig`.
-        epsilon_low, epsilon_high: its ``epsilon`` and ``epsilon_high``.
-        use_ref_model: whether there is a reference; False: the policy itself is, a KL of 0, and
-            one that is given is not looked at.
-        compiled, chunk_size: without effect: there is one kernel, in chunks of its own.
+    tokens. What differs from Liger's, docs/integrations.md says. Settings are as in
+    :class:`grpo_kernels.LossConfig`.
 
     Raises:
         ValueError: a setting is out of range, or a name unknown.
@@ -56,8 +54,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def __init__(
         self,
         beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
+        compiled: bool = True,  # without effect, as chunk_size: one kernel, in chunks of its own
+        use_ref_model: bool = True,  # False: the policy is its own reference, one given is unread
         chunk_size: int = 1,
         epsilon_low: float = 0.2,
         epsilon_high: float = 0.2,
@@ -77,53 +75,37 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         super().__init__()
         given = {**locals(), "epsilon": epsilon_low}
         check_name("loss_type", loss_type, LOSSES)
-        takes = LOSSES[loss_type].settings
-        if delta is not None and "delta" not in takes:
+        own = LOSSES[loss_type].settings
+        if delta is not None and "delta" not in own:
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
         self.config = LossConfig(
-            loss_type=loss_type,
             beta=beta if use_ref_model else 0.0,
-            importance_sampling_level=importance_sampling_level,
-            temperature=temperature,
-            max_completion_length=max_completion_length,
-            use_bias_correction_kl=use_bias_correction_kl,
             rollout_correction_mode=None,
-            **{name: given[name] for name in takes if name in given},
+            **{name: given[name] for name in (*_SETTINGS, *own) if name in given},
         )
         self.beta, self.use_ref_model = beta, use_ref_model
 
     def forward(
         self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor | None,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
+        _input: Tensor,  # (B, T, D) hidden states, or (B * T, D)
+        lin_weight: Tensor,  # (V, D), taken in the dtype of _input
+        selected_token_ids: Tensor,  # (B, T); without padding (N,), with cu_seqlens
+        attention_mask: Tensor | None,  # likewise, of 0 and 1
+        advantages: Tensor,  # (B,), or one per token
+        bias: Tensor | None = None,  # (V,)
+        ref_per_token_logps: Tensor | None = None,  # as selected_token_ids; None: of the next three
+        old_per_token_logps: Tensor | None = None,  # as selected_token_ids
         ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
+        # (B,), (B, 1) or (B, T) factors on the tokens' loss; in vespo's weight of a sequence one
+        # per sequence counts once
         vllm_is_ratio: Tensor | None = None,
+        # what dapo, cispo and vespo divide by, of all processes; None: their valid tokens
         num_items_in_batch: Tensor | float | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,  # (B + 1,) where sequences without padding begin and end
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the loss and its metrics.
-
-        Args:
-            _input: (B, T, D) hidden states, or (B * T, D).
-            lin_weight: (V, D), taken in the dtype of ``_input``; bias: (V,).
-            selected_token_ids, attention_mask: (B, T); without padding (N,), with ``cu_seqlens``.
-                The mask is of 0 and 1.
-            advantages: (B,), or one per token.
-            ref_per_token_logps, old_per_token_logps: as ``selected_token_ids``.
-            ref_input, ref_weight, ref_bias: what gives the reference's, where they are None.
-            vllm_is_ratio: (B,), (B, 1) or (B, T) factors on the tokens' loss; in vespo's weight of
-                a sequence one per sequence counts once.
-            num_items_in_batch: what dapo, cispo and vespo divide by, of all processes; None: the
-                valid tokens of this call on all processes.
-            cu_seqlens: (B + 1,) where the sequences of a batch without padding begin and end.
 
         Raises:
             ValueError: a shape, dtype or value is wrong; the message names our own argument.
@@ -184,7 +166,7 @@ def instead_of(
     Raises:
         ImportError: Liger is not installed, or in a version that was not tested.
         ValueError: the logits of ``model`` are not those of ``lm_head.weight`` and ``.bias`` alone,
-            which is all that a trainer hands to the module; or a setting is one that ours refuses.
+            all that the module is handed; or a setting is one that ours refuses.
     """
     SWITCH.host.check(any_version)
     config = model.config.get_text_config()

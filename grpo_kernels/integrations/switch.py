@@ -59,19 +59,13 @@ _LOCK = threading.RLock()  # of all switches
 
 
 class Switch:
-    """Some attributes of a host that are ours while it is on.
-
-    Args:
-        host: whose they are.
-        replacements: returns what is ours; called once the host is known to be here.
-        too_late: says what was built already that keeps theirs; "": nothing.
-    """
+    """Some attributes of a host that are ours while it is on."""
 
     def __init__(
         self,
         host: Host,
-        replacements: Callable[[], Iterable[Replacement]],
-        too_late: Callable[[], str] = str,
+        replacements: Callable[[], Iterable[Replacement]],  # called once the host is there
+        too_late: Callable[[], str] = str,  # says what was built already that keeps theirs
     ) -> None:
         self.host, self._replacements, self._too_late = host, replacements, too_late
         self._theirs: list[tuple[Replacement, Any]] = []
@@ -84,8 +78,7 @@ class Switch:
     def enable(self, *, any_version: bool = False) -> None:
         """Put ours in place, for all that is built from here on. Doing it twice is harmless.
 
-        Args:
-            any_version: also with a version of the host that was not tested.
+        ``any_version``: also with a version of the host that was not tested.
 
         Raises:
             ImportError: the host is not installed, or in another version.

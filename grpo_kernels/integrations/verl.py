@@ -99,23 +99,16 @@ class _TakesTemperature(ForwardOverlay):
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor = 1.0,
+    hidden: Tensor,  # (..., D), N rows
+    weight: Tensor,  # (V, D), or this rank's rows of it
+    labels: Tensor,  # N ids of the whole vocabulary
+    temperature: float | Tensor = 1.0,  # a number, or one per row
     reduction: str = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
+    dist_process_group: dist.ProcessGroup | None = None,  # the ranks that share the vocabulary
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) and entropies (N,) of labels.
 
-    Args:
-        hidden: (..., D), N rows. With a group of more than one rank its gradients are, as verl's,
-            parts that add up to the whole over the ranks.
-        weight: (V, D), or this rank's rows of it.
-        labels: N ids of the whole vocabulary.
-        temperature: a number, or one per row.
-        reduction: ``"none"``.
-        dist_process_group: the ranks that share the vocabulary, or None.
+    With more than one rank the gradients of ``hidden`` are, as verl's, parts that add up over them.
 
     Raises:
         ValueError: another reduction, or what :func:`grpo_kernels.linear_logprobs` raises.
@@ -185,13 +178,7 @@ def _policy_loss(
     return loss, {f"actor/{name}": float(value) for name, value in metrics.items()}
 
 
-def _fused_linear_for_ppo(
-    self: Any,
-    hidden_states: Tensor,
-    vocab_weights: Tensor,
-    input_ids: Tensor,
-    temperature: float | Tensor = 1.0,
-) -> tuple[Tensor, Tensor]:
+def _fused_linear_for_ppo(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
     """Stand in for the forward of ``FusedLinearForPPO``."""
     return _scored(hidden_states, vocab_weights, input_ids, temperature)
 
