@@ -1,8 +1,8 @@
 """Classes that are laid over the class of an object that exists, to change what it does.
 
-The object stays the same one, and nothing in it refers to it: a method acts on whatever it is
-called on. So copies, pickles and those that wrap and unwrap a forward are right. A function set on
-an object would go on acting on that object in all of its copies.
+The object stays the same one. A method acts on whatever it is called on, so copies, pickles and
+those that wrap and unwrap a forward are right; a function set on an object would act on that object
+in all of its copies.
 """
 
 from __future__ import annotations

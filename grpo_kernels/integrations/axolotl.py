@@ -28,12 +28,7 @@ class GRPOKernelsPlugin(BasePlugin):
     any_version = False  # also versions of Axolotl and of Liger that were not tested
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Check what is known before a model is.
-
-        Raises:
-            ImportError: Axolotl is of a version that was not tested.
-            ValueError: the config does not ask for GRPO with a Liger loss.
-        """
+        """Raise for a version that was not tested, or a config without GRPO and Liger's loss."""
         HOSTS["axolotl"].check(self.any_version)
         if cfg.rl not in _OF_GRPO:
             got = getattr(cfg.rl, "value", cfg.rl)
@@ -47,11 +42,7 @@ class GRPOKernelsPlugin(BasePlugin):
             )
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Replace the loss module of ``trainer``.
-
-        Raises:
-            ValueError: a setting, or the model's head, is one that the loss module is not told of.
-        """
+        """Replace the loss module; raise for settings and heads that it is not told of."""
         if getattr(trainer, "liger_loss", None) is None:
             raise ValueError(
                 "trainer: expected one of TRL's GRPO trainers with use_liger_kernel, got "

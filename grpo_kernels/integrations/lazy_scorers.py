@@ -4,8 +4,7 @@
 
     lazy_scorers.enable(actor.model, "openrlhf")
 
-The model's head then returns :class:`LazyLogits`. Where a host scores real tensors, its functions
-are called as before.
+Real tensors are scored by the host's functions as before.
 """
 
 from __future__ import annotations
@@ -52,18 +51,16 @@ class LazyLogits:
 
     layer: Any  # a FusedHead
     hidden: Tensor  # (..., D)
-    dtype: torch.dtype
-    detached: bool  # no gradient is recorded
+    dtype: Any = None  # None: that of the hidden states
     temperature: float = 1.0  # what they are divided by
     memory: _Memory = field(default_factory=_Memory)
     real: Tensor | None = None  # once these are formed
+    recorded: bool = field(default_factory=torch.is_grad_enabled)  # a gradient, by autograd
 
     requires_grad = False  # whoever asks would hook on to it
 
-    @staticmethod
-    def of(layer: nn.Module, hidden: Tensor) -> LazyLogits:
-        """Return those of a layer, as its forward would."""
-        return LazyLogits(layer, hidden, hidden.dtype, not torch.is_grad_enabled())
+    def __post_init__(self) -> None:
+        self.dtype = self.dtype or self.hidden.dtype
 
     def logprobs(self, ids: Tensor) -> Tensor:
         """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
@@ -163,7 +160,7 @@ class LazyLogits:
             )
 
     def _recording(self) -> Any:
-        return torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached)
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.recorded)
 
     def _scored(self, ids: Tensor, output: str) -> Tensor:
         """Call the head, as a module, so that FSDP2 knows, for an output of ``linear_logprobs``."""
@@ -208,40 +205,33 @@ def _entropy(
     return entropy if attention_mask is None else entropy * attention_mask
 
 
-# by host: the module of its scorers; by the name of each, what does the same for LazyLogits. That
+# by host: where its scorers are, and by the name of each what does the same for LazyLogits. That
 # takes those of its arguments that matter, and returns None where the host's own has to.
-_SCORERS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
-    "trl": (
-        "trl.trainer.utils",
-        {"selective_log_softmax": _selective_log_softmax, "entropy_from_logits": _entropy},
-    ),
-    "openrlhf": (
-        "openrlhf.models.utils",
-        {"log_probs_from_logits": _logprobs, "compute_entropy": _entropy},
-    ),
-    "skyrl": (
-        "skyrl.backends.skyrl_train.utils.torch_utils",
-        {"logprobs_from_logits": _logprobs, "chunked_entropy_from_logits": _entropy},
-    ),
+_MODULES = {
+    "trl": "trl.trainer.utils",
+    "openrlhf": "openrlhf.models.utils",
+    "skyrl": "skyrl.backends.skyrl_train.utils.torch_utils",
+}
+_SCORERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "trl": {"selective_log_softmax": _selective_log_softmax, "entropy_from_logits": _entropy},
+    "openrlhf": {"log_probs_from_logits": _logprobs, "compute_entropy": _entropy},
+    "skyrl": {"logprobs_from_logits": _logprobs, "chunked_entropy_from_logits": _entropy},
 }
 
 
 def _replacements(host: str) -> Iterator[Replacement]:
-    module, scorers = _SCORERS[host]
-    owner = import_module(module)
-    for name, ours in scorers.items():
+    owner = import_module(_MODULES[host])
+    for name, ours in _SCORERS[host].items():
         both = _taking_both(getattr(owner, name), ours)
         yield Replacement(owner, name, both, everywhere=True)
 
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(theirs)
-
     @functools.wraps(theirs)
     def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return theirs(logits, *args, **kwargs)
-        given = signature.bind(logits, *args, **kwargs)
+        given = inspect.signature(theirs).bind(logits, *args, **kwargs)
         given.apply_defaults()
         # where they are formed, somebody needed them as such
         found = ours(**given.arguments) if logits.real is None else None
@@ -261,8 +251,7 @@ def defer_logits(model: PreTrainedModel) -> None:
     """Let the LM head of ``model`` return :class:`LazyLogits`. Doing it twice is harmless.
 
     Raises:
-        ValueError: there is no head, another forward than its class's is in its place, or another
-            adapter has changed the model.
+        ValueError: there is no head, it has a forward of its own, or another adapter has the model.
     """
     layer = model.get_output_embeddings()
     if layer is None:
@@ -272,7 +261,7 @@ def defer_logits(model: PreTrainedModel) -> None:
     was_fused = isinstance(layer, FusedHead)
     head = layer if was_fused else FusedHead(layer)
     claim(model, "lazy_scorers")
-    vars(head).update(_instead_of_logits=LazyLogits.of, _fused_for_lazy=not was_fused)
+    vars(head).update(_instead_of_logits=LazyLogits, _fused_for_lazy=not was_fused)
 
 
 def are_deferred(model: PreTrainedModel) -> bool:
@@ -284,10 +273,9 @@ def are_deferred(model: PreTrainedModel) -> bool:
 def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> None:
     """Let the LM head of ``model`` return LazyLogits, and ``host`` score them by our kernels.
 
-    Args:
-        model: a transformers model; doing it twice is harmless, and so are several models.
-        host: "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
-        any_version: also with a version of the host that was not tested.
+    ``host`` is "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers), of
+    ``any_version``: also of one that was not tested. Doing it twice, or for several models, is
+    harmless.
 
     Raises:
         ImportError: the host is not installed, or in another version.

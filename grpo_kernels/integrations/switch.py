@@ -78,10 +78,8 @@ class Switch:
     def enable(self, *, any_version: bool = False) -> None:
         """Put ours in place, for all that is built from here on. Doing it twice is harmless.
 
-        ``any_version``: also with a version of the host that was not tested.
-
         Raises:
-            ImportError: the host is not installed, or in another version.
+            ImportError: the host is not installed, or not tested and not of ``any_version``.
             ValueError: it is too late, or something else has been put there.
         """
         with _LOCK:

@@ -51,11 +51,7 @@ class DAPOLoss(ChunkedLossWrapper):
         self._log_bounds = math.log1p(-low), math.log1p(high)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        """Take the head that hidden states will be scored by; it becomes a FusedHead.
-
-        Raises:
-            ValueError: its forward is wrapped, as tensor parallelism does: that is not supported.
-        """
+        """Make a FusedHead of it; raise ValueError for a wrapped forward (tensor parallelism)."""
         self.lm_head = FusedHead(lm_head)
 
     def __call__(

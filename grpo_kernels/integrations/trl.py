@@ -108,25 +108,19 @@ class _ScoresLabels(ForwardOverlay):
             found = linear_logprobs(rows, head, ids, temperature=temperature, outputs=names)
             return {name: getattr(found, _OUTPUTS[name]) for name in wanted}
 
-        if getattr(self.config.get_text_config(), "output_router_logits", False):
+        config = self.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        return _output(self, own_forward(*args, head_fn=per_token, **kwargs), target, count)
-
-
-def _output(model: PreTrainedModel, found: Any, target: Tensor, count: Any) -> Any:
-    """Return TRL's own output of what the head gave."""
-    per_token, aux_loss = found.head, found.aux_loss
-    label_mask = target.to(per_token["log_probs"].device) != -100
-    if "log_sum_sq_probs" in per_token:
-        squares = per_token["log_sum_sq_probs"].masked_fill(~label_mask, 1.0)
-        per_token["log_sum_sq_probs"] = squares.log()
-    count = label_mask.sum().clamp(min=1) if count is None else count
-    loss = -per_token["log_probs"].sum() / count
-    if aux_loss is not None:
-        config = model.config.get_text_config()
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-    output = import_module("trl.trainer.utils").FusedCausalLMOutput
-    return output(loss=loss, label_mask=label_mask, aux_loss=aux_loss, **per_token)
+        output = own_forward(*args, head_fn=per_token, **kwargs)
+        found, aux_loss = output.head, output.aux_loss
+        mask = target.to(found["log_probs"].device) != -100
+        if "log_sum_sq_probs" in found:
+            found["log_sum_sq_probs"] = found["log_sum_sq_probs"].masked_fill(~mask, 1.0).log()
+        loss = -found["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
+        if aux_loss is not None:
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        theirs = import_module("trl.trainer.utils").FusedCausalLMOutput
+        return theirs(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
 
 def __getattr__(name: str) -> Any:

@@ -92,7 +92,15 @@ class _TakesTemperature(ForwardOverlay):
         own_forward = super().forward
         if temperature is None:
             return own_forward(*args, **kwargs)
-        score = functools.partial(_scored, ids=_targets(kwargs), temperature=temperature)
+        ids, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
+        if ids is None:  # the token that follows each one, as in verl's forwards
+            labels = kwargs.get("input_ids") if labels is None else labels
+            if labels is None:
+                raise ValueError(
+                    "input_ids: expected ids, labels or shift_labels to score, got None"
+                )
+            ids = labels.roll(-1, -1)
+        score = functools.partial(_scored, ids=ids, temperature=temperature)
         log_probs, entropy = own_forward(*args, head_fn=score, **kwargs).head
         output = import_module("verl.models.transformers.dense_common").CausalLMOutputForPPO
         return output(log_probs=log_probs, entropy=entropy)
@@ -194,21 +202,11 @@ def _scored(
     if isinstance(temperature, Tensor) and temperature.shape != ids.shape:
         per_sample = temperature.reshape(-1, *[1] * (ids.dim() - 1))
         temperature = per_sample.expand(ids.shape).to(ids.device)
-    options: Any = {"temperature": temperature, "vocab_shard": shard}
     ids, outputs = ids.to(hidden.device, torch.int64), ("logprobs", "entropy")
-    found = linear_logprobs(hidden, weight, ids, outputs=outputs, **options)
+    found = linear_logprobs(
+        hidden, weight, ids, temperature=temperature, vocab_shard=shard, outputs=outputs
+    )
     return found.logprobs, found.entropy  # type: ignore[return-value]
-
-
-def _targets(kwargs: dict[str, Any]) -> Tensor:
-    """Take the token that follows each one out of a forward's arguments, as verl's forwards do."""
-    shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
-    if shifted is not None:
-        return shifted
-    labels = kwargs.get("input_ids") if labels is None else labels
-    if labels is None:
-        raise ValueError("input_ids: expected ids, labels or shift_labels to score, got None")
-    return torch.roll(labels, shifts=-1, dims=-1)
 
 
 def _at_any_temperature(engine: Any) -> Any:
