@@ -273,12 +273,12 @@ def are_deferred(model: PreTrainedModel) -> bool:
 def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> None:
     """Let the LM head of ``model`` return LazyLogits, and ``host`` score them by our kernels.
 
-    ``host`` is "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers), of
-    ``any_version``: also of one that was not tested. Doing it twice, or for several models, is
-    harmless.
+    ``host`` is "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
+    Doing it twice, or for several models, is harmless.
 
     Raises:
-        ImportError: the host is not installed, or in another version.
+        ImportError: the host is not installed, or in a version that was not tested, which
+            ``any_version`` allows.
         ValueError: ``host`` is unknown, or the model has no head that can do it.
     """
     if host not in SWITCHES:

@@ -79,7 +79,8 @@ class Switch:
         """Put ours in place, for all that is built from here on. Doing it twice is harmless.
 
         Raises:
-            ImportError: the host is not installed, or not tested and not of ``any_version``.
+            ImportError: the host is not installed, or in a version that was not tested, which
+                ``any_version`` allows.
             ValueError: it is too late, or something else has been put there.
         """
         with _LOCK:
