@@ -131,10 +131,8 @@ def _output_class() -> type:
 
 
 def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
-    """Return the head to call, or FSDP1's wrapper of it: a FusedHead as the config describes it.
-
-    It is made one if it is none, for wrappers may have replaced that, or where ``anew``.
-    """
+    """Return the head to call, or FSDP1's wrapper of it: made a FusedHead, as the config describes
+    it, if it is none (wrappers may have replaced that), or ``anew``."""
     config, layer = model.config.get_text_config(), model.get_output_embeddings()
     inner = getattr(layer, "_fsdp_wrapped_module", layer)
     if anew or not isinstance(inner, FusedHead):
@@ -226,8 +224,11 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     Raises:
         ValueError: the logits differ.
     """
-    device = model.get_input_embeddings().weight.device
-    ids = torch.full((1, _TOKENS), _some_token(model), device=device)
+    config, device = model.config.get_text_config(), model.get_input_embeddings().weight.device
+    bos, eos, padding = (getattr(config, f"{x}_token_id", None) for x in ("bos", "eos", "pad"))
+    # one that stands for text: the embedding of padding may be zero
+    token = next(x for x in (bos, eos, 1, 0) if isinstance(x, int) and x != padding)
+    ids = torch.full((1, _TOKENS), token, device=device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
     seen: list[Tensor] = []  # kept from hooks on the head, which would change a loss as well
@@ -287,10 +288,3 @@ def _scaled_logits(hidden: Tensor, head: Head) -> Tensor:
     rows = hidden.flatten(0, -2).float()
     logits = project(rows, head.to(rows.dtype), rows.new_empty(len(rows), head.vocab_size))
     return logits.view(*hidden.shape[:-1], -1) * head.transform.logit_scale
-
-
-def _some_token(model: PreTrainedModel) -> int:
-    """Return a token that stands for text; the padding token's embedding may be zero."""
-    config = model.config.get_text_config()
-    bos, eos, padding = (getattr(config, f"{x}_token_id", None) for x in ("bos", "eos", "pad"))
-    return next(x for x in (bos, eos, 1, 0) if isinstance(x, int) and x != padding)

@@ -1,10 +1,8 @@
 """Liger's GRPO loss module on our kernels, for trainers that call it (ms-swift, TRL before 1.12).
 
-    from grpo_kernels.integrations import liger
+from grpo_kernels.integrations import liger
 
-    liger.enable()  # before a trainer is built: it makes ours where it would make Liger's
-
-``LigerFusedLinearGRPOLoss`` here can also be built without Liger.
+liger.enable()  # before a trainer is built: it makes ours, which needs no Liger, instead
 """
 
 from __future__ import annotations

@@ -101,6 +101,10 @@ class FusedGRPOTrainer(GRPOTrainer):
         items = inputs["num_items_in_batch"].double() / self.accelerator.num_processes
         if self._mode == "train":  # of the generation batch, of which a step may be a part
             items = items * self._steps / self.args.steps_per_generation
+        scale = None  # it is constant
+        if self.use_adaptive_entropy:
+            below = self._last_world_entropy <= self.args.entropy_target
+            scale = self.entropy_coef if below else 0.0
         return TokenBatch.from_padded(
             inputs["completion_ids"],
             inputs["advantages"],
@@ -110,15 +114,8 @@ class FusedGRPOTrainer(GRPOTrainer):
             rollout_logprobs=inputs.get("sampling_per_token_logps"),
             num_items_in_batch=items,
             gradient_accumulation_steps=self._steps,
-            entropy_scale=self._entropy_scale,
+            entropy_scale=scale,
         )
-
-    @property
-    def _entropy_scale(self) -> float | None:
-        """The adaptive coefficient, none above the target; None: it is constant."""
-        if not self.use_adaptive_entropy:
-            return None
-        return self.entropy_coef if self._last_world_entropy <= self.args.entropy_target else 0.0
 
     def _adapt_entropy_coef(self, metrics: Metrics) -> None:
         """Move the coefficient towards the target once a step, by the entropy of all its tokens."""
