@@ -22,12 +22,10 @@ class FusedHead(Overlay, nn.Module):
     """An LM head whose forward, given targets, forms no logits.
 
     ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which from then on is a FusedHead
-    besides what it was. The names of its parameters, its hooks, ``isinstance`` and whoever refers
-    to it stay as they are. Doing it twice is harmless.
-
-    What wraps modules knows it: FSDP1, FSDP2, DeepSpeed's ZeRO-3 and accelerate's hooks (offload,
-    ``device_map``) gather or move the parameters of a module when it is *called*, and reduce their
-    gradients. A weight that is only read passes them by.
+    besides what it was: parameters, hooks, ``isinstance`` and whoever refers to it stay as they
+    are. Doing it twice is harmless. What wraps modules (FSDP1, FSDP2, DeepSpeed's ZeRO-3,
+    accelerate's hooks) gathers or moves the parameters of a module when it is *called*, and reduces
+    their gradients. A weight that is only read passes these by.
 
     ::
 
@@ -48,22 +46,11 @@ class FusedHead(Overlay, nn.Module):
             call: the layer is not linear, is quantised, or has an adapter that is not plain LoRA.
     """
 
-    def __new__(
-        cls,
-        layer: nn.Module,
-        *,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
-        vocab_size: int | None = None,
-    ) -> FusedHead:
+    def __new__(cls, layer: nn.Module, **settings: Any) -> FusedHead:
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
-        if isinstance(layer, FusedHead):
-            return layer
-        hooked = _is_hooked(layer)
-        lay_over(FusedHead, layer)
-        if hooked:
-            vars(layer)["_old_forward"] = MethodType(type(layer).forward, layer)
+        if not isinstance(layer, FusedHead):
+            _swap_class(lay_over, layer)
         return layer  # type: ignore[return-value]
 
     def __init__(
@@ -93,22 +80,17 @@ class FusedHead(Overlay, nn.Module):
 
         Args:
             hidden: (..., D) last hidden states.
-            target: None: the logits of the layer; (...) ids: what
-                :func:`grpo_kernels.linear_logprobs` returns for them; a function: its result for
-                the hidden states and the :class:`Head`. Tensors in that have to be found by the
-                hooks: it is a tensor, a tuple, a list, a dict or a ``ModelOutput``.
-            options: those of ``linear_logprobs``.
+            target: None: for logits; (...) ids: for what :func:`grpo_kernels.linear_logprobs`
+                returns, with its ``options``; a function of the hidden states and the
+                :class:`Head`, whose result is something that hooks find tensors in: a tensor, a
+                tuple, a list, a dict or a ``ModelOutput``.
         """
         # of what hooks cast, move or count there are the hidden states alone
         if isinstance(target, Tensor):
             ids = target
-
-            def logprobs(hidden: Tensor, head: Head) -> LinearLogprobs:
-                found = linear_logprobs(hidden, head, ids.to(hidden.device), **options)
-                # no views: changed in place, they would lose the hooks that FSDP2 puts on them
-                return LinearLogprobs(*(None if x is None else x.clone() for x in found))
-
-            return super().__call__(hidden, logprobs)
+            return super().__call__(
+                hidden, lambda hidden, head: scored(hidden, head, ids.to(hidden.device), **options)
+            )
         if target is None:
             # who takes the call is not a module: no hook runs before the head is needed
             instead = vars(self).get("_instead_of_logits")
@@ -132,30 +114,29 @@ class FusedHead(Overlay, nn.Module):
         return fn(hidden, head, **options)
 
 
+def scored(hidden: Tensor, head: Head, ids: Tensor, **options: Any) -> LinearLogprobs:
+    """Return ``linear_logprobs`` without views: changed in place, they would lose FSDP2's hooks."""
+    found = linear_logprobs(hidden, head, ids, **options)
+    return LinearLogprobs(*(None if x is None else x.clone() for x in found))
+
+
 def unfuse(head: FusedHead) -> None:
-    """Make of ``FusedHead(layer)`` what the layer was.
-
-    It stays a FusedHead where somebody has made a class of its own of that, as FSDP2 does.
-    """
-    hooked = _is_hooked(head)
-    if take_off(FusedHead, head):
+    """Make the layer what it was, unless somebody has made a class of their own of it (FSDP2)."""
+    if _swap_class(take_off, head):
         del head._transform, head._vocab_size
-        if hooked:
-            vars(head)["_old_forward"] = MethodType(type(head).forward, head)
 
 
-def _is_hooked(layer: nn.Module) -> bool:
-    """Return whether accelerate has hooks around the forward of the layer's class.
-
-    Raises:
-        ValueError: another forward hides it.
-    """
-    if "forward" not in vars(layer):
-        return False
-    inner = vars(layer).get("_old_forward")
-    if hasattr(layer, "_hf_hook") and getattr(inner, "__func__", None) is type(layer).forward:
-        return True
-    raise ValueError(
-        "layer: expected one with the forward of its class, or accelerate's hooks around that, got "
-        f"{type(layer).__name__} with a forward of its own; apply FusedHead before that is set"
-    )
+def _swap_class(change: Callable[[type[Overlay], nn.Module], Any], layer: nn.Module) -> Any:
+    """Lay FusedHead over a layer or take it off, also within accelerate's hooks."""
+    kept = vars(layer).get("_old_forward")  # by these hooks
+    hooked = hasattr(layer, "_hf_hook") and getattr(kept, "__func__", None) is type(layer).forward
+    if "forward" in vars(layer) and not hooked:
+        raise ValueError(
+            "layer: expected one with the forward of its class, or accelerate's hooks around that, "
+            f"got {type(layer).__name__} with a forward of its own; apply FusedHead before that is "
+            "set"
+        )
+    changed = change(FusedHead, layer)
+    if hooked:
+        vars(layer)["_old_forward"] = MethodType(type(layer).forward, layer)
+    return changed

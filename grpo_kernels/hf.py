@@ -1,9 +1,5 @@
-"""The same inside transformers models: the head of a model, its forward, and a check of both.
-
-:func:`add_fused_head` puts a fused head into a model's own forward, so that wrappers and hooks
-fire, with the scale and softcap of the model's config. :func:`check_fused_head` compares that idea
-of the model with its own logits, before it is trusted.
-"""
+"""Fused heads inside transformers models: in the forward, so that wrappers and hooks fire, with the
+scale and softcap of the model's config; and a check of that idea of a model by its own logits."""
 
 from __future__ import annotations
 
@@ -16,32 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from grpo_kernels.fused_head import FusedHead, HeadFn
-from grpo_kernels.head import Head, layer_in_use
+from grpo_kernels.head import Head, layer_in_use, project
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# config attributes that the logits are multiplied or divided by, by family
-_MULTIPLIERS = (
-    "logit_scale",  # Cohere
-    "output_multiplier",  # Muse Glimmer
-    "lm_head_multiplier",  # Falcon-H1
-)
-_DIVISORS = (
-    "logits_scaling",  # Granite, MiniCPM3
-    "logits_mup_width_multiplier",  # Inkling
-)
+# config attributes that the logits are multiplied by, or else divided
+_SCALES = {
+    "logit_scale": True,  # Cohere
+    "output_multiplier": True,  # Muse Glimmer
+    "lm_head_multiplier": True,  # Falcon-H1
+    "logits_scaling": False,  # Granite, MiniCPM3
+    "logits_mup_width_multiplier": False,  # Inkling
+}
+# by model type: families that use these otherwise, or declare one that they do not apply
+_OTHER_SCALES: dict[str, dict[str, bool]] = {"hyperclovax": {"logits_scaling": True}, "mpt": {}}
 _SOFTCAPS = (
     "final_logit_softcapping",  # Gemma
     "logits_soft_cap",  # RecurrentGemma
     "output_logit_soft_cap",  # xLSTM
 )
-_MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
-_DECLARES_A_SCALE_IT_DOES_NOT_APPLY = ("mpt",)
 _PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
 _BALANCING_LOSS = "load_balancing_loss_func"  # its name in the modeling file of each family
 _TOKENS = 4
@@ -69,7 +62,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
             f"model: expected a causal LM with output embeddings, got {type(model).__name__}"
         )
     backbone(model)
-    fuse_head(model)
+    fused_head(model, anew=True)
     if "forward" in vars(model):  # it would hide that of a class
         vars(model)[_PATCHED] = vars(model).pop("forward")
     lay_over(_TakesHeadFn, model)
@@ -81,8 +74,7 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 
 def drop_wrappers(model: PreTrainedModel) -> None:
-    """Drop what was set around the forward of ``model`` since :func:`add_fused_head`, if that was
-    called."""
+    """Drop what was set around a forward since :func:`add_fused_head`, if that was called."""
     if isinstance(model, _TakesHeadFn):
         vars(model).pop("forward", None)
 
@@ -90,54 +82,36 @@ def drop_wrappers(model: PreTrainedModel) -> None:
 class _TakesHeadFn(ForwardOverlay):
     """What :func:`add_fused_head` makes of a model."""
 
-    def forward(self, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
-        if head_fn is not None:
-            return _head_forward(self, head_fn, args, kwargs)
+    def forward(self: Any, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
         own_forward = super().forward
-        return vars(self).get(_PATCHED, own_forward)(*args, **kwargs)
+        if head_fn is None:
+            return vars(self).get(_PATCHED, own_forward)(*args, **kwargs)
+        if kwargs.get("labels") is not None:
+            raise ValueError("labels: expected None with head_fn (it makes the loss), got a value")
+        # wrappers pass on every argument of a causal LM, as None where it was not given; a backbone
+        # need not know it
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        outputs = backbone(self)(*args, **{**kwargs, "use_cache": False})
+        routers = None
+        if kwargs.get("output_router_logits"):
+            routers = moe_aux_loss(self, outputs, kwargs.get("attention_mask"))
+        head, hidden = fused_head(self), outputs.last_hidden_state
+        if runs_in_fp32(self):
+            with torch.autocast(hidden.device.type, enabled=False):
+                found = head(hidden, lambda x, head: head_fn(x.to(head.weight.dtype), head))
+        else:
+            found = head(hidden, head_fn)
+        return _output_class()(aux_loss=routers, head=found)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """Return the part of ``model`` that gives the last hidden states.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the part of ``model`` that gives the last hidden states; raise ValueError for none."""
     if model.base_model is not model:
         return model.base_model
     part = getattr(model, "model", None)  # Llama 4's text model, whose prefix names another part
     if not isinstance(part, nn.Module):
         raise ValueError(f"model: expected a model with a head, got {type(model).__name__}")
     return part
-
-
-def _head_forward(
-    model: PreTrainedModel, head_fn: HeadFn, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if kwargs.get("labels") is not None:
-        raise ValueError("labels: expected None with head_fn (it makes the loss), got a value")
-    # wrappers pass on every argument of a causal LM, as None where it was not given; a backbone
-    # need not know it
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    kwargs["use_cache"] = False
-    outputs = backbone(model)(*args, **kwargs)
-    routers = None
-    if kwargs.get("output_router_logits"):
-        routers = moe_aux_loss(model, outputs, kwargs.get("attention_mask"))
-    head = _call_head(model, outputs.last_hidden_state, head_fn)
-    return _output_class()(aux_loss=routers, head=head)
-
-
-def _call_head(model: PreTrainedModel, hidden: Tensor, head_fn: HeadFn) -> Any:
-    head = fused_head(model)
-    if not runs_in_fp32(model):
-        return head(hidden, head_fn)
-
-    def exact(hidden: Tensor, head: Head) -> Any:
-        return head_fn(hidden.to(head.weight.dtype), head)
-
-    with torch.autocast(hidden.device.type, enabled=False):
-        return head(hidden, exact)
 
 
 @functools.cache
@@ -156,39 +130,26 @@ def _output_class() -> type:
     return FusedHeadOutput
 
 
-def fuse_head(model: PreTrainedModel) -> nn.Module:
-    """Make the output embeddings of ``model`` a :class:`FusedHead`, as its config describes them.
-
-    Return what to call: that layer, or FSDP1's wrapper of it.
-    """
-    config = model.config.get_text_config()
-    layer = model.get_output_embeddings()
-    FusedHead(
-        getattr(layer, "_fsdp_wrapped_module", layer),
-        logit_scale=logit_scale(config),
-        softcap=softcap(config),
-        vocab_size=getattr(config, "unpadded_vocab_size", None),  # Inkling's logits end there
-    )
+def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
+    """Return the head to call, or FSDP1's wrapper of it: made a FusedHead, as the config describes
+    it, if it is none (wrappers may have replaced that), or ``anew``."""
+    config, layer = model.config.get_text_config(), model.get_output_embeddings()
+    inner = getattr(layer, "_fsdp_wrapped_module", layer)
+    if anew or not isinstance(inner, FusedHead):
+        FusedHead(
+            inner,
+            logit_scale=logit_scale(config),
+            softcap=softcap(config),
+            vocab_size=getattr(config, "unpadded_vocab_size", None),  # Inkling's logits end there
+        )
     return layer
-
-
-def fused_head(model: PreTrainedModel) -> nn.Module:
-    """Return the head to call; wrappers may have replaced the one that was fused."""
-    layer = model.get_output_embeddings()
-    fused = isinstance(getattr(layer, "_fsdp_wrapped_module", layer), FusedHead)
-    return layer if fused else fuse_head(model)
 
 
 def logit_scale(config: PretrainedConfig) -> float:
     """Return the factor on the logits, 1.0 where the family has none."""
-    if config.model_type in _DECLARES_A_SCALE_IT_DOES_NOT_APPLY:
-        return 1.0
-    for name in (*_MULTIPLIERS, *_DIVISORS):
-        value = getattr(config, name, None)
-        if value is None:
-            continue
-        divides = name in _DIVISORS and config.model_type not in _MULTIPLIES_BY_LOGITS_SCALING
-        return 1.0 / float(value) if divides else float(value)
+    for name, multiplies in _OTHER_SCALES.get(config.model_type, _SCALES).items():
+        if (value := getattr(config, name, None)) is not None:
+            return float(value) if multiplies else 1.0 / float(value)
     return 1.0
 
 
@@ -263,25 +224,28 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     Raises:
         ValueError: the logits differ.
     """
-    device = model.get_input_embeddings().weight.device
-    ids = torch.full((1, _TOKENS), _some_token(model), device=device)
+    config, device = model.config.get_text_config(), model.get_input_embeddings().weight.device
+    bos, eos, padding = (getattr(config, f"{x}_token_id", None) for x in ("bos", "eos", "pad"))
+    # one that stands for text: the embedding of padding may be zero
+    token = next(x for x in (bos, eos, 1, 0) if isinstance(x, int) and x != padding)
+    ids = torch.full((1, _TOKENS), token, device=device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
     seen: list[Tensor] = []  # kept from hooks on the head, which would change a loss as well
 
     def note(hidden: Tensor, head: Head) -> Tensor:
-        seen.append(_eager_logits(hidden, head))
+        logits, bound = _scaled_logits(hidden, head), head.transform.softcap
+        seen.append(logits if bound is None else bound * torch.tanh(logits / bound))
         return seen[0]
 
-    with torch.no_grad(), _evaluating(model), _enlarged(model) as factor:
+    with torch.no_grad(), _probed(model) as factor:
         own = runs(**batch, use_cache=False).logits
         if not factor:  # its forward does not call the backbone
             factor.append(1.0)
         runs(**batch, head_fn=note)
     (fused,) = seen
-    if own.shape != fused.shape:
-        difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
-    else:
+    difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
+    if own.shape == fused.shape:
         error = (own.to(fused) - fused).abs().max() / fused.abs().max()
         if error <= _TOLERANCE.get(own.dtype, _TIGHT):
             return
@@ -294,59 +258,33 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
 
 
 @contextmanager
-def _enlarged(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Multiply the last hidden states by a power of two, which the first forward finds.
+def _probed(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Multiply last hidden states by a power of two, found by the first forward and yielded.
 
-    Yield what holds it from then on.
+    Dropout is off meanwhile, and the random state is left as it was.
     """
     factor: list[float] = []
 
     def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
         hidden = output.last_hidden_state
         if not factor:
-            scaled = fused_head(model)(hidden, _scaled_logits)
-            largest = scaled.abs().max().float().clamp(min=1e-6)
+            largest = fused_head(model)(hidden, _scaled_logits).abs().max().float().clamp(min=1e-6)
             factor.append(float(torch.exp2((_LARGE / largest).log2().round())))
         output.last_hidden_state = hidden * factor[0]
         return output
 
-    handle = backbone(model).register_forward_hook(enlarge)
-    try:
-        yield factor
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off and leave the random state as it was."""
-    was_training = model.training
+    handle, was_training = backbone(model).register_forward_hook(enlarge), model.training
     model.eval()
     try:
         with torch.random.fork_rng():
-            yield
+            yield factor
     finally:
+        handle.remove()
         model.train(was_training)
 
 
 def _scaled_logits(hidden: Tensor, head: Head) -> Tensor:
     """Return logits in fp32, without softcap."""
-    hidden = hidden.float()
-    logits = linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
-    if head.lora is not None:
-        inner = linear(hidden, head.lora.a.float()) * head.lora.scaling
-        logits = logits + linear(inner, head.lora.b.float())
-    return logits * head.transform.logit_scale
-
-
-def _eager_logits(hidden: Tensor, head: Head) -> Tensor:
-    logits, bound = _scaled_logits(hidden, head), head.transform.softcap
-    return logits if bound is None else bound * torch.tanh(logits / bound)
-
-
-def _some_token(model: PreTrainedModel) -> int:
-    """Return a token that stands for text; the padding token's embedding may be zero."""
-    config = model.config.get_text_config()
-    named = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
-    padding = getattr(config, "pad_token_id", None)
-    return next(x for x in (*named, 1, 0) if isinstance(x, int) and x != padding)
+    rows = hidden.flatten(0, -2).float()
+    logits = project(rows, head.to(rows.dtype), rows.new_empty(len(rows), head.vocab_size))
+    return logits.view(*hidden.shape[:-1], -1) * head.transform.logit_scale

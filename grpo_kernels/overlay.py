@@ -1,12 +1,13 @@
 """Classes that are laid over the class of an object that exists, to change what it does.
 
-The object stays the same one, and nothing in it refers to it: a method acts on whatever it is
-called on. So copies, pickles and those that wrap and unwrap a forward are right. A function set on
-an object would go on acting on that object in all of its copies.
+The object stays the same one. A method acts on whatever it is called on, so copies, pickles and
+those that wrap and unwrap a forward are right; a function set on an object would act on that object
+in all of its copies.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -20,15 +21,10 @@ class Overlay:
         return {"__name__": f"Fused{below.__name__}"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        below: type = type(self)
-        overlays: list[type[Overlay]] = []
-        while (parts := vars(below).get("_laid_over")) is not None:
-            overlay, below = parts
-            overlays.append(overlay)
         found: Any = super().__reduce_ex__(protocol)
-        if not overlays:  # somebody's subclass, such as FSDP2's
-            return found
-        return _bare, (below, *reversed(overlays)), *found[2:]
+        layers = _layers(type(self))
+        # one is somebody's subclass, such as FSDP2's
+        return found if len(layers) == 1 else (_bare, layers, *found[2:])
 
 
 class ForwardOverlay(Overlay):
@@ -50,30 +46,32 @@ class ForwardOverlay(Overlay):
 def lay_over(overlay: type[Overlay], it: Any) -> None:
     """Lay ``overlay`` over the class of ``it``; doing it twice is harmless."""
     if not isinstance(it, overlay):
-        it.__class__ = _made(overlay, type(it))
+        it.__class__ = _made((*_layers(type(it)), overlay))
 
 
 def take_off(overlay: type[Overlay], it: Any) -> bool:
     """Undo :func:`lay_over`; return whether it could: another class may lie over that."""
-    top, below = vars(type(it)).get("_laid_over", (None, None))
+    *below, top = _layers(type(it))
     if top is overlay:
-        it.__class__ = below
+        it.__class__ = _made(tuple(below))
     return top is overlay
 
 
-_MADE: dict[tuple[type[Overlay], type], Any] = {}
+def _layers(cls: type) -> tuple[Any, ...]:
+    """Return the object's own class and the overlays on it, from the bottom."""
+    return vars(cls).get("_layers", (cls,))
 
 
-def _made(overlay: type[Overlay], below: type) -> Any:
-    parts = overlay, below
-    if parts not in _MADE:
-        members = overlay.members_over(below) | {"_laid_over": parts}
-        _MADE[parts] = type(members.pop("__name__"), parts, members)
-    return _MADE[parts]
+@functools.cache
+def _made(layers: tuple[Any, ...]) -> Any:
+    *below, overlay = layers
+    if not below:
+        return overlay  # the object's own class
+    under = _made(tuple(below))
+    members = overlay.members_over(under) | {"_layers": layers}
+    return type(members.pop("__name__"), (overlay, under), members)
 
 
-def _bare(below: type, *overlays: type[Overlay]) -> Any:
+def _bare(*layers: type) -> Any:
     """Make an object that has no state yet, for copies and pickles."""
-    for overlay in overlays:
-        below = _made(overlay, below)
-    return object.__new__(below)
+    return object.__new__(_made(layers))

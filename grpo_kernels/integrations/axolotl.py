@@ -1,12 +1,10 @@
-"""Axolotl's GRPO on our kernels, as a plugin that its config names.
+"""Axolotl's GRPO on our kernels, with ``async_prefetch`` and without, as a plugin of its config.
 
-    plugins:
-      - grpo_kernels.integrations.axolotl.GRPOKernelsPlugin
-    rl: grpo
-    trl:
-      use_liger_loss: true
-
-With ``async_prefetch`` and without.
+plugins:
+  - grpo_kernels.integrations.axolotl.GRPOKernelsPlugin
+rl: grpo
+trl:
+  use_liger_loss: true
 """
 
 from __future__ import annotations
@@ -30,39 +28,26 @@ class GRPOKernelsPlugin(BasePlugin):
     any_version = False  # also versions of Axolotl and of Liger that were not tested
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Check what is known before a model is.
-
-        Raises:
-            ImportError: Axolotl is of a version that was not tested.
-            ValueError: the config does not ask for GRPO with a Liger loss.
-        """
+        """Raise for a version that was not tested, or a config without GRPO and Liger's loss."""
         HOSTS["axolotl"].check(self.any_version)
         if cfg.rl not in _OF_GRPO:
             got = getattr(cfg.rl, "value", cfg.rl)
             raise ValueError(
                 f"rl: expected {' or '.join(_OF_GRPO)} with GRPOKernelsPlugin, got {got}"
             )
-        asked = getattr(cfg.trl, "use_liger_loss", None)
-        if not asked:
+        if not (asked := getattr(cfg.trl, "use_liger_loss", None)):
             raise ValueError(
                 "trl.use_liger_loss: expected true with GRPOKernelsPlugin, which takes the place "
                 f"of Liger's loss; got {asked}"
             )
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Replace the loss module of ``trainer``.
-
-        Raises:
-            ValueError: a setting, or the model's head, is one that the loss module is not told of.
-        """
-        theirs = getattr(trainer, "liger_loss", None)
-        if theirs is None:
+        """Replace the loss module; raise for settings and heads that it is not told of."""
+        if getattr(trainer, "liger_loss", None) is None:
             raise ValueError(
                 "trainer: expected one of TRL's GRPO trainers with use_liger_kernel, got "
                 f"{type(trainer).__name__} without"
             )
-        for name, off in (("off_policy_mask_threshold", None), ("aux_loss_enabled", False)):
-            if (got := getattr(trainer, name, off)) != off:
-                raise ValueError(f"{name}: expected {off} with use_liger_loss, got {got}")
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        trainer.liger_loss = liger.instead_of(theirs, model, any_version=self.any_version)
+        off = {"off_policy_mask_threshold": None, "aux_loss_enabled": False}
+        why = "with use_liger_loss"
+        liger.put_into(trainer, "liger_loss", off, why, any_version=self.any_version)

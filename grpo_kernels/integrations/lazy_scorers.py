@@ -4,7 +4,7 @@
 
     lazy_scorers.enable(actor.model, "openrlhf")
 
-Where they score real tensors, their functions are called as before.
+Real tensors are scored by the host's functions as before.
 """
 
 from __future__ import annotations
@@ -13,26 +13,182 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from grpo_kernels.fused_head import FusedHead, unfuse
-from grpo_kernels.integrations.lazy_logits import LazyLogits
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of, release
+from grpo_kernels.fused_head import FusedHead, scored, unfuse
+from grpo_kernels.head import Head, Transform
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, release
+from grpo_kernels.linear_logprobs import LinearLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_CASTS = (torch.float32, torch.bfloat16, torch.float16)
+_DESCRIBING = ("shape", "size", "ndim", "dim", "numel", "device")  # known without real logits
+
+
+@dataclass
+class _Memory:
+    """What logits and views of them share."""
+
+    changed: bool = False  # in place: they are of no use any more
+
+
+@dataclass(eq=False)
+class LazyLogits:
+    """Logits (..., V) that are formed when somebody needs them as such. No tensor.
+
+    Rows of it, casts and scales are remembered. Whatever else is done with it is done with real
+    logits, which are formed for that.
+    """
+
+    layer: Any  # a FusedHead
+    hidden: Tensor  # (..., D)
+    dtype: Any = None  # None: that of the hidden states
+    temperature: float = 1.0  # what they are divided by
+    memory: _Memory = field(default_factory=_Memory)
+    real: Tensor | None = None  # once these are formed
+    recorded: bool = field(default_factory=torch.is_grad_enabled)  # a gradient, by autograd
+
+    requires_grad = False  # whoever asks would hook on to it
+
+    def __post_init__(self) -> None:
+        self.dtype = self.dtype or self.hidden.dtype
+
+    def logprobs(self, ids: Tensor) -> Tensor:
+        """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
+        return self._scored(ids, "logprobs")
+
+    def entropy(self) -> Tensor:
+        """Return the entropy (...) in nats, fp32, differentiable."""
+        ids = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        return self._scored(ids, "entropy")
+
+    def formed(self) -> Tensor:
+        """Return real logits; from then on these stand for such."""
+        self._check()
+        if self.real is None:
+            with self._recording():
+                logits = nn.Module.__call__(self.layer, self.hidden).to(self.dtype)
+                self.real = logits if self.temperature == 1 else logits / self.temperature
+        return self.real
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DESCRIBING:
+            shape = (*self.hidden.shape[:-1], self.layer.out_features)
+            return getattr(self.hidden[..., :1].expand(shape), name)
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"LazyLogits: no attribute {name!r}")
+        if not callable(getattr(Tensor, name)):
+            return getattr(self.formed(), name)
+        return functools.partial(self._call, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Give torch's functions real logits."""
+        args, kwargs = tree_map(
+            lambda x: x.formed() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method: of real logits, unless the result can be described without these."""
+        self._check()
+        found = self._unformed(name, *args, *kwargs.values())
+        if found is not None:
+            return found
+        real = self.formed()
+        if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
+            self._leave_views()  # they are changed in place
+        return getattr(real, name)(*args, **kwargs)
+
+    def _unformed(self, name: str, operand: Any = None, *more: Any) -> Any:
+        """Return what a method gives without forming them; None: it needs real logits."""
+        if more or self.real is not None:
+            return None
+        positive = isinstance(operand, int | float) and 0 < operand < float("inf")
+        match name:
+            case "__getitem__":
+                entries = operand if isinstance(operand, tuple) else (operand,)
+                rows = entries[:-1] if len(entries) == self.ndim else entries
+                whole = len(entries) < self.ndim or entries[-1] == slice(None)
+                if whole and all(type(x) in (int, slice) for x in rows):
+                    return replace(self, hidden=self.hidden[rows])
+            case "squeeze" if operand in range(-self.ndim, self.ndim - 1) and operand != -1:
+                return replace(self, hidden=self.hidden.squeeze(operand))
+            case "float":
+                return self.to(torch.float32)
+            case "to" if isinstance(operand, torch.dtype) and operand in _CASTS:
+                same = operand == self.dtype
+                return self if same else replace(self, dtype=operand, memory=_Memory())
+            case "__truediv__" if positive:
+                return replace(self, temperature=self.temperature * operand, memory=_Memory())
+            case "__mul__" if positive:
+                return replace(self, temperature=self.temperature / operand, memory=_Memory())
+            case "div_" | "__itruediv__" if positive:
+                self._leave_views()
+                self.temperature *= operand
+                return self
+        return None
+
+    def _leave_views(self) -> None:
+        """Be changed in place: others that share the memory do not see the change."""
+        self.memory.changed = True
+        self.memory = _Memory()
+
+    def _check(self) -> None:
+        if self.memory.changed:
+            raise RuntimeError(
+                "LazyLogits: expected logits that nobody has changed since, got some that share "
+                "memory with others which were changed in place; call formed() on these first"
+            )
+        if not isinstance(self.layer, FusedHead):
+            raise RuntimeError(
+                "LazyLogits: expected a head that returns them still, got one after disable()"
+            )
+
+    def _recording(self) -> Any:
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.recorded)
+
+    def _scored(self, ids: Tensor, output: str) -> Tensor:
+        """Call the head, as a module, so that FSDP2 knows, for an output of ``linear_logprobs``."""
+        self._check()
+
+        def fn(hidden: Tensor, head: Head) -> LinearLogprobs:
+            if head.weight.shape[0] != self.shape[-1]:
+                raise ValueError(
+                    f"model: expected a head that uses all {self.shape[-1]} columns of its logits, "
+                    f"got vocab_size={head.weight.shape[0]}"
+                )
+            head = replace(head, transform=Transform())  # logits are without it
+            return scored(hidden, head, ids, temperature=self.temperature, outputs=(output,))
+
+        with self._recording():
+            return getattr(self.layer(self.hidden, fn), output)
+
+
+_ARITHMETIC = ("truediv", "itruediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg", "pow")
+for _name in ("getitem", *_ARITHMETIC, "gt", "ge", "lt", "le"):  # __getattr__ is not asked for
+    _name = f"__{_name}__"
+    setattr(LazyLogits, _name, functools.partialmethod(LazyLogits._call, _name))
 
 
 def _selective_log_softmax(logits: LazyLogits, index: Tensor, **_: Any) -> Any:
     if index.dim() == logits.dim() - 1:
         return logits.logprobs(index)
-    if index.shape[-1] != 1:
-        return NotImplemented
-    return logits.logprobs(index.squeeze(-1)).unsqueeze(-1)
+    return logits.logprobs(index.squeeze(-1))[..., None] if index.shape[-1] == 1 else None
 
 
 def _logprobs(logits: LazyLogits, labels: Tensor, temperature: float = 1.0, **_: Any) -> Tensor:
@@ -42,82 +198,46 @@ def _logprobs(logits: LazyLogits, labels: Tensor, temperature: float = 1.0, **_:
 
 
 def _entropy(
-    logits: LazyLogits,
-    requires_grad: bool = True,
-    attention_mask: Tensor | None = None,
-    **_: Any,
+    logits: LazyLogits, requires_grad: bool = True, attention_mask: Any = None, **_: Any
 ) -> Tensor:
     with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
         entropy = logits.entropy()
     return entropy if attention_mask is None else entropy * attention_mask
 
 
-# by host: the module of its scorers; by the name of each, what does the same for LazyLogits. That
-# takes those of its arguments that matter, and returns NotImplemented where the host's own has to.
-_SCORERS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
-    "trl": (
-        "trl.trainer.utils",
-        {"selective_log_softmax": _selective_log_softmax, "entropy_from_logits": _entropy},
-    ),
-    "openrlhf": (
-        "openrlhf.models.utils",
-        {"log_probs_from_logits": _logprobs, "compute_entropy": _entropy},
-    ),
-    "skyrl": (
-        "skyrl.backends.skyrl_train.utils.torch_utils",
-        {"logprobs_from_logits": _logprobs, "chunked_entropy_from_logits": _entropy},
-    ),
+# by host: where its scorers are, and by the name of each what does the same for LazyLogits. That
+# takes those of its arguments that matter, and returns None where the host's own has to.
+_MODULES = {
+    "trl": "trl.trainer.utils",
+    "openrlhf": "openrlhf.models.utils",
+    "skyrl": "skyrl.backends.skyrl_train.utils.torch_utils",
+}
+_SCORERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "trl": {"selective_log_softmax": _selective_log_softmax, "entropy_from_logits": _entropy},
+    "openrlhf": {"log_probs_from_logits": _logprobs, "compute_entropy": _entropy},
+    "skyrl": {"logprobs_from_logits": _logprobs, "chunked_entropy_from_logits": _entropy},
 }
 
 
 def _replacements(host: str) -> Iterator[Replacement]:
-    module, scorers = _SCORERS[host]
-    owner = module_of(module)
-    for name, ours in scorers.items():
-        taking_both = _taking_both(getattr(owner, name), ours)
-        yield Replacement(owner, name, taking_both, everywhere=True)
+    owner = import_module(_MODULES[host])
+    for name, ours in _SCORERS[host].items():
+        both = _taking_both(getattr(owner, name), ours)
+        yield Replacement(owner, name, both, everywhere=True)
 
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(theirs)
-
     @functools.wraps(theirs)
     def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return theirs(logits, *args, **kwargs)
-        found: Any = NotImplemented
-        if logits.real is None:  # else somebody needed them as such
-            given = signature.bind(logits, *args, **kwargs)
-            given.apply_defaults()
-            _, *names = given.arguments
-            found = ours(logits, **{name: given.arguments[name] for name in names})
-        return theirs(logits.formed(), *args, **kwargs) if found is NotImplemented else found
+        given = inspect.signature(theirs).bind(logits, *args, **kwargs)
+        given.apply_defaults()
+        # where they are formed, somebody needed them as such
+        found = ours(**given.arguments) if logits.real is None else None
+        return theirs(logits.formed(), *args, **kwargs) if found is None else found
 
     return score
-
-
-def defer_logits(model: PreTrainedModel) -> None:
-    """Let the LM head of ``model`` return :class:`LazyLogits`. Doing it twice is harmless.
-
-    Raises:
-        ValueError: there is no head, another forward than its class's is in its place, or another
-            adapter has changed the model.
-    """
-    layer = model.get_output_embeddings()
-    if layer is None:
-        raise ValueError(f"model: expected one with output embeddings, got {type(model).__name__}")
-    if are_deferred(model):
-        return
-    was_fused = isinstance(layer, FusedHead)
-    head = layer if was_fused else FusedHead(layer)
-    claim(model, "lazy_scorers")
-    vars(head).update(_instead_of_logits=LazyLogits.of, _fused_for_lazy=not was_fused)
-
-
-def are_deferred(model: PreTrainedModel) -> bool:
-    """Return whether the head of ``model`` returns :class:`LazyLogits`."""
-    layer = model.get_output_embeddings()
-    return layer is not None and "_instead_of_logits" in vars(layer)
 
 
 SWITCHES = {
@@ -127,16 +247,38 @@ SWITCHES = {
 _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}
 
 
+def defer_logits(model: PreTrainedModel) -> None:
+    """Let the LM head of ``model`` return :class:`LazyLogits`. Doing it twice is harmless.
+
+    Raises:
+        ValueError: there is no head, it has a forward of its own, or another adapter has the model.
+    """
+    layer = model.get_output_embeddings()
+    if layer is None:
+        raise ValueError(f"model: expected one with output embeddings, got {type(model).__name__}")
+    if are_deferred(model):
+        return
+    was_fused = isinstance(layer, FusedHead)
+    head = layer if was_fused else FusedHead(layer)
+    claim(model, "lazy_scorers")
+    vars(head).update(_instead_of_logits=LazyLogits, _fused_for_lazy=not was_fused)
+
+
+def are_deferred(model: PreTrainedModel) -> bool:
+    """Return whether the head of ``model`` returns :class:`LazyLogits`."""
+    layer = model.get_output_embeddings()
+    return layer is not None and "_instead_of_logits" in vars(layer)
+
+
 def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> None:
     """Let the LM head of ``model`` return LazyLogits, and ``host`` score them by our kernels.
 
-    Args:
-        model: a transformers model; doing it twice is harmless, and so are several models.
-        host: "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
-        any_version: also with a version of the host that was not tested.
+    ``host`` is "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
+    Doing it twice, or for several models, is harmless.
 
     Raises:
-        ImportError: the host is not installed, or in another version.
+        ImportError: the host is not installed, or in a version that was not tested, which
+            ``any_version`` allows.
         ValueError: ``host`` is unknown, or the model has no head that can do it.
     """
     if host not in SWITCHES:

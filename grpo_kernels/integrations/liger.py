@@ -1,18 +1,17 @@
 """Liger's GRPO loss module on our kernels, for trainers that call it (ms-swift, TRL before 1.12).
 
-    from grpo_kernels.integrations import liger
+from grpo_kernels.integrations import liger
 
-    liger.enable()  # before a trainer is built: it makes ours where it would make Liger's
-
-``LigerFusedLinearGRPOLoss`` here can also be built without Liger.
+liger.enable()  # before a trainer is built: it makes ours, which needs no Liger, instead
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
 from grpo_kernels.head import Transform, autocast_dtype, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
+# of all losses, by the name that they have here and there
+_SETTINGS = (
+    "loss_type", "importance_sampling_level", "temperature", "max_completion_length",
+    "use_bias_correction_kl",
+)  # fmt: skip
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -38,17 +42,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. Beyond Liger's: advantages of one per token, (B, T), and batches without padding. Other
-    than Liger's, masked tokens count nowhere: docs/integrations.md says where that is seen.
-
-    Args:
-        beta, loss_type, importance_sampling_level, temperature, max_completion_length, delta,
-            use_bias_correction_kl: as in :class:`grpo_kernels.LossConfig`.
-        epsilon_low, epsilon_high: its ``epsilon`` and ``epsilon_high``.
-        sapo_temperature_pos, ..., vespo_lambda_neg: settings of the losses of these names.
-        use_ref_model: whether there is a reference; False: the policy itself is, a KL of 0, and
-            one that is given is not looked at.
-        compiled, chunk_size: without effect: there is one kernel, in chunks of its own.
+    tokens. What differs from Liger's, docs/integrations.md says. Settings are as in
+    :class:`grpo_kernels.LossConfig`.
 
     Raises:
         ValueError: a setting is out of range, or a name unknown.
@@ -57,8 +52,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def __init__(
         self,
         beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
+        compiled: bool = True,  # without effect, as chunk_size: one kernel, in chunks of its own
+        use_ref_model: bool = True,  # False: the policy is its own reference, one given is unread
         chunk_size: int = 1,
         epsilon_low: float = 0.2,
         epsilon_high: float = 0.2,
@@ -78,53 +73,37 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         super().__init__()
         given = {**locals(), "epsilon": epsilon_low}
         check_name("loss_type", loss_type, LOSSES)
-        takes = LOSSES[loss_type].settings
-        if delta is not None and "delta" not in takes:
+        own = LOSSES[loss_type].settings
+        if delta is not None and "delta" not in own:
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
         self.config = LossConfig(
-            loss_type=loss_type,
             beta=beta if use_ref_model else 0.0,
-            importance_sampling_level=importance_sampling_level,
-            temperature=temperature,
-            max_completion_length=max_completion_length,
-            use_bias_correction_kl=use_bias_correction_kl,
             rollout_correction_mode=None,
-            **{name: given[name] for name in takes if name in given},
+            **{name: given[name] for name in (*_SETTINGS, *own) if name in given},
         )
         self.beta, self.use_ref_model = beta, use_ref_model
 
     def forward(
         self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor | None,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
+        _input: Tensor,  # (B, T, D) hidden states, or (B * T, D)
+        lin_weight: Tensor,  # (V, D), taken in the dtype of _input
+        selected_token_ids: Tensor,  # (B, T); without padding (N,), with cu_seqlens
+        attention_mask: Tensor | None,  # likewise, of 0 and 1
+        advantages: Tensor,  # (B,), or one per token
+        bias: Tensor | None = None,  # (V,)
+        ref_per_token_logps: Tensor | None = None,  # as selected_token_ids; None: of the next three
+        old_per_token_logps: Tensor | None = None,  # as selected_token_ids
         ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
+        # (B,), (B, 1) or (B, T) factors on the tokens' loss; in vespo's weight of a sequence one
+        # per sequence counts once
         vllm_is_ratio: Tensor | None = None,
+        # what dapo, cispo and vespo divide by, of all processes; None: their valid tokens
         num_items_in_batch: Tensor | float | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,  # (B + 1,) where sequences without padding begin and end
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the loss and its metrics.
-
-        Args:
-            _input: (B, T, D) hidden states, or (B * T, D).
-            lin_weight: (V, D), taken in the dtype of ``_input``; bias: (V,).
-            selected_token_ids, attention_mask: (B, T); without padding (N,), with ``cu_seqlens``.
-                The mask is of 0 and 1.
-            advantages: (B,), or one per token.
-            ref_per_token_logps, old_per_token_logps: as ``selected_token_ids``.
-            ref_input, ref_weight, ref_bias: what gives the reference's, where they are None.
-            vllm_is_ratio: (B,), (B, 1) or (B, T) factors on the tokens' loss; in vespo's weight of
-                a sequence one per sequence counts once.
-            num_items_in_batch: what dapo, cispo and vespo divide by, of all processes; None: the
-                valid tokens of this call on all processes.
-            cu_seqlens: (B + 1,) where the sequences of a batch without padding begin and end.
 
         Raises:
             ValueError: a shape, dtype or value is wrong; the message names our own argument.
@@ -141,40 +120,40 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     temperature=config.temperature,
                 ).logprobs  # fmt: skip
         counted = ids != IGNORE_INDEX if attention_mask is None else attention_mask
-        ratio = vllm_is_ratio
-        weights = None if ratio is None else _per_token("vllm_is_ratio", ratio, ids, cu_seqlens)
-        optional: Any = {
-            "old_logprobs": old_per_token_logps,
-            "ref_logprobs": reference,
-            "rollout_weights": weights,
-            "num_items_in_batch": _tokens_per_process(counted, num_items_in_batch),
-        }
+        ratio = weights = vllm_is_ratio
+        if ratio is not None:
+            weights = _per_token("vllm_is_ratio", ratio, ids, cu_seqlens)
         # one per token: what is clipped is then counted in tokens, at every ratio level
         advantages = _per_token("advantages", advantages, ids, cu_seqlens)
-        if cu_seqlens is None:
-            batch = TokenBatch.from_padded(ids, advantages, counted, **optional)
-        else:
-            batch = TokenBatch.from_packed(ids, advantages, cu_seqlens, counted, **optional)
+        make: Any = TokenBatch.from_padded
+        if cu_seqlens is not None:
+            make = functools.partial(TokenBatch.from_packed, cu_seqlens=cu_seqlens)
+        batch = make(
+            ids, advantages, mask=counted, old_logprobs=old_per_token_logps,
+            ref_logprobs=reference, rollout_weights=weights,
+            num_items_in_batch=_tokens_per_process(counted, num_items_in_batch),
+        )  # fmt: skip
         if ratio is not None and ratio.shape != ids.shape and config.surrogate.uses_rollout_weight:
-            batch = _weighted_once(batch)
+            # a loss that multiplies a sequence's weights takes its own from the first token alone
+            places = torch.arange(batch.num_tokens, device=ids.device)
+            first = torch.isin(places, batch.cu_seqlens[:-1])
+            batch = replace(batch, rollout_weights=batch.rollout_weights.where(first, 1.0))
         loss, metrics = linear_policy_loss(hidden, lin_weight, batch, config, bias=bias)
         kl = [_mean(metrics, ["kl"], loss)] if self.beta != 0 else []
         return loss, (*kl, _mean(metrics, _CLIPPED, loss))
 
 
 def _replacements() -> Iterator[Replacement]:
-    yield Replacement(module_of(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
+    yield Replacement(import_module(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
 
 
 def _too_late() -> str:
-    made = alive(getattr(module_of(_MODULE), _NAME))
+    made = alive(getattr(import_module(_MODULE), _NAME))
     return f"expected no {_NAME} of Liger's yet, got one" if made else ""
 
 
-SWITCH = Switch(HOSTS["liger"], _replacements)
-# before a trainer is built that makes a module of Liger's
-enable = functools.partial(SWITCH.enable_early, _too_late)
-disable, enabled = SWITCH.disable, SWITCH.enabled
+SWITCH = Switch(HOSTS["liger"], _replacements, _too_late)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
 def instead_of(
@@ -185,17 +164,9 @@ def instead_of(
     Raises:
         ImportError: Liger is not installed, or in a version that was not tested.
         ValueError: the logits of ``model`` are not those of ``lm_head.weight`` and ``.bias`` alone,
-            which is all that a trainer hands to the module; or a setting is one that ours refuses.
+            all that the module is handed; or a setting is one that ours refuses.
     """
     SWITCH.host.check(any_version)
-    _check_head(model)
-    names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
-    if isinstance(theirs, LigerFusedLinearGRPOLoss):
-        return theirs  # made while enable() was in force
-    return LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
-
-
-def _check_head(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     scale, cap = logit_scale(config), softcap(config)
     if scale != 1 or cap is not None:
@@ -208,6 +179,27 @@ def _check_head(model: PreTrainedModel) -> None:
             "model: expected lm_head without an adapter, whose weight Liger's module does not "
             "get; got LoRA on it"
         )
+    if isinstance(theirs, LigerFusedLinearGRPOLoss):
+        return theirs  # made while enable() was in force
+    names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
+    return LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
+
+
+def put_into(
+    trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
+) -> None:
+    """Put ours in the place of the module of Liger's that a trainer has as ``attribute``.
+
+    Raises:
+        ValueError: a setting of the trainer is not what ``off`` says, for ``why``; or what
+            :func:`instead_of` refuses.
+    """
+    for name, expected in off.items():
+        if (got := getattr(trainer, name, expected)) != expected:
+            raise ValueError(f"{name}: expected {expected} {why}, got {got}")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    ours = instead_of(getattr(trainer, attribute), model, any_version=any_version)
+    setattr(trainer, attribute, ours)
 
 
 def _per_token(name: str, values: Tensor, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -226,14 +218,6 @@ def _per_token(name: str, values: Tensor, ids: Tensor, cu_seqlens: Tensor | None
     return torch.repeat_interleave(values.reshape(-1), cu_seqlens.diff().long())
 
 
-def _weighted_once(batch: TokenBatch) -> TokenBatch:
-    """Leave weights of sequences to their first tokens, for a loss that multiplies a sequence's."""
-    places = torch.arange(batch.num_tokens, device=batch.target.device)
-    first, weights = torch.isin(places, batch.cu_seqlens[:-1]), batch.rollout_weights
-    assert weights is not None
-    return replace(batch, rollout_weights=weights.where(first, 1.0))
-
-
 def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
     """Return the mean of the one that is there: 0 if none is, or where no token is valid."""
     for stat in (metrics.stats[name] for name in names if name in metrics):
@@ -244,10 +228,8 @@ def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
 def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:
     """Return the mean over the processes of the tokens to divide by."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if given is not None:
-        tokens = torch.as_tensor(given, device=counted.device).double()
-    else:
-        tokens = counted.sum().double()
-        if processes > 1:
-            dist.all_reduce(tokens)
+    tokens = torch.as_tensor(counted.sum() if given is None else given, device=counted.device)
+    tokens = tokens.double()
+    if given is None and processes > 1:
+        dist.all_reduce(tokens)
     return (tokens / processes).clamp(min=1)

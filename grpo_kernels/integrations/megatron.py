@@ -14,17 +14,13 @@ from grpo_kernels.ranks import process_group
 def vocab_shard_of(
     weight: Tensor, tp_group: Any, start: int | None = None, end: int | None = None
 ) -> VocabShard | None:
-    """Return which ids a weight (V / n, D) holds; None if one rank holds all.
+    """Return which ids the rows of a weight (V / n, D) are; None if one rank holds all.
 
-    All ranks have as many, so that none has to be asked.
-
-    Args:
-        weight: this rank's rows.
-        tp_group: the n ranks that share the vocabulary.
-        start, end: the ids that a host takes them for, which is checked; None: it does not say.
+    The n ranks of ``tp_group`` have as many each, so that none has to be asked.
 
     Raises:
-        ValueError: these are not the ids of equal shares, or the group is none of this rank.
+        ValueError: ``start`` to ``end``, which the host takes them for if it says so, are not the
+            ids of equal shares, or the group is none of this rank.
     """
     group = process_group("tp_group", tp_group)
     rank, size, rows = dist.get_rank(group), dist.get_world_size(group), weight.shape[0]
@@ -39,8 +35,9 @@ def vocab_shard_of(
             )
     if size == 1:
         return None
-    shares = (rows,) * size
-    return VocabShard(group=group.group_name, rank=rank, rows=shares, vocab_size=sum(shares))
+    return VocabShard(
+        group=group.group_name, rank=rank, rows=(rows,) * size, vocab_size=rows * size
+    )
 
 
 def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from grpo_kernels.integrations import liger
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch
 
 if __name__.startswith("_swift_external_"):
     # the folder of a plugin goes to the front of sys.path, and here lie files named after hosts
@@ -22,40 +23,25 @@ if __name__.startswith("_swift_external_"):
         "external_plugins: expected a file of your own that calls ms_swift.enable(), got "
         f"{__file__}"
     )
+_WHY = (
+    "with use_liger_kernel, whose loss is not told of it (without use_liger_kernel "
+    "lazy_scorers.enable(model, 'trl') works with it)"
+)
 
 
 def _replacements() -> Iterator[Replacement]:
-    trainer = module_of("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
+    trainer = import_module("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
     theirs = trainer._prepare_liger_loss
 
     @functools.wraps(theirs)
     def prepare(self: Any) -> None:
         theirs(self)
         if self.use_liger_loss:
-            _check(self)
-            model = self.accelerator.unwrap_model(self.model)
-            self.liger_grpo_loss = liger.instead_of(self.liger_grpo_loss, model)
+            penalised = {"kl_in_reward": False} if self.beta != 0 else {}
+            liger.put_into(self, "liger_grpo_loss", {"overlong_filter": False, **penalised}, _WHY)
 
     yield Replacement(trainer, theirs.__name__, prepare)
 
 
 SWITCH = Switch(HOSTS["ms_swift"], _replacements)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
-
-
-def _check(trainer: Any) -> None:
-    """Raise for settings that their way to a Liger loss passes by.
-
-    Raises:
-        ValueError: there is one.
-    """
-    penalised = trainer.kl_in_reward and trainer.beta != 0
-    for name, used in {
-        "overlong_filter": trainer.overlong_filter,
-        "kl_in_reward": penalised,
-    }.items():
-        if used:
-            raise ValueError(
-                f"{name}: expected False with use_liger_kernel, whose loss is not told of it, got "
-                "True; without use_liger_kernel lazy_scorers.enable(model, 'trl') works with it"
-            )

@@ -32,13 +32,7 @@ _REFUSED = {
 
 
 def check_aggregation(loss_type: str, known: Mapping[str, str], host: str) -> None:
-    """Raise ValueError unless the host can normalise as the named loss does.
-
-    Args:
-        loss_type: a name of ``grpo_kernels.losses.LOSSES``.
-        known: what the host can do, by the name of our aggregation.
-        host: what to call it.
-    """
+    """Raise ValueError unless ``host``, which has the ``known`` aggregations, has the loss's."""
     check_name("loss_type", loss_type, LOSSES)
     if LOSSES[loss_type].aggregation not in known:
         possible = [name for name, loss in LOSSES.items() if loss.aggregation in known]
@@ -69,13 +63,10 @@ def config_of(
 def summed_loss(
     logprobs: Tensor, batch: TokenBatch, config: LossConfig, weights: Tensor | None = None
 ) -> PolicyLossOutput:
-    """Compute the loss as a sum over tokens, in place of the aggregation of ``config``.
+    """Compute the loss as a sum over the T tokens, in place of the aggregation of ``config``.
 
-    Args:
-        logprobs: fp32 or fp64, laid out as ``batch`` was built.
-        batch: the T valid tokens.
-        config: the loss.
-        weights: factors on the tokens' losses, laid out likewise; None: 1.
+    ``logprobs``, fp32 or fp64, and the factors ``weights`` on the tokens' losses, if there are
+    some, are laid out as ``batch`` was built.
 
     Raises:
         ValueError: the loss needs something that the batch does not have.

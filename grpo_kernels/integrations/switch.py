@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -22,11 +20,7 @@ class Host:
     tested: tuple[str, ...]  # the first numbers of versions: "1.16" stands for every 1.16.x
 
     def check(self, any_version: bool) -> None:
-        """Raise unless it is here, in a version that was tested or with ``any_version``.
-
-        Raises:
-            ImportError: it is not.
-        """
+        """Raise ImportError unless it is here, in a tested version or with ``any_version``."""
         wanted = f"{self.package}: expected version {' or '.join(self.tested)}"
         try:
             found = version(self.package)
@@ -67,9 +61,13 @@ _LOCK = threading.RLock()  # of all switches
 class Switch:
     """Some attributes of a host that are ours while it is on."""
 
-    def __init__(self, host: Host, replacements: Callable[[], Iterable[Replacement]]) -> None:
-        self.host = host
-        self._replacements = replacements  # called once the host is known to be here
+    def __init__(
+        self,
+        host: Host,
+        replacements: Callable[[], Iterable[Replacement]],  # called once the host is there
+        too_late: Callable[[], str] = str,  # says what was built already that keeps theirs
+    ) -> None:
+        self.host, self._replacements, self._too_late = host, replacements, too_late
         self._theirs: list[tuple[Replacement, Any]] = []
         self._blocks = 0  # those of `enabled` that keep it on, in all threads
 
@@ -78,48 +76,34 @@ class Switch:
         return bool(self._theirs)
 
     def enable(self, *, any_version: bool = False) -> None:
-        """Put ours in place. Doing it twice is harmless.
-
-        Args:
-            any_version: also with a version of the host that was not tested.
+        """Put ours in place, for all that is built from here on. Doing it twice is harmless.
 
         Raises:
-            ImportError: the host is not installed, or in another version.
-            ValueError: something else has been put there.
-        """
-        with _LOCK:
-            if self.on:
-                return
-            self.host.check(any_version)
-            found = [(each, getattr(each.owner, each.name)) for each in self._replacements()]
-            for each, theirs in found:
-                if theirs in _OURS:
-                    raise ValueError(
-                        f"{self.host.package}: {each.name} has been replaced already, by another "
-                        "switch"
-                    )
-            for each, theirs in found:
-                _OURS.append(each.ours)
-                self._theirs.append((each, theirs))
-                _put(each, theirs, each.ours)
-
-    def enable_early(self, too_late: Callable[[], str], *, any_version: bool = False) -> None:
-        """Put ours in place for all that is built from here on. Doing it twice is harmless.
-
-        Args:
-            too_late: says what is wrong where something that was built earlier keeps theirs.
-            any_version: also with a version of the host that was not tested.
-
-        Raises:
-            ImportError: the host is not installed, or in another version.
+            ImportError: the host is not installed, or in a version that was not tested, which
+                ``any_version`` allows.
             ValueError: it is too late, or something else has been put there.
         """
+        with _LOCK:
+            self._put_ours(any_version, self._too_late)
+
+    def _put_ours(self, any_version: bool, too_late: Callable[[], str] = str) -> None:
+        if self.on:
+            return
         self.host.check(any_version)
-        if not self.on and (wrong := too_late()):
+        if wrong := too_late():
             raise ValueError(
                 f"enable: {wrong}; build trainers after enable(), and delete those that are there"
             )
-        self.enable(any_version=any_version)
+        found = [(each, getattr(each.owner, each.name)) for each in self._replacements()]
+        for each, theirs in found:
+            if theirs in _OURS:
+                raise ValueError(
+                    f"{self.host.package}: {each.name} has been replaced already, by another switch"
+                )
+        for each, theirs in found:
+            _OURS.append(each.ours)
+            self._theirs.append((each, theirs))
+            _put(each, theirs, each.ours)
 
     def disable(self) -> None:
         """Put theirs back. Without effect while it is off.
@@ -129,10 +113,10 @@ class Switch:
         """
         with _LOCK:
             for each, _ in self._theirs:
-                if getattr(each.owner, each.name) is not each.ours:
+                if (found := getattr(each.owner, each.name)) is not each.ours:
                     raise ValueError(
                         f"{self.host.package}: expected {each.name} as enable() has left it, got "
-                        f"{getattr(each.owner, each.name)!r}; undo what has replaced it first"
+                        f"{found!r}; undo what has replaced it first"
                     )
             while self._theirs:
                 each, theirs = self._theirs.pop()
@@ -147,7 +131,7 @@ class Switch:
         """
         with _LOCK:
             keeps_on = not self.on or self._blocks > 0
-            self.enable(any_version=any_version)
+            self._put_ours(any_version)
             self._blocks += keeps_on
         try:
             yield
@@ -159,11 +143,7 @@ class Switch:
 
 
 def claim(model: Any, adapter: str) -> None:
-    """Note that an adapter changes a model; the same one may again.
-
-    Raises:
-        ValueError: another one has changed it.
-    """
+    """Note that an adapter changes a model; raise ValueError where another one has changed it."""
     first = vars(model).setdefault("_grpo_adapter", adapter)
     if first != adapter:
         raise ValueError(
@@ -177,10 +157,6 @@ def release(model: Any) -> None:
     del vars(model)["_grpo_adapter"]
 
 
-def module_of(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
 def alive(cls: type) -> list[Any]:
     """Return the objects of a class that exist, for hooks that are too late for these."""
     gc.collect()
@@ -189,10 +165,8 @@ def alive(cls: type) -> list[Any]:
 
 def _put(place: Replacement, old: Any, new: Any) -> None:
     setattr(place.owner, place.name, new)
-    if not place.everywhere:
-        return
     own = getattr(place.ours, "__module__", None)  # where ours is defined, by the same name
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()) if place.everywhere else ():
         found = getattr(module, "__dict__", {}).get(place.name)
         if found is old and name != own and name.split(".")[0] != __name__.split(".")[0]:
             setattr(module, place.name, new)

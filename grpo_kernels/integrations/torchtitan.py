@@ -7,8 +7,7 @@ In a config, ``ChunkedLossWrapper.Config(loss_fn=GRPOLoss.Config(...))`` becomes
     loss = torchtitan.GRPOLoss.Config(clip_eps=0.2)
     loss = torchtitan.DAPOLoss.Config(ratio_clip_low=0.2, ratio_clip_high=0.28)
 
-There is nothing to switch on or off: the trainer calls what its config names. Both have the
-settings, inputs and metrics of torchtitan's.
+There is nothing to switch on or off. Both have the settings, inputs and metrics of torchtitan's.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ _DIFFERENT = 1e-6  # what torchtitan takes for a difference
 class DAPOLoss(ChunkedLossWrapper):
     """Clipped policy loss with bounds of their own below and above (arXiv:2503.14476).
 
-    The trainer sees a chunked loss: it hands over hidden states and sets the head. The head is
-    called once, as a module, so FSDP2 gathers its weight and reduces its gradient; nothing of it is
-    chunked or compiled by the host.
+    The trainer sees a chunked loss: it hands over hidden states and sets the head, which is called
+    once, as a module, so that FSDP2 knows.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -48,34 +46,25 @@ class DAPOLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         self.lm_head: FusedHead | None = None
-        self.config = LossConfig(
-            loss_type="dapo", epsilon=config.ratio_clip_low, epsilon_high=config.ratio_clip_high
-        )
-        self._log_bounds = math.log1p(-config.ratio_clip_low), math.log1p(config.ratio_clip_high)
+        low, high = config.ratio_clip_low, config.ratio_clip_high
+        self.config = LossConfig(loss_type="dapo", epsilon=low, epsilon_high=high)
+        self._log_bounds = math.log1p(-low), math.log1p(high)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        """Take the head that hidden states will be scored by; it becomes a FusedHead.
-
-        Raises:
-            ValueError: its forward is wrapped, as tensor parallelism does: that is not supported.
-        """
+        """Make a FusedHead of it; raise ValueError for a wrapped forward (tensor parallelism)."""
         self.lm_head = FusedHead(lm_head)
 
     def __call__(
         self,
-        pred: Tensor,
-        labels: Tensor,
-        global_valid_tokens: Tensor | float | None = None,
+        pred: Tensor,  # (B, L, D) hidden states, from a model that skips its head
+        labels: Tensor,  # (B, L) the token that follows each one
+        global_valid_tokens: Tensor | float | None = None,  # divides the sums over tokens; None: 1
         **loss_inputs: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss, (), and torchtitan's metrics of it.
 
-        Args:
-            pred: (B, L, D) hidden states, from a model that skips its head.
-            labels: (B, L) the token that follows each one.
-            global_valid_tokens: what the sums over tokens are divided by; None: 1.
-            loss_inputs: ``generator_logprobs``, ``advantages`` and the bool ``loss_mask``, (B, L).
-                A token whose generator log-probability is not finite is left out.
+        ``loss_inputs`` are ``generator_logprobs``, ``advantages`` and the bool ``loss_mask``,
+        (B, L). A token whose generator log-probability is not finite is left out.
 
         Raises:
             ValueError: an input is missing, unknown or of a wrong shape, or the head is not set.
@@ -101,8 +90,7 @@ class DAPOLoss(ChunkedLossWrapper):
 
     def _metrics(self, metrics: Metrics, batch: TokenBatch, tokens: Tensor) -> dict[str, Tensor]:
         """Return sums over the tokens here, divided by those of all processes."""
-        assert metrics.logprobs is not None
-        assert metrics.entropy is not None
+        assert metrics.logprobs is not None and metrics.entropy is not None
         assert batch.old_logprobs is not None
         difference = (metrics.logprobs - batch.old_logprobs).double()
         low, high = self._log_bounds

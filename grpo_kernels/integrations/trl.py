@@ -13,15 +13,15 @@ may have a LoRA adapter, which TRL refuses::
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
@@ -36,35 +36,27 @@ _OUTPUTS = {
     "mean_logits": "mean_logit",
     "is_top1": "is_top1",
 }
-# they refuse an adapter on the head, which theirs would pass by
+# they refuse a head that is a BaseTunerLayer of PEFT, which theirs would pass by
 _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 
 
 def _replacements() -> Iterator[Replacement]:
-    utils = module_of("trl.trainer.utils")
+    utils = import_module("trl.trainer.utils")
     yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
-    for name in _TRAINERS:
-        trainer = module_of(f"trl.trainer.{name}_trainer")
-        yield Replacement(trainer, "BaseTunerLayer", _NoAdapter("BaseTunerLayer", (), {}))
-
-
-class _NoAdapter(type):
-    """Class of what stands for PEFT's ``BaseTunerLayer`` where that is refused: nothing is one."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return False
+    for name in _TRAINERS:  # nothing is an instance of ()
+        yield Replacement(import_module(f"trl.trainer.{name}_trainer"), "BaseTunerLayer", ())
 
 
 def _too_late() -> str:
-    fused = any(map(_has_their_head, alive(module_of("transformers").PreTrainedModel)))
+    models = alive(import_module("transformers").PreTrainedModel)
+    functions = [getattr(vars(model).get("forward"), "__func__", None) for model in models]
+    fused = any(x is not None and x.__code__.co_name == "_fused_forward" for x in functions)
     wrong = "expected no trainer of TRL yet, got a model that has TRL's own fused head"
     return wrong if fused else ""
 
 
-SWITCH = Switch(HOSTS["trl"], _replacements)
-# before a trainer is built
-enable = functools.partial(SWITCH.enable_early, _too_late)
-disable, enabled = SWITCH.disable, SWITCH.enabled
+SWITCH = Switch(HOSTS["trl"], _replacements, _too_late)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
 def add_fused_lm_head(
@@ -82,9 +74,15 @@ def add_fused_lm_head(
     unknown = sorted(set(outputs) - set(_OUTPUTS))
     if unknown:
         raise ValueError(f"outputs: expected some of {', '.join(_OUTPUTS)}; got {unknown}")
-    head_of_layer(model.get_output_embeddings(), Transform())  # for its checks
+    layer = model.get_output_embeddings()
+    head_of_layer(layer, Transform())  # for its checks
     if cast_lm_head_to_fp32:
-        _keep_in_fp32(model)
+        if hasattr(layer, "base_layer"):
+            raise ValueError(
+                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, got True"
+            )
+        vars(layer).pop("forward", None)  # TRL's own cast
+        keep_head_in_fp32(model)
     claim(model, "trl")
     add_fused_head(model)
     lay_over(_ScoresLabels, model)
@@ -103,54 +101,30 @@ class _ScoresLabels(ForwardOverlay):
         )
         target = labels[:, 1:] if shifted is None else shifted
         temperature, wanted = self._grpo_scores
+        names = tuple(_OUTPUTS[name] for name in wanted)
 
         def per_token(hidden: Tensor, head: Head) -> dict[str, Tensor]:
-            rows = hidden[:, :-1] if shifted is None else hidden
-            names = tuple(_OUTPUTS[name] for name in wanted)
-            found = linear_logprobs(
-                rows, head, target.to(rows.device), temperature=temperature, outputs=names
-            )
+            rows, ids = hidden[:, :-1] if shifted is None else hidden, target.to(hidden.device)
+            found = linear_logprobs(rows, head, ids, temperature=temperature, outputs=names)
             return {name: getattr(found, _OUTPUTS[name]) for name in wanted}
 
-        if getattr(self.config.get_text_config(), "output_router_logits", False):
+        config = self.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        return _output(self, own_forward(*args, head_fn=per_token, **kwargs), target, count)
-
-
-def _output(model: PreTrainedModel, found: Any, target: Tensor, count: Any) -> Any:
-    """Return TRL's own output of what the head gave."""
-    per_token, aux_loss = found.head, found.aux_loss
-    label_mask = target.to(per_token["log_probs"].device) != -100
-    if "log_sum_sq_probs" in per_token:
-        squares = per_token["log_sum_sq_probs"].masked_fill(~label_mask, 1.0)
-        per_token["log_sum_sq_probs"] = squares.log()
-    count = label_mask.sum().clamp(min=1) if count is None else count
-    loss = -per_token["log_probs"].sum() / count
-    if aux_loss is not None:
-        config = model.config.get_text_config()
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-    output = module_of("trl.trainer.utils").FusedCausalLMOutput
-    return output(loss=loss, label_mask=label_mask, aux_loss=aux_loss, **per_token)
-
-
-def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Do what TRL has done to the head, without a forward of the layer's own."""
-    layer = model.get_output_embeddings()
-    if hasattr(layer, "base_layer"):
-        raise ValueError(
-            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, got True"
-        )
-    vars(layer).pop("forward", None)
-    keep_head_in_fp32(model)
-
-
-def _has_their_head(model: PreTrainedModel) -> bool:
-    function = getattr(vars(model).get("forward"), "__func__", None)
-    return function is not None and function.__code__.co_name == "_fused_forward"
+        output = own_forward(*args, head_fn=per_token, **kwargs)
+        found, aux_loss = output.head, output.aux_loss
+        mask = target.to(found["log_probs"].device) != -100
+        if "log_sum_sq_probs" in found:
+            found["log_sum_sq_probs"] = found["log_sum_sq_probs"].masked_fill(~mask, 1.0).log()
+        loss = -found["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
+        if aux_loss is not None:
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        theirs = import_module("trl.trainer.utils").FusedCausalLMOutput
+        return theirs(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
 
 def __getattr__(name: str) -> Any:
     # TRL is imported by those who use it
     if name != "FusedGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return module_of("grpo_kernels.integrations.trl_trainer").FusedGRPOTrainer
+    return import_module("grpo_kernels.integrations.trl_trainer").FusedGRPOTrainer

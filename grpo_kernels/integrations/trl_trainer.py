@@ -16,15 +16,14 @@ from grpo_kernels.losses import LOSSES, LossConfig, Metrics, PolicyLossOutput
 
 # what a model takes besides ids and mask, under TRL's names of its inputs
 _OF_IMAGES = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
+    "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+# settings that a loss of ours has by the same name as TRL's trainer
+_SETTINGS = (
+    "loss_type", "beta", "importance_sampling_level", "temperature", "max_completion_length",
+    "top_entropy_quantile", "off_policy_mask_threshold",
+)  # fmt: skip
 # metrics of TRL's loss
 _LOGGED = ("kl", "entropy", "policy_loss", "cispo_clip_ratio", "vespo/phi_seq_mean")
 _EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")  # NaN over no tokens; others are 0
@@ -85,23 +84,16 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _loss_config(self) -> LossConfig:
         """Return the loss as TRL's settings are now: callbacks may change them."""
         args, own = self.args, LOSSES[self.loss_type].settings
-        settings = {name: getattr(args, name) for name in own if hasattr(args, name)}
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return LossConfig(
-            loss_type=self.loss_type,
-            beta=self.beta,
-            importance_sampling_level=self.importance_sampling_level,
-            temperature=self.temperature,
             use_bias_correction_kl=args.use_bias_correction_kl,
-            max_completion_length=self.max_completion_length,
             # an adaptive one is the factor of each batch
             entropy_coef=1.0 if self.use_adaptive_entropy else self.entropy_coef,
-            top_entropy_quantile=self.top_entropy_quantile,
-            off_policy_mask_threshold=self.off_policy_mask_threshold,
             rollout_correction_mode=args.vllm_importance_sampling_mode if corrects else None,
             rollout_correction_max=args.vllm_importance_sampling_clip_max,
             rollout_correction_min=args.vllm_importance_sampling_clip_min,
-            **settings,
+            **{name: getattr(self, name) for name in _SETTINGS},
+            **{name: getattr(args, name) for name in own if hasattr(args, name)},
         )
 
     def _token_batch(self, inputs: dict[str, Any]) -> TokenBatch:
@@ -109,6 +101,10 @@ class FusedGRPOTrainer(GRPOTrainer):
         items = inputs["num_items_in_batch"].double() / self.accelerator.num_processes
         if self._mode == "train":  # of the generation batch, of which a step may be a part
             items = items * self._steps / self.args.steps_per_generation
+        scale = None  # it is constant
+        if self.use_adaptive_entropy:
+            below = self._last_world_entropy <= self.args.entropy_target
+            scale = self.entropy_coef if below else 0.0
         return TokenBatch.from_padded(
             inputs["completion_ids"],
             inputs["advantages"],
@@ -118,15 +114,8 @@ class FusedGRPOTrainer(GRPOTrainer):
             rollout_logprobs=inputs.get("sampling_per_token_logps"),
             num_items_in_batch=items,
             gradient_accumulation_steps=self._steps,
-            entropy_scale=self._entropy_scale,
+            entropy_scale=scale,
         )
-
-    @property
-    def _entropy_scale(self) -> float | None:
-        """The adaptive coefficient, none above the target; None: it is constant."""
-        if not self.use_adaptive_entropy:
-            return None
-        return self.entropy_coef if self._last_world_entropy <= self.args.entropy_target else 0.0
 
     def _adapt_entropy_coef(self, metrics: Metrics) -> None:
         """Move the coefficient towards the target once a step, by the entropy of all its tokens."""
@@ -150,9 +139,6 @@ class FusedGRPOTrainer(GRPOTrainer):
                 if name not in _EXTREMES:
                     value = value.where(stat.count > 0, 0.0)
                 log[name].append(value.item())
-        if (
-            self._entropy_bonus_enabled
-            and self._mode == "train"
-            and self.accelerator.sync_gradients
-        ):
+        train = self._mode == "train"
+        if self._entropy_bonus_enabled and train and self.accelerator.sync_gradients:
             log["entropy_coef"].append(self.entropy_coef)

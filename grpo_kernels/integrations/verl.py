@@ -7,8 +7,6 @@
 In a run of verl each worker does that with
 ``actor_rollout_ref.model.external_lib=grpo_kernels.integrations.verl_external_lib``.
 
-The log-probabilities of a model are taken by calling its head as a module, with the bias, softcap
-and scale that its config declares and any LoRA adapter, at a temperature per sample if need be.
 :func:`register_policy_loss` makes a loss of ours a ``loss_mode`` of theirs.
 """
 
@@ -16,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
 from grpo_kernels.integrations.sum_losses import summed_loss
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, module_of
+from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.overlay import ForwardOverlay, lay_over
@@ -48,13 +47,13 @@ _AGGREGATIONS = {
 
 
 def _replacements() -> Iterator[Replacement]:
-    fused = module_of("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    fused = import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
     yield Replacement(fused, "forward", _fused_linear_for_ppo)
-    kernel = module_of("verl.utils.kernel.linear_cross_entropy")
+    kernel = import_module("verl.utils.kernel.linear_cross_entropy")
     yield Replacement(kernel, "linear_cross_entropy", linear_cross_entropy, everywhere=True)
-    patch = module_of("verl.models.transformers.monkey_patch")
+    patch = import_module("verl.models.transformers.monkey_patch")
     yield Replacement(patch, "patch_forward_with_backends", patch_forward_with_backends)
-    engine = module_of("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
+    engine = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
     yield Replacement(engine, "prepare_model_inputs", _at_any_temperature(engine))
 
 
@@ -69,10 +68,7 @@ def patch_forward_with_backends(
 ) -> None:
     """Do what verl's function of this name does: ``model(..., temperature=...)`` scores tokens.
 
-    Args:
-        model: one with a linear LM head; this object alone is changed, not its class.
-        use_fused_kernels: without it nothing is done.
-        fused_kernels_backend: a backend of verl's. All of them are ours here.
+    Each backend of verl's is ours here. This object alone is changed, not the class of ``model``.
 
     Raises:
         ValueError: the backend is unknown (verl's own then scores by full logits), the head of the
@@ -96,31 +92,31 @@ class _TakesTemperature(ForwardOverlay):
         own_forward = super().forward
         if temperature is None:
             return own_forward(*args, **kwargs)
-        score = functools.partial(_scored, ids=_targets(kwargs), temperature=temperature)
+        ids, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
+        if ids is None:  # the token that follows each one, as in verl's forwards
+            labels = kwargs.get("input_ids") if labels is None else labels
+            if labels is None:
+                raise ValueError(
+                    "input_ids: expected ids, labels or shift_labels to score, got None"
+                )
+            ids = labels.roll(-1, -1)
+        score = functools.partial(_scored, ids=ids, temperature=temperature)
         log_probs, entropy = own_forward(*args, head_fn=score, **kwargs).head
-        output = module_of("verl.models.transformers.dense_common").CausalLMOutputForPPO
+        output = import_module("verl.models.transformers.dense_common").CausalLMOutputForPPO
         return output(log_probs=log_probs, entropy=entropy)
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor = 1.0,
+    hidden: Tensor,  # (..., D), N rows
+    weight: Tensor,  # (V, D), or this rank's rows of it
+    labels: Tensor,  # N ids of the whole vocabulary
+    temperature: float | Tensor = 1.0,  # a number, or one per row
     reduction: str = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
+    dist_process_group: dist.ProcessGroup | None = None,  # the ranks that share the vocabulary
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) and entropies (N,) of labels.
 
-    Args:
-        hidden: (..., D), N rows. With a group of more than one rank its gradients are, as verl's,
-            parts that add up to the whole over the ranks, as leaving a sequence-parallel region
-            does.
-        weight: (V, D), or this rank's rows of it.
-        labels: N ids of the whole vocabulary.
-        temperature: a number, or one per row.
-        reduction: ``"none"``.
-        dist_process_group: the ranks that share the vocabulary, or None.
+    With more than one rank the gradients of ``hidden`` are, as verl's, parts that add up over them.
 
     Raises:
         ValueError: another reduction, or what :func:`grpo_kernels.linear_logprobs` raises.
@@ -134,25 +130,23 @@ def linear_cross_entropy(
 
 
 def register_policy_loss(name: str, config: LossConfig) -> None:
-    """Make a loss of ours a ``loss_mode`` of verl's.
+    """Make a loss of ours a ``loss_mode`` of verl's: ``actor.policy_loss.loss_mode=name``.
 
     ``actor.loss_agg_mode`` has to be the aggregation that is part of the loss. Its settings are
     those of ``config``: ``clip_ratio`` and others of verl's have no effect on it.
 
-    Args:
-        name: for ``actor.policy_loss.loss_mode``.
-        config: the loss without KL penalty and entropy bonus, which verl adds itself.
-
     Raises:
-        ValueError: the name is taken, or the config has what verl adds.
+        ValueError: the name is taken, or the config has what verl adds itself, a KL penalty or an
+            entropy bonus.
     """
-    registry = module_of(_CORE).POLICY_LOSS_REGISTRY
+    registry = import_module(_CORE).POLICY_LOSS_REGISTRY
     if name in registry:
         raise ValueError(f"name: expected one that verl does not have yet, got {name!r}")
-    for setting, off in (("beta", 0), ("entropy_coef", 0), ("top_entropy_quantile", 1)):
+    for setting, off in {"beta": 0, "entropy_coef": 0, "top_entropy_quantile": 1}.items():
         if (value := getattr(config, setting)) != off:
-            raise ValueError(f"{setting}: expected {off}, as verl gives log-probabilities alone, "
-                             f"got {value}")  # fmt: skip
+            raise ValueError(
+                f"{setting}: expected {off}, as verl gives log-probabilities alone, got {value}"
+            )
     registry[name] = functools.partial(_policy_loss, config)
 
 
@@ -186,20 +180,13 @@ def _policy_loss(
     )  # fmt: skip
     with torch.enable_grad():  # what verl gives each token: its aggregation is linear
         ones = torch.ones_like(log_prob, dtype=torch.float64, requires_grad=True)
-        aggregated = module_of(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
+        aggregated = import_module(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
     (weights,) = torch.autograd.grad(aggregated, ones)
     loss, metrics = summed_loss(log_prob.float(), batch, loss_config, weights)
-    found = {f"actor/{name}": float(value) for name, value in metrics.items()}
-    return loss, found
+    return loss, {f"actor/{name}": float(value) for name, value in metrics.items()}
 
 
-def _fused_linear_for_ppo(
-    self: Any,
-    hidden_states: Tensor,
-    vocab_weights: Tensor,
-    input_ids: Tensor,
-    temperature: float | Tensor = 1.0,
-) -> tuple[Tensor, Tensor]:
+def _fused_linear_for_ppo(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
     """Stand in for the forward of ``FusedLinearForPPO``."""
     return _scored(hidden_states, vocab_weights, input_ids, temperature)
 
@@ -222,21 +209,10 @@ def _scored(
     return found.logprobs, found.entropy  # type: ignore[return-value]
 
 
-def _targets(kwargs: dict[str, Any]) -> Tensor:
-    """Take the token that follows each one out of a forward's arguments, as verl's forwards do."""
-    shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
-    if shifted is not None:
-        return shifted
-    labels = kwargs.get("input_ids") if labels is None else labels
-    if labels is None:
-        raise ValueError("input_ids: expected ids, labels or shift_labels to score, got None")
-    return torch.roll(labels, shifts=-1, dims=-1)
-
-
 def _at_any_temperature(engine: Any) -> Any:
     """Return ``prepare_model_inputs`` that hands temperatures per sample to the fused head."""
     theirs = engine.prepare_model_inputs
-    utils = module_of("verl.utils.tensordict_utils")
+    utils = import_module("verl.utils.tensordict_utils")
 
     @functools.wraps(theirs)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:

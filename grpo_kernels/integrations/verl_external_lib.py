@@ -1,7 +1,4 @@
-"""Importing this enables :mod:`grpo_kernels.integrations.verl`.
-
-For ``actor_rollout_ref.model.external_lib``, which verl imports in each worker.
-"""
+"""What ``actor_rollout_ref.model.external_lib`` of verl names: importing it enables our adapter."""
 
 from grpo_kernels.integrations import verl
 

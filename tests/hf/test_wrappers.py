@@ -21,7 +21,7 @@ from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_
 from grpo_kernels.head import Head
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations import lazy_scorers
-from grpo_kernels.integrations.lazy_logits import LazyLogits
+from grpo_kernels.integrations.lazy_scorers import LazyLogits
 from tests.parity.accelerate_state import accelerate_state
 from tests.support.tiny_models import tiny_model, tokens
 

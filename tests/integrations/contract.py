@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.integrations.lazy_logits import LazyLogits
+from grpo_kernels.integrations.lazy_scorers import LazyLogits
 from grpo_kernels.integrations.switch import Switch
 from grpo_kernels.testing import assert_as_exact_as
 

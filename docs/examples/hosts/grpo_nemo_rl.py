@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from grpo_kernels import linear_logprobs
 from grpo_kernels.integrations.megatron import vocab_shard_of
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import Host, Replacement, Switch
 from grpo_kernels.ranks import gather, process_group
 
 
@@ -106,7 +107,7 @@ class _WholeSequence(torch.autograd.Function):
 
 def _replacements() -> Iterator[Replacement]:
     ours = from_parallel_hidden_states_to_logprobs
-    module = module_of("nemo_rl.distributed.model_utils")
+    module = import_module("nemo_rl.distributed.model_utils")
     yield Replacement(module, ours.__name__, ours, everywhere=True)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from grpo_kernels import TokenBatch, Transform, linear_logprobs
 from grpo_kernels.head import head_of_layer
 from grpo_kernels.integrations.sum_losses import check_aggregation, config_of, summed_loss
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import Host, Replacement, Switch
 from grpo_kernels.losses import LOSSES
 
 # module: its head
@@ -52,13 +53,13 @@ def _forward(
     found = linear_logprobs(
         hidden_states, head, labels, temperature=temperature, outputs=("logprobs", "entropy")
     )
-    output = module_of(f"{_LAYERS}.lm_head").PrimeLmOutput
+    output = import_module(f"{_LAYERS}.lm_head").PrimeLmOutput
     return output(logprobs=found.logprobs, entropy=found.entropy)
 
 
 def _replacements() -> Iterator[Replacement]:
     for module, name in _HEADS.items():
-        yield Replacement(getattr(module_of(f"{_LAYERS}.{module}"), name), "forward", _forward)
+        yield Replacement(getattr(import_module(f"{_LAYERS}.{module}"), name), "forward", _forward)
 
 
 SWITCH = Switch(Host("prime-rl", ("0.8",)), _replacements)
@@ -94,7 +95,7 @@ def _loss(loss_type: str, inputs: Any, /, **settings: Any) -> Any:
         ref_logprobs=inputs.ref_logprobs if config.beta != 0 else None,
     )
     loss, metrics = summed_loss(inputs.trainer_logprobs, batch, config, inputs.loss_weights)
-    outputs = module_of("prime_rl.trainer.rl.loss").LossOutputs
+    outputs = import_module("prime_rl.trainer.rl.loss").LossOutputs
     # a mean over no token is NaN
     logged = {name: value.float() for name, value in metrics.items()} if batch.num_tokens else {}
     return outputs(loss=loss, metrics=logged)

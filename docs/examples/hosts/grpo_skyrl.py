@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig, TokenBatch, VocabShard, linear_logprobs
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
 from grpo_kernels.integrations.sum_losses import check_aggregation, config_of, summed_loss
-from grpo_kernels.integrations.switch import Host, Replacement, Switch, module_of
+from grpo_kernels.integrations.switch import Host, Replacement, Switch
 
 _MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 # our aggregation: their loss_reduction, which scales the advantages before a loss sees them
@@ -110,7 +111,7 @@ def _scored(
 
 
 def _replacements() -> Iterator[Replacement]:
-    module = module_of(_MODEL_UTILS)
+    module = import_module(_MODEL_UTILS)
     for ours in (fused_lm_head_logprob_apply, fused_vocab_parallel_entropy_from_hidden):
         yield Replacement(module, f"_{ours.__name__}", ours, everywhere=True)
 
@@ -143,7 +144,7 @@ def register_policy_loss(
     check_aggregation(loss_type, _REDUCTIONS, "SkyRL")
     config = config_of(loss_type, settings, _REFUSED)
     name = f"grpo_kernels.{loss_type}" if name is None else name
-    registry = module_of("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
+    registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     registry.register(name, functools.partial(_policy_loss, config))
     return name
 
