@@ -22,13 +22,15 @@ from grpo_kernels.backends import (
     row_keys,
 )
 from grpo_kernels.batch import host
-from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
-from grpo_kernels.engine.masked_rows import Scores
+from grpo_kernels.engine.gradients import Chunk, GradientSums, TileGradients
+from grpo_kernels.engine.lora import LoRAGradients
+from grpo_kernels.engine.masked_rows import scores_at
+from grpo_kernels.engine.needs import Gradients, Needs, new_gradients
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.head import matmul_precision, stats_dtype
+from grpo_kernels.head import matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits
 _SHARE = 0.75
@@ -40,44 +42,22 @@ def chosen_entries(
 ) -> tuple[Entries, Tensor]:
     """Choose the entries of a chunk's rows; also return the error that each is allowed, (C,).
 
-    Args:
-        dlogp: (C,) gradient of the log-probabilities; None: not known yet, as if all were 1.
+    ``dlogp`` (C,) is the gradient of the log-probabilities; None: not known yet, as if all were 1.
     """
-    rows, part, tile, stats, _ = chunk
+    rows, tile, stats = chunk.rows, chunk.tile, chunk.stats
     own = torch.arange(rows.count, device=route.device)
-    slope = Scores.at(tile.logits, tile.transform, own, tile.target).slopes
+    slope = scores_at(tile, own, tile.target)[1]
     norm = -torch.expm1(stats.logp.double()) * slope  # at most that of the row's gradient
     weight = torch.ones_like(norm) if dlogp is None else dlogp.double().abs()
     square = torch.where(stats.lse.isfinite(), (weight * norm) ** 2, 0.0)
     ignored = weight == 0
     allowed = _SHARE * bounded.tolerance * square.mean().sqrt() / weight.clamp(min=1e-20)
-    allowed = torch.where(ignored, ANY_ERROR, allowed)
-    keys = row_keys(bounded.seed, stats.lse, part.start)
+    allowed = torch.where(ignored, ANY_ERROR, allowed).to(stats.logp.dtype)
+    keys = row_keys(bounded.seed, stats.lse, rows.start)
     slots = min(bounded.slots, route.columns)
-    allowed = allowed.to(stats.logp.dtype)
     found = route.backend.extract_entries(tile, stats, keys, allowed, slots)
     none = {n: torch.where(ignored, 0, getattr(found, n)) for n in ("used", "error", "error_l1")}
     return found._replace(**none), allowed
-
-
-class KeptEntries:
-    """Implements :class:`TileGradients`: keeps each row's entries and the error it was allowed."""
-
-    def __init__(self, route: Route) -> None:
-        assert route.options.bounded is not None
-        self._bounded = route.options.bounded
-        self._found: list[Tensor] = []
-
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        entries, allowed = chosen_entries(chunk, None, self._bounded, route)
-        self._found.append(to_keep(entries, allowed))
-
-    def finish(self) -> Gradients:
-        return Gradients()
-
-    def kept(self) -> Tensor:
-        """Return what :func:`to_keep` does, of all rows."""
-        return torch.cat(self._found)
 
 
 def kept_dtype(wide: torch.dtype) -> torch.dtype:
@@ -120,8 +100,8 @@ def within(entries: Entries, allowed: Tensor, dlogp: Tensor, bounded: Bounded) -
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
 
-class BoundedSums:
-    """Implements :class:`TileGradients` by entries, where the gradients of the rows are known."""
+class BoundedSums(TileGradients):
+    """Gradients by entries, where those of the rows' log-probabilities are known."""
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
         bounded = route.options.bounded
@@ -129,6 +109,7 @@ class BoundedSums:
         self._rows, self._needs, self._route, self._bounded = rows, needs, route, bounded
         self._exact = None
         if bounded.exact_weight and needs.of_head:
+            self._needs = needs.of_rows
             self._exact = GradientSums(rows, needs.of_head_alone, num_chunks)
         self._found: list[tuple[Entries, RowStats, Tensor]] = []
         # of :func:`bounded_report`, after ``finish``
@@ -142,17 +123,14 @@ class BoundedSums:
             self._exact.take(chunk, outer, route)
 
     def finish(self) -> Gradients:
-        if not self._found:
-            return GradientSums(self._rows, self._needs, 0).finish()
         head = Gradients() if self._exact is None else self._exact.finish()
-        needs = self._needs if self._exact is None else self._needs.of_rows
+        if not self._found:
+            return GradientSums(self._rows, self._needs, 0).finish().joined(head)
         parts, stats, dlogp = zip(*self._found, strict=True)
         entries, factor = Entries.joined(parts), torch.cat(dlogp)
         self.report = bounded_report(entries, factor)
-        found = bounded_gradients(
-            entries, factor, self._rows, concatenate(list(stats)), self._route, needs
-        )
-        return found.joined(head)
+        given = entries, factor, self._rows, concatenate(list(stats)), self._route, self._needs
+        return bounded_gradients(*given).joined(head)
 
 
 def bounded_gradients(
@@ -162,57 +140,33 @@ def bounded_gradients(
     entries = entries._replace(used=torch.where(dlogp == 0, 0, entries.used))
     whole = entries.used < 0
     (count,) = host.values(host.sync_to_host(whole.sum()[None]))
-    found = Gradients()
-    if count:
+    if not count:
+        found, _ = new_gradients(rows, needs, 1)
+    else:
         order = torch.argsort(~whole, stable=True)[:count]
-        outer = StatsGrad(dlogp[order])
-        exact = replace(needs, wide=True)
-        found = recompute_backward(rows.at(order), stats.rows(order), outer, route.tiled(), exact)
+        chosen, outer = rows.at(order), StatsGrad(dlogp[order])
+        wide = replace(needs, wide=True)
+        found = recompute_backward(chosen, stats.rows(order), outer, route.tiled(), wide)
         if found.hidden is not None:
-            every = found.hidden.new_zeros(rows.hidden.shape)
-            found = found._replace(hidden=every.index_copy_(0, order, found.hidden))
+            found = found._replace(hidden=chosen.scatter(found.hidden))
     with matmul_precision(route.device, route.precision):
-        return _with_entries(found, entries, dlogp, rows, route, needs)
-
-
-def _with_entries(
-    found: Gradients, entries: Entries, dlogp: Tensor, rows: Rows, route: Route, needs: Needs
-) -> Gradients:
-    """Add the entries' share to what has been ``found`` of whole rows."""
-    backend, hidden, weight = route.backend, rows.hidden, rows.ready().head.weight
-    wide = stats_dtype(hidden.dtype)
-    narrow = wide if hidden.dtype == torch.float16 else hidden.dtype  # to be scaled yet
-    dhidden, dweight, dbias, da, db = found
-    if needs.hidden:
-        if dhidden is None:
-            dhidden = torch.empty_like(hidden, dtype=narrow)
-        backend.entries_matmul(entries, dlogp, weight, dhidden)
-    if needs.weight and needs.main_grad is not None:
-        backend.entries_transposed_matmul(entries, dlogp, hidden, needs.main_grad.total, True)
-    elif needs.weight:
-        add = dweight is not None
-        if dweight is None:  # under autocast it may be wider than what is multiplied
-            rounded = rows.head.weight.dtype == hidden.dtype and not needs.wide
-            dtype = narrow if rounded else wide
-            dweight = torch.empty_like(weight, dtype=dtype)
-        backend.entries_transposed_matmul(entries, dlogp, hidden, dweight, add)
-    if needs.bias:
-        ones = dlogp.new_ones(len(dlogp), 1)
-        sums = dlogp.new_zeros(len(weight), 1) if dbias is None else dbias[:, None]
-        backend.entries_transposed_matmul(entries, dlogp, ones, sums, True)
-        dbias = sums[:, 0]
-    if rows.head.lora is not None:  # a product with 0 would not hide what is no number
-        rows = replace(rows, hidden=torch.where(entries.used[:, None] > 0, hidden, 0))
-    lora = needs.lora(rows)
-    if lora is not None:
-        lora.add_entries(backend, entries, dlogp)
-        more = lora.finish(dhidden)
-        da, db = (_plus(x, y) for x, y in zip((da, db), more, strict=True))
-    return Gradients(dhidden, dweight, dbias, da, db)
-
-
-def _plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x + y
+        backend, head, dweight = route.backend, rows.ready().head, found.weight
+        if found.hidden is not None:
+            backend.entries_matmul(entries, dlogp, head.weight, found.hidden)
+        if needs.weight and needs.main_grad is not None:
+            dweight = needs.main_grad.total
+        if dweight is not None:
+            add = dweight is not found.weight or count > 0
+            backend.entries_transposed_matmul(entries, dlogp, rows.hidden, dweight, add)
+        if found.bias is not None:
+            ones = dlogp.new_ones(len(dlogp), 1)
+            backend.entries_transposed_matmul(entries, dlogp, ones, found.bias[:, None], True)
+        if head.lora is not None:  # a product with 0 would not hide what is no number
+            hidden = torch.where(entries.used[:, None] > 0, rows.hidden, 0)
+            lora = LoRAGradients(replace(rows, hidden=hidden), needs)
+            lora.add_entries(backend, entries, dlogp)
+            found = lora.complete(found)
+    return found
 
 
 def bounded_report(entries: Entries, dlogp: Tensor | None = None) -> Tensor:

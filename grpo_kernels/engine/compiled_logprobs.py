@@ -12,10 +12,11 @@ from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, sha
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.engine.differentiable import rows_backward, rows_forward
 from grpo_kernels.engine.gradients import Needs
+from grpo_kernels.engine.kept import saved_gradients
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.saved_for_backward import NOTHING, OF_ALL_ROWS, saved_gradients
+from grpo_kernels.engine.saved_for_backward import NOTHING, OF_ALL_ROWS
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks
 from grpo_kernels.head import (
     SHARD_SCHEMA,
