@@ -1,4 +1,4 @@
-"""The bounded backward: gradients from the entries of the softmax that matter.
+"""What a forward keeps for its backward, and the bounded backward from the entries that matter.
 
 What a row's error may be follows from its chunk: each row is allowed the same share of the chunk's
 whole squared error, weighted by the gradient of its log-probability where that is known already.
@@ -16,25 +16,95 @@ from grpo_kernels.backends import (
     ANY_ERROR,
     WHOLE,
     Entries,
+    OutputSpec,
     RowStats,
     StatsGrad,
+    TileGradient,
     concatenate,
     row_keys,
 )
 from grpo_kernels.batch import host
-from grpo_kernels.engine.gradients import Chunk, GradientSums, TileGradients
-from grpo_kernels.engine.lora import LoRAGradients
+from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunked_loop, row_chunks
+from grpo_kernels.engine.gradients import GradientSums, LoRAGradients, new_gradients
 from grpo_kernels.engine.masked_rows import scores_at
-from grpo_kernels.engine.needs import Gradients, Needs, new_gradients
+from grpo_kernels.engine.needs import Gradients, Needs
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.saved_for_backward import ENTRIES, HIDDEN, SavedForBackward, kept_dtype
 from grpo_kernels.head import matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits
 _SHARE = 0.75
 REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
+
+
+def saving_forward(
+    rows: Rows, route: Route, wanted: OutputSpec, saving: SavedForBackward
+) -> tuple[RowStats, Tensor]:
+    """Compute the statistics of every row, and what is kept for the backward."""
+    chunks, bounded = row_chunks(rows.count, route), route.options.bounded
+    given = rows, route, chunks, wanted, _unit
+    if saving.kind == HIDDEN:
+        stats, gradients = chunked_loop(*given, GradientSums(rows, Needs(hidden=True), len(chunks)))
+        assert gradients.hidden is not None
+        return stats, gradients.hidden.to(saving.dtype)
+    if bounded is not None:
+        found = [rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)]
+
+        def keep(chunk: Chunk, outer: StatsGrad) -> None:
+            found.append(to_keep(*chosen_entries(chunk, None, bounded, route)))
+
+        return chunked_loop(*given, TileGradients(keep))[0], torch.cat(found)
+    kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
+
+    def keep_all(chunk: Chunk, outer: StatsGrad) -> None:
+        place = kept[chunk.rows.part, : route.columns]
+        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
+
+    return chunked_loop(*given, TileGradients(keep_all))[0], kept
+
+
+def _unit(part: slice, stats: RowStats) -> StatsGrad:
+    """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
+    return StatsGrad(stats.lse.isfinite().to(stats.logp.dtype))
+
+
+def saved_gradients(
+    kind: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from what :func:`saving_forward` kept of the same rows."""
+    if kind == ENTRIES:
+        return _gradients_of_entries(kept, rows, stats, dlogp, route, needs)
+    nan = torch.full_like(dlogp, torch.nan)
+    dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
+    if kind == HIDDEN:
+        return Gradients(kept * dlogp[:, None] if needs.hidden else None)
+    # a product with 0 would not hide what is no number
+    rows = replace(rows, hidden=torch.where((dlogp == 0)[:, None], 0, rows.hidden))
+    sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
+    with matmul_precision(route.device, route.precision):
+        factor = sums.scaled(StatsGrad(dlogp)).dlogp
+        gradient = TileGradient(kept[everything, : route.columns], factor)
+        sums.add(gradient, rows.ready().narrow(everything))
+        return sums.finish()
+
+
+def _gradients_of_entries(
+    kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+) -> Gradients:
+    bounded = route.options.bounded
+    assert bounded is not None
+    entries = within(*of_kept(kept), dlogp, bounded)
+    if not (bounded.exact_weight and needs.of_head):
+        return bounded_gradients(entries, dlogp, rows, stats, route, needs)
+    found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
+    chosen = rows.valid(dlogp != 0)
+    outer = StatsGrad(chosen.take(dlogp))
+    part = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+    of_head = recompute_backward(chosen, part, outer, route.tiled(), needs.of_head_alone)
+    return found.joined(of_head)
 
 
 def chosen_entries(
@@ -58,11 +128,6 @@ def chosen_entries(
     found = route.backend.extract_entries(tile, stats, keys, allowed, slots)
     none = {n: torch.where(ignored, 0, getattr(found, n)) for n in ("used", "error", "error_l1")}
     return found._replace(**none), allowed
-
-
-def kept_dtype(wide: torch.dtype) -> torch.dtype:
-    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
-    return torch.int64 if wide == torch.float64 else torch.int32
 
 
 def to_keep(entries: Entries, allowed: Tensor) -> Tensor:
@@ -150,21 +215,25 @@ def bounded_gradients(
         if found.hidden is not None:
             found = found._replace(hidden=chosen.scatter(found.hidden))
     with matmul_precision(route.device, route.precision):
-        backend, head, dweight = route.backend, rows.ready().head, found.weight
-        if found.hidden is not None:
-            backend.entries_matmul(entries, dlogp, head.weight, found.hidden)
+        head, dweight = rows.ready().head, found.weight
         if needs.weight and needs.main_grad is not None:
             dweight = needs.main_grad.total
-        if dweight is not None:
-            add = dweight is not found.weight or count > 0
-            backend.entries_transposed_matmul(entries, dlogp, rows.hidden, dweight, add)
+
+        def add(x: Tensor, matrix: Tensor, dx: Tensor | None, dmatrix: Tensor | None) -> None:
+            if dx is not None:
+                route.backend.entries_matmul(entries, dlogp, matrix, dx)
+            if dmatrix is not None:
+                to_sum = count > 0 or dmatrix is not found.weight
+                route.backend.entries_transposed_matmul(entries, dlogp, x, dmatrix, to_sum)
+
+        add(rows.hidden, head.weight, found.hidden, dweight)
         if found.bias is not None:
-            ones = dlogp.new_ones(len(dlogp), 1)
-            backend.entries_transposed_matmul(entries, dlogp, ones, found.bias[:, None], True)
+            add(dlogp.new_ones(len(dlogp), 1), head.weight, None, found.bias[:, None])
         if head.lora is not None:  # a product with 0 would not hide what is no number
             hidden = torch.where(entries.used[:, None] > 0, rows.hidden, 0)
             lora = LoRAGradients(replace(rows, hidden=hidden), needs)
-            lora.add_entries(backend, entries, dlogp)
+            inner = head.lora.inner(hidden) if needs.lora_b else hidden
+            add(inner, head.lora.b, *lora.sums)
             found = lora.complete(found)
     return found
 

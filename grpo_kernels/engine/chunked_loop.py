@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +18,81 @@ from grpo_kernels.backends import (
     RowStats,
     StatsGrad,
     Tile,
+    TileGradient,
     concatenate,
-    dtype_of,
     mean_logits,
-    shapes_of,
     with_top_k,
 )
-from grpo_kernels.engine.gradients import Chunk, GradientSums, TileGradients
+from grpo_kernels.batch import host
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.masked_rows import MaskedRows
 from grpo_kernels.engine.needs import Gradients
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows, narrowed, ranges
 from grpo_kernels.engine.shards import local_target, merge_vocab_shards
-from grpo_kernels.head import leading_dim, matmul_precision, project, stats_dtype
+from grpo_kernels.head import leading_dim, matmul_precision, project
 
 Stage = Callable[[slice, RowStats], StatsGrad]  # of a row range and its statistics
 
 _TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
+# A row that moves is read and written once, V values each; in the two GEMMs it would have cost
+# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
+# move costs the host a few operations.
+_LEAST_SHARE, _FEWEST = 1 / 16, 16
+
+
+class Chunk(NamedTuple):
+    """A range of rows whose logits are there, and what is known of them."""
+
+    rows: Rows
+    logits: Tensor  # (C, V), may be overwritten
+    stats: RowStats
+    masked: MaskedRows | None = None  # with a sampling mask
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.logits, self.rows.target, self.rows.head.transform)
+
+    def compacted(self, outer: StatsGrad) -> tuple[Chunk, StatsGrad]:
+        """Drop the rows without a gradient, if that pays; the n others move to the tile's first n.
+
+        Those that lie there stay, so that the fewest move; on a GPU the host would wait for n.
+        """
+        wanted = outer.nonzero
+        if wanted is None or not host.reading_is_free(wanted):
+            return self, outer
+        flags = host.values(wanted)
+        count, total = sum(flags), len(flags)
+        if total - count < max(_FEWEST, total * _LEAST_SHARE):
+            return self, outer
+        later = iter([row for row in range(count, total) if flags[row]])
+        order = [place if flags[place] else next(later) for place in range(count)]
+        for place, row in enumerate(order):
+            if place != row:
+                self.logits[place].copy_(self.logits[row])
+        index = torch.tensor(order, dtype=torch.int64)  # there may be none
+        masked = None if self.masked is None else self.masked.at(index)
+        chunk = Chunk(self.rows.at(index), self.logits[:count], self.stats.rows(index), masked)
+        return chunk, outer.rows(index)
+
+
+class TileGradients:
+    """What becomes of the gradients of tiles of logits: here what a function does with each."""
+
+    def __init__(self, keep: Callable[[Chunk, StatsGrad], object]) -> None:
+        self._keep = keep
+
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
+        """Take a chunk, whose statistics have the gradients ``outer``."""
+        self._keep(chunk, outer)
+
+    def add(self, gradient: TileGradient, rows: Rows) -> None:
+        """Take the gradient of a tile of these rows."""
+        raise NotImplementedError
+
+    def finish(self) -> Gradients:
+        """Return the gradients of the head's inputs; nothing is taken afterwards."""
+        return Gradients()
 
 
 def row_chunks(rows: int, route: Route) -> list[slice]:
@@ -88,7 +146,7 @@ def chunked_loop(
 ) -> tuple[RowStats, Gradients]:
     """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them.
 
-    ``reads_once``: of ``logp`` alone, in :class:`GradientSums`, where the backend gives them.
+    ``reads_once``: of ``logp`` alone, added to ``sums``, where the backend gives them.
     """
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
@@ -96,7 +154,7 @@ def chunked_loop(
     def run(part: slice) -> RowStats:
         of_part = rows.narrow(part)
         if reads_once:
-            assert stage is not None and isinstance(sums, GradientSums)
+            assert stage is not None and sums is not None
             logits = narrowed(_project(of_part, buffer, route).logits, slice(0, of_part.count))
             tile = Tile(logits, of_part.target, of_part.head.transform)
             stats, gradient = route.backend.logp_gradient_(tile)
@@ -112,7 +170,9 @@ def chunked_loop(
     with matmul_precision(route.device, route.precision):
         found = [run(part) for part in chunks]
         gradients = Gradients() if sums is None else sums.finish()
-    return concatenate(found) if found else _no_stats(rows, wanted), gradients
+        if not found:
+            found = [_formed(rows, buffer, route, wanted).stats]
+    return concatenate(found), gradients
 
 
 def _formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:
@@ -162,11 +222,3 @@ def _filled_up(rows: Rows, height: int) -> Rows:
         transform = replace(transform, temperature=filled(transform.temperature, value=1))
         head = replace(head, transform=transform)
     return replace(rows, hidden=filled(rows.hidden), target=filled(rows.target), head=head)
-
-
-def _no_stats(rows: Rows, wanted: OutputSpec) -> RowStats:
-    wide = stats_dtype(rows.hidden.dtype)
-    shapes = shapes_of(torch.Size((0,)), wanted, rows.sampling_mask is not None)
-    return RowStats(
-        **{name: rows.hidden.new_empty(s, dtype=dtype_of(name, wide)) for name, s in shapes.items()}
-    )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, shapes_of
 from grpo_kernels.batch import SamplingMask
+from grpo_kernels.engine.bounded import saved_gradients
 from grpo_kernels.engine.differentiable import rows_backward, rows_forward
 from grpo_kernels.engine.gradients import Needs
-from grpo_kernels.engine.kept import saved_gradients
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.options import OPTIONS_SCHEMA, RunOptions
 from grpo_kernels.engine.rows import Rows

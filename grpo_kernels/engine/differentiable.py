@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
+from grpo_kernels.engine.bounded import saved_gradients, saving_forward
 from grpo_kernels.engine.chunked_loop import chunked_loop, forward, row_chunks
 from grpo_kernels.engine.gradients import Gradients, GradientSums, Needs
-from grpo_kernels.engine.kept import saved_gradients, saving_forward
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry_on_oom import retry_on_oom

@@ -2,95 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
+from grpo_kernels.backends import StatsGrad, TileGradient
 from grpo_kernels.batch import host
-from grpo_kernels.engine.lora import LoRAGradients
-from grpo_kernels.engine.masked_rows import MaskedRows
-from grpo_kernels.engine.needs import (
-    Gradients,
-    MainGrad,
-    Needs,
-    add_product,
-    add_to_rows,
-    new_gradients,
-)
+from grpo_kernels.engine.chunked_loop import Chunk, TileGradients
+from grpo_kernels.engine.needs import Gradients, MainGrad, Needs
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows, narrowed, ranges
-from grpo_kernels.head import SLICE_COLUMNS, accumulate
+from grpo_kernels.head import SLICE_COLUMNS, accumulate, stats_dtype, zero_row_padding
 
 if TYPE_CHECKING:
     from torch.distributed import Work
 
-# A row that moves is read and written once, V values each; in the two GEMMs it would have cost
-# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
-# move costs the host a few operations.
-_LEAST_SHARE, _FEWEST = 1 / 16, 16
-
-
-def fp16_scale(outer: StatsGrad) -> Tensor | None:
-    """Return the power of two, (), that brings the largest to 1/2 to 1; None for no values.
-
-    Without it fp16 gradients of small losses underflow, and those of huge ratios overflow; above 1
-    large hidden states would that are multiplied with them.
-    """
-    largest = [x.abs().amax().float() for x in outer if x is not None and x.numel()]
-    if not largest:
-        return None
-    exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).ceil()
-    return torch.exp2(exponent.clamp(-100, 100))
-
-
-class Chunk(NamedTuple):
-    """A range of rows whose logits are there, and what is known of them."""
-
-    rows: Rows
-    logits: Tensor  # (C, V), may be overwritten
-    stats: RowStats
-    masked: MaskedRows | None = None  # with a sampling mask
-
-    @property
-    def tile(self) -> Tile:
-        return Tile(self.logits, self.rows.target, self.rows.head.transform)
-
-    def compacted(self, wanted: Tensor | None) -> tuple[Chunk, Tensor | None]:
-        """Return the ``wanted`` rows (C,), moved to the beginning of the tile, and which they are.
-
-        The n rows take the first n places. Those that lie there stay, the others fill the gaps: so
-        the fewest move. All stay, and it is None, where too few would be left out, and on a GPU,
-        where the host would have to wait for ``n``.
-        """
-        if wanted is None or not host.reading_is_free(wanted):
-            return self, None
-        flags = host.values(wanted)
-        count, total = sum(flags), len(flags)
-        if total - count < max(_FEWEST, total * _LEAST_SHARE):
-            return self, None
-        later = iter([row for row in range(count, total) if flags[row]])
-        rows = [place if flags[place] else next(later) for place in range(count)]
-        for place, row in enumerate(rows):
-            if place != row:
-                self.logits[place].copy_(self.logits[row])
-        order = torch.tensor(rows, dtype=torch.int64)  # there may be none
-        masked = None if self.masked is None else self.masked.at(order)
-        of_rows = self.rows.at(order), self.logits[:count], self.stats.rows(order), masked
-        return Chunk(*of_rows), order
-
-
-class TileGradients:
-    """What becomes of the gradients of tiles of logits."""
-
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        """Take a chunk, whose statistics have the gradients ``outer``."""
-        raise NotImplementedError
-
-    def finish(self) -> Gradients:
-        """Return the gradients of the head's inputs; nothing is taken afterwards."""
-        return Gradients()
+_BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 
 
 class GradientSums(TileGradients):
@@ -110,9 +38,7 @@ class GradientSums(TileGradients):
 
     def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         """Add the share of a chunk's rows that have a gradient."""
-        outer = self.scaled(outer)
-        chunk, order = chunk.compacted(outer.nonzero)
-        outer = outer if order is None else outer.rows(order)
+        chunk, outer = chunk.compacted(self.scaled(outer))
         out_dtype = chunk.rows.hidden.dtype
         dlogits = route.backend.dlogits_(chunk.tile, chunk.stats, outer, out_dtype)
         if chunk.masked is not None and outer.dmasked is not None:
@@ -120,13 +46,18 @@ class GradientSums(TileGradients):
         self.add(TileGradient(dlogits), chunk.rows)
 
     def scaled(self, outer: StatsGrad) -> StatsGrad:
-        """Multiply a chunk's coefficients by the scale that fp16 needs, which never rises.
+        """Multiply coefficients by a power of two that brings fp16's largest to 1/2 to 1.
 
-        What is summed already follows where it falls: to a huge importance ratio, for example.
+        Without it gradients of small losses underflow, and those of huge ratios overflow; above 1
+        large hidden states would that are multiplied with them. It never rises: what is summed
+        already follows where it falls.
         """
-        scale = fp16_scale(outer) if self._is_fp16 else None
-        if scale is None:
+        given = [x for x in outer if x is not None and x.numel()]
+        if not self._is_fp16 or not given:
             return outer
+        largest = [x.abs().amax().float() for x in given]
+        exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).ceil()
+        scale = torch.exp2(exponent.clamp(-100, 100))
         if self._scale is not None:
             scale = torch.minimum(scale, self._scale)
             factor = scale / self._scale
@@ -208,3 +139,134 @@ class GradientSums(TileGradients):
             sums = dbias.new_empty(dbias.shape[0], 2)
             accumulate(sums, dlogits.t(), parts, first=True)
             dbias.add_(sums.sum(1))
+
+
+def new_gradients(
+    rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False
+) -> tuple[Gradients, torch.dtype]:
+    """Return uninitialised gradients, or zeros where no range of rows will be written.
+
+    Also return the dtype in which that of the weight is summed. ``sliced``: a slice of it is
+    rounded as soon as it is there, and that of the hidden states is a sum over slices.
+    ``rows`` are those of all ranges, before their head is made ready for GEMMs.
+    """
+    hidden, weight = rows.hidden, rows.head.weight
+    dtype, wide = hidden.dtype, stats_dtype(hidden.dtype)
+    make = torch.empty if num_ranges else torch.zeros
+    exact = dtype != torch.float16  # fp16 results wait in fp32 for the loss scale
+    # one range: one GEMM, accumulated inside of it and rounded once
+    one_gemm = num_ranges <= 1 and exact and weight.dtype == dtype and not needs.wide
+    summed, dhidden, dweight, dbias = dtype if one_gemm else wide, None, None, None
+    if needs.hidden:
+        is_final = exact and not sliced and rows.head.shard is None  # the ranks' are summed
+        dhidden = make(hidden.shape, dtype=dtype if is_final else wide, device=hidden.device)
+    if needs.weight and needs.main_grad is None:
+        of_slices = weight.dtype if sliced and not needs.wide else summed
+        dweight = make(weight.shape, dtype=of_slices, device=hidden.device)
+    if needs.bias:
+        dbias = torch.zeros(weight.shape[0], dtype=wide, device=hidden.device)
+    return Gradients(dhidden, dweight, dbias), summed
+
+
+def add_product(
+    out: Tensor,  # (M, N)
+    a: Tensor,  # (M, K), of the dtype of b
+    b: Tensor,  # (K, N)
+    first: bool,
+    factor: Tensor | None = None,  # () or (M, 1), fp32 or fp64; None: 1
+) -> None:
+    """Compute ``out += factor * (a @ b)``, or ``=`` for the ``first``, with one rounding."""
+    if factor is None:
+        accumulate(out, a, b, first)
+        return
+    product = torch.empty_like(out, dtype=factor.dtype)
+    accumulate(product, a, b, first=True)
+    if first:
+        torch.mul(product, factor, out=out)
+    else:
+        out.addcmul_(product, factor)
+
+
+def add_to_rows(
+    whole: Tensor,  # (all, N), of the range that the rows are of
+    gradient: TileGradient,  # (C, n)
+    rows: Rows,
+    matrix: Tensor,  # (n, N)
+    first: bool,
+    scale: Tensor | None = None,  # () of the matrix; None: 1
+) -> None:
+    """Add ``gradient @ matrix``, or set it for the ``first``; rows that were dropped have none."""
+    dlogits, factor = gradient
+    zero_row_padding(dlogits)
+    if factor is not None:
+        scale = factor[:, None] if scale is None else factor[:, None] * scale
+    if rows.index is None:
+        add_product(whole, dlogits, matrix, first, scale)
+    else:  # of all columns
+        place = whole.new_empty(rows.count, whole.shape[1])
+        add_product(place, dlogits, matrix, True, scale)
+        whole.zero_().index_copy_(0, rows.index, place)
+
+
+class LoRAGradients:
+    """Gradients of a head's adapter and its share of dhidden, summed in fp32 tile by tile.
+
+    As the head's own weight and hidden states, the factors enter the large GEMMs in the dtype
+    of the hidden states.
+    """
+
+    def __init__(self, rows: Rows, needs: Needs) -> None:
+        lora: Any = rows.head.lora and rows.head.lora.wide(rows.hidden.dtype)
+        self._lora, self._hidden, self._shard = lora, rows.hidden, rows.head.shard
+        self._of_a, self._dinner, self._db = needs.lora_a, None, None
+        if lora is not None and (needs.hidden or needs.lora_a):
+            self._b = _narrow(lora.b, rows.hidden.dtype)
+            self._dinner = lora.a.new_zeros(rows.count, lora.rank)
+        if lora is not None and needs.lora_b:
+            self._db = torch.zeros_like(lora.b)
+
+    @property
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """What is summed tile by tile."""
+        return self._dinner, self._db
+
+    def add(self, gradient: TileGradient, rows: Rows, columns: slice) -> None:
+        """Add a tile's share; the gradient has the dtype of the hidden states."""
+        if self._dinner is not None:
+            b, scale = self._b
+            place, b = narrowed(self._dinner, rows.part), narrowed(b, columns)
+            add_to_rows(place, gradient, rows, b, columns.start == 0, scale)
+        if self._db is not None:
+            inner = gradient.weighted(self._lora.inner(rows.hidden))
+            inner, scale = _narrow(inner, rows.hidden.dtype)
+            add_product(narrowed(self._db, columns), gradient.dlogits.t(), inner, False, scale)
+
+    def complete(self, found: Gradients) -> Gradients:
+        """Add to ``found.hidden``, and return what is found with the gradients of A and B."""
+        lora, dhidden, da = self._lora, found.hidden, None
+        if self._dinner is not None:
+            if self._shard is not None:
+                self._shard.start_sum(self._dinner).wait()
+            if self._of_a:
+                da = torch.zeros_like(lora.a)
+            for start in range(0, self._hidden.shape[0], _BLOCK_ROWS):
+                rows = slice(start, start + _BLOCK_ROWS)
+                part, hidden = self._dinner[rows], self._hidden[rows]
+                if da is not None:
+                    torch.addmm(da, part.t(), hidden.to(da.dtype), alpha=lora.scaling, out=da)
+                if dhidden is not None:
+                    update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
+                    dhidden[rows] += update.mul_(lora.scaling)
+        return found.joined(Gradients(lora_a=da, lora_b=self._db))
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return a GEMM's factor in its dtype, and a () power of two that is divided out; None: 1.
+
+    fp16 values are scaled into the middle of the range: fp16 holds no factor of 1e-8.
+    """
+    if dtype != torch.float16 or not x.numel():
+        return x.to(dtype), None
+    largest = x.abs().amax().clamp(min=2.0**-100)
+    scale = torch.exp2((largest.log2().ceil() - 10).clamp(max=100))
+    return (x / scale).to(dtype), scale

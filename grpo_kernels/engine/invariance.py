@@ -1,9 +1,4 @@
-"""``batch_invariant`` on a library's GEMM: what it takes for granted is looked at once.
-
-In a tile of a fixed height the library takes the same kernel for every batch. No library says that
-this kernel gives a row the same bits wherever it lies: one that deals out parts of K by the place
-of a row (stream-K) does not.
-"""
+"""``batch_invariant`` on a library's GEMM: what it takes for granted is looked at once."""
 
 from __future__ import annotations
 
@@ -22,13 +17,11 @@ _proven: set[tuple[object, ...]] = set()
 def prove_same_bits(head: Head, tile: Tensor, precision: str) -> None:
     """Look whether the library gives a row the same bits at every place of ``tile`` (C, V).
 
-    At the first such GEMM of the process: for each device, dtypes of inputs and logits, shape,
-    precision and, on a CPU, number of threads. One row in all places has to give equal rows, and so
-    has this row amid others. It takes two GEMMs into the tile, which is overwritten, a byte for
-    each of its logits, and a wait for the device.
-
-    While a CUDA graph is captured the host cannot look, so nothing is proven: the tile is used as
-    it is. A step that runs before it is captured, as torch asks, has proven it by then.
+    In a tile of a fixed height it takes the same kernel for every batch, but one that deals out
+    parts of K by the place of a row (stream-K) has other bits there. One row in all places has to
+    give equal rows, and so has this row amid others. That is looked at before the first such GEMM
+    of the process, by two GEMMs into the tile, a byte for each of its logits, and a wait for the
+    device: not while a CUDA graph is captured, before which torch asks for a step.
 
     Raises:
         RuntimeError: the bits differ.

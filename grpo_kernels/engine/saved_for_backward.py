@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.engine.bounded import kept_dtype
-from grpo_kernels.engine.gradients import Needs
+from grpo_kernels.engine.needs import Needs
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.head import leading_dim, stats_dtype
@@ -95,6 +94,11 @@ def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> Sa
     shape = tokens, 2 * min(bounded.slots, route.columns) + 5
     dtype = kept_dtype(stats_dtype(route.dtype))
     return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
+
+
+def kept_dtype(wide: torch.dtype) -> torch.dtype:
+    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
+    return torch.int64 if wide == torch.float64 else torch.int32
 
 
 def _why_nothing(route: Route) -> str | None:
