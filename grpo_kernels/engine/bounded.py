@@ -75,8 +75,17 @@ def saved_gradients(
     kind: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from what :func:`saving_forward` kept of the same rows."""
-    if kind == ENTRIES:
-        return _gradients_of_entries(kept, rows, stats, dlogp, route, needs)
+    bounded = route.options.bounded
+    if kind == ENTRIES and bounded is not None:
+        entries = within(*of_kept(kept), dlogp, bounded)
+        if not (bounded.exact_weight and needs.of_head):
+            return bounded_gradients(entries, dlogp, rows, stats, route, needs)
+        found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
+        chosen = rows.valid(dlogp != 0)
+        outer = StatsGrad(chosen.take(dlogp))
+        stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+        of_head = needs.of_head_alone
+        return found.joined(recompute_backward(chosen, stats, outer, route.tiled(), of_head))
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
@@ -89,22 +98,6 @@ def saved_gradients(
         gradient = TileGradient(kept[everything, : route.columns], factor)
         sums.add(gradient, rows.ready().narrow(everything))
         return sums.finish()
-
-
-def _gradients_of_entries(
-    kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
-) -> Gradients:
-    bounded = route.options.bounded
-    assert bounded is not None
-    entries = within(*of_kept(kept), dlogp, bounded)
-    if not (bounded.exact_weight and needs.of_head):
-        return bounded_gradients(entries, dlogp, rows, stats, route, needs)
-    found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
-    chosen = rows.valid(dlogp != 0)
-    outer = StatsGrad(chosen.take(dlogp))
-    part = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    of_head = recompute_backward(chosen, part, outer, route.tiled(), needs.of_head_alone)
-    return found.joined(of_head)
 
 
 def chosen_entries(
@@ -183,7 +176,7 @@ class BoundedSums(TileGradients):
     def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         assert outer.dlogp is not None and outer.dentropy is None
         entries, _ = chosen_entries(chunk, outer.dlogp, self._bounded, route)
-        self._found.append((entries, RowStats(*chunk.stats[:3]), outer.dlogp))
+        self._found.append((entries, chunk.stats, outer.dlogp))
         if self._exact is not None:
             self._exact.take(chunk, outer, route)
 
@@ -233,7 +226,7 @@ def bounded_gradients(
             hidden = torch.where(entries.used[:, None] > 0, rows.hidden, 0)
             lora = LoRAGradients(replace(rows, hidden=hidden), needs)
             inner = head.lora.inner(hidden) if needs.lora_b else hidden
-            add(inner, head.lora.b, *lora.sums)
+            add(inner, head.lora.b, lora.dinner, lora.db)
             found = lora.complete(found)
     return found
 

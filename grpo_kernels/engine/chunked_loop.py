@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_kernels.backends import (
     OutputSpec,
@@ -212,10 +213,8 @@ def _project(rows: Rows, buffer: Tensor, route: Route) -> Tile:
 
 
 def _filled_up(rows: Rows, height: int) -> Rows:
-    def filled(x: Tensor, value: int = 0) -> Tensor:
-        whole = x.new_full((height, *x.shape[1:]), value)
-        whole[: x.shape[0]] = x
-        return whole
+    def filled(x: Tensor, value: float = 0) -> Tensor:
+        return pad(x, (0, 0) * (x.dim() - 1) + (0, height - len(x)), value=value)
 
     head, transform = rows.head, rows.head.transform
     if isinstance(transform.temperature, Tensor):

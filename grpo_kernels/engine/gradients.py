@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows, narrowed, ranges
 from grpo_kernels.head import SLICE_COLUMNS, accumulate, stats_dtype, zero_row_padding
 
-if TYPE_CHECKING:
-    from torch.distributed import Work
-
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 
 
@@ -25,14 +22,15 @@ class GradientSums(TileGradients):
     """Sums by GEMMs over tiles: of ranges of rows with all columns, or slice by slice of these."""
 
     def __init__(self, rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False) -> None:
-        """Make sums for the ranges of ``rows``; see :func:`new_gradients`."""
         self._sums, self._weight_dtype = new_gradients(rows, needs, num_ranges, sliced)
         self._slice: Tensor | None = None  # of the weight's sum, if it is rounded afterwards
         self._lora = LoRAGradients(rows, needs)
-        self._main_grad: MainGrad | None = needs.main_grad if needs.weight else None
+        main_grad: MainGrad | None = needs.main_grad if needs.weight else None
+        self._weight = self._sums.weight if main_grad is None else main_grad.total
+        self._adds = main_grad is not None
         self._num_rows, self._num_columns = rows.count, len(rows.head.weight)
         self._shard = rows.head.shard
-        self._over_ranks: list[Work] = []
+        self._over_ranks: list[Any] = []  # sums that have been started
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
@@ -46,11 +44,10 @@ class GradientSums(TileGradients):
         self.add(TileGradient(dlogits), chunk.rows)
 
     def scaled(self, outer: StatsGrad) -> StatsGrad:
-        """Multiply coefficients by a power of two that brings fp16's largest to 1/2 to 1.
+        """Multiply coefficients by the power of two, in fp16, that brings the largest to 1/2 to 1.
 
-        Without it gradients of small losses underflow, and those of huge ratios overflow; above 1
-        large hidden states would that are multiplied with them. It never rises: what is summed
-        already follows where it falls.
+        Gradients of small losses would underflow, and those of huge ratios overflow, as above 1 the
+        products with large hidden states would. It never rises; where it falls, the sums follow.
         """
         given = [x for x in outer if x is not None and x.numel()]
         if not self._is_fp16 or not given:
@@ -63,7 +60,7 @@ class GradientSums(TileGradients):
             factor = scale / self._scale
             if not host.reading_is_free(factor) or factor.item() != 1:
                 self._wait()
-                self._times_(factor, *self._lora.sums)
+                self._times_(factor, self._lora.dinner, self._lora.db)
         self._scale = scale
         return outer.times(scale)
 
@@ -79,12 +76,9 @@ class GradientSums(TileGradients):
             add_to_rows(place, gradient, rows, rows.head.weight, is_first)
             if self._shard is not None and columns.stop == self._num_columns:
                 self._over_ranks.append(self._shard.start_sum(place))  # beside GEMMs that follow
-        if self._main_grad is not None:
-            place = narrowed(self._main_grad.total, columns)
-            self._add_to_main_grad(place, dlogits, gradient.weighted(rows.hidden))
-        if sums.weight is not None:
-            place = narrowed(sums.weight, columns)
-            self._add_to_weight(place, dlogits, gradient.weighted(rows.hidden), rows.part)
+        if self._weight is not None:
+            place, hidden = narrowed(self._weight, columns), gradient.weighted(rows.hidden)
+            self._add_to_weight(place, dlogits, hidden, rows.part)
         if sums.bias is not None:
             self._add_to_bias(narrowed(sums.bias, columns), gradient)
         self._lora.add(gradient, rows, columns)
@@ -110,23 +104,19 @@ class GradientSums(TileGradients):
 
     def _add_to_weight(self, place: Tensor, dlogits: Tensor, hidden: Tensor, part: slice) -> None:
         """Sum a slice in its place, or apart, to be rounded once the last range is there."""
+        if self._adds and self._scale is not None:  # without a second tensor as large as the weight
+            for rows in ranges(len(place), SLICE_COLUMNS):
+                add_product(place[rows], dlogits[:, rows].t(), hidden, False, 1 / self._scale)
+            return
         total = place
         if place.dtype != self._weight_dtype:
             if self._slice is None:
                 self._slice = torch.empty_like(place, dtype=self._weight_dtype)
             total = self._slice
-        accumulate(total, dlogits.t(), hidden, first=part.start == 0)
+        accumulate(total, dlogits.t(), hidden, first=part.start == 0 and not self._adds)
         if self._slice is not None and part.stop == self._num_rows:
             place.copy_(total if self._scale is None else total.div_(self._scale))
             self._slice = None
-
-    def _add_to_main_grad(self, place: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-        """Add without the scale; no second tensor of the size of the weight exists."""
-        if self._scale is None:
-            accumulate(place, dlogits.t(), hidden, first=False)
-            return
-        for part in ranges(len(place), SLICE_COLUMNS):
-            add_product(place[part], dlogits[:, part].t(), hidden, False, 1 / self._scale)
 
     @staticmethod
     def _add_to_bias(dbias: Tensor, gradient: TileGradient) -> None:
@@ -144,18 +134,18 @@ class GradientSums(TileGradients):
 def new_gradients(
     rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False
 ) -> tuple[Gradients, torch.dtype]:
-    """Return uninitialised gradients, or zeros where no range of rows will be written.
+    """Return uninitialised gradients, zeros if no range comes, and the dtype of the weight's sum.
 
-    Also return the dtype in which that of the weight is summed. ``sliced``: a slice of it is
-    rounded as soon as it is there, and that of the hidden states is a sum over slices.
-    ``rows`` are those of all ranges, before their head is made ready for GEMMs.
+    ``sliced``: a slice of the weight's is rounded as soon as it is there, and that of the hidden
+    states is a sum over slices. The head of ``rows`` is that before :meth:`Rows.ready`.
     """
     hidden, weight = rows.hidden, rows.head.weight
     dtype, wide = hidden.dtype, stats_dtype(hidden.dtype)
     make = torch.empty if num_ranges else torch.zeros
     exact = dtype != torch.float16  # fp16 results wait in fp32 for the loss scale
     # one range: one GEMM, accumulated inside of it and rounded once
-    one_gemm = num_ranges <= 1 and exact and weight.dtype == dtype and not needs.wide
+    one_gemm = num_ranges <= 1 and exact and weight.dtype == dtype
+    one_gemm = one_gemm and not needs.wide and needs.main_grad is None
     summed, dhidden, dweight, dbias = dtype if one_gemm else wide, None, None, None
     if needs.hidden:
         is_final = exact and not sliced and rows.head.shard is None  # the ranks' are summed
@@ -209,64 +199,52 @@ def add_to_rows(
 
 
 class LoRAGradients:
-    """Gradients of a head's adapter and its share of dhidden, summed in fp32 tile by tile.
-
-    As the head's own weight and hidden states, the factors enter the large GEMMs in the dtype
-    of the hidden states.
-    """
+    """Gradients of a head's adapter and its share of dhidden, summed in fp32 tile by tile."""
 
     def __init__(self, rows: Rows, needs: Needs) -> None:
         lora: Any = rows.head.lora and rows.head.lora.wide(rows.hidden.dtype)
         self._lora, self._hidden, self._shard = lora, rows.hidden, rows.head.shard
-        self._of_a, self._dinner, self._db = needs.lora_a, None, None
+        self._of_a, self.dinner, self.db = needs.lora_a, None, None
         if lora is not None and (needs.hidden or needs.lora_a):
             self._b = _narrow(lora.b, rows.hidden.dtype)
-            self._dinner = lora.a.new_zeros(rows.count, lora.rank)
+            self.dinner = lora.a.new_zeros(rows.count, lora.rank)
         if lora is not None and needs.lora_b:
-            self._db = torch.zeros_like(lora.b)
-
-    @property
-    def sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """What is summed tile by tile."""
-        return self._dinner, self._db
+            self.db = torch.zeros_like(lora.b)
 
     def add(self, gradient: TileGradient, rows: Rows, columns: slice) -> None:
         """Add a tile's share; the gradient has the dtype of the hidden states."""
-        if self._dinner is not None:
+        if self.dinner is not None:
             b, scale = self._b
-            place, b = narrowed(self._dinner, rows.part), narrowed(b, columns)
+            place, b = narrowed(self.dinner, rows.part), narrowed(b, columns)
             add_to_rows(place, gradient, rows, b, columns.start == 0, scale)
-        if self._db is not None:
+        if self.db is not None:
             inner = gradient.weighted(self._lora.inner(rows.hidden))
             inner, scale = _narrow(inner, rows.hidden.dtype)
-            add_product(narrowed(self._db, columns), gradient.dlogits.t(), inner, False, scale)
+            add_product(narrowed(self.db, columns), gradient.dlogits.t(), inner, False, scale)
 
     def complete(self, found: Gradients) -> Gradients:
         """Add to ``found.hidden``, and return what is found with the gradients of A and B."""
         lora, dhidden, da = self._lora, found.hidden, None
-        if self._dinner is not None:
+        if self.dinner is not None:
             if self._shard is not None:
-                self._shard.start_sum(self._dinner).wait()
+                self._shard.start_sum(self.dinner).wait()
             if self._of_a:
                 da = torch.zeros_like(lora.a)
-            for start in range(0, self._hidden.shape[0], _BLOCK_ROWS):
-                rows = slice(start, start + _BLOCK_ROWS)
-                part, hidden = self._dinner[rows], self._hidden[rows]
+            for rows in ranges(len(self._hidden), _BLOCK_ROWS):
+                part, hidden = self.dinner[rows], self._hidden[rows]
                 if da is not None:
                     torch.addmm(da, part.t(), hidden.to(da.dtype), alpha=lora.scaling, out=da)
                 if dhidden is not None:
                     update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
                     dhidden[rows] += update.mul_(lora.scaling)
-        return found.joined(Gradients(lora_a=da, lora_b=self._db))
+        return found.joined(Gradients(lora_a=da, lora_b=self.db))
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return a GEMM's factor in its dtype, and a () power of two that is divided out; None: 1.
-
-    fp16 values are scaled into the middle of the range: fp16 holds no factor of 1e-8.
-    """
+    """Return a factor in the dtype of its GEMM, and a () power of two to multiply with; None: 1."""
     if dtype != torch.float16 or not x.numel():
         return x.to(dtype), None
     largest = x.abs().amax().clamp(min=2.0**-100)
+    # to the middle of the range: fp16 holds no factor of 1e-8
     scale = torch.exp2((largest.log2().ceil() - 10).clamp(max=100))
     return (x / scale).to(dtype), scale

@@ -30,13 +30,9 @@ def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int,
 
 
 def recompute_backward(
-    rows: Rows,
-    stats: RowStats,  # of these rows
-    outer: StatsGrad,
-    route: Route,
-    needs: Needs,
+    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
 ) -> Gradients:
-    """Compute the gradients of hidden, weight, bias and an adapter."""
+    """Compute the gradients of hidden, weight, bias and an adapter from these rows' statistics."""
     # of the rank with the most columns
     elements = route.tile_rows * route.max_local_vocab
     height, width = tile_shape(rows.count, route.max_local_vocab, elements, route.block)

@@ -63,13 +63,14 @@ class Rows:
         found = host.sync_to_host(torch.stack([*inside.aminmax(), matter.sum()]))
         low, high, count = host.values(found)
         check_target_range(low, high, self.head.vocab_size)
-        return self.where(matter, count)
+        return self.chosen(matter, count)
 
-    def chosen(self, wanted: Tensor | None = None) -> Rows:
-        """Return the ``wanted`` rows, or all where the host would have to wait for their number."""
-        if wanted is None or not host.reading_is_free(wanted):
+    def chosen(self, wanted: Tensor | None = None, count: int | None = None) -> Rows:
+        """Return the ``wanted`` rows, or all where the host would have to wait for their count."""
+        if wanted is None or (count is None and not host.reading_is_free(wanted)):
             return self
-        return self.where(wanted, int(wanted.sum()))
+        count = int(wanted.sum()) if count is None else count
+        return self if count == self.count else self.at(torch.argsort(~wanted, stable=True)[:count])
 
     def check_values(self) -> None:
         """Raise ValueError for values that the host can see without a wait."""
@@ -103,10 +104,6 @@ class Rows:
     def at(self, order: Tensor) -> Rows:
         """Return the rows ``order``, int64."""
         return self._take(order, index=order, total=self.count, start=self.start)
-
-    def where(self, mask: Tensor, count: int) -> Rows:
-        """Return the ``count`` rows that are in the ``mask`` (T,)."""
-        return self if count == self.count else self.at(torch.argsort(~mask, stable=True)[:count])
 
     def _take(self, rows: slice | Tensor, **which: Any) -> Rows:
         mask, hidden = self.sampling_mask, self.hidden
