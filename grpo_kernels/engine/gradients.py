@@ -99,7 +99,7 @@ class GradientSums(TileGradients):
 
     def _times_(self, factor: Tensor, *others: Tensor | None) -> None:
         for x in (*self._sums, *others):
-            if x is not None and x.dtype != torch.float16:  # of a slice that has been rounded
+            if x is not None and x.dtype == torch.float32:  # else slices, which have been rounded
                 x.mul_(factor)
 
     def _add_to_weight(self, place: Tensor, dlogits: Tensor, hidden: Tensor, part: slice) -> None:
