@@ -33,6 +33,5 @@ from grpo_kernels.engine.saved_for_backward import (
     OF_ENTROPY,
     OF_MASK,
     SavedForBackward,
-    saved_gradients,
 )
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks

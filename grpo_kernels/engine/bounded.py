@@ -1,4 +1,4 @@
-"""The bounded backward: gradients from the entries of the softmax that matter.
+"""What a forward keeps for its backward, and the bounded backward from the entries that matter.
 
 What a row's error may be follows from its chunk: each row is allowed the same share of the chunk's
 whole squared error, weighted by the gradient of its log-probability where that is known already.
@@ -16,23 +16,88 @@ from grpo_kernels.backends import (
     ANY_ERROR,
     WHOLE,
     Entries,
+    OutputSpec,
     RowStats,
     StatsGrad,
+    TileGradient,
     concatenate,
     row_keys,
 )
 from grpo_kernels.batch import host
-from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
-from grpo_kernels.engine.masked_rows import Scores
+from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunked_loop, row_chunks
+from grpo_kernels.engine.gradients import GradientSums, LoRAGradients, new_gradients
+from grpo_kernels.engine.masked_rows import scores_at
+from grpo_kernels.engine.needs import Gradients, Needs
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.head import matmul_precision, stats_dtype
+from grpo_kernels.engine.saved_for_backward import ENTRIES, HIDDEN, SavedForBackward, kept_dtype
+from grpo_kernels.head import matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits
 _SHARE = 0.75
 REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
+
+
+def saving_forward(
+    rows: Rows, route: Route, wanted: OutputSpec, saving: SavedForBackward
+) -> tuple[RowStats, Tensor]:
+    """Compute the statistics of every row, and what is kept for the backward."""
+    chunks, bounded = row_chunks(rows.count, route), route.options.bounded
+    given = rows, route, chunks, wanted, _unit
+    if saving.kind == HIDDEN:
+        stats, gradients = chunked_loop(*given, GradientSums(rows, Needs(hidden=True), len(chunks)))
+        assert gradients.hidden is not None
+        return stats, gradients.hidden.to(saving.dtype)
+    if bounded is not None:
+        found = [rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)]
+
+        def keep(chunk: Chunk, outer: StatsGrad) -> None:
+            found.append(to_keep(*chosen_entries(chunk, None, bounded, route)))
+
+        return chunked_loop(*given, TileGradients(keep))[0], torch.cat(found)
+    kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
+
+    def keep_all(chunk: Chunk, outer: StatsGrad) -> None:
+        place = kept[chunk.rows.part, : route.columns]
+        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
+
+    return chunked_loop(*given, TileGradients(keep_all))[0], kept
+
+
+def _unit(part: slice, stats: RowStats) -> StatsGrad:
+    """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
+    return StatsGrad(stats.lse.isfinite().to(stats.logp.dtype))
+
+
+def saved_gradients(
+    kind: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from what :func:`saving_forward` kept of the same rows."""
+    bounded = route.options.bounded
+    if kind == ENTRIES and bounded is not None:
+        entries = within(*of_kept(kept), dlogp, bounded)
+        if not (bounded.exact_weight and needs.of_head):
+            return bounded_gradients(entries, dlogp, rows, stats, route, needs)
+        found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
+        chosen = rows.valid(dlogp != 0)
+        outer = StatsGrad(chosen.take(dlogp))
+        stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+        of_head = needs.of_head_alone
+        return found.joined(recompute_backward(chosen, stats, outer, route.tiled(), of_head))
+    nan = torch.full_like(dlogp, torch.nan)
+    dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
+    if kind == HIDDEN:
+        return Gradients(kept * dlogp[:, None] if needs.hidden else None)
+    # a product with 0 would not hide what is no number
+    rows = replace(rows, hidden=torch.where((dlogp == 0)[:, None], 0, rows.hidden))
+    sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
+    with matmul_precision(route.device, route.precision):
+        factor = sums.scaled(StatsGrad(dlogp)).dlogp
+        gradient = TileGradient(kept[everything, : route.columns], factor)
+        sums.add(gradient, rows.ready().narrow(everything))
+        return sums.finish()
 
 
 def chosen_entries(
@@ -40,49 +105,22 @@ def chosen_entries(
 ) -> tuple[Entries, Tensor]:
     """Choose the entries of a chunk's rows; also return the error that each is allowed, (C,).
 
-    Args:
-        dlogp: (C,) gradient of the log-probabilities; None: not known yet, as if all were 1.
+    ``dlogp`` (C,) is the gradient of the log-probabilities; None: not known yet, as if all were 1.
     """
-    rows, part, tile, stats, _ = chunk
+    rows, tile, stats = chunk.rows, chunk.tile, chunk.stats
     own = torch.arange(rows.count, device=route.device)
-    slope = Scores.at(tile.logits, tile.transform, own, tile.target).slopes
+    slope = scores_at(tile, own, tile.target)[1]
     norm = -torch.expm1(stats.logp.double()) * slope  # at most that of the row's gradient
     weight = torch.ones_like(norm) if dlogp is None else dlogp.double().abs()
     square = torch.where(stats.lse.isfinite(), (weight * norm) ** 2, 0.0)
     ignored = weight == 0
     allowed = _SHARE * bounded.tolerance * square.mean().sqrt() / weight.clamp(min=1e-20)
-    allowed = torch.where(ignored, ANY_ERROR, allowed)
-    keys = row_keys(bounded.seed, stats.lse, part.start)
+    allowed = torch.where(ignored, ANY_ERROR, allowed).to(stats.logp.dtype)
+    keys = row_keys(bounded.seed, stats.lse, rows.start)
     slots = min(bounded.slots, route.columns)
-    allowed = allowed.to(stats.logp.dtype)
     found = route.backend.extract_entries(tile, stats, keys, allowed, slots)
     none = {n: torch.where(ignored, 0, getattr(found, n)) for n in ("used", "error", "error_l1")}
     return found._replace(**none), allowed
-
-
-class KeptEntries:
-    """Implements :class:`TileGradients`: keeps each row's entries and the error it was allowed."""
-
-    def __init__(self, route: Route) -> None:
-        assert route.options.bounded is not None
-        self._bounded = route.options.bounded
-        self._found: list[Tensor] = []
-
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        entries, allowed = chosen_entries(chunk, None, self._bounded, route)
-        self._found.append(to_keep(entries, allowed))
-
-    def finish(self) -> Gradients:
-        return Gradients()
-
-    def kept(self) -> Tensor:
-        """Return what :func:`to_keep` does, of all rows."""
-        return torch.cat(self._found)
-
-
-def kept_dtype(wide: torch.dtype) -> torch.dtype:
-    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
-    return torch.int64 if wide == torch.float64 else torch.int32
 
 
 def to_keep(entries: Entries, allowed: Tensor) -> Tensor:
@@ -120,8 +158,8 @@ def within(entries: Entries, allowed: Tensor, dlogp: Tensor, bounded: Bounded) -
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
 
-class BoundedSums:
-    """Implements :class:`TileGradients` by entries, where the gradients of the rows are known."""
+class BoundedSums(TileGradients):
+    """Gradients by entries, where those of the rows' log-probabilities are known."""
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
         bounded = route.options.bounded
@@ -129,6 +167,7 @@ class BoundedSums:
         self._rows, self._needs, self._route, self._bounded = rows, needs, route, bounded
         self._exact = None
         if bounded.exact_weight and needs.of_head:
+            self._needs = needs.of_rows
             self._exact = GradientSums(rows, needs.of_head_alone, num_chunks)
         self._found: list[tuple[Entries, RowStats, Tensor]] = []
         # of :func:`bounded_report`, after ``finish``
@@ -137,22 +176,19 @@ class BoundedSums:
     def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
         assert outer.dlogp is not None and outer.dentropy is None
         entries, _ = chosen_entries(chunk, outer.dlogp, self._bounded, route)
-        self._found.append((entries, RowStats(*chunk.stats[:3]), outer.dlogp))
+        self._found.append((entries, chunk.stats, outer.dlogp))
         if self._exact is not None:
             self._exact.take(chunk, outer, route)
 
     def finish(self) -> Gradients:
-        if not self._found:
-            return GradientSums(self._rows, self._needs, 0).finish()
         head = Gradients() if self._exact is None else self._exact.finish()
-        needs = self._needs if self._exact is None else self._needs.of_rows
+        if not self._found:
+            return GradientSums(self._rows, self._needs, 0).finish().joined(head)
         parts, stats, dlogp = zip(*self._found, strict=True)
         entries, factor = Entries.joined(parts), torch.cat(dlogp)
         self.report = bounded_report(entries, factor)
-        found = bounded_gradients(
-            entries, factor, self._rows, concatenate(list(stats)), self._route, needs
-        )
-        return found.joined(head)
+        given = entries, factor, self._rows, concatenate(list(stats)), self._route, self._needs
+        return bounded_gradients(*given).joined(head)
 
 
 def bounded_gradients(
@@ -162,57 +198,37 @@ def bounded_gradients(
     entries = entries._replace(used=torch.where(dlogp == 0, 0, entries.used))
     whole = entries.used < 0
     (count,) = host.values(host.sync_to_host(whole.sum()[None]))
-    found = Gradients()
-    if count:
+    if not count:
+        found, _ = new_gradients(rows, needs, 1)
+    else:
         order = torch.argsort(~whole, stable=True)[:count]
-        outer = StatsGrad(dlogp[order])
-        exact = replace(needs, wide=True)
-        found = recompute_backward(rows.at(order), stats.rows(order), outer, route.tiled(), exact)
+        chosen, outer = rows.at(order), StatsGrad(dlogp[order])
+        wide = replace(needs, wide=True)
+        found = recompute_backward(chosen, stats.rows(order), outer, route.tiled(), wide)
         if found.hidden is not None:
-            every = found.hidden.new_zeros(rows.hidden.shape)
-            found = found._replace(hidden=every.index_copy_(0, order, found.hidden))
+            found = found._replace(hidden=chosen.scatter(found.hidden))
     with matmul_precision(route.device, route.precision):
-        return _with_entries(found, entries, dlogp, rows, route, needs)
+        head, dweight = rows.ready().head, found.weight
+        if needs.weight and needs.main_grad is not None:
+            dweight = needs.main_grad.total
 
+        def add(x: Tensor, matrix: Tensor, dx: Tensor | None, dmatrix: Tensor | None) -> None:
+            if dx is not None:
+                route.backend.entries_matmul(entries, dlogp, matrix, dx)
+            if dmatrix is not None:
+                to_sum = count > 0 or dmatrix is not found.weight
+                route.backend.entries_transposed_matmul(entries, dlogp, x, dmatrix, to_sum)
 
-def _with_entries(
-    found: Gradients, entries: Entries, dlogp: Tensor, rows: Rows, route: Route, needs: Needs
-) -> Gradients:
-    """Add the entries' share to what has been ``found`` of whole rows."""
-    backend, hidden, weight = route.backend, rows.hidden, rows.ready().head.weight
-    wide = stats_dtype(hidden.dtype)
-    narrow = wide if hidden.dtype == torch.float16 else hidden.dtype  # to be scaled yet
-    dhidden, dweight, dbias, da, db = found
-    if needs.hidden:
-        if dhidden is None:
-            dhidden = torch.empty_like(hidden, dtype=narrow)
-        backend.entries_matmul(entries, dlogp, weight, dhidden)
-    if needs.weight and needs.main_grad is not None:
-        backend.entries_transposed_matmul(entries, dlogp, hidden, needs.main_grad.total, True)
-    elif needs.weight:
-        add = dweight is not None
-        if dweight is None:  # under autocast it may be wider than what is multiplied
-            rounded = rows.head.weight.dtype == hidden.dtype and not needs.wide
-            dtype = narrow if rounded else wide
-            dweight = torch.empty_like(weight, dtype=dtype)
-        backend.entries_transposed_matmul(entries, dlogp, hidden, dweight, add)
-    if needs.bias:
-        ones = dlogp.new_ones(len(dlogp), 1)
-        sums = dlogp.new_zeros(len(weight), 1) if dbias is None else dbias[:, None]
-        backend.entries_transposed_matmul(entries, dlogp, ones, sums, True)
-        dbias = sums[:, 0]
-    if rows.head.lora is not None:  # a product with 0 would not hide what is no number
-        rows = replace(rows, hidden=torch.where(entries.used[:, None] > 0, hidden, 0))
-    lora = needs.lora(rows)
-    if lora is not None:
-        lora.add_entries(backend, entries, dlogp)
-        more = lora.finish(dhidden)
-        da, db = (_plus(x, y) for x, y in zip((da, db), more, strict=True))
-    return Gradients(dhidden, dweight, dbias, da, db)
-
-
-def _plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x + y
+        add(rows.hidden, head.weight, found.hidden, dweight)
+        if found.bias is not None:
+            add(dlogp.new_ones(len(dlogp), 1), head.weight, None, found.bias[:, None])
+        if head.lora is not None:  # a product with 0 would not hide what is no number
+            hidden = torch.where(entries.used[:, None] > 0, rows.hidden, 0)
+            lora = LoRAGradients(replace(rows, hidden=hidden), needs)
+            inner = head.lora.inner(hidden) if needs.lora_b else hidden
+            add(inner, head.lora.b, lora.dinner, lora.db)
+            found = lora.complete(found)
+    return found
 
 
 def bounded_report(entries: Entries, dlogp: Tensor | None = None) -> Tensor:

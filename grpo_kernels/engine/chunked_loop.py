@@ -8,43 +8,92 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_kernels.backends import (
     OutputSpec,
     RowStats,
     StatsGrad,
     Tile,
+    TileGradient,
     concatenate,
-    dtype_of,
     mean_logits,
-    shapes_of,
     with_top_k,
 )
-from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, TileGradients
+from grpo_kernels.batch import host
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.masked_rows import MaskedRows
+from grpo_kernels.engine.needs import Gradients
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.rows import Rows, narrowed, ranges
 from grpo_kernels.engine.shards import local_target, merge_vocab_shards
-from grpo_kernels.head import (
-    Transform,
-    leading_dim,
-    matmul_precision,
-    project,
-    stats_dtype,
-)
+from grpo_kernels.head import leading_dim, matmul_precision, project
 
 Stage = Callable[[slice, RowStats], StatsGrad]  # of a row range and its statistics
 
 _TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
+# A row that moves is read and written once, V values each; in the two GEMMs it would have cost
+# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
+# move costs the host a few operations.
+_LEAST_SHARE, _FEWEST = 1 / 16, 16
 
 
-def ranges(length: int, size: int) -> list[slice]:
-    """Cut ``length`` into consecutive ranges of at most ``size``."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+class Chunk(NamedTuple):
+    """A range of rows whose logits are there, and what is known of them."""
+
+    rows: Rows
+    logits: Tensor  # (C, V), may be overwritten
+    stats: RowStats
+    masked: MaskedRows | None = None  # with a sampling mask
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.logits, self.rows.target, self.rows.head.transform)
+
+    def compacted(self, outer: StatsGrad) -> tuple[Chunk, StatsGrad]:
+        """Drop the rows without a gradient, if that pays; the n others move to the tile's first n.
+
+        Those that lie there stay, so that the fewest move; on a GPU the host would wait for n.
+        """
+        wanted = outer.nonzero
+        if wanted is None or not host.reading_is_free(wanted):
+            return self, outer
+        flags = host.values(wanted)
+        count, total = sum(flags), len(flags)
+        if total - count < max(_FEWEST, total * _LEAST_SHARE):
+            return self, outer
+        later = iter([row for row in range(count, total) if flags[row]])
+        order = [place if flags[place] else next(later) for place in range(count)]
+        for place, row in enumerate(order):
+            if place != row:
+                self.logits[place].copy_(self.logits[row])
+        index = torch.tensor(order, dtype=torch.int64)  # there may be none
+        masked = None if self.masked is None else self.masked.at(index)
+        chunk = Chunk(self.rows.at(index), self.logits[:count], self.stats.rows(index), masked)
+        return chunk, outer.rows(index)
+
+
+class TileGradients:
+    """What becomes of the gradients of tiles of logits: here what a function does with each."""
+
+    def __init__(self, keep: Callable[[Chunk, StatsGrad], object]) -> None:
+        self._keep = keep
+
+    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
+        """Take a chunk, whose statistics have the gradients ``outer``."""
+        self._keep(chunk, outer)
+
+    def add(self, gradient: TileGradient, rows: Rows) -> None:
+        """Take the gradient of a tile of these rows."""
+        raise NotImplementedError
+
+    def finish(self) -> Gradients:
+        """Return the gradients of the head's inputs; nothing is taken afterwards."""
+        return Gradients()
 
 
 def row_chunks(rows: int, route: Route) -> list[slice]:
@@ -78,14 +127,13 @@ def new_tile(route: Route, height: int) -> Tensor:
 
 def forward(rows: Rows, route: Route, wanted: OutputSpec = OutputSpec()) -> RowStats:  # noqa: B008
     """Compute the statistics of every row."""
-    if not route.has_tile:
-        rows = rows.local()
-        hidden, head, column = rows.hidden, rows.head, local_target(rows)
-        with matmul_precision(hidden.device, route.precision):
-            given = (hidden, head, column, route.precision, wanted.extras)
-            stats = route.backend.linear_stats(*given)
-        return merge_vocab_shards(stats, rows)
-    return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)[0]
+    if route.has_tile:
+        return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)[0]
+    rows = rows.local()
+    given = rows.hidden, rows.head, local_target(rows), route.precision, wanted.extras
+    with matmul_precision(route.device, route.precision):
+        stats = route.backend.linear_stats(*given)
+    return merge_vocab_shards(stats, rows)
 
 
 def chunked_loop(
@@ -99,108 +147,77 @@ def chunked_loop(
 ) -> tuple[RowStats, Gradients]:
     """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them.
 
-    ``reads_once``: of ``logp`` alone, in :class:`GradientSums`, where the backend gives them.
+    ``reads_once``: of ``logp`` alone, added to ``sums``, where the backend gives them.
     """
-    hidden = rows.hidden
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
-    found: list[RowStats] = []
-    with matmul_precision(hidden.device, route.precision):
-        for part in chunks:
-            chunk = rows.narrow(part)
-            if reads_once:
-                assert stage is not None and isinstance(sums, GradientSums)
-                found.append(_run_chunk_of_one_read(chunk, part, buffer, route, stage, sums))
-            else:
-                found.append(_run_chunk(chunk, part, buffer, route, wanted, stage, sums))
+
+    def run(part: slice) -> RowStats:
+        of_part = rows.narrow(part)
+        if reads_once:
+            assert stage is not None and sums is not None
+            logits = narrowed(_project(of_part, buffer, route).logits, slice(0, of_part.count))
+            tile = Tile(logits, of_part.target, of_part.head.transform)
+            stats, gradient = route.backend.logp_gradient_(tile)
+            dlogp = stage(part, stats).dlogp
+            assert dlogp is not None
+            sums.add(route.backend.weighted_gradient(gradient, dlogp), of_part)
+            return stats
+        chunk = _formed(of_part, buffer, route, wanted)
+        if stage is not None and sums is not None:
+            sums.take(chunk, stage(part, chunk.stats), route)
+        return chunk.stats
+
+    with matmul_precision(route.device, route.precision):
+        found = [run(part) for part in chunks]
         gradients = Gradients() if sums is None else sums.finish()
-    return concatenate(found) if found else _no_stats(rows, wanted), gradients
+        if not found:
+            found = [_formed(rows, buffer, route, wanted).stats]
+    return concatenate(found), gradients
 
 
-def _run_chunk(
-    chunk: Rows,
-    part: slice,
-    buffer: Tensor,
-    route: Route,
-    wanted: OutputSpec,
-    stage: Stage | None,
-    sums: TileGradients | None,
-) -> RowStats:
-    """Form a chunk's logits in ``buffer`` and their statistics; with a stage also gradients."""
-    tile, stats = _tile(chunk, buffer, route, wanted.extras)
-    stats, shard = merge_vocab_shards(stats, chunk), chunk.head.shard
-    masked = None
-    if chunk.sampling_mask is not None:
-        masked = MaskedRows.of(tile, chunk.sampling_mask, shard)
+def _formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:
+    """Form the raw logits of a range in ``buffer``, and their statistics."""
+    part, shard = slice(0, rows.count), rows.head.shard
+    if route.forms_logits:
+        logits = narrowed(buffer, part)
+        given = rows.hidden, rows.head, local_target(rows), wanted.extras
+        stats = route.backend.logits_stats(*given, logits)
+    else:
+        filled = _project(rows, buffer, route)
+        logits, stats = narrowed(filled.logits, part), route.backend.stats(filled, wanted.extras)
+        stats = stats.rows(part)
+    stats = merge_vocab_shards(stats, rows)
+    tile, masked = Tile(logits, rows.target, rows.head.transform), None
+    if rows.sampling_mask is not None:
+        masked = MaskedRows.of(tile, rows.sampling_mask, shard)
         stats = stats._replace(masked_logp=masked.logp.to(stats.logp.dtype))
     if wanted.mean:
         stats = stats._replace(mean_logit=mean_logits(tile, shard))
     if wanted.top_k:
         stats = with_top_k(tile, stats, wanted.top_k, shard)
-    if stage is not None and sums is not None:
-        outer = stage(part, stats)
-        sums.take(Chunk(chunk, part, tile, stats, masked), outer, route)
-    return stats
+    return Chunk(rows, logits, stats, masked)
 
 
-def _run_chunk_of_one_read(
-    chunk: Rows, part: slice, buffer: Tensor, route: Route, stage: Stage, sums: GradientSums
-) -> RowStats:
-    """Form a chunk's logits in ``buffer``, then statistics and gradients in one read of them."""
-    logits = _project(chunk, buffer, route)[: chunk.count]
-    tile = Tile(logits, chunk.target, chunk.head.transform)
-    stats, gradient = route.backend.logp_gradient_(tile)
-    outer = stage(part, stats)
-    assert outer.dlogp is not None
-    sums.add(route.backend.weighted_gradient(gradient, outer.dlogp), part, chunk)
-    return stats
-
-
-def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile, RowStats]:
-    """Form the raw logits (C, V) of a chunk in ``buffer``, and their statistics."""
-    count, backend = chunk.count, route.backend
-    transform, column = chunk.head.transform, local_target(chunk)
-    if route.forms_logits:
-        logits = buffer if len(buffer) == count else buffer[:count]
-        stats = backend.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
-        return Tile(logits, chunk.target, transform), stats
-    tile = Tile(_project(chunk, buffer, route), column, transform)
-    if route.fixed_rows is not None:
-        tile = _filled_tile(tile, route.fixed_rows)
-    stats = backend.stats(tile, extras).rows(slice(count))
-    return Tile(tile.logits[:count], chunk.target, transform), stats
-
-
-def _project(chunk: Rows, buffer: Tensor, route: Route) -> Tensor:
-    """Form the raw logits of a chunk in ``buffer``, and of the zeros that fill it up.
+def _project(rows: Rows, buffer: Tensor, route: Route) -> Tile:
+    """Form the raw logits of a range in ``buffer``, and of the zeros that fill it up.
 
     How a library multiplies a row depends on the number of rows, and on where they lie in memory.
     With ``fixed_rows`` both are always the same, and so are the row's bits.
     """
-    hidden = chunk.hidden
     if route.fixed_rows is not None:
-        hidden = _filled_up(hidden, route.fixed_rows)
-        prove_same_bits(chunk.head, buffer[: route.fixed_rows], route.precision)
-    return project(hidden, chunk.head, buffer[: hidden.shape[0]])
+        rows = _filled_up(rows, route.fixed_rows)
+        prove_same_bits(rows.head, buffer[: rows.count], route.precision)
+    logits = project(rows.hidden, rows.head, narrowed(buffer, slice(0, rows.count)))
+    return Tile(logits, local_target(rows), rows.head.transform)
 
 
-def _filled_tile(tile: Tile, rows: int) -> Tile:
-    transform: Transform = tile.transform
+def _filled_up(rows: Rows, height: int) -> Rows:
+    def filled(x: Tensor, value: float = 0) -> Tensor:
+        return pad(x, (0, 0) * (x.dim() - 1) + (0, height - len(x)), value=value)
+
+    head, transform = rows.head, rows.head.transform
     if isinstance(transform.temperature, Tensor):
-        temperature = _filled_up(transform.temperature, rows, value=1)
-        transform = replace(transform, temperature=temperature)
-    return Tile(tile.logits, _filled_up(tile.target, rows), transform)
-
-
-def _filled_up(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    filled = x.new_full((rows, *x.shape[1:]), value)
-    filled[: x.shape[0]] = x
-    return filled
-
-
-def _no_stats(rows: Rows, wanted: OutputSpec) -> RowStats:
-    wide = stats_dtype(rows.hidden.dtype)
-    shapes = shapes_of(torch.Size((0,)), wanted, rows.sampling_mask is not None)
-    return RowStats(
-        **{name: rows.hidden.new_empty(s, dtype=dtype_of(name, wide)) for name, s in shapes.items()}
-    )
+        transform = replace(transform, temperature=filled(transform.temperature, value=1))
+        head = replace(head, transform=transform)
+    return replace(rows, hidden=filled(rows.hidden), target=filled(rows.target), head=head)

@@ -8,41 +8,26 @@ is evaluated in fp64, which costs nothing beside a GEMM over the vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import Tile, slope, transformed
 from grpo_kernels.batch import SamplingMask
-from grpo_kernels.head import Transform, VocabShard
+from grpo_kernels.head import VocabShard
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """Some logits of a tile after the transform."""
-
-    values: Tensor  # (N,) fp64
-    slopes: Tensor  # (N,) fp64, their derivative by the raw logit
-
-    @staticmethod
-    def at(logits: Tensor, transform: Transform, rows: Tensor, columns: Tensor) -> Scores:
-        picked = logits[rows, columns].double().unsqueeze(-1)
-        of_rows = transform.rows(rows)
-        values, tanh = transformed(picked, of_rows)
-        slopes = slope(torch.ones_like(picked), of_rows, tanh)
-        return Scores(values=values.squeeze(-1), slopes=slopes.squeeze(-1))
-
-    def where(self, there: Tensor) -> Scores:
-        """Return the same where they are ``there`` (N,), else scores of -inf."""
-        return Scores(
-            values=torch.where(there, self.values, -torch.inf),
-            slopes=torch.where(there, self.slopes, 0.0),
-        )
+def scores_at(tile: Tile, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (N,) transformed logits in fp64, and their derivatives by the raw ones."""
+    picked = tile.logits[rows, columns].double().unsqueeze(-1)
+    transform = tile.transform.rows(rows)
+    values, tanh = transformed(picked, transform)
+    slopes = slope(torch.ones_like(picked), transform, tanh)
+    return values.squeeze(-1), slopes.squeeze(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedRows:
+class MaskedRows(NamedTuple):
     """The ids of a tile's C rows, with what their gradient needs once the logits are gone."""
 
     ids: Tensor  # (N,)
@@ -58,50 +43,46 @@ class MaskedRows:
 
         Of a ``shard`` of the vocabulary, the mask has this rank's ids.
         """
-        logits, target, transform = tile
-        ids, rows = sampling_mask.indices, sampling_mask.rows
-        all_rows = torch.arange(target.numel(), device=target.device)
+        target, ids, rows = tile.target, sampling_mask.indices, sampling_mask.rows
+        lengths, all_rows = sampling_mask.offsets.diff(), _all_rows(target)
+
+        def reduced(how: str, values: Tensor, initial: float) -> Tensor:
+            # a matrix of one column: a GPU then walks through each row's values one by one, in the
+            # order of the ids, so that the result depends on nothing else
+            column = values.unsqueeze(-1)
+            return torch.segment_reduce(
+                column, how, lengths=lengths, unsafe=True, initial=initial
+            ).squeeze(-1)
+
         is_target = ids == target[rows]
         mine = None if shard is None else shard.owns(target)
         if mine is not None:
             target = torch.where(mine, target, 0)
-        own = Scores.at(logits, transform, all_rows, target)
+        score, target_slope = scores_at(tile, all_rows, target)
         if mine is not None:
-            own = own.where(mine)
-        listed = Scores.at(logits, transform, rows, ids)
-        scores = listed.values.masked_fill(is_target, float("-inf"))  # it is added below
-        score = own.values
-        peak = torch.maximum(_reduce("max", scores, sampling_mask, float("-inf")), score)
+            score = torch.where(mine, score, -torch.inf)
+            target_slope = torch.where(mine, target_slope, 0.0)
+        scores, slopes = scores_at(tile, rows, ids)
+        scores = scores.masked_fill(is_target, -torch.inf)  # it is added below
+        peak = torch.maximum(reduced("max", scores, -torch.inf), score)
         if shard is not None:
             score, peak = shard.gather(torch.stack([score, peak])).amax(0)
         others = (scores - peak[rows]).exp()
-        sums = _reduce("sum", others, sampling_mask, 0.0)
+        sums = reduced("sum", others, 0.0)
         if shard is not None:
             sums = shard.gather(sums).sum(0)
         # the mass in units of the peak's, less 1: nothing is lost of a mass that is hardly over 1
         excess = sums + torch.expm1(score - peak)
-        return MaskedRows(
-            ids=ids,
-            rows=rows,
-            others=others / (1 + excess)[rows] * listed.slopes,
-            target=target,
-            target_slope=own.slopes,
-            logp=score - peak - excess.log1p(),
-        )
+        others = others / (1 + excess)[rows] * slopes
+        return MaskedRows(ids, rows, others, target, target_slope, score - peak - excess.log1p())
 
     def at(self, order: Tensor) -> MaskedRows:
         """Return the same for a tile that holds the rows ``order`` (n,) of this one."""
         places = torch.full_like(self.target, -1)
-        places[order] = torch.arange(order.numel(), device=order.device)
+        places[order] = _all_rows(order)
         left = places[self.rows] >= 0
-        return MaskedRows(
-            ids=self.ids[left],
-            rows=places[self.rows[left]],
-            others=self.others[left],
-            target=self.target[order],
-            target_slope=self.target_slope[order],
-            logp=self.logp[order],
-        )
+        of_ids = self.ids[left], places[self.rows[left]], self.others[left]
+        return MaskedRows(*of_ids, *(x[order] for x in self[len(of_ids) :]))
 
     def add_gradient_(self, dlogits: Tensor, dmasked: Tensor) -> None:
         """Add ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
@@ -109,22 +90,14 @@ class MaskedRows:
         Each logit is read and written once, so no addition can come before another.
         """
         dmasked = dmasked.double()
-        gradient = -dmasked[self.rows] * self.others
-        gradient += dlogits[self.rows, self.ids].double()
-        dlogits[self.rows, self.ids] = gradient.to(dlogits.dtype)
-        own = torch.arange(self.target.numel(), device=self.target.device)
-        gradient = dmasked * -torch.expm1(self.logp) * self.target_slope
-        gradient += dlogits[own, self.target].double()
-        dlogits[own, self.target] = gradient.to(dlogits.dtype)
+        of_target = dmasked * -torch.expm1(self.logp) * self.target_slope
+        for rows, ids, gradient in (
+            (self.rows, self.ids, -dmasked[self.rows] * self.others),
+            (_all_rows(self.target), self.target, of_target),
+        ):
+            gradient += dlogits[rows, ids].double()
+            dlogits[rows, ids] = gradient.to(dlogits.dtype)
 
 
-def _reduce(how: str, values: Tensor, sampling_mask: SamplingMask, initial: float) -> Tensor:
-    """Return (C,) sums or maxima of the (N,) ``values`` of each row, in the order of the ids.
-
-    As a matrix of one column: a GPU then walks through each row's values one by one, so that the
-    result depends on nothing else.
-    """
-    column = values.unsqueeze(-1)
-    lengths = sampling_mask.offsets.diff()
-    reduced = torch.segment_reduce(column, how, lengths=lengths, unsafe=True, initial=initial)
-    return reduced.squeeze(-1)
+def _all_rows(of: Tensor) -> Tensor:
+    return torch.arange(of.numel(), device=of.device)

@@ -20,12 +20,18 @@ class Rows:
     head: Head
     target: Tensor  # (T,)
     sampling_mask: SamplingMask | None = None
-    index: Tensor | None = None  # which rows these are of all, None: all of them
+    index: Tensor | None = None  # which rows these are of all, or of their range; None: all of them
     total: int = 0  # how many all are
+    start: int = 0  # where the range begins that these rows are of
 
     @property
     def count(self) -> int:
         return self.target.numel()
+
+    @property
+    def part(self) -> slice:
+        """The range that these rows are of."""
+        return slice(self.start, self.start + (self.count if self.index is None else self.total))
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -57,16 +63,14 @@ class Rows:
         found = host.sync_to_host(torch.stack([*inside.aminmax(), matter.sum()]))
         low, high, count = host.values(found)
         check_target_range(low, high, self.head.vocab_size)
-        return self._where(matter, count)
+        return self.chosen(matter, count)
 
-    def chosen(self, wanted: Tensor | None = None) -> Rows:
-        """Return the ``wanted`` rows of those with a target; all where looking would have to wait.
-
-        So this needs no host transfer.
-        """
-        if wanted is None or not host.reading_is_free(wanted):
+    def chosen(self, wanted: Tensor | None = None, count: int | None = None) -> Rows:
+        """Return the ``wanted`` rows, or all where the host would have to wait for their count."""
+        if wanted is None or (count is None and not host.reading_is_free(wanted)):
             return self
-        return self._where(wanted, int(wanted.sum()))
+        count = int(wanted.sum()) if count is None else count
+        return self if count == self.count else self.at(torch.argsort(~wanted, stable=True)[:count])
 
     def check_values(self) -> None:
         """Raise ValueError for values that the host can see without a wait."""
@@ -95,18 +99,13 @@ class Rows:
         """Return a range of rows as if they were all."""
         if part == slice(0, self.count):
             return self if self.index is None else replace(self, index=None, total=0)
-        return self._at(part)
+        return self._take(part, start=part.start)
 
     def at(self, order: Tensor) -> Rows:
         """Return the rows ``order``, int64."""
-        return self._at(order, index=order, total=self.count)
+        return self._take(order, index=order, total=self.count, start=self.start)
 
-    def _where(self, mask: Tensor, count: int) -> Rows:
-        if count == self.count:
-            return self
-        return self.at(torch.argsort(~mask, stable=True)[:count])
-
-    def _at(self, rows: slice | Tensor, **which: Any) -> Rows:
+    def _take(self, rows: slice | Tensor, **which: Any) -> Rows:
         mask, hidden = self.sampling_mask, self.hidden
         return Rows(
             hidden=hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows),
@@ -128,31 +127,11 @@ class Rows:
         return whole.index_copy(0, self.index, values)
 
 
-# A row that moves is read and written once, V values each; in the two GEMMs it would have cost
-# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
-# move costs the host a few operations.
-_LEAST_SHARE, _FEWEST = 1 / 16, 16
+def narrowed(x: Tensor, part: slice) -> Tensor:
+    """Return ``x[part]``, without an operation where that is all."""
+    return x if part == slice(0, len(x)) else x[part]
 
 
-def compact_plan(wanted: Tensor | None) -> list[int] | None:
-    """Return which row each place of a tile takes over, of (C,) bool; None: the tile stays.
-
-    The n wanted rows take the first n places. Those that lie there stay, the others fill the gaps:
-    so the fewest rows move. On a GPU nothing moves, since the host would have to wait for ``n``.
-    """
-    if wanted is None or not host.reading_is_free(wanted):
-        return None
-    flags = host.values(wanted)
-    count, total = sum(flags), len(flags)
-    if total - count < max(_FEWEST, total * _LEAST_SHARE):
-        return None
-    later = iter([row for row in range(count, total) if flags[row]])
-    return [place if flags[place] else next(later) for place in range(count)]
-
-
-def compact_rows_(tile: Tensor, order: list[int]) -> Tensor:
-    """Move the rows ``order`` of a (C, V) tile to its beginning, and return them."""
-    for place, row in enumerate(order):
-        if place != row:
-            tile[place].copy_(tile[row])
-    return tile[: len(order)]
+def ranges(length: int, size: int) -> list[slice]:
+    """Cut ``length`` into consecutive ranges of at most ``size``."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]

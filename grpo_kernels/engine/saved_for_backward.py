@@ -12,23 +12,11 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, TileGradient
-from grpo_kernels.engine.bounded import (
-    KeptEntries,
-    bounded_gradients,
-    kept_dtype,
-    of_kept,
-    within,
-)
-from grpo_kernels.engine.chunked_loop import chunked_loop, row_chunks
-from grpo_kernels.engine.gradients import Chunk, Gradients, GradientSums, Needs
+from grpo_kernels.engine.needs import Needs
 from grpo_kernels.engine.options import Bounded
-from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows
-from grpo_kernels.head import leading_dim, matmul_precision, stats_dtype
+from grpo_kernels.head import leading_dim, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
 OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
@@ -108,86 +96,14 @@ def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> Sa
     return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
 
 
+def kept_dtype(wide: torch.dtype) -> torch.dtype:
+    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
+    return torch.int64 if wide == torch.float64 else torch.int32
+
+
 def _why_nothing(route: Route) -> str | None:
     if not route.backend.has_tiles:
         return "autograd keeps what the eager reference computes"
     if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
         return "the forward that fixes a row's bits forms no logits to take gradients from"
     return None
-
-
-def saving_forward(
-    rows: Rows, route: Route, wanted: OutputSpec, saving: SavedForBackward
-) -> tuple[RowStats, Tensor]:
-    """Compute the statistics of every row, and what is kept for the backward."""
-    chunks = row_chunks(rows.count, route)
-    if saving.kind == HIDDEN:
-        sums = GradientSums(rows, Needs(hidden=True), len(chunks))
-        stats, gradients = chunked_loop(rows, route, chunks, wanted, _unit, sums)
-        assert gradients.hidden is not None
-        return stats, gradients.hidden.to(saving.dtype)
-    if saving.kind == ENTRIES:
-        entries = KeptEntries(route)
-        stats = chunked_loop(rows, route, chunks, wanted, _unit, entries)[0]
-        none = rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)
-        return stats, entries.kept() if chunks else none
-    kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
-    logits = KeptLogits(kept[:, : route.columns])
-    return chunked_loop(rows, route, chunks, wanted, _unit, logits)[0], kept
-
-
-def _unit(part: slice, stats: RowStats) -> StatsGrad:
-    """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
-    return StatsGrad(stats.lse.isfinite().to(stats.logp.dtype))
-
-
-def saved_gradients(
-    kind: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
-) -> Gradients:
-    """Compute gradients from what :func:`saving_forward` kept of the same rows."""
-    if kind == ENTRIES:
-        return _gradients_of_entries(kept, rows, stats, dlogp, route, needs)
-    nan = torch.full_like(dlogp, torch.nan)
-    dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
-    if kind == HIDDEN:
-        return Gradients(kept * dlogp[:, None] if needs.hidden else None)
-    # a product with 0 would not hide what is no number
-    hidden = torch.where((dlogp == 0)[:, None], 0, rows.hidden)
-    rows = replace(rows, hidden=hidden)
-    sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
-    with matmul_precision(route.device, route.precision):
-        factor = sums.scaled(StatsGrad(dlogp)).dlogp
-        gradient = TileGradient(kept[everything, : route.columns], factor)
-        sums.add(gradient, everything, rows.ready().narrow(everything))
-        return sums.finish()
-
-
-def _gradients_of_entries(
-    kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
-) -> Gradients:
-    bounded = route.options.bounded
-    assert bounded is not None
-    entries, allowed = of_kept(kept)
-    entries = within(entries, allowed, dlogp, bounded)
-    if not (bounded.exact_weight and needs.of_head):
-        return bounded_gradients(entries, dlogp, rows, stats, route, needs)
-    found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
-    chosen = rows.valid(dlogp != 0)
-    outer = StatsGrad(chosen.take(dlogp))
-    part = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    of_head = recompute_backward(chosen, part, outer, route.tiled(), needs.of_head_alone)
-    return found.joined(of_head)
-
-
-class KeptLogits:
-    """Implements :class:`TileGradients`: keeps them all, (T, V)."""
-
-    def __init__(self, kept: Tensor) -> None:
-        self._kept = kept
-
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        place = self._kept[chunk.part]
-        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
-
-    def finish(self) -> Gradients:
-        return Gradients()
