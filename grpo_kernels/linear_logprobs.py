@@ -18,7 +18,6 @@ from grpo_kernels.engine import (
     Rows,
     RunOptions,
     check_ranks_agree,
-    choose_route,
     compiled_stats,
     differentiable_stats,
     of_kept,
@@ -192,7 +191,9 @@ def linear_logprobs(
         compiling = torch.compiler.is_compiling() and _forms_tiles(backend)
         if not compiling:
             valid = rows.valid()
-            plan = LogprobsPlan.of(valid, options, wanted, Needs.of(valid.inputs))
+            size, needs = (hidden.dtype, head, valid.count), Needs.of(valid.inputs)
+            masked = rows.sampling_mask is not None
+            plan = LogprobsPlan.of(*size, options, needs, wanted, masked)
     stats, kept = compiled_stats(rows, options, wanted) if compiling else _eager_stats(valid, plan)
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     named = dict(zip(OUTPUTS, stats, strict=True))
@@ -248,17 +249,12 @@ def explain_logprobs(
     Raises:
         ValueError: as ``linear_logprobs`` would for these arguments.
     """
-    chosen, tiled = RunOptions(**options), sampling_mask or tiled
+    chosen = RunOptions(**options)
     head = head_of(weight, bias, lora, logit_scale, softcap, 1.0, vocab_shard)
     hidden, head = checked_head(hidden, head, chosen.precision)
-    return LogprobsPlan(
-        head=head,
-        route=choose_route(hidden.dtype, head, chosen, tiled),
-        needs=Needs.of((hidden, *head.tensors)),
-        tokens=hidden.numel() // hidden.shape[-1],
-        wanted=OutputSpec(mean=tiled),
-        masked=sampling_mask,
-    )
+    size = hidden.dtype, head, hidden.numel() // hidden.shape[-1]
+    needs = Needs.of((hidden, *head.tensors))
+    return LogprobsPlan.of(*size, chosen, needs, OutputSpec(mean=tiled), sampling_mask)
 
 
 def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor | None]:

@@ -3,6 +3,12 @@
 from grpo_kernels.engine.bounded import REPORT, BoundedSums, bounded_report, of_kept
 from grpo_kernels.engine.chunked_loop import chunk_height, chunked_loop, row_chunks, tile_height
 from grpo_kernels.engine.compiled_logprobs import (
+    CALL_SCHEMA,
+    INPUTS_SCHEMA,
+    NUM_CALL,
+    NUM_INPUTS,
+    call_arguments,
+    call_of_arguments,
     compiled_stats,
     linear_logprobs_backward,
     linear_logprobs_forward,
@@ -14,24 +20,16 @@ from grpo_kernels.engine.differentiable import (
     stats_backward,
 )
 from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
-from grpo_kernels.engine.logprobs_plan import LogprobsPlan
-from grpo_kernels.engine.op_arguments import (
-    CALL_SCHEMA,
-    INPUTS_SCHEMA,
-    NUM_CALL,
-    NUM_INPUTS,
-    call_arguments,
-    call_of_arguments,
+from grpo_kernels.engine.logprobs_plan import (
+    ENTRIES,
+    OF_ENTROPY,
+    OF_MASK,
+    LogprobsPlan,
+    SavedForBackward,
 )
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.saved_for_backward import (
-    ENTRIES,
-    OF_ENTROPY,
-    OF_MASK,
-    SavedForBackward,
-)
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks

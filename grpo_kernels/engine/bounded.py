@@ -26,13 +26,13 @@ from grpo_kernels.backends import (
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunked_loop, row_chunks
 from grpo_kernels.engine.gradients import GradientSums, LoRAGradients, new_gradients
+from grpo_kernels.engine.logprobs_plan import ENTRIES, HIDDEN, SavedForBackward, kept_dtype
 from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.needs import Gradients, Needs
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.saved_for_backward import ENTRIES, HIDDEN, SavedForBackward, kept_dtype
 from grpo_kernels.head import matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits

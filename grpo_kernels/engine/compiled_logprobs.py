@@ -12,21 +12,31 @@ from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, sha
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.engine.differentiable import DIFFERENTIABLE, rows_forward, stats_backward
 from grpo_kernels.engine.gradients import Needs
-from grpo_kernels.engine.logprobs_plan import LogprobsPlan
-from grpo_kernels.engine.op_arguments import (
-    CALL_SCHEMA,
-    INPUTS_SCHEMA,
-    NUM_CALL,
-    NUM_INPUTS,
-    call_arguments,
-    call_of_arguments,
-)
-from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.logprobs_plan import NOTHING, OF_ALL_ROWS, LogprobsPlan
+from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.saved_for_backward import NOTHING, OF_ALL_ROWS
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks
-from grpo_kernels.head import no_second_derivative, stats_dtype
+from grpo_kernels.head import (
+    Head,
+    HeadLoRA,
+    Transform,
+    VocabShard,
+    no_second_derivative,
+    stats_dtype,
+)
 
+INPUTS_SCHEMA = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b"
+CALL_SCHEMA = (
+    "float temperature, float logit_scale, float? softcap, float lora_scaling, "
+    "str? vocab_group, int vocab_rank, int[] vocab_rows, int vocab_size, "
+    "str precision, str backend, int? max_workspace_bytes, bool batch_invariant, str schedule, "
+    "str metric_rows, int? activation_bytes, bool bounded, float tolerance, int slots, "
+    "bool exact_weight, int seed"
+)
+NUM_INPUTS, NUM_CALL = INPUTS_SCHEMA.count(",") + 1, CALL_SCHEMA.count(",") + 1
+_PLAIN = tuple(name for name in RunOptions.__dataclass_fields__ if name != "backward")
+_BOUNDED = tuple(Bounded.__dataclass_fields__)
+_NO_SHARD = None, 0, [0], 0  # torch takes an empty list for one of tensors
 # ``others``: the temperatures of rows, and the four tensors of a SamplingMask
 _ARGUMENTS = (
     f"{INPUTS_SCHEMA}, Tensor target, Tensor?[] others, {CALL_SCHEMA}, "
@@ -34,6 +44,47 @@ _ARGUMENTS = (
 )
 _MASK_FIELDS = ("indices", "offsets", "bounds", "max_id")
 _NUM_OUTPUTS = len(RowStats._fields) + 1  # the last is what is kept
+
+
+def call_arguments(head: Head, options: RunOptions) -> tuple[Any, ...]:
+    """Return what :data:`CALL_SCHEMA` names; temperatures of rows are a tensor of the caller's."""
+    transform, lora, shard = head.transform, head.lora, head.shard
+    per_row = isinstance(transform.temperature, Tensor)
+    bounded = options.bounded or Bounded()
+    return (
+        1.0 if per_row else float(transform.temperature),
+        float(transform.logit_scale),
+        None if transform.softcap is None else float(transform.softcap),
+        1.0 if lora is None else float(lora.scaling),
+        *(
+            _NO_SHARD
+            if shard is None
+            else (shard.group, shard.rank, list(shard.rows), shard.vocab_size)
+        ),
+        *(getattr(options, name) for name in _PLAIN),
+        options.bounded is not None,
+        *(getattr(bounded, name) for name in _BOUNDED),
+    )
+
+
+def call_of_arguments(
+    inputs: Sequence[Tensor | None],  # of :data:`INPUTS_SCHEMA`
+    arguments: Sequence[Any],  # of :data:`CALL_SCHEMA`
+    temperature: float | Tensor | None = None,  # in place of the one in ``arguments``
+) -> tuple[Head, RunOptions]:
+    """Return the head and the options with these :func:`call_arguments`."""
+    _, weight, bias, a, b = inputs
+    own, scale, softcap, scaling, group, rank, rows, vocab_size, *others = arguments
+    transform = Transform(scale, softcap, own if temperature is None else temperature)
+    lora = None if a is None or b is None else HeadLoRA(a=a, b=b, scaling=scaling)
+    shard = None
+    if group is not None:
+        shard = VocabShard(group=group, rank=rank, rows=tuple(rows), vocab_size=vocab_size)
+    given = dict(zip(_PLAIN, others, strict=False))
+    is_bounded, *rest = others[len(_PLAIN) :]
+    backward = Bounded(**dict(zip(_BOUNDED, rest, strict=True))) if is_bounded else "exact"
+    assert weight is not None
+    return Head(weight, bias, transform, lora, shard), RunOptions(**given, backward=backward)
 
 
 def op_call(rows: Rows, options: RunOptions, wanted: OutputSpec) -> tuple[Any, ...]:
@@ -55,7 +106,8 @@ def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
     head, options = call_of_arguments(inputs, rest[:NUM_CALL], temperature)
     *wanted, needs = rest[NUM_CALL:]
     rows = Rows(hidden=inputs[0], head=head, target=target, sampling_mask=mask)
-    return rows, LogprobsPlan.of(rows, options, OutputSpec(*wanted), Needs(*needs))
+    size, outputs = (rows.hidden.dtype, head, rows.count), OutputSpec(*wanted)
+    return rows, LogprobsPlan.of(*size, options, Needs(*needs), outputs, mask is not None)
 
 
 def compiled_stats(

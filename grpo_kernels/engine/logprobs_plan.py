@@ -1,17 +1,114 @@
-"""LogprobsPlan: how the statistics of a head's rows are computed, and their gradients."""
+"""How the statistics of a head's rows are computed, and what is kept of them for their gradients.
+
+The gradient of the log-probabilities is known up to one factor a row, that of the loss. So it can
+be computed while the logits are there: its product with the weight, (T, D), where the head itself
+gets no gradient; else as it is, (T, V), where the caller allows the memory; or the few entries of
+it that matter, where he allows an error. Then no logit is formed twice.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from grpo_kernels.backends import OutputSpec, why_backend
-from grpo_kernels.engine.gradients import Needs
-from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.needs import Needs
+from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.route import Route, choose_route
-from grpo_kernels.engine.rows import Rows
-from grpo_kernels.engine.saved_for_backward import OF_MASK, SavedForBackward
-from grpo_kernels.head import Head
+from grpo_kernels.head import Head, leading_dim, stats_dtype
+
+NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
+OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
+OF_MASK = "the gradient through a sampling mask is another one"
+OF_ENTROPY = "the gradient through the entropy is another one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedForBackward:
+    """What is kept, and why."""
+
+    kind: str = NOTHING
+    shape: tuple[int, ...] = (0,)
+    dtype: torch.dtype = torch.float32
+    gemms: int = 0  # over the vocabulary, forward and backward together
+    why: str | None = None
+    refused: SavedForBackward | None = None  # what activation_bytes has no room for
+
+    @staticmethod
+    def of(
+        tokens: int, depth: int, route: Route, needs: Needs, why_not: str | None = None
+    ) -> SavedForBackward:
+        """Choose for a call with so many rows of the hidden size ``depth``.
+
+        ``why_not``: why nothing can be kept, if the caller knows such a reason.
+        """
+        gemms = 1 + needs.hidden + needs.weight
+        why_not = why_not or _why_nothing(route)
+        if not needs.any:
+            return SavedForBackward(gemms=1, why="there is no backward")
+        if why_not is not None:
+            return SavedForBackward(gemms=gemms + 1, why=why_not)
+        if route.options.bounded is not None:
+            return _of_entries(tokens, route, needs, route.options.bounded)
+        budget = route.options.activation_bytes
+        if needs.of_head or needs.lora_a:
+            shape = tokens, leading_dim(route.max_local_vocab, route.dtype, route.device)
+            kept = SavedForBackward(kind=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
+            fits = budget is not None and kept.nbytes <= budget
+        else:
+            is_fp16 = route.dtype == torch.float16  # to be scaled yet
+            dtype = stats_dtype(route.dtype) if is_fp16 else route.dtype
+            kept = SavedForBackward(kind=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
+            fits = budget is None or kept.nbytes <= budget
+        return kept if fits else SavedForBackward(gemms=gemms + 1, refused=kept)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of_one_pass(self, needs: Needs, bounded: Bounded) -> SavedForBackward:
+        """Return the same for one pass: the logits are there for the weight's exact gradient."""
+        return replace(self, gemms=1 + (needs.weight and bounded.exact_weight))
+
+    def route(self, route: Route) -> Route:
+        """Return the route of such a forward: it has a tile, whose statistics are as exact."""
+        if self.kind == NOTHING or route.options.batch_invariant:
+            return route
+        return replace(route, has_tile=True)
+
+    def __str__(self) -> str:
+        kept = "logits are formed again"
+        if self.kind != NOTHING:
+            kept = f"keeps {self.kind}, {self.nbytes / 2**20:.1f} MiB"
+        why = self.why
+        if self.refused is not None:
+            other = self.refused
+            why = f"activation_bytes={other.nbytes} would keep {other.kind}"
+        count = f"{self.gemms} GEMM{'s' if self.gemms > 1 else ''} in all"
+        return f"backward: {kept}, {count}" + (f": {why}" if why else "")
+
+
+def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> SavedForBackward:
+    anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
+    shape = tokens, 2 * min(bounded.slots, route.columns) + 5
+    dtype = kept_dtype(stats_dtype(route.dtype))
+    return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
+
+
+def kept_dtype(wide: torch.dtype) -> torch.dtype:
+    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
+    return torch.int64 if wide == torch.float64 else torch.int32
+
+
+def _why_nothing(route: Route) -> str | None:
+    if not route.backend.has_tiles:
+        return "autograd keeps what the eager reference computes"
+    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
+        return "the forward that fixes a row's bits forms no logits to take gradients from"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +123,23 @@ class LogprobsPlan:
     masked: bool = False  # log-probabilities over a sampling mask are asked for
 
     @staticmethod
-    def of(rows: Rows, options: RunOptions, wanted: OutputSpec, needs: Needs) -> LogprobsPlan:
-        """Choose for rows.
+    def of(
+        dtype: torch.dtype,  # of the hidden states
+        head: Head,
+        tokens: int,
+        options: RunOptions,
+        needs: Needs,
+        wanted: OutputSpec = OutputSpec(),  # noqa: B008
+        masked: bool = False,
+    ) -> LogprobsPlan:
+        """Choose for so many rows.
 
         Raises:
             ValueError: the backend cannot run, or not as asked for; the workspace is too small.
         """
-        masked = rows.sampling_mask is not None
+        route = choose_route(dtype, head, options, wanted.tiled or masked)
         return LogprobsPlan(
-            head=rows.head,
-            route=choose_route(rows.hidden.dtype, rows.head, options, wanted.tiled or masked),
-            needs=needs,
-            tokens=rows.count,
-            wanted=wanted,
-            masked=masked,
+            head=head, route=route, needs=needs, tokens=tokens, wanted=wanted, masked=masked
         )
 
     @cached_property
