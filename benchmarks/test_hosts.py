@@ -252,7 +252,7 @@ def _times(case: Case, rounds: int) -> list[Row]:
         with attempt(rows[arm]):
             steps[arm] = case.make(arm, case.config)
             found[arm] = steps[arm].checked()
-            rows[arm].info["version"] = version(case.host)
+            rows[arm].info["work"] = f"{case.host} {version(case.host)}: {case.step}"
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:
             rows[arm].errors = compare_steps(found[arm], found[THEIRS])
