@@ -20,7 +20,7 @@ from benchmarks.environment import ROOT
 from benchmarks.executed import table as executed  # noqa: F401 (a block of the documents)
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.providers import EVERY
-from benchmarks.providers.savings import VARIANTS
+from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, Group, load
 from benchmarks.shapes import MODELS
 from benchmarks.work import WORKS

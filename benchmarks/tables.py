@@ -238,7 +238,9 @@ def _beside_bare(group: Group, row: Row) -> tuple[float, float | None] | None:
 
 
 def _largest(*outputs: str) -> Callable[[Group, Row], float | None]:
-    return lambda group, row: max((row.errors[x] for x in outputs if x in row.errors), default=None)
+    return lambda group, row: max(
+        (row.errors[x] for x in outputs if row.runs and x in row.errors), default=None
+    )
 
 
 def _errors_pair(x: Sequence[float]) -> str:
@@ -458,8 +460,8 @@ _STANDINGS: dict[str, tuple[Callable[[Group, Row], Any], Callable[[list], str]]]
     "x ours": (_ratio("ours"), text.spread),
     "x ours-input": (_ratio("ours-input"), text.spread),
     "extra memory x ours": (_extra_ratio, text.spread),
-    "value error": (lambda *pair: pair[1].runs and _value("values", *pair) or None, _worst),
-    "gradient error": (lambda *pair: pair[1].runs and _value("gradients", *pair) or None, _worst),
+    "value error": (_COMPUTED["values"], _worst),
+    "gradient error": (_COMPUTED["gradients"], _worst),
     "same bits: again": (lambda group, row: row.info.get("repeatable"), _always),
     "in another batch": (lambda group, row: row.info.get("batch_invariant"), _always),
     "failed": (lambda group, row: None if row.runs else True, lambda x: str(len(x) or "")),

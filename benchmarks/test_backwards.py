@@ -10,7 +10,7 @@ from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY
-from benchmarks.providers.backwards import AGAIN, BOUNDED, KEPT
+from benchmarks.providers.ours import BACKWARDS
 from benchmarks.results import Row
 from benchmarks.shapes import DTYPES, Case, make_case
 from benchmarks.test_accuracy import distribution
@@ -39,12 +39,12 @@ CASES = {
 }
 _WRONG = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
 _BARE = ("logprobs bare-gemms",)  # the bare work of "logprobs" is one GEMM
-_OURS = [f"logprobs-grad {provider.name}" for provider in (AGAIN, KEPT, *BOUNDED)]
+_OURS = [f"logprobs-grad {provider.name}" for provider in BACKWARDS]
 _USUAL = "ours-bounded-2e-3"
 _WAYS = (
     *_OURS,
     *(f"logprobs-grad {name}" for name in ("eager", "compile", "trl")),
-    *(f"logprobs-grad-frozen {name}" for name in (AGAIN.name, KEPT.name, _USUAL, "eager")),
+    *(f"logprobs-grad-frozen {name}" for name in ("ours-again", "ours-kept", _USUAL, "eager")),
     *(f"dapo {name}" for name in ("ours", _USUAL, "eager", "trl", "liger")),
 )
 

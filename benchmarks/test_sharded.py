@@ -26,7 +26,7 @@ from benchmarks.conftest import Session
 from benchmarks.measure import attempt, measure_apart
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import lacking
-from benchmarks.providers.ours import run_loss
+from benchmarks.providers.ours import run
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, resident_growth
@@ -51,7 +51,7 @@ class Arm:
 
 
 def _one(problem: Problem) -> Built:
-    return partial(run_loss, problem, {}), lambda result: result
+    return partial(run, problem), lambda result: result
 
 
 def _vocabulary(problem: Problem) -> Built:
@@ -64,7 +64,7 @@ def _vocabulary(problem: Problem) -> Built:
         assert result.dweight is not None
         return replace(result, dweight=_gathered(result.dweight))
 
-    return partial(run_loss, replace(problem, weight=weight), {"vocab_shard": shard}), joined
+    return partial(run, replace(problem, weight=weight), vocab_shard=shard), joined
 
 
 class _Model(nn.Module):

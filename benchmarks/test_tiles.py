@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, free, time_in_turns
 from benchmarks.problem import make_problem
-from benchmarks.providers.ours import run_loss
+from benchmarks.providers.ours import run as run_ours
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, make_case
 from grpo_kernels.backends import RowStats, StatsGrad, Tile
@@ -157,7 +157,7 @@ def _linear_configs() -> list[LinearConfig]:
 
 def _loss(problem: Any, rows: int) -> dict[str, Tensor]:
     size = rows * problem.case.model.vocabulary * 4
-    result = run_loss(problem, {"max_workspace_bytes": size})
+    result = run_ours(problem, max_workspace_bytes=size)
     return {name: getattr(result, name) for name in problem.work.outputs}
 
 

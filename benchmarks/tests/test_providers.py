@@ -13,7 +13,7 @@ from benchmarks.check import compare, reference
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import Provider
-from benchmarks.providers.baselines import loss_arguments
+from benchmarks.providers.libraries import loss_arguments
 from benchmarks.shapes import DTYPES, MODELS, Case, Model
 from benchmarks.work import WORKS
 from grpo_kernels import LossConfig
