@@ -14,7 +14,7 @@ from benchmarks import text
 from benchmarks.check import compare, reference_dtype
 from benchmarks.conftest import Session
 from benchmarks.exact import statistics
-from benchmarks.measure import Call, Settings
+from benchmarks.measure import Settings
 from benchmarks.measure import measure as measured
 from benchmarks.problem import Problem, Result, detached, make_problem
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
@@ -103,31 +103,30 @@ def within(band: str, logprobs: Tensor) -> Tensor:
     return (logprobs.exp() > low) & (logprobs.exp() <= high)
 
 
-def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
-    row = call.row
-    if not call.provider.checked:
+def _check(
+    provider: Provider, row: Row, problem: Problem, exact: Result, settings: Settings
+) -> None:
+    if not provider.checked:
         row.leave_out("unable", "it has no results")
         return
-    result = call.provider.run(problem)
-    found: list[float] = []
+    result = provider.run(problem)
     if problem.work.kind == "loss":
         row.errors, wrong = compare(result, exact, problem, _WRONG)
         row.leave_out("wrong", wrong)
-        if not row.runs:
-            return
-        norms = exact.dhidden.norm(dim=-1)
-        relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
-        row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
-    else:
-        error = _difference(result, exact, "logprobs")
-        noise = error.expm1().abs()  # of an importance ratio whose other side is exact
-        row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
-        row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
-        found += error.abs().flatten().tolist()
-        if problem.work.entropy:
-            entropy = _difference(result, exact, "entropy").abs()
-            row.info["H"] = [entropy.median().item(), entropy.max().item()]
-            found += entropy.flatten().tolist()
+        if row.runs:
+            norms = exact.dhidden.norm(dim=-1)
+            relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
+            row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
+        return
+    error = _difference(result, exact, "logprobs")
+    noise = error.expm1().abs()  # of an importance ratio whose other side is exact
+    row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
+    row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
+    found = error.abs().flatten().tolist()
+    if problem.work.entropy:
+        entropy = _difference(result, exact, "entropy").abs()
+        row.info["H"] = [entropy.median().item(), entropy.max().item()]
+        found += entropy.flatten().tolist()
     wrong = [x for x in found if not x <= _WRONG]  # written so that NaN is wrong
     if wrong:
         row.info.clear()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, time_in_turns
+from benchmarks.measure import attempt, free, race
 from benchmarks.results import Row
+from benchmarks.timing import make_timer
 from grpo_kernels.backends import output_view
 from grpo_kernels.head import Head, accumulate, matmul_precision, project
 
@@ -79,7 +80,7 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
             with attempt(row):  # torch without this form, or too little memory
                 calls[row.provider]()
         runs = [(row, calls[row.provider]) for row in rows]
-        time_in_turns(runs, session.device, session.rounds)
+        race(runs, session.rounds(), make_timer(session.device))
     for row in rows:
         row.info |= _rate(case, row)
     calls.clear()

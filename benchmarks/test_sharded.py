@@ -39,17 +39,6 @@ Step = Callable[[], Result]  # every rank calls it; with its part of the gradien
 Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to run the step."""
-
-    name: str
-    note: str
-    build: Callable[[Problem], Built]
-    ranks: int | None = None  # how many work; None: all
-    needs: str | None = None  # a package
-
-
 def _one(problem: Problem) -> Built:
     return partial(run, problem), lambda result: result
 
@@ -86,71 +75,66 @@ class _Model(nn.Module):
         return policy_loss(logp.flatten(), problem.batch(), problem.loss).loss
 
 
-def _fsdp(fused: bool) -> Callable[[Problem], Built]:
-    def build(problem: Problem) -> Built:
-        from torch.distributed.fsdp import fully_shard
+def _fsdp(fused: bool, problem: Problem) -> Built:
+    from torch.distributed.fsdp import fully_shard
 
-        model, mine = _Model(problem.weight, fused), _share(problem)
-        fully_shard(model.lm_head)
-        fully_shard(model)
-        weight: Any = model.lm_head.weight
+    model, mine = _Model(problem.weight, fused), _share(problem)
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    weight: Any = model.lm_head.weight
 
-        def step() -> Result:
-            mine.hidden.grad = weight.grad = None
-            loss = model(mine)
-            loss.backward()
-            return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
+    def step() -> Result:
+        mine.hidden.grad = weight.grad = None
+        loss = model(mine)
+        loss.backward()
+        return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
 
-        def joined(result: Result) -> Result:
-            whole: Any = result.dweight
-            return _mean(replace(result, dweight=whole.full_tensor()))
+    def joined(result: Result) -> Result:
+        whole: Any = result.dweight
+        return _mean(replace(result, dweight=whole.full_tensor()))
 
-        return step, joined
-
-    return build
+    return step, joined
 
 
-def _zero3(fused: bool) -> Callable[[Problem], Built]:
-    def build(problem: Problem) -> Built:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_grad
+def _zero3(fused: bool, problem: Problem) -> Built:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
 
-        model, mine = _Model(problem.weight, fused), _share(problem)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": problem.weight.dtype == torch.bfloat16},
-        }
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    model, mine = _Model(problem.weight, fused), _share(problem)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": problem.weight.dtype == torch.bfloat16},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
-        def step() -> Result:
-            mine.hidden.grad = None
-            engine.optimizer.zero_grad()
-            loss = engine(mine)
-            engine.backward(loss)
-            return Result(loss.detach(), dhidden=mine.hidden.grad)
+    def step() -> Result:
+        mine.hidden.grad = None
+        engine.optimizer.zero_grad()
+        loss = engine(mine)
+        engine.backward(loss)
+        return Result(loss.detach(), dhidden=mine.hidden.grad)
 
-        def joined(result: Result) -> Result:
-            dweight = safe_get_full_grad(model.lm_head.weight)
-            return _mean(replace(result, dweight=dweight))
+    def joined(result: Result) -> Result:
+        return _mean(replace(result, dweight=safe_get_full_grad(model.lm_head.weight)))
 
-        return step, joined
-
-    return build
+    return step, joined
 
 
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("one process", "the whole head, a thread for each of the ranks", _one, ranks=1),
-        Arm("ours, vocabulary", "a shard of the vocabulary on each rank, all tokens", _vocabulary),
-        Arm("ours, FSDP2", "FusedHead in a unit of its own, a share of the tokens", _fsdp(True)),
-        Arm("eager, FSDP2", "torch's logits in the same wrapping", _fsdp(False)),
-        Arm("ours, ZeRO-3", "the same under DeepSpeed", _zero3(True), needs="deepspeed"),
-        Arm("eager, ZeRO-3", "torch's logits under DeepSpeed", _zero3(False), needs="deepspeed"),
-    )
+ALONE = "one process"
+# a way to run the step, and what is said of it
+ARMS: dict[str, tuple[str, Callable[[Problem], Built]]] = {
+    ALONE: ("the whole head, a thread for each of the ranks", _one),
+    "ours, vocabulary": ("a shard of the vocabulary on each rank, all tokens", _vocabulary),
+    "ours, FSDP2": (
+        "FusedHead in a unit of its own, a share of the tokens",
+        partial(_fsdp, True),
+    ),
+    "eager, FSDP2": ("torch's logits in the same wrapping", partial(_fsdp, False)),
+    "ours, ZeRO-3": ("the same under DeepSpeed", partial(_zero3, True)),
+    "eager, ZeRO-3": ("torch's logits under DeepSpeed", partial(_zero3, False)),
 }
 
 
@@ -204,11 +188,11 @@ def names(case: Sharded) -> list[str]:
 
 
 def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name, ARMS[name].note) for name in names]
-    rounds = 1 if session.suite == "tiny" else _ROUNDS
-    memory = [] if session.brief else names
+    rows = [Row(name, ARMS[name][0]) for name in names]
+    for row in rows:
+        row.leave_out("absent", lacking("deepspeed") if "ZeRO" in row.provider else None)
     times, growth = partial(_on_ranks, _times), partial(_on_ranks, _growth)
-    return measure_apart(rows, times, growth, (case,), rounds, memory)
+    return measure_apart(rows, times, growth, case, session.rounds(_ROUNDS), not session.brief)
 
 
 def _on_ranks(call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any) -> Any:
@@ -237,13 +221,13 @@ def _worker(
 
 def _growth(case: Sharded, name: str) -> int:
     """Return the growth of the rank that grows most, from before the step to its peak."""
-    arm = ARMS[name]
+    build = ARMS[name][1]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
-    with _working(arm) as works:
-        arm.build(make_problem(tiny))[0]()  # libraries are loaded, threads started
-        step = arm.build(make_problem(case, exact=False))[0]
-        dist.barrier()
-        growth = torch.tensor(resident_growth(step)[1] if works else 0)
+    # libraries are loaded, threads started
+    _run(name, lambda: build(make_problem(tiny))[0]())
+    step = build(make_problem(case, exact=False))[0]
+    dist.barrier()
+    growth = torch.tensor(_run(name, lambda: resident_growth(step)[1]) or 0)
     dist.all_reduce(growth, dist.ReduceOp.MAX)
     return int(growth)
 
@@ -252,44 +236,40 @@ def _times(case: Sharded, rounds: int) -> list[Row]:
     """Check every arm, and time those that passed in turns: all ranks are waited for."""
     problem = make_problem(case)
     exact = reference(problem)
+    rows = {name: Row(name, note) for name, (note, _) in ARMS.items()}
     steps: list[tuple[Row, Step]] = []
-    rows = [Row(arm.name, arm.note) for arm in ARMS.values()]
-    for row, arm in zip(rows, ARMS.values(), strict=True):
-        row.leave_out("absent", lacking(arm.needs) if arm.needs else None)
-        if not row.runs:
-            continue
+    for name, row in rows.items():
         with attempt(row):
-            step, joined = arm.build(problem)
-            result = exact
-            with _working(arm) as works, _counted() as sent:
-                if works:
-                    result = step()
-            states = case.tokens * (32 + 4 * case.model.hidden)
+            step, joined = ARMS[name][1](problem)
+            with _counted() as sent:
+                result = _run(name, step)
             if sent[0]:
+                states = case.tokens * (32 + 4 * case.model.hidden)
                 row.info["sent"] = [sent[0], round(sent[0] / states, 4)]
-            row.errors, wrong = compare(joined(result), exact, problem)
+            row.errors, wrong = compare(joined(result or exact), exact, problem)
             row.leave_out("wrong", wrong)
             steps.append((row, step))
-    for row, step in in_turns(steps, rounds):
-        arm = ARMS[row.provider]
+    for row, step in in_turns(steps, rounds):  # also who is wrong: other ranks may not know it
         dist.barrier()
         start = time.perf_counter()
-        with _working(arm) as works:
-            if works:
-                step()
+        _run(row.provider, step)
         dist.barrier()
         if row.runs:
             row.seconds.append(time.perf_counter() - start)
-    return rows
+    return list(rows.values())
 
 
-@contextmanager
-def _working(arm: Arm) -> Iterator[bool]:
-    """Give a single process the threads of all; yield whether this rank works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(dist.get_world_size() if arm.ranks == 1 else threads)
-    yield arm.ranks is None or dist.get_rank() < arm.ranks
-    torch.set_num_threads(threads)
+def _run(name: str, call: Callable[[], Any]) -> Any:
+    """Call it on the ranks that work: a single one has the threads of all; others get None."""
+    if name != ALONE:
+        return call()
+    if dist.get_rank() > 0:
+        return None
+    torch.set_num_threads(dist.get_world_size())
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(1)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from benchmarks import (
 from benchmarks.conftest import SUITES
 from benchmarks.environment import ROOT
 from benchmarks.results import load
-from benchmarks.training.task import SIZES
-from benchmarks.training.trainers import PROVIDERS
+from benchmarks.training import SIZES
+from benchmarks.test_training import PROVIDERS
 
 OURS = PROVIDERS[0]
 MODULES = {
