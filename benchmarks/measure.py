@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import text
 from benchmarks.check import TOLERANCE, compare, reference, same_bits, same_rows
 from benchmarks.child import ChildError, ask
 from benchmarks.problem import Problem, Result, make_problem
@@ -188,6 +189,7 @@ def measure_apart(
         if row.runs and memory:
             with suppress(ChildError):  # which was printed
                 row.info["grown_bytes"] = ask(growth, case, row.provider)
+                row.cells["MiB grown"] = text.mib(row.info["grown_bytes"])
     return list(rows)
 
 

@@ -32,6 +32,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)  # a sample for each round
     errors: dict[str, float] = field(default_factory=dict)  # by output, against the reference
     info: dict[str, Any] = field(default_factory=dict)  # what is no time: bytes, bits, shares
+    cells: dict[str, str] = field(default_factory=dict)  # what of that its table shows, by column
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -49,6 +50,11 @@ class Row:
     @property
     def median(self) -> float | None:
         return statistics.median(self.seconds) if self.seconds and self.runs else None
+
+    def worst(self, *outputs: str) -> float | None:
+        """Return the largest error of some outputs, of one that runs and has them."""
+        errors = (self.errors[name] for name in outputs if self.runs and name in self.errors)
+        return max(errors, default=None)
 
     def leave_out(self, state: str, reason: str | None) -> None:
         """Give the reason why nothing is measured; None: there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,21 +19,42 @@ from benchmarks.work import WORKS
 BARE = "bare-gemms"
 QUOTED = ("ours", "ours-input")  # ours with exact logits, and with logits rounded as baselines do
 _FIRST = (BARE, *QUOTED)
-_BANDS = ("p > 0.98", "p 0.5 to 0.98", "p < 0.5")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the groups of one benchmark are shown."""
+    """How the groups of one benchmark are shown: times, the cells of the rows, and errors."""
 
     title: str
-    columns: Mapping[str, str]  # of a title: what stands below it; "*": the least is bold
-    legend: str = ""
-    beside: bool = False  # the dtypes of a case stand beside one another
-    notes: bool = False  # a column says what each row is
-    sort: bool = False  # by time; else in the order of the file
-    together: bool = False  # all groups in one table
     base: str = ""  # whose time is written in seconds, and all others' as a ratio to it
+    beside: bool = False  # the dtypes of a case stand beside one another
+    together: bool = False  # all groups in one table
+    contest: bool = False  # sorted, beside ours, and the least is bold
+    notes: bool = False  # a column says what each row is
+    errors: bool = False  # a column lists the errors
+    legend: str = ""
+
+
+LAYOUTS = {
+    "heads": Layout(
+        "Every case",
+        BARE,
+        beside=True,
+        contest=True,
+        legend="x bare: time over that of the bare GEMMs, which everybody needs. MiB: peak memory "
+        "beyond inputs and outputs. value, grad: errors, of a loss absolute, else the norm of the "
+        "difference over the norm.",
+    ),
+    "training": Layout("Training step", contest=True, errors=True),
+    "savings": Layout("What is saved", notes=True, errors=True),
+    "products": Layout("Products", "logits bf16", notes=True),
+    "tiles": Layout("Tiles of the GPU kernels", contest=True, notes=True),
+    "backwards": Layout("Backwards", BARE, beside=True),
+    "sharded": Layout("Over several ranks", "one process", notes=True, errors=True),
+    "hosts": Layout("In other trainers", "theirs", together=True, errors=True),
+    "rollouts": Layout("Generation and the rest of a step", notes=True),
+    "accuracy": Layout("Errors on a policy's distributions", contest=True),
+}
 
 
 def is_quoted(provider: str) -> bool:
@@ -80,7 +101,7 @@ def _lines(blocks: Sequence[Sequence[Group]], layout: Layout) -> Lines:
     ]
     first = {place: pair for each in reversed(found) for place, pair in each.items()}
     places = list(dict.fromkeys(place for each in found for place in each))
-    if layout.sort:
+    if layout.contest:
         places.sort(key=lambda place: _rank(*first[place]))
     works = [work for work, _ in places]
     columns = [
@@ -91,14 +112,15 @@ def _lines(blocks: Sequence[Sequence[Group]], layout: Layout) -> Lines:
     columns = [column for column in columns if any(column)]
     for block, each in zip(blocks, found, strict=True):
         prefix = f"{block[0].facts['dtype']}: " if len(blocks) > 1 else ""
-        pairs = [each.get(place) for place in places]
-        failed = [pair is not None and not pair[1].runs for pair in pairs]
-        for title, name in layout.columns.items():
-            cells = _cells(name, pairs)
-            if title == next(iter(layout.columns)):
-                title = prefix + title
-                cells = ["FAILED" if bad else x for bad, x in zip(failed, cells, strict=True)]
-            columns.append([title, *cells])
+        cells = [_cells(*each[place], layout) if place in each else {} for place in places]
+        titles = dict.fromkeys(title for of_row in cells for title in of_row)
+        for title in sorted(titles, key="errors".__eq__):  # they are last
+            written = [of_row.get(title, "") for of_row in cells]
+            if layout.contest:
+                providers = [provider for _, provider in places]
+                written = text.bold_least(written, [name != BARE for name in providers])
+            columns.append([prefix + title, *written])
+            prefix = ""
     return [list(line) for line in zip(*columns, strict=True)]
 
 
@@ -119,23 +141,25 @@ def _name(provider: str) -> str:
     return text.bold(provider) if bold else provider
 
 
-def _cells(name: str, pairs: Sequence[tuple[Group, Row] | None]) -> list[str]:
-    """Write one number of every row."""
-    plain = name.removeprefix("*")
-    values = [None if x is None or not x[1].runs else _value(plain, *x) for x in pairs]
-    cells = ["" if value is None else _write(plain, value) for value in values]
-    if plain == name:
-        return cells
-    ranked = [
-        None if x is None or x[1].provider == BARE else _size(value)
-        for x, value in zip(pairs, values, strict=True)
-    ]
-    return text.bold_least(ranked, cells)
-
-
-def _size(value: Any) -> Any:
-    """Return what values are compared by: of several the first."""
-    return (value or [None])[0] if isinstance(value, list | tuple) else value
+def _cells(group: Group, row: Row, layout: Layout) -> dict[str, str]:
+    """Return what is written of a row, by column."""
+    base = row.info.get("base", layout.base)
+    time = "x bare" if base == BARE else "time"
+    if not row.runs:
+        return {time: "FAILED"}
+    ratio = group.ratio(row, base)
+    if ratio is None or row.provider == base:
+        cells = {time: text.duration(row.median)}
+    elif base == BARE:
+        cells = {time: text.ratio(ratio)}
+    else:
+        cells = {time: f"x {text.ratio(ratio)}" + (f" of {base}" if "base" in row.info else "")}
+    if layout.contest:
+        cells["x ours"] = text.ratio(group.ratio(row, "ours"))
+    if layout.errors:
+        errors = ", ".join(f"{name} {text.error(x)}" for name, x in row.errors.items())
+        return {**cells, **row.cells, "errors": errors}
+    return {**cells, **row.cells}
 
 
 def caption(groups: Sequence[Group]) -> str:
@@ -172,11 +196,10 @@ def missing(groups: Sequence[Group]) -> str:
                 if row.state == state:
                     who = reasons.setdefault(row.reason, {}).setdefault(row.provider, set())
                     who.add(group.facts["dtype"])
-        listed = [
-            f"{', '.join(n if x == everywhere else f'{n} in {min(x)}' for n, x in who.items())} "
-            f"({why})"
-            for why, who in reasons.items()
-        ]
+        listed = []
+        for why, who in reasons.items():
+            names = (n if x == everywhere else f"{n} in {min(x)}" for n, x in who.items())
+            listed.append(f"{', '.join(names)} ({why})")
         parts += [f"{title}: {'; '.join(listed)}."] if listed else []
     return " ".join(parts)
 
@@ -199,177 +222,6 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
     return sorted(groups, key=place)
 
 
-def _value(name: str, group: Group, row: Row) -> Any:
-    """Return a number of a row, or another thing that is written; None: an empty cell."""
-    if name in _COMPUTED:
-        return _COMPUTED[name](group, row)
-    return row.info.get(name, row.errors.get(name))
-
-
-def _write(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    one = text.error if isinstance(value, float) else _errors_pair
-    return next((write for end, write in _WRITERS.items() if name.endswith(end)), one)(value)
-
-
-def _time(group: Group, row: Row) -> str | None:
-    """Write seconds of the base, and of the others the ratio to it."""
-    base = row.info.get("base") or LAYOUTS[group.benchmark].base
-    ratio = group.ratio(row, base)
-    if ratio is None or row.provider == base:
-        return None if row.median is None else text.duration(row.median)
-    return f"x {text.ratio(ratio)}" + (f" of {base}" if "base" in row.info else "")
-
-
-def _head_share(group: Group, row: Row) -> str | None:
-    """Write the time of the head: that of the step, less what it takes without one."""
-    rest, theirs = group["no head"], group["theirs"]
-    if row is rest or not (rest and theirs and rest.median and theirs.median and row.median):
-        return None
-    head, other = row.median - rest.median, theirs.median - rest.median
-    return text.duration(head) if row is theirs else f"x {text.ratio(head / other)}"
-
-
-def _beside_bare(group: Group, row: Row) -> tuple[float, float | None] | None:
-    """Return the ratio to the bare GEMMs, and of those themselves the seconds."""
-    ratio = group.ratio(row, BARE)
-    return None if ratio is None else (ratio, row.median if row.provider == BARE else None)
-
-
-def _largest(*outputs: str) -> Callable[[Group, Row], float | None]:
-    return lambda group, row: max(
-        (row.errors[x] for x in outputs if row.runs and x in row.errors), default=None
-    )
-
-
-def _errors_pair(x: Sequence[float]) -> str:
-    return f"{text.error(x[0])} ({text.error(x[1])})"
-
-
-# what is not found under its name in a row's info or errors
-_COMPUTED: dict[str, Callable[[Group, Row], Any]] = {
-    "seconds": lambda group, row: row.median,
-    "x ours": lambda group, row: group.ratio(row, "ours"),
-    "x bare": _beside_bare,
-    "time": _time,
-    "head": _head_share,
-    "values": _largest("loss", "logprobs", "entropy"),
-    "gradients": _largest("dhidden", "dweight", "gradient"),
-    "errors": lambda group, row: ", ".join(f"{n} {text.error(x)}" for n, x in row.errors.items()),
-}
-# how numbers are written, by the end of their names; others are errors
-_WRITERS: dict[str, Callable[[Any], str]] = {
-    "x ours": text.ratio,
-    "x bare": lambda x: text.ratio(x[0]) + (f" ({text.duration(x[1])})" if x[1] else ""),
-    "grad_norm": lambda x: f"{x[0]:.3g} ({x[1]:.3g})",
-    "entries": lambda x: f"{x[0]:.1f} ({x[1]:.0f})" if x else "",
-    "sent": lambda x: f"{x[0]:d} ({x[1]:g})",
-    "_bytes": text.mib,
-    "_share": text.percent,
-    "seconds": text.duration,
-    "_per_second": text.digits,
-}
-LAYOUTS = {
-    "heads": Layout(
-        "Every case",
-        {
-            "x bare": "*x bare",
-            "x ours": "*x ours",
-            "MiB": "*extra_bytes",
-            "value": "*values",
-            "grad": "*gradients",
-        },
-        "x bare: time over that of the bare GEMMs, which everybody needs. MiB: peak memory beyond "
-        "inputs and outputs. value, grad: errors, of a loss absolute, else the norm of the "
-        "difference over the norm.",
-        beside=True,
-        sort=True,
-    ),
-    "training": Layout(
-        "Training step",
-        {
-            "step": "*seconds",
-            "x ours": "*x ours",
-            "generate": "generate_seconds",
-            "train": "train_seconds",
-            "train: peak MiB": "*train_bytes",
-            "errors": "errors",
-            "gradient norm: first step, last": "grad_norm",
-        },
-        sort=True,
-    ),
-    "savings": Layout("What is saved", {"time": "time", "errors": "errors"}, notes=True),
-    "products": Layout(
-        "Products",
-        {"time": "time", "TFLOP/s": "tflop_per_second", "GB/s": "gb_per_second"},
-        notes=True,
-        base="logits bf16",
-    ),
-    "tiles": Layout("Tiles of the GPU kernels", {"time": "*seconds"}, notes=True, sort=True),
-    "backwards": Layout(
-        "Backwards",
-        {
-            "x P": "time",
-            "extra MiB": "extra_bytes",
-            "dhidden": "*dhidden",
-            "dweight": "*dweight",
-            "entries: mean (max)": "entries",
-            "exact, %": "exact_share",
-        },
-        beside=True,
-        base=BARE,
-    ),
-    "sharded": Layout(
-        "Over several ranks",
-        {
-            "time": "time",
-            "MiB a rank grows": "grown_bytes",
-            "bytes sent (of T (32 + 4 D))": "sent",
-            "errors": "errors",
-        },
-        notes=True,
-        base="one process",
-    ),
-    "hosts": Layout(
-        "In other trainers",
-        {
-            "step": "time",
-            "the head in it": "head",
-            "MiB grown": "grown_bytes",
-            "difference from theirs": "errors",
-        },
-        together=True,
-        base="theirs",
-    ),
-    "rollouts": Layout(
-        "Generation and the rest of a step",
-        {
-            "step": "seconds",
-            "generated, tokens/s": "tokens_per_second",
-            "update": "update_seconds",
-            "update, GiB/s": "update_gib_per_second",
-            "generate, %": "generate_share",
-            "update, %": "sync_share",
-            "rewards, %": "score_share",
-            "old policy, %": "old_share",
-            "reference, %": "ref_share",
-            "loss, %": "loss_share",
-        },
-        notes=True,
-    ),
-    "accuracy": Layout(
-        "Errors on a policy's distributions",
-        {
-            **{f"logp, {band}": f"*logp, {band}" for band in _BANDS},
-            **{x: f"*{x}" for x in ("ratio noise", "H", "loss", "dhidden", "dweight")},
-            **{f"rows of dhidden, {band}": f"*rows of dhidden, {band}" for band in _BANDS},
-        },
-        sort=True,
-    ),
-}
-
-
 def cases(groups: Sequence[Group]) -> str:
     """Show a line per case of the heads: ours and the best baseline, in time and in memory."""
     header = [
@@ -385,13 +237,12 @@ def _case(group: Group) -> list[str]:
     facts, bare = group.facts, group[BARE]
     cells = [facts["work"], facts["model"], str(facts["tokens"]), facts["dtype"]]
     cells.append(text.duration(bare.median if bare else None))
-    for name in ("x bare", "extra_bytes"):
-        sizes = {x.provider: _value(name, group, x) for x in group.rows if x.runs}
+    for value, write in ((_ratio(BARE), text.ratio), (_extra, text.mib)):
+        sizes = {x.provider: value(group, x) for x in group.rows if x.runs}
         others = {n: x for n, x in sizes.items() if x is not None and n != BARE and not is_ours(n)}
-        best = min(others, key=lambda name: _size(others[name]), default="")
+        best = min(others, key=lambda name: others[name], default="")
         values = [*(sizes.get(provider) for provider in QUOTED), others.get(best)]
-        texts = ["" if x is None else _write(name, x) for x in values]
-        *ours, other = text.bold_least([_size(x) for x in values], texts)
+        *ours, other = text.bold_least([write(x) for x in values])
         wrong = [x is not None and not x.runs for x in map(group.__getitem__, QUOTED)]
         cells += ["FAILED" if bad else cell for bad, cell in zip(wrong, ours, strict=True)]
         cells.append(f"{other} {best}".strip())
@@ -409,18 +260,14 @@ def standings(groups: Sequence[Group]) -> str:
 
 
 def _standings(groups: Sequence[Group]) -> Lines:
-    by_name: dict[str, list[tuple[Group, Row]]] = {}
+    known: dict[str, dict[str, list[Any]]] = {}
     for group in groups:
         for row in group.rows:
             if row.shown:
-                by_name.setdefault(row.provider, []).append((group, row))
-    known = {
-        name: {
-            title: [x for pair in pairs if (x := value(*pair)) is not None]
-            for title, (value, _) in _STANDINGS.items()
-        }
-        for name, pairs in by_name.items()
-    }
+                columns = known.setdefault(row.provider, {title: [] for title in _STANDINGS})
+                for title, (value, _) in _STANDINGS.items():
+                    if (found := value(group, row)) is not None:
+                        columns[title].append(found)
 
     def place(name: str) -> tuple[int, float]:
         return _place(name), statistics.median(known[name]["x bare"] or [math.inf])
@@ -436,21 +283,25 @@ def _ratio(base: str) -> Callable[[Group, Row], float | None]:
     return lambda group, row: group.ratio(row, base)
 
 
+def _extra(group: Group, row: Row) -> float | None:
+    return row.info.get("extra_bytes")
+
+
 def _extra_ratio(group: Group, row: Row) -> float | None:
     size, ours = (x and x.info.get("extra_bytes") for x in (row, group["ours"]))
     return None if size is None or not ours or ours < 0 else size / ours
 
 
-def _worst(values: Sequence[float]) -> str:
-    return text.error(max(values, default=None))
-
-
 def _always(values: Sequence[bool]) -> str:
     """Write whether it holds in all cases that know."""
     failed = values.count(False)
-    return (
-        f"all but {failed}" if 0 < failed < len(values) else "no" if failed else "yes" * any(values)
-    )
+    if 0 < failed < len(values):
+        return f"all but {failed}"
+    return "no" if failed else "yes" * any(values)
+
+
+def _worst(values: Sequence[float]) -> str:
+    return text.error(max(values, default=None))
 
 
 # what is found in each case of a provider, and how all of that is written
@@ -460,8 +311,8 @@ _STANDINGS: dict[str, tuple[Callable[[Group, Row], Any], Callable[[list], str]]]
     "x ours": (_ratio("ours"), text.spread),
     "x ours-input": (_ratio("ours-input"), text.spread),
     "extra memory x ours": (_extra_ratio, text.spread),
-    "value error": (_COMPUTED["values"], _worst),
-    "gradient error": (_COMPUTED["gradients"], _worst),
+    "value error": (lambda group, row: row.worst("loss", "logprobs", "entropy"), _worst),
+    "gradient error": (lambda group, row: row.worst("dhidden", "dweight"), _worst),
     "same bits: again": (lambda group, row: row.info.get("repeatable"), _always),
     "in another batch": (lambda group, row: row.info.get("batch_invariant"), _always),
     "failed": (lambda group, row: None if row.runs else True, lambda x: str(len(x) or "")),

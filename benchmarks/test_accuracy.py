@@ -81,7 +81,12 @@ def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settin
         (each, values if case.work.kind != "loss" and each.unable(case) is not None else case)
         for each in providers
     ]
-    return measured(calls, replace(settings, rounds=0), _check)
+    rows = measured(calls, replace(settings, rounds=0), _check)
+    for row in rows:
+        outputs = ("loss", "dhidden", "dweight") if row.runs else ()
+        row.cells = {name: text.error(row.errors.get(name)) for name in outputs}
+        row.cells |= {name: text.two_errors(errors) for name, errors in row.info.items()}
+    return rows
 
 
 def distribution(problem: Problem) -> str:

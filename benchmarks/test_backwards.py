@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks import text
 from benchmarks.check import against
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
@@ -61,6 +63,14 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = measured(calls, session.settings(case, bits=False, allowed=_WRONG))
     for row, (work, _) in zip(rows, pairs, strict=True):
         row.info["work"] = work
+        row.cells = {
+            "extra MiB": text.mib(row.info.get("extra_bytes")),
+            **{name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")},
+        }
+        if "entries" in row.info:
+            mean, most = row.info["entries"] or (math.nan, math.nan)
+            row.cells["entries: mean (max)"] = f"{mean:.1f} ({most:.0f})"
+            row.cells["exact, %"] = text.percent(row.info["exact_share"])
     return rows
 
 

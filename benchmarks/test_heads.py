@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks import text
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import PROVIDERS
@@ -92,7 +93,14 @@ def names(case: Case) -> list[str]:
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    return measured([(PROVIDERS[name], case) for name in names], session.settings(case))
+    rows = measured([(PROVIDERS[name], case) for name in names], session.settings(case))
+    for row in rows:
+        row.cells = {
+            "MiB": text.mib(row.info.get("extra_bytes")),
+            "value": text.error(row.worst("loss", "logprobs", "entropy")),
+            "grad": text.error(row.worst("dhidden", "dweight")),
+        }
+    return rows
 
 
 def test_heads(row: Row) -> None:

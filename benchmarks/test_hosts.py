@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks import text
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, measure_apart, race
@@ -249,6 +250,13 @@ def _times(case: Case, rounds: int) -> list[Row]:
         return seconds
 
     race(steps, rounds, timed)
+    if NO_HEAD in rows:  # the head: the time of a step, less what it takes without one
+        rest, theirs = rows[NO_HEAD].median, rows[THEIRS].median
+        for arm, row in rows.items():
+            if arm != NO_HEAD and rest and theirs and row.median:
+                ratio = f"x {text.ratio((row.median - rest) / (theirs - rest))}"
+                own = arm == THEIRS
+                row.cells["the head in it"] = text.duration(theirs - rest) if own else ratio
     return list(rows.values())
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import text
 from benchmarks.child import ask
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt
@@ -41,6 +42,17 @@ _MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memor
 _PROFILE = "profiling/"
 _SERVE = "from grpo_trainer.cli.train import main; main()"
 _SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
+_CELLS = {
+    "tokens_per_second": ("generated, tokens/s", text.digits),
+    "update_seconds": ("update", text.duration),
+    "update_gib_per_second": ("update, GiB/s", text.digits),
+    "generate_share": ("generate, %", text.percent),
+    "sync_share": ("update, %", text.percent),
+    "score_share": ("rewards, %", text.percent),
+    "old_share": ("old policy, %", text.percent),
+    "ref_share": ("reference, %", text.percent),
+    "loss_share": ("loss, %", text.percent),
+}
 _GPU = [sized(name, DEVICE) for name in ("middle-gpu", "large-gpu")]
 CASES = {
     "tiny": [sized("tiny", DEVICE)],
@@ -125,6 +137,11 @@ def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> lis
             with attempt(row):
                 found = ask(_run, row.provider, case, timeout=_LONGEST, **_ENVIRONMENT)
                 row.seconds, row.info = found
+                row.cells = {
+                    title: write(row.info[name])
+                    for name, (title, write) in _CELLS.items()
+                    if name in row.info
+                }
     return rows
 
 

@@ -245,7 +245,7 @@ def _times(case: Sharded, rounds: int) -> list[Row]:
                 result = _run(name, step)
             if sent[0]:
                 states = case.tokens * (32 + 4 * case.model.hidden)
-                row.info["sent"] = [sent[0], round(sent[0] / states, 4)]
+                row.cells["bytes sent (of T (32 + 4 D))"] = f"{sent[0]} ({sent[0] / states:.5g})"
             row.errors, wrong = compare(joined(result or exact), exact, problem)
             row.leave_out("wrong", wrong)
             steps.append((row, step))

@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.models.qwen2 import modeling_qwen2
 
+from benchmarks import text
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt, race
@@ -162,7 +163,13 @@ def _finish(row: Row, training: PausedTraining, config: TrainingConfig) -> None:
     row.info["train_seconds"] = median(training.train[1:])
     row.info |= {"train_bytes": max(training.memory[1:])} if training.memory else {}
     # the loss of an on-policy step is 0 but for rounding; its gradient is not
-    row.info["grad_norm"] = [logs[0]["grad_norm"], logs[-1]["grad_norm"]]
+    norms = row.info["grad_norm"] = [logs[0]["grad_norm"], logs[-1]["grad_norm"]]
+    row.cells = {
+        "generate": text.duration(row.info["generate_seconds"]),
+        "train": text.duration(row.info["train_seconds"]),
+        "train: peak MiB": text.mib(row.info.get("train_bytes")),
+        "gradient norm": f"{norms[0]:.3g} to {norms[1]:.3g}",
+    }
 
 
 def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResult]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from statistics import median
 
 Lines = list[list[str]]  # of cells; the first line is the header
@@ -24,12 +25,12 @@ def digits(value: float, count: int = 3) -> str:
     return f"{value:.{max(places, 0)}f}"
 
 
-def ratio(value: float) -> str:
-    return f"{value:.2f}"
+def ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
-def mib(size: float) -> str:
-    return f"{size / 2**20:.0f}"
+def mib(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f}"
 
 
 def percent(share: float) -> str:
@@ -46,6 +47,10 @@ def error(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def two_errors(values: Sequence[float]) -> str:
+    return f"{error(values[0])} ({error(values[1])})"
+
+
 def spread(values: Sequence[float]) -> str:
     """Write the median of ratios, and in brackets from which to which."""
     if not values:
@@ -58,11 +63,15 @@ def bold(text: str) -> str:
     return f"**{text}**" if text else text
 
 
-def bold_least(values: Sequence[float | None], texts: Sequence[str]) -> list[str]:
-    """Make those ``texts`` bold that are as the smallest value is written, but for brackets."""
-    known = [value for value in values if value is not None and not math.isnan(value)]
+def bold_least(texts: Sequence[str], counts: Sequence[bool] | None = None) -> list[str]:
+    """Make the smallest numbers bold, but for what stands in brackets; of those that count."""
     written = [text.partition(" (")[0] for text in texts]
-    best = written[list(values).index(min(known))] if known else None
+    known = {}
+    for text, count in zip(written, counts or [True] * len(texts), strict=True):
+        with suppress(ValueError):
+            if count and not math.isnan(float(text)):
+                known[text] = float(text)
+    best = min(known, key=lambda text: known[text], default=None)
     return [bold(x) if short == best else x for x, short in zip(texts, written, strict=True)]
 
 

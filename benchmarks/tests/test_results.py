@@ -74,8 +74,8 @@ def test_a_broken_file_is_an_error(tmp_path: Path, line: str, message: str) -> N
 def test_a_table_names_everybody() -> None:
     fp32 = group(
         Row("bare-gemms", seconds=[1.0]),
-        Row("eager", seconds=[1.0, 2.0, 9.0], info={"extra_bytes": 3 << 20}),
-        Row("ours", seconds=[1.1], errors={"loss": 2e-9, "dhidden": 4e-6}),
+        Row("eager", seconds=[1.0, 2.0, 9.0], cells={"MiB": "3", "value": "3e-9"}),
+        Row("ours", seconds=[1.1], cells={"MiB": "4", "value": "2e-9"}),
         Row("trl", state="wrong", reason="error of loss nan", errors={"loss": math.nan}),
         Row("cce", state="absent", reason="needs a GPU"),
         Row("ours-input", state="unable", reason="the same as ours"),
@@ -85,8 +85,8 @@ def test_a_table_names_everybody() -> None:
     assert caption.startswith("dapo loss, beta 0, full head: forward + backward; tiny (D = 32")
     names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     assert names == ["bare-gemms", "**ours**", "eager", "trl"]
-    assert "| **1.10** | **1.00** |" in table and "| 2.00 | 1.82 | **3** |" in table
-    assert "FAILED" in table and "| **2e-9** | **4e-6** |" in table
+    assert "| **1.10** | **1.00** | 4 | **2e-9** |" in table and "FAILED" in table
+    assert "| 2.00 | 1.82 | **3** | 3e-9 |" in table
     assert missing == (
         "Not here: cce (needs a GPU). Not able: ours-input in fp32 (the same as ours). "
         "Wrong: trl in fp32 (error of loss nan)."
