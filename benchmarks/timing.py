@@ -7,6 +7,7 @@ allocator, or of a fresh process's resident memory.
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -121,7 +122,6 @@ def resident_growth(run: Callable[[], Any]) -> tuple[Any, int]:
 
 def _status(field: str) -> int:
     """Return a memory field of this process in bytes. (``ru_maxrss`` includes the parent's.)"""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    found = re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
