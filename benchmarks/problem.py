@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from benchmarks.shapes import DECIDED, DTYPES, SPREADS, Case, Model
 from benchmarks.work import Work
 from grpo_kernels import LossConfig, TokenBatch
 
+_LOGPROBS = ("old_logprobs", "ref_logprobs", "dlogprobs")
 _LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
 
 
@@ -61,20 +61,12 @@ class Problem:
 
     def share(self, which: int, shares: int) -> Problem:
         """Return one of equal shares of the sequences, with a normaliser of its own."""
-        count = self.target.shape[0] // shares
-        rows = slice(which * count, (which + 1) * count)
-        parts = {
-            field.name: _leaf(getattr(self, field.name), rows)
-            for field in fields(self)
-            if field.name not in ("case", "weight")
-        }
+        parts = {}
+        for name in ("hidden", "target", "mask", "advantages", *_LOGPROBS):
+            if (x := getattr(self, name)) is not None:
+                part = x.detach().chunk(shares)[which].clone()
+                parts[name] = part.requires_grad_(x.requires_grad)
         return replace(self, **parts)
-
-
-def _leaf(x: Tensor | None, rows: slice) -> Tensor | None:
-    if x is None:
-        return None
-    return x.detach()[rows].clone().requires_grad_(x.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -89,10 +81,7 @@ class Result:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        return (x for field in fields(self) if (x := getattr(self, field.name)) is not None)
+        return sum(x.nbytes for x in vars(self).values() if x is not None)
 
 
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
@@ -108,14 +97,27 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(shape, generator=generator)
     reference = (logprobs.cpu() + 0.1 * noise).to(device)
+    # Two fifths are clipped, and none is so near to its bound that rounding the logits to 16 bits
+    # would move it across. A loss of sequence ratios gets one value per sequence.
+    of_tokens = work.loss is None or work.loss.scope(False) == "token"
+    width = case.length if of_tokens else 1
+    choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
+    log_ratios = torch.tensor(_LOG_RATIOS)[choice].expand(shape)
+    mask = torch.ones(shape, dtype=torch.bool)
+    if work.rows == "masked":  # every other sequence is three quarters full, the others one
+        mask[0::2, 3 * case.length // 4 :] = False
+        mask[1::2, case.length // 4 :] = False
+    advantages = torch.linspace(-1.0, 1.5, case.sequences)  # of both signs
+    if work.rows == "zero":
+        advantages[0::2] = 0
     return Problem(
         case=case,
         hidden=hidden.detach().requires_grad_(trains),
         weight=weight.detach().requires_grad_(trains and not work.frozen),
         target=target,
-        mask=_mask(case).to(device),
-        advantages=_advantages(case).to(device),
-        old_logprobs=logprobs - _log_ratios(case, generator).to(device),
+        mask=mask.to(device),
+        advantages=advantages.to(device),
+        old_logprobs=logprobs - log_ratios.to(device),
         ref_logprobs=reference if work.loss is not None and work.loss.beta else None,
         dlogprobs=torch.randn(shape, generator=generator).to(device) / case.tokens,
     )
@@ -142,15 +144,13 @@ def _make_inputs(
     hidden = torch.empty(sequences, length, model.hidden, **options)
     weight = torch.empty(model.vocabulary, model.hidden, **options)
     hidden.normal_(generator=generator)
-    size = 2.0 if spread is None else spread.competing
-    weight.normal_(std=size / model.hidden**0.5, generator=generator)
-    if spread is not None and spread.every > 1:
+    weight.normal_(std=spread.competing / model.hidden**0.5, generator=generator)
+    if spread.every > 1:
         competing = weight[:: spread.every].clone()
         weight.mul_(spread.others / spread.competing)[:: spread.every] = competing
-    target = torch.randint(
-        model.vocabulary, (sequences, length), generator=generator, device=device
-    )
-    if spread is None:
+    shape = sequences, length
+    target = torch.randint(model.vocabulary, shape, generator=generator, device=device)
+    if inputs == "peaked":
         # lse of the other tokens is about log V + 2; a unit of weight[target] adds 4 to its logit
         raised = torch.rand(target.shape, generator=generator, device=device) * 12 - 4
         boost = (math.log(model.vocabulary) + raised) / 4
@@ -170,30 +170,3 @@ def detached(problem: Problem, dtype: torch.dtype) -> Problem:
     return replace(
         problem, hidden=problem.hidden.detach().to(dtype), weight=problem.weight.detach().to(dtype)
     )
-
-
-def _mask(case: Case) -> Tensor:
-    """Return the mask (B, L): all valid, or every other sequence three quarters full."""
-    mask = torch.ones(case.sequences, case.length, dtype=torch.bool)
-    if case.work.rows == "masked":
-        mask[0::2, 3 * case.length // 4 :] = False
-        mask[1::2, case.length // 4 :] = False
-    return mask
-
-
-def _advantages(case: Case) -> Tensor:
-    """Return (B,) advantages of both signs, or zero for every other sequence."""
-    advantages = torch.linspace(-1.0, 1.5, case.sequences)
-    if case.work.rows == "zero":
-        advantages[0::2] = 0
-    return advantages
-
-
-def _log_ratios(case: Case, generator: torch.Generator) -> Tensor:
-    """Return (B, L) log-ratios: two fifths are clipped, and none is so near to its bound that
-    rounding the logits to 16 bits would move it across. A loss of sequence ratios gets one value
-    per sequence."""
-    of_tokens = case.work.loss is None or case.work.loss.scope(False) == "token"
-    width = case.length if of_tokens else 1
-    choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
-    return torch.tensor(_LOG_RATIOS)[choice].expand(case.sequences, case.length)

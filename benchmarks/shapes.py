@@ -29,10 +29,10 @@ class Spread(NamedTuple):
 # "mostly-decided" tokens a fifth is open, see ``policy.py``.
 DECIDED = "mostly-decided"
 SPREADS = {
-    "peaked": None,
+    "peaked": Spread(2.0),
     "policy-like": Spread(16.0, others=2.0, every=512),
     "text-like": Spread(6.8),
-    DECIDED: None,
+    DECIDED: Spread(0.0),  # its own
 }
 
 
@@ -89,16 +89,12 @@ class Case:
     def length(self) -> int:
         return self.tokens // self.sequences
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
     def too_large(self, device: str) -> str | None:
         """Return why not even the smallest provider can be measured; None where the case fits."""
         weight = self.model.vocabulary * self.model.hidden
         states = self.tokens * self.model.hidden
-        # inputs and gradients, an fp32 accumulator, and twice fp64 for the reference
-        needed = (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
+        # inputs and gradients, an fp32 accumulator, and three times fp64 for the reference
+        needed = (weight + states) * (2 * DTYPES[self.dtype].itemsize + 4 + 24)
         if needed <= 0.8 * device_memory(device):
             return None
         return f"needs {needed / 2**30:.0f} GiB of memory"

@@ -47,7 +47,7 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
     if (reason := provider.absent(device) or provider.unable(case)) is not None:
         pytest.skip(reason)
     head = HeadShape(
-        hidden=case.model.hidden, vocabulary=case.model.vocabulary, dtype=case.torch_dtype
+        hidden=case.model.hidden, vocabulary=case.model.vocabulary, dtype=DTYPES[dtype]
     )
     formula, precision = FORMULAS[name]
     options = RunOptions(precision=precision)

@@ -8,7 +8,7 @@ from itertools import product
 from grpo_kernels import LossConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Work:
     """One computation over the same inputs."""
 
@@ -30,48 +30,26 @@ class Work:
 
 
 def _loss(name: str, beta: float = 0.0, frozen: bool = False, rows: str = "all") -> Work:
-    head = "frozen" if frozen else "full"
-    what = _PARTS.get(rows, f"beta {beta:g}, {head} head")
+    what = _PARTS.get(rows, f"beta {beta:g}, {'frozen' if frozen else 'full'} head")
     tags = [name, "kl" * bool(beta), "frozen" * frozen, rows * (rows in _PARTS)]
-    return Work(
-        name="-".join(filter(None, tags)),
-        title=f"{name} loss, {what}: forward + backward",
-        kind="loss",
-        loss=LossConfig(loss_type=name, beta=beta, epsilon=0.2),
-        frozen=frozen,
-        rows=rows,
-    )
+    title = f"{name} loss, {what}: forward + backward"
+    config = LossConfig(loss_type=name, beta=beta, epsilon=0.2)
+    return Work("-".join(filter(None, tags)), title, "loss", False, config, frozen, rows)
 
 
 _LOSSES = ("dapo", "gspo")
 _PARTS = {"masked": "half of the tokens masked", "zero": "half at zero advantage"}
+_UPSTREAM = "log-probabilities, forward + backward of any upstream gradient"
+_NLL = "mean negative log-likelihood (what cross-entropy kernels do), forward + backward"
+_ENTROPY = "log-probabilities and entropy, no gradient"
 WORKS: dict[str, Work] = {
     work.name: work
     for work in (
-        Work(name="logprobs", title="log-probabilities, no gradient", kind="forward"),
-        Work(
-            name="logprobs-entropy",
-            title="log-probabilities and entropy, no gradient",
-            kind="forward",
-            entropy=True,
-        ),
-        Work(
-            name="logprobs-grad",
-            title="log-probabilities, forward + backward of any upstream gradient",
-            kind="backward",
-        ),
-        Work(
-            name="logprobs-grad-frozen",
-            title="the same before a frozen head",
-            kind="backward",
-            frozen=True,
-        ),
-        Work(
-            name="nll",
-            title="mean negative log-likelihood (what cross-entropy kernels do), "
-            "forward + backward",
-            kind="mean",
-        ),
+        Work("logprobs", "log-probabilities, no gradient", "forward"),
+        Work("logprobs-entropy", _ENTROPY, "forward", entropy=True),
+        Work("logprobs-grad", _UPSTREAM, "backward"),
+        Work("logprobs-grad-frozen", "the same before a frozen head", "backward", frozen=True),
+        Work("nll", _NLL, "mean"),
         *(_loss(*each) for each in product(_LOSSES, (0.0, 0.04), (False, True))),
         *(_loss(name, rows=rows) for name, rows in product(_LOSSES, _PARTS)),
     )
