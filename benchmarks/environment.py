@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import platform
 import re
@@ -19,15 +18,8 @@ ROOT = Path(__file__).parent.parent
 _SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py", "benchmarks")
 _NO_RESULTS = ":(exclude)benchmarks/results"
 _PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "vllm",
-    "trl",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
+    *("torch", "triton", "transformers", "vllm", "trl", "liger-kernel", "cut-cross-entropy"),
+    *("quack-kernels", "nvidia-cutlass-dsl"),
 )
 
 
@@ -36,7 +28,8 @@ def environment(device: str) -> dict[str, Any]:
     gpu = device == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        # where there is no checkout, who carried the sources says of which commit they are
+        "commit": os.environ.get("COMMIT") or _git("rev-parse", "HEAD") or "unknown",
         "modified": bool(_git("status", "--porcelain", "--", *_SOURCES, _NO_RESULTS)),
         "device": torch.cuda.get_device_name() if gpu else cpu_name(),
         "kind": device,
@@ -49,33 +42,14 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """Return the commit, from the variable COMMIT or git; else a digest of the sources."""
-    return os.environ.get("COMMIT") or _git("rev-parse", "HEAD") or f"src-{_digest()}"
-
-
 def slug(name: str) -> str:
     """Return a device's name in a form that a folder can have."""
     plain = re.sub(r"\((R|TM)\)", "", name, flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
 
 
-def _digest() -> str:
-    digest = hashlib.sha256()
-    for source in _SOURCES:
-        path = ROOT / source
-        files = [path] if path.is_file() else sorted(path.rglob("*"))
-        for file in files:
-            if file.suffix in (".py", ".cpp", ".h"):
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _git(*arguments: str) -> str | None:
+def _git(*arguments: str) -> str:
     try:
-        run = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        return subprocess.check_output(["git", *arguments], cwd=ROOT, stderr=-3, text=True).strip()
     except (OSError, subprocess.CalledProcessError):  # not a checkout
-        return None
-    return run.stdout.strip()
+        return ""

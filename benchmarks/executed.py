@@ -1,22 +1,14 @@
-"""The result file of what GPU kernels execute, and its table; ``tests/emulated/work.py`` counts."""
+"""The table of what GPU kernels execute, from the file that ``test_executed.py`` writes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from benchmarks import text
-from benchmarks.environment import environment
 
 PATH = Path(__file__).parent / "results" / "executed.json"
 TARGETS = ("sm_80", "sm_90", "sm_100")
-
-
-def write(executed: list[dict[str, Any]], compiled: list[dict[str, Any]], path: Path) -> None:
-    """Write a result file."""
-    lines = {"executed": executed, "compiled": compiled}
-    path.write_text(json.dumps({"environment": environment("cpu"), **lines}, indent=1) + "\n")
 
 
 def table(path: Path = PATH) -> str:
@@ -24,10 +16,8 @@ def table(path: Path = PATH) -> str:
     if not path.exists():
         return "not measured yet"
     found = json.loads(path.read_text())
-    sass = {
-        tuple(x[key] for key in ("provider", "with", "dtype", "kernel", "target")): x
-        for x in found["compiled"]
-    }
+    keys = ("provider", "with", "dtype", "kernel", "target")
+    sass = {tuple(x[key] for key in keys): x for x in found["compiled"]}
     kinds = ("matrix", "vector", "transcendental", "shared", "scalar", "wait")
     moved = ("loads and stores", "bytes read", "written")
     lines = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
@@ -49,5 +39,4 @@ def table(path: Path = PATH) -> str:
             ])  # fmt: skip
     where = found["environment"]
     versions = ", ".join(f"{n} {where['versions'][n]}" for n in ("triton", "trl", "liger-kernel"))
-    source = f"{where['date'][:10]}, {where['commit'][:12]}, {versions}."
-    return f"{text.markdown(lines)}\n\n{source}"
+    return f"{text.markdown(lines)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import executed
-from benchmarks.environment import ROOT
+from benchmarks.environment import ROOT, environment
 from benchmarks.providers.base import is_ours
 
 # of 16-bit logits and gradients, against fp64; others round log-probabilities to 16 bits
@@ -41,5 +41,6 @@ def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:
     folder = request.config.getoption("--results")
     path = (folder / executed.PATH.name) if folder else ROOT / "build" / executed.PATH.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    executed.write(lines, compiled, path)
+    found = {"environment": environment("cpu"), "executed": lines, "compiled": compiled}
+    path.write_text(json.dumps(found, indent=1) + "\n")
     print(executed.table(path))

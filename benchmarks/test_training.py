@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -55,15 +54,32 @@ class TrainerProvider:
 
     name: str
     note: str  # what exactly is run
-    requires: tuple[str, ...]  # distributions
-    build: Callable[[TrainingConfig, str, int], Trainer]  # as the function of that name
-    inputs: Callable[[Batch], Any] = dict  # what its ``compute_loss`` takes
-    needs_gpu: bool = False
+    package: str
+    liger: bool = False  # its norms, rotary embedding and MLP in the body; off the head in both
 
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
-        needs_gpu = self.needs_gpu and device != "cuda"
-        return lacking(*self.requires) or ("needs a GPU" if needs_gpu else None)
+        requires = ["transformers", "accelerate", "datasets", *["liger-kernel"] * self.liger]
+        if self.package != "grpo_trainer":
+            requires.append(self.package)
+        return lacking(*requires) or ("needs a GPU" if self.liger and device != "cuda" else None)
+
+    def build(self, config: TrainingConfig, device: str, steps: int) -> Trainer:
+        liger = {"use_liger_kernel": True} if self.liger else {}
+        return build(self.package, config, device, steps, **liger)
+
+    def inputs(self, batch: Batch) -> Any:
+        """Return what its ``compute_loss`` takes."""
+        return _our_inputs(batch) if self.package == "grpo_trainer" else dict(batch)
+
+
+_BODY = "Liger's norms, rotary embedding and MLP in the body"
+PROVIDERS = (
+    TrainerProvider("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer"),
+    TrainerProvider("ours-liger", f"the same with {_BODY}", "grpo_trainer", liger=True),
+    TrainerProvider("trl", "trl.GRPOTrainer, its chunked head", "trl"),
+    TrainerProvider("trl-liger", f"the same with use_liger_kernel: {_BODY}", "trl", liger=True),
+)
 
 
 def _our_inputs(batch: Batch) -> Any:
@@ -78,30 +94,6 @@ def _our_inputs(batch: Batch) -> Any:
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
     inputs.old_logprobs[:, first : first + completions.shape[1]] = batch["old_per_token_logps"]
     return inputs
-
-
-_COMMON = ("transformers", "accelerate", "datasets")
-_BODY = "Liger's norms, rotary embedding and MLP in the body"  # both keep Liger off the head
-_OURS, _TRL = partial(build, "grpo_trainer"), partial(build, "trl")
-PROVIDERS = (
-    TrainerProvider("ours", "grpo_trainer.GRPOTrainer", _COMMON, _OURS, _our_inputs),
-    TrainerProvider(
-        "ours-liger",
-        f"the same with {_BODY}",
-        ("liger-kernel", *_COMMON),
-        partial(_OURS, use_liger_kernel=True),
-        _our_inputs,
-        needs_gpu=True,
-    ),
-    TrainerProvider("trl", "trl.GRPOTrainer, its chunked head", ("trl", *_COMMON), _TRL),
-    TrainerProvider(
-        "trl-liger",
-        f"the same with use_liger_kernel: {_BODY}",
-        ("liger-kernel", "trl", *_COMMON),
-        partial(_TRL, use_liger_kernel=True),
-        needs_gpu=True,
-    ),
-)
 
 
 def names(case: TrainingConfig) -> list[str]:
@@ -178,15 +170,15 @@ def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResu
     batch = make_batch(config, model, device)
     loss = torch.zeros((), device=device)
     for row in range(config.micro_batch):  # full logits of one sequence at a time
-        one = slice(row, row + 1)
-        prompt, completion = batch["prompt_ids"][one], batch["completion_ids"][one]
-        logprobs = logprobs_of(model, torch.cat([prompt, completion], dim=1), prompt.shape[1])
+        one = {name: x[row : row + 1] if x.dim() else x for name, x in batch.items()}
+        ids = torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
         tokens = TokenBatch.from_padded(
-            completion,
-            batch["advantages"][one],
-            old_logprobs=batch["old_per_token_logps"][one],
-            num_items_in_batch=batch["num_items_in_batch"],
+            one["completion_ids"],
+            one["advantages"],
+            old_logprobs=one["old_per_token_logps"],
+            num_items_in_batch=one["num_items_in_batch"],
         )
+        logprobs = logprobs_of(model, ids, config.prompt_tokens)
         part = policy_loss(logprobs.flatten(), tokens, _LOSS).loss
         part.backward()
         loss += part.detach()

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.conftest import SUITES
 from benchmarks.environment import ROOT
 from benchmarks.results import load
-from benchmarks.test_training import PROVIDERS, measure_training
+from benchmarks.test_training import PROVIDERS, TrainerProvider, measure_training
 from benchmarks.training import SIZES
 
 NAMES = (
@@ -67,20 +67,23 @@ def test_suites_have_no_case_twice(name: str) -> None:
 def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
     """Nor one whose steps had less work."""
 
-    def wrong(batch):
-        return OURS.inputs(batch | {"advantages": 1.2 * batch["advantages"]})
+    class Wrong(TrainerProvider):
+        def inputs(self, batch):
+            return super().inputs(batch | {"advantages": 1.2 * batch["advantages"]})
 
-    def raising(*arguments):
-        raise RuntimeError("broken on purpose")
+    class Raising(TrainerProvider):
+        def build(self, *arguments):
+            raise RuntimeError("broken on purpose")
 
-    def dawdling(config, *rest):
-        return OURS.build(replace(config, completion_tokens=2), *rest)
+    class Dawdling(TrainerProvider):
+        def build(self, config, *rest):
+            return super().build(replace(config, completion_tokens=2), *rest)
 
     broken = {
-        "error of loss 2.0e-01, gradient 2": replace(OURS, inputs=wrong),
-        "RuntimeError: broken on purpose": replace(OURS, build=raising),
-        "completions of [2.0] tokens; expected": replace(OURS, build=dawdling),
-        "needs no-such-package": replace(OURS, requires=("no-such-package",)),
+        "error of loss 2.0e-01, gradient 2": Wrong(*vars(OURS).values()),
+        "RuntimeError: broken on purpose": Raising(*vars(OURS).values()),
+        "completions of [2.0] tokens; expected": Dawdling(*vars(OURS).values()),
+        "needs no-such-package": replace(OURS, package="no-such-package"),
     }
     right, *rows = measure_training(SIZES["tiny"], [OURS, *broken.values()], "cpu", 1)
     assert right.runs and len(right.seconds) == 1
