@@ -170,14 +170,12 @@ def caption(groups: Sequence[Group]) -> str:
     if facts.get("softcap") is not None:
         shape += f", softcap {facts['softcap']:g}"
     dtypes = {group.facts["dtype"] for group in groups}
-    ranks = f"{facts.get('ranks')} ranks over gloo on one machine, a thread each"
     said = [
         WORKS[facts["work"]].title if facts.get("work") in WORKS else facts.get("kernel", ""),
         facts["model"] + (f" ({shape})" if shape else ""),
         f"T = {facts['tokens']}",
         facts["dtype"] if len(dtypes) == 1 else "",
         facts["inputs"] + " inputs" if "inputs" in facts else "",
-        ranks if "ranks" in facts else "",
         one.about,
         one.where,
         one.source,

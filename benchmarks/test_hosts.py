@@ -41,18 +41,7 @@ _ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
 _TEMPERATURE = 0.7
 
 
-@dataclass(frozen=True)
-class Step:
-    """A forward and backward, which leaves gradients in its leaves."""
-
-    loss: Callable[[], Tensor]  # ()
-    leaves: Sequence[Tensor]
-
-    def checked(self) -> StepResult:
-        """Return the loss and the gradient, which the next arm has no room for."""
-        loss = self.loss()
-        loss.backward()
-        return loss.detach(), take_gradient(self.leaves)
+Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
 
 
 @dataclass(frozen=True)
@@ -120,7 +109,7 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
         with _headless() if arm == NO_HEAD else nullcontext():
             return built.compute_loss(built.model_wrapped, dict(inputs))
 
-    return Step(loss, [x for x in built.model.parameters() if x.requires_grad])
+    return loss, [x for x in built.model.parameters() if x.requires_grad]
 
 
 def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
@@ -167,7 +156,7 @@ def _liger(arm: str, config: TrainingConfig) -> Step:
     settings: dict[str, Any] = {"temperature": _TEMPERATURE, "beta": 0.0, "use_ref_model": False}
     with liger.enabled() if arm == OURS else nullcontext():
         module = grpo_loss.LigerFusedLinearGRPOLoss(**settings)
-    return Step(lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight))
+    return lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight)
 
 
 def _verl(arm: str, config: TrainingConfig) -> Step:
@@ -184,7 +173,7 @@ def _verl(arm: str, config: TrainingConfig) -> Step:
             logprobs, entropy = scores(hidden, weight, ids, _TEMPERATURE)
         return (logprobs + 0.1 * entropy).mean()
 
-    return Step(loss, (hidden, weight))
+    return loss, (hidden, weight)
 
 
 _COLUMNS = {
@@ -234,8 +223,12 @@ def _times(case: Case, rounds: int) -> list[Row]:
     found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
         with attempt(rows[arm]):
-            steps.append((rows[arm], case.make(arm, case.config)))
-            found[arm] = steps[-1][1].checked()
+            loss, leaves = case.make(arm, case.config)
+            value = loss()
+            value.backward()
+            # the next arm has no room for the gradient
+            found[arm] = value.detach(), take_gradient(leaves)
+            steps.append((rows[arm], (loss, leaves)))
             rows[arm].info["work"] = f"{case.host} {version(case.host)}: {case.step}"
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:
@@ -245,8 +238,9 @@ def _times(case: Case, rounds: int) -> list[Row]:
     timer = make_timer("cpu")
 
     def timed(step: Step) -> float:
-        seconds = timer(lambda: step.loss().backward())
-        take_gradient(step.leaves)
+        seconds = timer(lambda: step[0]().backward())
+        for leaf in step[1]:
+            leaf.grad = None
         return seconds
 
     race(steps, rounds, timed)
@@ -263,9 +257,9 @@ def _times(case: Case, rounds: int) -> list[Row]:
 def _growth(case: Case, arm: str) -> int:
     """Return by how many bytes this process, which does nothing else, grows in a step."""
     torch.manual_seed(0)
-    case.make(arm, SIZES["quick"]).loss().backward()  # libraries are loaded, threads started
-    step = case.make(arm, case.config)
-    return resident_growth(lambda: step.loss().backward())[1]
+    case.make(arm, SIZES["quick"])[0]().backward()  # libraries are loaded, threads started
+    loss, _ = case.make(arm, case.config)
+    return resident_growth(lambda: loss().backward())[1]
 
 
 def test_hosts(row: Row) -> None:

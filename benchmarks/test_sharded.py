@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,19 +21,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from benchmarks.check import compare, reference
+from benchmarks.check import against, compare, reference
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, measure_apart
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import lacking
 from benchmarks.providers.ours import run
 from benchmarks.results import Row
-from benchmarks.shapes import MODELS, Case
+from benchmarks.shapes import DTYPES, MODELS, Case, make_case
 from benchmarks.timing import in_turns, resident_growth
-from benchmarks.work import WORKS
 from grpo_kernels import FusedHead, VocabShard, policy_loss
 
-_ROUNDS = 3
+_RANKS, _ROUNDS = 2, 3
 _TIMEOUT = timedelta(minutes=20)
 Step = Callable[[], Result]  # every rank calls it; with its part of the gradients
 Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
@@ -158,36 +157,22 @@ def _gathered(part: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-@dataclass(frozen=True)
-class Sharded(Case):
-    """A case on several processes of this machine, a thread each."""
-
-    ranks: int = 2
-
-    def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "ranks": self.ranks}
-
-
-def _sharded(model: str, tokens: int, dtype: str) -> Sharded:
-    return Sharded(MODELS[model], tokens, dtype, WORKS["dapo"])
-
-
-_BOTH = ("fp32", "bf16")
-CASES = {
-    "tiny": [_sharded("tiny", 32, dtype) for dtype in _BOTH],
-    "quick": [_sharded("small", 128, dtype) for dtype in _BOTH],
+_LARGE = ((1024, "fp32"), (1024, "bf16"), (4096, "bf16"))
+CASES: dict[str, list[Case]] = {
+    "tiny": [make_case("dapo", "tiny", 32, dtype) for dtype in DTYPES],
+    "quick": [make_case("dapo", "small", 128, dtype) for dtype in DTYPES],
     # of many tokens the logits would take more memory than the gathered head
-    "cpu": [_sharded("qwen2.5-0.5b", *x) for x in ((1024, "fp32"), (1024, "bf16"), (4096, "bf16"))],
+    "cpu": [make_case("dapo", "qwen2.5-0.5b", *each) for each in _LARGE],
     "gpu": [],
     "gpu-full": [],
 }
 
 
-def names(case: Sharded) -> list[str]:
+def names(case: Case) -> list[str]:
     return list(ARMS)
 
 
-def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name, ARMS[name][0]) for name in names]
     for row in rows:
         row.leave_out("absent", lacking("deepspeed") if "ZeRO" in row.provider else None)
@@ -195,31 +180,35 @@ def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
     return measure_apart(rows, times, growth, case, session.rounds(_ROUNDS), not session.brief)
 
 
-def _on_ranks(call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any) -> Any:
+def about(case: Case, device: str) -> str:
+    ranks = f"{_RANKS} ranks over gloo on one machine, a thread each"
+    return f"{ranks}; {against(case, device)}"
+
+
+def _on_ranks(call: Callable[[Case, Any], Any], case: Case, argument: Any) -> Any:
     """Call it on every rank, each a process; return what the first returns."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (call, case, argument, Path(folder)), nprocs=case.ranks)
+        mp.spawn(_worker, (call, case, argument, Path(folder)), nprocs=_RANKS)
         return pickle.loads(Path(folder, "found").read_bytes())
 
 
 def _worker(
-    rank: int, call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any, folder: Path
+    rank: int, call: Callable[[Case, Any], Any], case: Case, argument: Any, folder: Path
 ) -> None:
-    ranks = case.ranks
     torch.set_num_threads(1)
     # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_WORLD_SIZE": _RANKS}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    store = dist.FileStore(str(folder / "store"), _RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
     found = call(case, argument)
     if rank == 0:
         (folder / "found").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
-def _growth(case: Sharded, name: str) -> int:
+def _growth(case: Case, name: str) -> int:
     """Return the growth of the rank that grows most, from before the step to its peak."""
     build = ARMS[name][1]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
@@ -232,7 +221,7 @@ def _growth(case: Sharded, name: str) -> int:
     return int(growth)
 
 
-def _times(case: Sharded, rounds: int) -> list[Row]:
+def _times(case: Case, rounds: int) -> list[Row]:
     """Check every arm, and time those that passed in turns: all ranks are waited for."""
     problem = make_problem(case)
     exact = reference(problem)
