@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,10 @@ class Recorder:
         self.environment, self.groups = environment(device), list[Group]()
         self._path: Path | None = None
         if folder is not None:
-            facts, count = self.environment, 1
-            base = folder / slug(facts["device"])
-            name = f"{facts['date'][:10]}-{facts['commit'][:12]}"
-            self._path = base / f"{name}.jsonl"
-            while self._path.exists():  # an earlier run has it
-                count += 1
-                self._path = base / f"{name}-{count}.jsonl"
+            date, commit = self.environment["date"][:10], self.environment["commit"][:12]
+            names = (f"{date}-{commit}{end}.jsonl" for end in ("", *map("-{}".format, count(2))))
+            paths = (folder / slug(self.environment["device"]) / name for name in names)
+            self._path = next(path for path in paths if not path.exists())  # an earlier run has it
 
     def add(
         self, benchmark: str, facts: dict[str, Any], rows: Sequence[Row], about: str = ""
@@ -130,11 +128,17 @@ class Recorder:
 
 
 def load(folder: Path = RESULTS) -> dict[str, list[Group]]:
-    """Load the groups that count, by the name of the device's folder; the newest first."""
+    """Load by the name of the device's folder, of each case the newest run's group."""
     found: dict[str, list[Group]] = {}
-    for path in folder.glob("*/*.jsonl"):
+    for path in sorted(folder.glob("*/*.jsonl")):
         found.setdefault(path.parent.name, []).extend(load_run(path))
-    return {name: _newest(groups) for name, groups in sorted(found.items())}
+    return {
+        name: list({
+            json.dumps((group.benchmark, group.facts)): group
+            for group in sorted(groups, key=lambda group: group.environment["date"])
+        }.values())
+        for name, groups in found.items()
+    }  # fmt: skip
 
 
 def load_run(path: Path) -> list[Group]:
@@ -157,9 +161,3 @@ def load_run(path: Path) -> list[Group]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}") from None
     return list(groups.values())
-
-
-def _newest(groups: Iterable[Group]) -> list[Group]:
-    """Return of each case the group of the newest run, in the order of the runs."""
-    ordered = sorted(groups, key=lambda group: group.environment["date"])
-    return list({json.dumps((group.benchmark, group.facts)): group for group in ordered}.values())
