@@ -20,7 +20,7 @@ from benchmarks.problem import Problem, Result, detached, make_problem
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, Case, make_case
+from benchmarks.shapes import DECIDED, DTYPES, Case, make_case
 from benchmarks.work import WORKS
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
@@ -34,29 +34,22 @@ BANDS = {
 }
 
 
-def _both(
-    model: str, tokens: int, work: str = _VALUES, slow: Sequence[str] = ("bf16", "fp32")
-) -> list[Case]:
+def _both(model: str, values: int, gradients: int, *slow: str) -> list[Case]:
+    """Return values and gradients of so many tokens: every one is kept, so they are few."""
     return [
         make_case(work, model, tokens, dtype, DECIDED, slow=dtype in slow)
+        for work, tokens in ((_VALUES, values), (_GRADIENTS, gradients))
         for dtype in ("bf16", "fp32")
     ]
 
 
-# every token is kept, so they are few
+_GPU = _both("qwen3-1.7b", 1024, 1024, *DTYPES)
 CASES = {
-    "tiny": [*_both("tiny", 32, slow=()), *_both("tiny", 32, _GRADIENTS, slow=())],
-    "quick": [*_both("small", 64, slow=()), *_both("small", 64, _GRADIENTS, slow=())],
-    "cpu": [*_both("qwen2.5-0.5b", 512), *_both("qwen2.5-0.5b", 256, _GRADIENTS)],
-    "gpu": [
-        *_both("qwen3-1.7b", 1024, slow=("bf16",)),
-        *_both("qwen3-1.7b", 1024, _GRADIENTS, slow=()),
-    ],
-    "gpu-full": [
-        *_both("qwen3-1.7b", 1024),
-        *_both("qwen3-1.7b", 1024, _GRADIENTS),
-        *_both("qwen3-8b", 1024),
-    ],
+    "tiny": _both("tiny", 32, 32),
+    "quick": _both("small", 64, 64),
+    "cpu": _both("qwen2.5-0.5b", 512, 256, *DTYPES),
+    "gpu": [replace(case, slow=case == _GPU[0]) for case in _GPU],
+    "gpu-full": [*_GPU, *_both("qwen3-8b", 1024, 1024, *DTYPES)[:2]],
 }
 
 

@@ -42,17 +42,8 @@ _MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memor
 _PROFILE = "profiling/"
 _SERVE = "from grpo_trainer.cli.train import main; main()"
 _SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
-_CELLS = {
-    "tokens_per_second": ("generated, tokens/s", text.digits),
-    "update_seconds": ("update", text.duration),
-    "update_gib_per_second": ("update, GiB/s", text.digits),
-    "generate_share": ("generate, %", text.percent),
-    "sync_share": ("update, %", text.percent),
-    "score_share": ("rewards, %", text.percent),
-    "old_share": ("old policy, %", text.percent),
-    "ref_share": ("reference, %", text.percent),
-    "loss_share": ("loss, %", text.percent),
-}
+# phases of a step by what they are called in the table; others by their own names
+_PHASES = {"sync": "update", "score": "rewards", "old": "old policy", "ref": "reference"}
 _GPU = [sized(name, DEVICE) for name in ("middle-gpu", "large-gpu")]
 CASES = {
     "tiny": [sized("tiny", DEVICE)],
@@ -136,12 +127,7 @@ def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> lis
         if row.runs:
             with attempt(row):
                 found = ask(_run, row.provider, case, timeout=_LONGEST, **_ENVIRONMENT)
-                row.seconds, row.info = found
-                row.cells = {
-                    title: write(row.info[name])
-                    for name, (title, write) in _CELLS.items()
-                    if name in row.info
-                }
+                row.seconds, row.info, row.cells = found
     return rows
 
 
@@ -152,7 +138,10 @@ def about(case: TrainingConfig, device: str) -> str:
     )
 
 
-def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any]]:
+Found = tuple[list[float], dict[str, Any], dict[str, str]]  # of a row: seconds, info and cells
+
+
+def _run(name: str, config: TrainingConfig) -> Found:
     """Return the seconds of steps, and what else the trainer logged of them."""
     settings = ENGINES[name].settings(config)
     if not ENGINES[name].server:
@@ -161,9 +150,7 @@ def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any]
         return _train(name, config, settings | {"vllm_server_port": port})
 
 
-def _train(
-    name: str, config: TrainingConfig, settings: dict[str, Any]
-) -> tuple[list[float], dict[str, Any]]:
+def _train(name: str, config: TrainingConfig, settings: dict[str, Any]) -> Found:
     from grpo_trainer.rollout import policy_weights
 
     # completions end where they like
@@ -176,16 +163,21 @@ def _train(
     seconds = [row["step_time"] for row in rows]
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(_PROFILE))
     phases = {name.removeprefix(_PROFILE): [row.get(name, 0.0) for row in rows] for name in names}
-    info = {f"{phase}_share": sum(found) / sum(seconds) for phase, found in phases.items()}
+    if not ENGINES[name].sent:
+        phases.pop("sync", None)
+    info, cells = {}, {}
     if not settings.get("overlap_generation"):  # the wait says nothing about how fast it is
         tokens = (config.sequences * row["completions/mean_length"] for row in rows)
         info["tokens_per_second"] = median(map(float.__truediv__, tokens, phases["generate"]))
+        cells["generated, tokens/s"] = text.digits(info["tokens_per_second"])
     if ENGINES[name].sent:
-        info["update_seconds"] = median(phases["sync"])
-        info["update_gib_per_second"] = size / 2**30 / info["update_seconds"]
-    else:
-        info.pop("sync_share", None)
-    return seconds, info
+        update = info["update_seconds"] = median(phases["sync"])
+        cells["update"] = text.duration(update)
+        cells["update, GiB/s"] = text.digits(size / 2**30 / update)
+    for phase, found in phases.items():
+        info[f"{phase}_share"] = sum(found) / sum(seconds)
+        cells[f"{_PHASES.get(phase, phase)}, %"] = text.percent(info[f"{phase}_share"])
+    return seconds, info, cells
 
 
 @contextmanager

@@ -14,16 +14,14 @@ import torch
 from benchmarks import child
 from benchmarks.check import compare, reference, same_bits, same_rows
 from benchmarks.measure import Settings, measure
-from benchmarks.problem import Result, detached, make_problem
+from benchmarks.problem import Result, make_problem
 from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
-from benchmarks.providers.libraries import loss_arguments
 from benchmarks.results import Row
 from benchmarks.shapes import DECIDED, DTYPES, MODELS, SPREADS, Case
 from benchmarks.test_accuracy import BANDS, measure_accuracy
 from benchmarks.timing import in_turns
 from benchmarks.work import WORKS
-from grpo_kernels import LossConfig, policy_loss
 
 TINY, SMALL = MODELS["tiny"], MODELS["small"]
 SOFTCAPPED = replace(TINY, softcap=5.0)
@@ -50,26 +48,19 @@ def failure(provider: Provider, case: Case, device: str = "cpu") -> str | None:
 
 @pytest.mark.parametrize("model", [TINY, SOFTCAPPED], ids=["linear", "softcap"])
 @pytest.mark.parametrize("work", ["dapo-kl", "gspo-masked", "logprobs-grad", "nll"])
-def test_reference_is_autograd_in_fp64(work, model):
+def test_reference_is_autograd_of_full_logits_in_fp64(work, model, monkeypatch):
     problem = make_problem(case(work, model=model))
-    exact = detached(problem, torch.float64)
-    leaves = exact.hidden.requires_grad_(), exact.weight.requires_grad_()
-    logits = exact.hidden @ exact.weight.t()
-    if model.softcap:
-        logits = model.softcap * torch.tanh(logits / model.softcap)
-    logps = logits.log_softmax(-1).gather(-1, exact.target[..., None])[..., 0]
-    if work == "logprobs-grad":
-        root = (logps * problem.dlogprobs).sum()
-    elif work == "nll":
-        root = -logps.mean()
-    else:
-        root, _ = policy_loss(logps[problem.mask], problem.batch(), problem.loss)
-    result = reference(problem)
-    assert result.dhidden.dtype == torch.float64
-    torch.testing.assert_close((result.dhidden, result.dweight), torch.autograd.grad(root, leaves))
-    torch.testing.assert_close(result.logprobs, logps.detach())
-    if work != "logprobs-grad":
-        torch.testing.assert_close(result.loss, root.detach())
+    found = reference(problem)
+    assert found.dhidden.dtype == torch.float64
+
+    def of_full_logits(hidden, target, weight, softcap):
+        logits = hidden @ weight.t()
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        logps = logits.log_softmax(-1)
+        return logps.gather(-1, target[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+
+    monkeypatch.setattr("benchmarks.check.statistics", of_full_logits)
+    torch.testing.assert_close(vars(found), vars(reference(problem)))
 
 
 @pytest.mark.parametrize("inputs", SPREADS)
@@ -129,13 +120,6 @@ def test_ligers_kernels_for_gpus_on_what_stands_for_them(name, monkeypatch):
     monkeypatch.setitem(sys.modules, hopper, stand_in)
     for work in ("logprobs-entropy", "logprobs-grad", "nll", "dapo-kl", "gspo-masked"):
         assert failure(PROVIDERS[name], case(work, "bf16")) is None, work
-
-
-def test_gspo_is_the_baselines_grpo_over_ratios_of_sequences():
-    arguments = loss_arguments(LossConfig(loss_type="gspo", beta=0.1))
-    assert arguments["loss_type"] == "grpo" and arguments["beta"] == 0.1
-    assert arguments["importance_sampling_level"] == "sequence"
-    assert arguments["epsilon_high"] == arguments["epsilon_low"]
 
 
 def test_wrong_results_are_reported_in_place_of_a_time():
