@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.environment import ROOT
+from benchmarks.results import ROOT
 
 _LONGEST = 1800.0  # seconds of a process that is not expected to hang
 

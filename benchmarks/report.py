@@ -16,14 +16,12 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import tables, text
-from benchmarks.environment import ROOT
-from benchmarks.executed import table as executed  # noqa: F401 (a block of the documents)
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
-from benchmarks.results import RESULTS, Group, load
-from benchmarks.shapes import MODELS
-from benchmarks.work import WORKS
+from benchmarks.results import RESULTS, ROOT, Group, load
+from benchmarks.shapes import MODELS, WORKS
+from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 
 NOT_MEASURED = "not measured yet"
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")

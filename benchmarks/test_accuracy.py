@@ -20,8 +20,7 @@ from benchmarks.problem import Problem, Result, detached, make_problem
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, DTYPES, Case, make_case
-from benchmarks.work import WORKS
+from benchmarks.shapes import DECIDED, DTYPES, WORKS, Case, make_case
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
 # Nats, and of a gradient a part of its norm: rounding logits to 16 bits changes either by less.

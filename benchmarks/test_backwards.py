@@ -14,9 +14,8 @@ from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import BACKWARDS
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, Case, make_case
+from benchmarks.shapes import DTYPES, WORKS, Case, make_case
 from benchmarks.test_accuracy import distribution
-from benchmarks.work import WORKS
 
 
 def _every_input(model: str, tokens: int, *dtypes: str, slow: bool = True) -> list[Case]:

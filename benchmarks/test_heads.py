@@ -13,9 +13,8 @@ from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, Case, make_case
+from benchmarks.shapes import DTYPES, WORKS, Case, make_case
 from benchmarks.tables import is_quoted
-from benchmarks.work import WORKS
 
 _HEAD = "qwen3-1.7b"
 _CPU = ("logprobs-grad", "nll", "gspo-kl", "dapo-frozen", "dapo-masked", "dapo-zero")

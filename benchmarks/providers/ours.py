@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.check import reference
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
-from benchmarks.shapes import Case
-from benchmarks.work import WORKS
+from benchmarks.shapes import WORKS, Case
 from grpo_kernels import Bounded, HeadLoRA, LossConfig, explain, linear_logprobs, linear_policy_loss
 from grpo_kernels.backends import choose_backend
 

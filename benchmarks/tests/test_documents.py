@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.environment import ROOT
 from benchmarks.report import write_documents
+from benchmarks.results import ROOT
 
 _NUMBER = r"(?<![\w.])~?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 _WORD = r"\b(?:two|three|four|five|six|seven|eight|nine|ten)"

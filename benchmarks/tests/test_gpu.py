@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.environment import ROOT
+from benchmarks.results import ROOT
 
 SCRIPT = (ROOT / "benchmarks/gpu.sh").read_text()
 PYTHON = """#!/bin/sh

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from benchmarks.environment import slug
-from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run
+from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run, slug
 
 FACTS = {
     "work": "dapo", "model": "tiny", "tokens": 32, "hidden": 32, "vocabulary": 257,

@@ -18,10 +18,9 @@ from benchmarks.problem import Result, make_problem
 from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, DTYPES, MODELS, SPREADS, Case
+from benchmarks.shapes import DECIDED, DTYPES, MODELS, SPREADS, WORKS, Case
 from benchmarks.test_accuracy import BANDS, measure_accuracy
 from benchmarks.timing import in_turns
-from benchmarks.work import WORKS
 
 TINY, SMALL = MODELS["tiny"], MODELS["small"]
 SOFTCAPPED = replace(TINY, softcap=5.0)

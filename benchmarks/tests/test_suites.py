@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.conftest import SUITES
-from benchmarks.environment import ROOT
-from benchmarks.results import load
+from benchmarks.results import ROOT, load
 from benchmarks.test_training import PROVIDERS, TrainerProvider, measure_training
 from benchmarks.training import SIZES
 
