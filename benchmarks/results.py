@@ -16,7 +16,7 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ class Recorder:
         self._path: Path | None = None
         if folder is not None:
             date, commit = self.environment["date"][:10], self.environment["commit"][:12]
-            names = (f"{date}-{commit}{end}.jsonl" for end in ("", *map("-{}".format, count(2))))
+            ends = chain([""], map("-{}".format, count(2)))
+            names = (f"{date}-{commit}{end}.jsonl" for end in ends)
             paths = (folder / slug(self.environment["device"]) / name for name in names)
             self._path = next(path for path in paths if not path.exists())  # an earlier run has it
 
