@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.exact import gradients, statistics
+from benchmarks.exact import statistics
 from benchmarks.problem import Problem, Result, detached
 from benchmarks.shapes import Case
 from grpo_kernels import policy_loss
@@ -33,21 +33,25 @@ def against(case: Case, device: str) -> str:
 
 def reference(problem: Problem) -> Result:
     """Compute everything that the work asks for, in chunks of rows."""
+    kind = problem.work.kind
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
+    leaves = [x.requires_grad_(kind != "forward") for x in (exact.hidden, exact.weight)]
     rows = exact.hidden.flatten(0, 1), exact.target.flatten()
-    logprobs, entropy = statistics(*rows, exact.weight, problem.softcap)
-    shape = problem.target.shape
-    if problem.work.kind == "forward":
-        return Result(logprobs=logprobs.view(shape), entropy=entropy.view(shape))
-    loss, dlogprobs = _loss(problem, logprobs.view(shape))
-    dhidden, dweight = gradients(*rows, exact.weight, problem.softcap, dlogprobs.flatten())
-    return Result(
-        loss=loss,
-        logprobs=logprobs.view(shape),
-        entropy=entropy.view(shape),
-        dhidden=dhidden.view_as(exact.hidden),
-        dweight=dweight,
-    )
+    found = statistics(*rows, exact.weight, problem.softcap)
+    logprobs, entropy = (x.view_as(problem.target) for x in found)
+    result = Result(logprobs=logprobs.detach(), entropy=entropy.detach())
+    if kind == "forward":
+        return result
+    upstream = loss = None
+    if kind == "backward":
+        upstream = problem.dlogprobs.to(logprobs)
+    elif kind == "mean":
+        loss = -logprobs.mean()
+    else:
+        loss = policy_loss(logprobs[problem.mask], problem.batch(), problem.loss).loss
+    gradients = torch.autograd.grad(logprobs if loss is None else loss, leaves, upstream)
+    loss = None if loss is None else loss.detach()
+    return replace(result, loss=loss, dhidden=gradients[0], dweight=gradients[1])
 
 
 def compare(
@@ -60,15 +64,13 @@ def compare(
     """
     errors: dict[str, float] = {}
     for name in problem.work.outputs:
-        actual, expected = getattr(result, name), getattr(exact, name)
-        if actual is None:
+        if getattr(result, name) is None:
             return errors, f"no {name}"
-        if name in ("logprobs", "entropy"):
-            actual, expected = actual[problem.mask], expected[problem.mask]
-        absolute = name == "loss"
-        errors[name] = (
-            (actual - expected).abs().item() if absolute else relative_error(actual, expected)
-        )
+        actual, expected = (_valid(x, name, problem) for x in (result, exact))
+        if name == "loss":
+            errors[name] = (actual - expected).abs().item()
+        else:
+            errors[name] = relative_error(actual, expected)
     return errors, why_wrong(errors, problem.case.dtype, allowed)
 
 
@@ -105,12 +107,10 @@ def compare_steps(found: StepResult, exact: StepResult) -> dict[str, float]:
     return {name: relative_error(x, y) for name, x, y in pairs}
 
 
-def same_bits(a: Result, b: Result, problem: Problem) -> bool:
+def same_bits(a: Result, b: Result, problem: Problem, names: Iterable[str] | None = None) -> bool:
     """Compare two results of one problem bit by bit, where the problem asks for it."""
-    return all(
-        torch.equal(_valid(a, name, problem), _valid(b, name, problem))
-        for name in problem.work.outputs
-    )
+    names = problem.work.outputs if names is None else names
+    return all(torch.equal(_valid(a, x, problem), _valid(b, x, problem)) for x in names)
 
 
 def same_rows(part: Result, whole: Result, half: Problem) -> bool:
@@ -123,23 +123,9 @@ def same_rows(part: Result, whole: Result, half: Problem) -> bool:
     first = Result(**{name: getattr(whole, name)[: len(half.target)] for name in names})
     if half.work.kind in ("mean", "loss") and part.dhidden is not None:
         part = replace(part, dhidden=0.5 * part.dhidden)
-    return all(torch.equal(_valid(part, name, half), _valid(first, name, half)) for name in names)
+    return same_bits(part, first, half, names)
 
 
 def _valid(result: Result, name: str, problem: Problem) -> Tensor:
     x = getattr(result, name)
     return x[problem.mask] if name in ("logprobs", "entropy") else x
-
-
-def _loss(problem: Problem, logprobs: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return the loss and its gradient with respect to the log-probabilities (B, L)."""
-    kind = problem.work.kind
-    if kind == "backward":
-        return None, problem.dlogprobs.to(logprobs)
-    logprobs = logprobs.detach().requires_grad_()
-    if kind == "mean":
-        loss = -logprobs.mean()
-    else:
-        loss, _ = policy_loss(logprobs[problem.mask], problem.batch(), problem.loss)
-    (dlogprobs,) = torch.autograd.grad(loss, logprobs)
-    return loss.detach(), dlogprobs

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.environment import ROOT
+from benchmarks.results import ROOT
 
-LONGEST = 1800.0  # seconds of a process that is not expected to hang
+_LONGEST = 1800.0  # seconds of a process that is not expected to hang
 
 
 class ChildError(RuntimeError):
@@ -23,7 +23,7 @@ class ChildError(RuntimeError):
 
 
 def ask(
-    call: Callable[..., Any], *arguments: Any, timeout: float = LONGEST, **environment: str
+    call: Callable[..., Any], *arguments: Any, timeout: float = _LONGEST, **environment: str
 ) -> Any:
     """Return what a module's function returns for ``arguments`` in a fresh process.
 
@@ -44,7 +44,13 @@ def ask(
     except subprocess.TimeoutExpired:
         raise ChildError(f"did not finish in {timeout:.0f} s") from None
     finally:
-        _end(process)
+        if process.poll() is None:  # end it with what it started, a server maybe
+            import psutil
+
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
     if process.returncode != 0:
         complaints = complained.decode(errors="replace").strip()[-5000:]
         print(complaints, file=sys.stderr)
@@ -53,25 +59,8 @@ def ask(
     return pickle.loads(said)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it with what it started, a server maybe."""
-    if process.poll() is None:
-        import psutil
-
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-        process.kill()
-        process.wait()
-
-
-def _main() -> None:
-    answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
-    call, arguments = pickle.load(sys.stdin.buffer)
-    said = call(*arguments)
-    with os.fdopen(answer, "wb") as file:
-        pickle.dump(said, file)
-
-
 if __name__ == "__main__":
-    _main()
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+        call, arguments = pickle.load(sys.stdin.buffer)
+        pickle.dump(call(*arguments), answer)

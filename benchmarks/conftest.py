@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import tables, text
 from benchmarks.check import against
-from benchmarks.measure import NOT_REACHED, Settings, device_is_lost
+from benchmarks.measure import Settings, device_is_lost
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
 from benchmarks.shapes import Case
@@ -27,11 +27,6 @@ from benchmarks.timing import clock, replay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUITES = ("tiny", "quick", "cpu", "gpu", "gpu-full")
-# what ends at a deadline ends in the last of these
-_ORDER = (
-    *("host", "accuracy", "savings", "heads", "products", "tiles", "profile", "backwards"),
-    *("sharded", "memory", "hosts", "training", "rollouts"),
-)
 _ROUNDS = {"cpu": 5, "cuda": 10}
 _WIDTH = 100
 _HERE = Path(__file__).parent
@@ -47,7 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="all cases of this device")
     group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
     group.addoption("--results", type=Path, help="folder for the result file; default: none")
-    group.addoption("--deadline", type=float, help="seconds after which nothing new is started")
+    group.addoption("--deadline", type=float, help="seconds after which no case is started")
+
+
+def suite(config: pytest.Config) -> str:
+    """Return the name of the chosen suite."""
+    full = "gpu-full" if DEVICE == "cuda" else "cpu"
+    return config.getoption("--suite") or (full if config.getoption("--full") else "quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -72,8 +73,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = [f"test_{name}" for name in _ORDER]
-    items.sort(key=lambda item: [item.name.startswith(name) for name in reversed(names)])
     for item in items:
         if "benchmark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=clock))
@@ -96,27 +95,18 @@ def pytest_report_collectionfinish(
 def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list, list]:
     """Leave to pytest-benchmark's own tables what has none of ours."""
     groups = yield
-    shown = {name for session in _sessions(config) for name in session.shown}
-    return [(group, found) for group, found in groups if group not in shown]
+    session = config.stash.get(_SESSION, None)
+    return [(group, found) for group, found in groups if not session or group not in session.shown]
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    for session in _sessions(config):
-        for benchmark in dict.fromkeys(group.benchmark for group in session.recorder.groups):
-            found = tables.show(benchmark, session.recorder.groups, text.plain)
-            terminalreporter.write_line(f"\n{text.filled(found, _WIDTH)}\n")
-
-
-def _sessions(config: pytest.Config) -> list[Session]:
-    return [config.stash[_SESSION]] if _SESSION in config.stash else []
-
-
-def suite(config: pytest.Config) -> str:
-    """Return the name of the chosen suite."""
-    full = "gpu-full" if DEVICE == "cuda" else "cpu"
-    return config.getoption("--suite") or (full if config.getoption("--full") else "quick")
+    session = config.stash.get(_SESSION, None)
+    groups = session.recorder.groups if session else []
+    for benchmark in dict.fromkeys(group.benchmark for group in groups):
+        found = tables.show(benchmark, groups, text.plain)
+        terminalreporter.write_line(f"\n{text.filled(found, _WIDTH)}\n")
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ class Session:
 
     suite: str
     selected: set[tuple[str, int, str]]  # module, case and name of the tests that run
-    deadline: float  # by ``time.monotonic()``; nothing is begun after it
+    deadline: float  # by ``time.monotonic()``; no case is begun after it
     recorder: Recorder
     device: str = DEVICE
     shown: list[str] = field(default_factory=list)  # groups that a table of ours has
@@ -135,20 +125,18 @@ class Session:
     def brief(self) -> bool:
         return self.suite in ("tiny", "quick")
 
-    @property
-    def rounds(self) -> int:
-        return 1 if self.suite == "tiny" else _ROUNDS[self.device]
+    def rounds(self, usual: int | None = None) -> int:
+        return 1 if self.suite == "tiny" else usual or _ROUNDS[self.device]
 
     def settings(self, case: Case, **changes: Any) -> Settings:
         """Return how thoroughly a case is measured."""
-        patient = case.slow and not self.brief
-        settings = Settings(device=self.device, rounds=self.rounds, deadline=self.deadline)
-        return replace(settings, **({"budget": float("inf")} if patient else {}) | changes)
+        patient = {"budget": float("inf")} if case.slow and not self.brief else {}
+        return Settings(device=self.device, rounds=self.rounds(), **patient, **changes)
 
     def begin(self, case: Any = None) -> None:
         """Skip what there is no time or, for a case, no memory for."""
         if time.monotonic() > self.deadline:
-            pytest.skip(NOT_REACHED)
+            pytest.skip("not reached: the time was up")
         if isinstance(case, Case) and (reason := case.too_large(self.device)):
             pytest.skip(reason)
 

@@ -10,9 +10,8 @@ from benchmarks import text
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Group, Row
-from benchmarks.shapes import DTYPES
+from benchmarks.shapes import DTYPES, WORKS
 from benchmarks.tables import BARE, QUOTED, in_order
-from benchmarks.work import WORKS
 
 _WORK = "dapo"  # the one that is drawn
 _OUTPUTS = ("loss", "dhidden", "dweight")

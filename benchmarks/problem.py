@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.exact import sample, statistics
-from benchmarks.policy import make_policy
-from benchmarks.shapes import DECIDED, DTYPES, SPREADS, Case, Model
-from benchmarks.work import Work
+from benchmarks.shapes import DECIDED, DTYPES, SPREADS, Case, Model, Work
 from grpo_kernels import LossConfig, TokenBatch
 
+_LOGPROBS = ("old_logprobs", "ref_logprobs", "dlogprobs")
 _LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
 
 
@@ -61,20 +59,12 @@ class Problem:
 
     def share(self, which: int, shares: int) -> Problem:
         """Return one of equal shares of the sequences, with a normaliser of its own."""
-        count = self.target.shape[0] // shares
-        rows = slice(which * count, (which + 1) * count)
-        parts = {
-            field.name: _leaf(getattr(self, field.name), rows)
-            for field in fields(self)
-            if field.name not in ("case", "weight")
-        }
+        parts = {}
+        for name in ("hidden", "target", "mask", "advantages", *_LOGPROBS):
+            if (x := getattr(self, name)) is not None:
+                part = x.detach().chunk(shares)[which].clone()
+                parts[name] = part.requires_grad_(x.requires_grad)
         return replace(self, **parts)
-
-
-def _leaf(x: Tensor | None, rows: slice) -> Tensor | None:
-    if x is None:
-        return None
-    return x.detach()[rows].clone().requires_grad_(x.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -89,10 +79,7 @@ class Result:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        return (x for field in fields(self) if (x := getattr(self, field.name)) is not None)
+        return sum(x.nbytes for x in vars(self).values() if x is not None)
 
 
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
@@ -108,14 +95,27 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(shape, generator=generator)
     reference = (logprobs.cpu() + 0.1 * noise).to(device)
+    # Two fifths are clipped, and none is so near to its bound that rounding the logits to 16 bits
+    # would move it across. A loss of sequence ratios gets one value per sequence.
+    of_tokens = work.loss is None or work.loss.scope(False) == "token"
+    width = case.length if of_tokens else 1
+    choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
+    log_ratios = torch.tensor(_LOG_RATIOS)[choice].expand(shape)
+    mask = torch.ones(shape, dtype=torch.bool)
+    if work.rows == "masked":  # every other sequence is three quarters full, the others one
+        mask[0::2, 3 * case.length // 4 :] = False
+        mask[1::2, case.length // 4 :] = False
+    advantages = torch.linspace(-1.0, 1.5, case.sequences)  # of both signs
+    if work.rows == "zero":
+        advantages[0::2] = 0
     return Problem(
         case=case,
         hidden=hidden.detach().requires_grad_(trains),
         weight=weight.detach().requires_grad_(trains and not work.frozen),
         target=target,
-        mask=_mask(case).to(device),
-        advantages=_advantages(case).to(device),
-        old_logprobs=logprobs - _log_ratios(case, generator).to(device),
+        mask=mask.to(device),
+        advantages=advantages.to(device),
+        old_logprobs=logprobs - log_ratios.to(device),
         ref_logprobs=reference if work.loss is not None and work.loss.beta else None,
         dlogprobs=torch.randn(shape, generator=generator).to(device) / case.tokens,
     )
@@ -132,25 +132,23 @@ def _make_inputs(
 
     "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
     so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
-    "mostly-decided" ones are those of ``policy.py``.
+    "mostly-decided" ones are those of :func:`_make_policy`.
     """
     if inputs == DECIDED:
-        return make_policy(model, sequences, length, dtype, device)
+        return _make_policy(model, sequences, length, dtype, device)
     spread = SPREADS[inputs]
     generator = torch.Generator(device).manual_seed(0)
     options = dict(dtype=DTYPES[dtype], device=device)
     hidden = torch.empty(sequences, length, model.hidden, **options)
     weight = torch.empty(model.vocabulary, model.hidden, **options)
     hidden.normal_(generator=generator)
-    size = 2.0 if spread is None else spread.competing
-    weight.normal_(std=size / model.hidden**0.5, generator=generator)
-    if spread is not None and spread.every > 1:
+    weight.normal_(std=spread.competing / model.hidden**0.5, generator=generator)
+    if spread.every > 1:
         competing = weight[:: spread.every].clone()
         weight.mul_(spread.others / spread.competing)[:: spread.every] = competing
-    target = torch.randint(
-        model.vocabulary, (sequences, length), generator=generator, device=device
-    )
-    if spread is None:
+    shape = sequences, length
+    target = torch.randint(model.vocabulary, shape, generator=generator, device=device)
+    if inputs == "peaked":
         # lse of the other tokens is about log V + 2; a unit of weight[target] adds 4 to its logit
         raised = torch.rand(target.shape, generator=generator, device=device) * 12 - 4
         boost = (math.log(model.vocabulary) + raised) / 4
@@ -172,28 +170,63 @@ def detached(problem: Problem, dtype: torch.dtype) -> Problem:
     )
 
 
-def _mask(case: Case) -> Tensor:
-    """Return the mask (B, L): all valid, or every other sequence three quarters full."""
-    mask = torch.ones(case.sequences, case.length, dtype=torch.bool)
-    if case.work.rows == "masked":
-        mask[0::2, 3 * case.length // 4 :] = False
-        mask[1::2, case.length // 4 :] = False
-    return mask
+# Mostly decided inputs: next-token distributions like those of a policy in RL. Most tokens are all
+# but decided, a fifth is not and carries the entropy (arXiv:2506.01939), and the targets are drawn
+# from the distributions themselves, so that a rare one is there as often as it should be.
+_SEED = 7
+_ROW_NORM = 2.0  # of the head's rows: hidden states of deviation s give logits of deviation 2 s
+_FAVOURITES = 2  # rows of the head that a hidden state points at
+_DECIDED = 0.8  # of the tokens
+# Deviation of the logits, as a part of the one at which a single token takes all of the mass. The
+# entropy of normal logits is log V - deviation^2 / 2 up to there (Derrida 1981).
+_SPREADS = {True: (0.45, 0.75), False: (0.83, 0.97)}
+# Log-odds of the first favourite against all that is not one, and how far the next one is behind.
+_ODDS = {True: (4.0, 13.0), False: (-2.0, 1.0)}
+_BEHIND = {True: (2.0, 10.0), False: (0.0, 2.0)}
 
 
-def _advantages(case: Case) -> Tensor:
-    """Return (B,) advantages of both signs, or zero for every other sequence."""
-    advantages = torch.linspace(-1.0, 1.5, case.sequences)
-    if case.work.rows == "zero":
-        advantages[0::2] = 0
-    return advantages
+def _make_policy(
+    model: Model, sequences: int, length: int, dtype: str, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states (B, L, D), a head (V, D), targets and log-probabilities (B, L)."""
+    generator = torch.Generator(device).manual_seed(_SEED)
+    weight = torch.empty(model.vocabulary, model.hidden, device=device)
+    weight.normal_(std=_ROW_NORM / model.hidden**0.5, generator=generator)
+    hidden = _hidden(sequences * length, model, weight, generator).to(DTYPES[dtype])
+    weight = weight.to(DTYPES[dtype])
+    wide = hidden.double(), weight.double()
+    target = sample(*wide, model.softcap, generator)
+    logprobs = statistics(wide[0], target, wide[1], model.softcap)[0].float()
+    shape = sequences, length
+    return hidden.view(*shape, -1), weight, target.view(shape), logprobs.view(shape)
 
 
-def _log_ratios(case: Case, generator: torch.Generator) -> Tensor:
-    """Return (B, L) log-ratios: two fifths are clipped, and none is so near to its bound that
-    rounding the logits to 16 bits would move it across. A loss of sequence ratios gets one value
-    per sequence."""
-    of_tokens = case.work.loss is None or case.work.loss.scope(False) == "token"
-    width = case.length if of_tokens else 1
-    choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
-    return torch.tensor(_LOG_RATIOS)[choice].expand(case.sequences, case.length)
+def _hidden(tokens: int, model: Model, weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Return (T, D) fp32 states: noise plus each favourite's row of the head, by its odds."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=weight.device)
+
+    decided = draw(tokens) < _DECIDED
+    critical = math.sqrt(2 * math.log(model.vocabulary))
+    spread = critical * _between(_SPREADS, decided, draw(tokens))
+    noise = torch.empty(tokens, model.hidden, device=weight.device)
+    noise.normal_(generator=generator).mul_(spread[:, None] / _ROW_NORM)
+    rows = torch.randint(
+        model.vocabulary, (tokens, _FAVOURITES), generator=generator, device=weight.device
+    )
+    behind = _between(_BEHIND, decided, draw(tokens))[:, None]
+    steps = torch.arange(_FAVOURITES, device=weight.device)
+    odds = _between(_ODDS, decided, draw(tokens))[:, None] - behind * steps
+    favourites = weight[rows]  # (T, favourites, D)
+    present = torch.einsum("td,tkd->tk", noise, favourites)
+    # the others are normal: that is the logarithm of their summed exponentials
+    wanted = (math.log(model.vocabulary) + spread.square() / 2)[:, None] + odds
+    strength = (wanted - present) / _ROW_NORM**2
+    return noise + torch.einsum("tk,tkd->td", strength, favourites)
+
+
+def _between(ranges: dict[bool, tuple[float, float]], decided: Tensor, share: Tensor) -> Tensor:
+    """Return (T,) values ``share`` of the way through the range of decided or of open tokens."""
+    low, high = (torch.where(decided, ranges[True][end], ranges[False][end]) for end in (0, 1))
+    return low + share * (high - low)

@@ -16,18 +16,19 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import tables, text
-from benchmarks.environment import ROOT
-from benchmarks.executed import table as executed  # noqa: F401 (a block of the documents)
 from benchmarks.plots import PLOTS, save_plots
 from benchmarks.providers import EVERY
-from benchmarks.providers.savings import VARIANTS
-from benchmarks.results import RESULTS, Group, load
-from benchmarks.shapes import MODELS
-from benchmarks.work import WORKS
+from benchmarks.providers.ours import VARIANTS
+from benchmarks.results import RESULTS, ROOT, Group, load
+from benchmarks.shapes import MODELS, WORKS
+from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 
 NOT_MEASURED = "not measured yet"
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
-_OVER_ALL = {"standings": tables.standings, "cases": tables.cases}
+_VIEWS = {
+    "standings": ("Everybody over all cases", tables.standings),
+    "cases": ("A case in a line", tables.cases),
+}
 _PRINTED = 14  # cases of a device
 
 
@@ -37,18 +38,15 @@ def show(block: str, kind: str) -> str:
     The kinds are "cpu" and "cuda".
     """
     groups = newest(kind)[1]
-    view = _OVER_ALL[block](groups) if block in _OVER_ALL else tables.show(block, groups)
+    view = _VIEWS[block][1](groups) if block in _VIEWS else tables.show(block, groups)
     return view or NOT_MEASURED
 
 
 def headline(kind: str, work: str, model: str, tokens: int) -> str:
     """Write one case of the heads in every dtype, of the newest device of a kind."""
     wanted = {"work": work, "model": model, "tokens": tokens}
-    found = [
-        group
-        for group in newest(kind)[1]
-        if group.benchmark == "heads" and wanted.items() <= group.facts.items()
-    ]
+    found = [x for x in newest(kind)[1] if x.benchmark == "heads"]
+    found = [group for group in found if wanted.items() <= group.facts.items()]
     return tables.headline(found) if found else NOT_MEASURED
 
 
@@ -62,15 +60,15 @@ def plots(kind: str, folder: str) -> str:
 
 def newest(kind: str) -> tuple[str, list[Group]]:
     """Return the folder's name and the groups of the device that was measured last."""
-    of_kind = [(x, groups) for x, groups in _stored().items() if kind in _all(groups, "kind")]
-    return max(of_kind, key=lambda found: max(_all(found[1], "date")), default=("", []))
+    dates = {
+        max(group.environment["date"] for group in groups): (slug, groups)
+        for slug, groups in _stored().items()
+        if groups[0].environment["kind"] == kind
+    }
+    return dates[max(dates)] if dates else ("", [])
 
 
 _stored = cache(load)
-
-
-def _all(groups: Sequence[Group], fact: str) -> list[str]:
-    return [group.environment[fact] for group in groups]
 
 
 def models() -> str:
@@ -102,13 +100,10 @@ def write_documents(check: bool = False) -> int:
 
 def report(groups: Sequence[Group]) -> str:
     """Write all that is known of a device."""
-    parts = [f"# {groups[0].where}"]
-    views = {"Everybody over all cases": tables.standings, "A case in a line": tables.cases}
-    written = {title: view(groups) for title, view in views.items()}
+    written = {title: view(groups) for title, view in _VIEWS.values()}
     written |= {x.title: tables.show(name, groups) for name, x in tables.LAYOUTS.items()}
-    for title, shown in written.items():
-        parts += [f"## {title}", shown] if shown else []
-    return "\n\n".join(parts) + "\n"
+    parts = [f"## {title}\n\n{shown}" for title, shown in written.items() if shown]
+    return "\n\n".join([f"# {groups[0].where}", *parts]) + "\n"
 
 
 def main() -> None:
@@ -126,7 +121,7 @@ def main() -> None:
         if draws:
             save_plots(groups, folder / slug)
         (folder / slug / "report.md").write_text(report(groups))
-        print(f"{folder / slug}: {len(groups)} cases of {len(set(_all(groups, 'date')))} runs")
+        print(f"{folder / slug}: {len(groups)} cases of {len({x.source for x in groups})} runs")
         print(tables.cases([group for group in groups if group.benchmark == "heads"][:_PRINTED]))
     if arguments.documents and (code := write_documents()):
         sys.exit(code)

@@ -7,16 +7,31 @@ so that a short run replaces only what it measured again.
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import platform
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment, slug
+import torch
 
+from grpo_kernels.tools import cpu_name, device_memory, installed_version
+
+ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
+_SOURCES = ("grpo_kernels", "grpo_trainer", "csrc", "setup.py", "benchmarks")
+_NO_RESULTS = ":(exclude)benchmarks/results"
+_PACKAGES = (
+    *("torch", "triton", "transformers", "vllm", "trl", "liger-kernel", "cut-cross-entropy"),
+    *("quack-kernels", "nvidia-cutlass-dsl"),
+)
 STATES = ("measured", "absent", "unable", "wrong")
 
 
@@ -32,6 +47,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)  # a sample for each round
     errors: dict[str, float] = field(default_factory=dict)  # by output, against the reference
     info: dict[str, Any] = field(default_factory=dict)  # what is no time: bytes, bits, shares
+    cells: dict[str, str] = field(default_factory=dict)  # what of that its table shows, by column
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -49,6 +65,11 @@ class Row:
     @property
     def median(self) -> float | None:
         return statistics.median(self.seconds) if self.seconds and self.runs else None
+
+    def worst(self, *outputs: str) -> float | None:
+        """Return the largest error of some outputs, of one that runs and has them."""
+        errors = (self.errors[name] for name in outputs if self.runs and name in self.errors)
+        return max(errors, default=None)
 
     def leave_out(self, state: str, reason: str | None) -> None:
         """Give the reason why nothing is measured; None: there is none."""
@@ -99,13 +120,11 @@ class Recorder:
         self.environment, self.groups = environment(device), list[Group]()
         self._path: Path | None = None
         if folder is not None:
-            facts, count = self.environment, 1
-            base = folder / slug(facts["device"])
-            name = f"{facts['date'][:10]}-{facts['commit'][:12]}"
-            self._path = base / f"{name}.jsonl"
-            while self._path.exists():  # an earlier run has it
-                count += 1
-                self._path = base / f"{name}-{count}.jsonl"
+            date, commit = self.environment["date"][:10], self.environment["commit"][:12]
+            ends = chain([""], map("-{}".format, count(2)))
+            names = (f"{date}-{commit}{end}.jsonl" for end in ends)
+            paths = (folder / slug(self.environment["device"]) / name for name in names)
+            self._path = next(path for path in paths if not path.exists())  # an earlier run has it
 
     def add(
         self, benchmark: str, facts: dict[str, Any], rows: Sequence[Row], about: str = ""
@@ -124,11 +143,17 @@ class Recorder:
 
 
 def load(folder: Path = RESULTS) -> dict[str, list[Group]]:
-    """Load the groups that count, by the name of the device's folder; the newest first."""
+    """Load by the name of the device's folder, of each case the newest run's group."""
     found: dict[str, list[Group]] = {}
-    for path in folder.glob("*/*.jsonl"):
+    for path in sorted(folder.glob("*/*.jsonl")):
         found.setdefault(path.parent.name, []).extend(load_run(path))
-    return {name: _newest(groups) for name, groups in sorted(found.items())}
+    return {
+        name: list({
+            json.dumps((group.benchmark, group.facts)): group
+            for group in sorted(groups, key=lambda group: group.environment["date"])
+        }.values())
+        for name, groups in found.items()
+    }  # fmt: skip
 
 
 def load_run(path: Path) -> list[Group]:
@@ -153,7 +178,33 @@ def load_run(path: Path) -> list[Group]:
     return list(groups.values())
 
 
-def _newest(groups: Iterable[Group]) -> list[Group]:
-    """Return of each case the group of the newest run, in the order of the runs."""
-    ordered = sorted(groups, key=lambda group: group.environment["date"])
-    return list({json.dumps((group.benchmark, group.facts)): group for group in ordered}.values())
+def environment(device: str) -> dict[str, Any]:
+    """Return the facts needed to repeat a run on ``device``, "cpu" or "cuda"."""
+    gpu = device == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # where there is no checkout, who carried the sources says of which commit they are
+        "commit": os.environ.get("COMMIT") or _git("rev-parse", "HEAD") or "unknown",
+        "modified": bool(_git("status", "--porcelain", "--", *_SOURCES, _NO_RESULTS)),
+        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "kind": device,
+        "isa": None if gpu else torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(device_memory(device) / 2**30, 1),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in _PACKAGES},
+    }
+
+
+def slug(name: str) -> str:
+    """Return a device's name in a form that a folder can have."""
+    plain = re.sub(r"\((R|TM)\)", "", name, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.check_output(["git", *arguments], cwd=ROOT, stderr=-3, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):  # not a checkout
+        return ""

@@ -1,13 +1,14 @@
-"""The heads that are measured, and a case: a head, a number of tokens, a dtype and a work."""
+"""What is measured: a case is a head, a number of tokens, a dtype and a work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.work import WORKS, Work
+from grpo_kernels import LossConfig
 from grpo_kernels.tools import device_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,13 +27,13 @@ class Spread(NamedTuple):
 # 0.3 nats, as of a policy in RL, and 1.9, as of plain text. Were the logits of the first as large
 # for all ids, many of their probabilities would be subnormal, which CPUs multiply slowly and which
 # real ones are not. "peaked" raises its targets over a flat tail, see ``problem.py``; of
-# "mostly-decided" tokens a fifth is open, see ``policy.py``.
+# "mostly-decided" tokens a fifth is open, see there too.
 DECIDED = "mostly-decided"
 SPREADS = {
-    "peaked": None,
+    "peaked": Spread(2.0),
     "policy-like": Spread(16.0, others=2.0, every=512),
     "text-like": Spread(6.8),
-    DECIDED: None,
+    DECIDED: Spread(0.0),  # its own
 }
 
 
@@ -64,6 +65,54 @@ MODELS = {
 
 
 @dataclass(frozen=True)
+class Work:
+    """One computation over the same inputs."""
+
+    name: str
+    title: str
+    kind: str  # "forward" | "backward" | "mean" | "loss"
+    entropy: bool = False  # the entropies are wanted beside the log-probabilities
+    loss: LossConfig | None = None  # for "loss"
+    frozen: bool = False  # the head's weight needs no gradient
+    rows: str = "all"  # "all" | "masked" | "zero": what half of the tokens are
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The fields of a result that are compared with the reference."""
+        if self.kind == "forward":
+            return ("logprobs", "entropy") if self.entropy else ("logprobs",)
+        value = "logprobs" if self.kind == "backward" else "loss"
+        return (value, "dhidden") if self.frozen else (value, "dhidden", "dweight")
+
+
+def _loss(name: str, beta: float = 0.0, frozen: bool = False, rows: str = "all") -> Work:
+    what = _PARTS.get(rows, f"beta {beta:g}, {'frozen' if frozen else 'full'} head")
+    tags = [name, "kl" * bool(beta), "frozen" * frozen, rows * (rows in _PARTS)]
+    title = f"{name} loss, {what}: forward + backward"
+    config = LossConfig(loss_type=name, beta=beta, epsilon=0.2)
+    return Work("-".join(filter(None, tags)), title, "loss", False, config, frozen, rows)
+
+
+_LOSSES = ("dapo", "gspo")
+_PARTS = {"masked": "half of the tokens masked", "zero": "half at zero advantage"}
+_UPSTREAM = "log-probabilities, forward + backward of any upstream gradient"
+_NLL = "mean negative log-likelihood (what cross-entropy kernels do), forward + backward"
+_ENTROPY = "log-probabilities and entropy, no gradient"
+WORKS: dict[str, Work] = {
+    work.name: work
+    for work in (
+        Work("logprobs", "log-probabilities, no gradient", "forward"),
+        Work("logprobs-entropy", _ENTROPY, "forward", entropy=True),
+        Work("logprobs-grad", _UPSTREAM, "backward"),
+        Work("logprobs-grad-frozen", "the same before a frozen head", "backward", frozen=True),
+        Work("nll", _NLL, "mean"),
+        *(_loss(*each) for each in product(_LOSSES, (0.0, 0.04), (False, True))),
+        *(_loss(name, rows=rows) for name, rows in product(_LOSSES, _PARTS)),
+    )
+}
+
+
+@dataclass(frozen=True)
 class Case:
     """One table: sequences of one padded length before one head, and how thoroughly."""
 
@@ -89,16 +138,12 @@ class Case:
     def length(self) -> int:
         return self.tokens // self.sequences
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
     def too_large(self, device: str) -> str | None:
         """Return why not even the smallest provider can be measured; None where the case fits."""
         weight = self.model.vocabulary * self.model.hidden
         states = self.tokens * self.model.hidden
-        # inputs and gradients, an fp32 accumulator, and twice fp64 for the reference
-        needed = (weight + states) * (2 * self.torch_dtype.itemsize + 4 + 16)
+        # inputs and gradients, an fp32 accumulator, and three times fp64 for the reference
+        needed = (weight + states) * (2 * DTYPES[self.dtype].itemsize + 4 + 24)
         if needed <= 0.8 * device_memory(device):
             return None
         return f"needs {needed / 2**30:.0f} GiB of memory"

@@ -14,14 +14,13 @@ from benchmarks import text
 from benchmarks.check import compare, reference_dtype
 from benchmarks.conftest import Session
 from benchmarks.exact import statistics
-from benchmarks.measure import Call, Settings
+from benchmarks.measure import Settings
 from benchmarks.measure import measure as measured
 from benchmarks.problem import Problem, Result, detached, make_problem
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, Case, make_case
-from benchmarks.work import WORKS
+from benchmarks.shapes import DECIDED, DTYPES, WORKS, Case, make_case
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
 # Nats, and of a gradient a part of its norm: rounding logits to 16 bits changes either by less.
@@ -34,29 +33,22 @@ BANDS = {
 }
 
 
-def _both(
-    model: str, tokens: int, work: str = _VALUES, slow: Sequence[str] = ("bf16", "fp32")
-) -> list[Case]:
+def _both(model: str, values: int, gradients: int, *slow: str) -> list[Case]:
+    """Return values and gradients of so many tokens: every one is kept, so they are few."""
     return [
         make_case(work, model, tokens, dtype, DECIDED, slow=dtype in slow)
+        for work, tokens in ((_VALUES, values), (_GRADIENTS, gradients))
         for dtype in ("bf16", "fp32")
     ]
 
 
-# every token is kept, so they are few
+_GPU = _both("qwen3-1.7b", 1024, 1024, *DTYPES)
 CASES = {
-    "tiny": [*_both("tiny", 32, slow=()), *_both("tiny", 32, _GRADIENTS, slow=())],
-    "quick": [*_both("small", 64, slow=()), *_both("small", 64, _GRADIENTS, slow=())],
-    "cpu": [*_both("qwen2.5-0.5b", 512), *_both("qwen2.5-0.5b", 256, _GRADIENTS)],
-    "gpu": [
-        *_both("qwen3-1.7b", 1024, slow=("bf16",)),
-        *_both("qwen3-1.7b", 1024, _GRADIENTS, slow=()),
-    ],
-    "gpu-full": [
-        *_both("qwen3-1.7b", 1024),
-        *_both("qwen3-1.7b", 1024, _GRADIENTS),
-        *_both("qwen3-8b", 1024),
-    ],
+    "tiny": _both("tiny", 32, 32),
+    "quick": _both("small", 64, 64),
+    "cpu": _both("qwen2.5-0.5b", 512, 256, *DTYPES),
+    "gpu": [replace(case, slow=case == _GPU[0]) for case in _GPU],
+    "gpu-full": [*_GPU, *_both("qwen3-8b", 1024, 1024, *DTYPES)[:2]],
 }
 
 
@@ -81,7 +73,12 @@ def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settin
         (each, values if case.work.kind != "loss" and each.unable(case) is not None else case)
         for each in providers
     ]
-    return measured(calls, replace(settings, rounds=0), _check)
+    rows = measured(calls, replace(settings, rounds=0), _check)
+    for row in rows:
+        outputs = ("loss", "dhidden", "dweight") if row.runs else ()
+        row.cells = {name: text.error(row.errors.get(name)) for name in outputs}
+        row.cells |= {name: text.two_errors(errors) for name, errors in row.info.items()}
+    return rows
 
 
 def distribution(problem: Problem) -> str:
@@ -103,31 +100,30 @@ def within(band: str, logprobs: Tensor) -> Tensor:
     return (logprobs.exp() > low) & (logprobs.exp() <= high)
 
 
-def _check(call: Call, problem: Problem, exact: Result, settings: Settings) -> None:
-    row = call.row
-    if not call.provider.checked:
+def _check(
+    provider: Provider, row: Row, problem: Problem, exact: Result, settings: Settings
+) -> None:
+    if not provider.checked:
         row.leave_out("unable", "it has no results")
         return
-    result = call.provider.run(problem)
-    found: list[float] = []
+    result = provider.run(problem)
     if problem.work.kind == "loss":
         row.errors, wrong = compare(result, exact, problem, _WRONG)
         row.leave_out("wrong", wrong)
-        if not row.runs:
-            return
-        norms = exact.dhidden.norm(dim=-1)
-        relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
-        row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
-    else:
-        error = _difference(result, exact, "logprobs")
-        noise = error.expm1().abs()  # of an importance ratio whose other side is exact
-        row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
-        row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
-        found += error.abs().flatten().tolist()
-        if problem.work.entropy:
-            entropy = _difference(result, exact, "entropy").abs()
-            row.info["H"] = [entropy.median().item(), entropy.max().item()]
-            found += entropy.flatten().tolist()
+        if row.runs:
+            norms = exact.dhidden.norm(dim=-1)
+            relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
+            row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
+        return
+    error = _difference(result, exact, "logprobs")
+    noise = error.expm1().abs()  # of an importance ratio whose other side is exact
+    row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
+    row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
+    found = error.abs().flatten().tolist()
+    if problem.work.entropy:
+        entropy = _difference(result, exact, "entropy").abs()
+        row.info["H"] = [entropy.median().item(), entropy.max().item()]
+        found += entropy.flatten().tolist()
     wrong = [x for x in found if not x <= _WRONG]  # written so that NaN is wrong
     if wrong:
         row.info.clear()

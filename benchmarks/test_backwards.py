@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks import text
 from benchmarks.check import against
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY
-from benchmarks.providers.backwards import AGAIN, BOUNDED, KEPT
+from benchmarks.providers.ours import BACKWARDS
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, Case, make_case
+from benchmarks.shapes import DTYPES, WORKS, Case, make_case
 from benchmarks.test_accuracy import distribution
-from benchmarks.work import WORKS
 
 
 def _every_input(model: str, tokens: int, *dtypes: str, slow: bool = True) -> list[Case]:
@@ -39,12 +40,12 @@ CASES = {
 }
 _WRONG = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
 _BARE = ("logprobs bare-gemms",)  # the bare work of "logprobs" is one GEMM
-_OURS = [f"logprobs-grad {provider.name}" for provider in (AGAIN, KEPT, *BOUNDED)]
+_OURS = [f"logprobs-grad {provider.name}" for provider in BACKWARDS]
 _USUAL = "ours-bounded-2e-3"
 _WAYS = (
     *_OURS,
     *(f"logprobs-grad {name}" for name in ("eager", "compile", "trl")),
-    *(f"logprobs-grad-frozen {name}" for name in (AGAIN.name, KEPT.name, _USUAL, "eager")),
+    *(f"logprobs-grad-frozen {name}" for name in ("ours-again", "ours-kept", _USUAL, "eager")),
     *(f"dapo {name}" for name in ("ours", _USUAL, "eager", "trl", "liger")),
 )
 
@@ -61,6 +62,14 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = measured(calls, session.settings(case, bits=False, allowed=_WRONG))
     for row, (work, _) in zip(rows, pairs, strict=True):
         row.info["work"] = work
+        row.cells = {
+            "extra MiB": text.mib(row.info.get("extra_bytes")),
+            **{name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")},
+        }
+        if "entries" in row.info:
+            mean, most = row.info["entries"] or (math.nan, math.nan)
+            row.cells["entries: mean (max)"] = f"{mean:.1f} ({most:.0f})"
+            row.cells["exact, %"] = text.percent(row.info["exact_share"])
     return rows
 
 

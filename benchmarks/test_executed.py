@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import executed
-from benchmarks.environment import ROOT
+from benchmarks import tables
 from benchmarks.providers.base import is_ours
+from benchmarks.results import ROOT, environment
 
 # of 16-bit logits and gradients, against fp64; others round log-probabilities to 16 bits
 _ERROR = {"fp32": 5e-3, "bf16": 1e-2}
@@ -37,9 +37,10 @@ def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:
     for line in lines:
         worst = max(line["errors"].values())
         assert worst < (_ERROR[line["dtype"]] if is_ours(line["provider"]) else _OF_OTHERS), line
-    compiled = [line for target in executed.TARGETS for line in _counted(target)]
+    compiled = [line for target in tables.TARGETS for line in _counted(target)]
     folder = request.config.getoption("--results")
-    path = (folder / executed.PATH.name) if folder else ROOT / "build" / executed.PATH.name
+    path = (folder / tables.EXECUTED.name) if folder else ROOT / "build" / tables.EXECUTED.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    executed.write(lines, compiled, path)
-    print(executed.table(path))
+    found = {"environment": environment("cpu"), "executed": lines, "compiled": compiled}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(tables.executed(path))

@@ -2,83 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
 
 import torch
 
+from benchmarks import text
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, Case, make_case
+from benchmarks.shapes import DTYPES, WORKS, Case, make_case
 from benchmarks.tables import is_quoted
-from benchmarks.work import WORKS
 
+_HEAD = "qwen3-1.7b"
+_CPU = ("logprobs-grad", "nll", "gspo-kl", "dapo-frozen", "dapo-masked", "dapo-zero")
+_MOST = ("dapo", "logprobs-entropy", "logprobs-grad", "nll")
 _HEADS = ("qwen3-8b", "gemma-2-2b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-4b")
 
 
-def _quick() -> list[Case]:
-    """Return one case, thoroughly: on a CPU of a head that is small and real."""
-    model, tokens = ("qwen3-1.7b", 8192) if torch.cuda.is_available() else ("smollm2-135m", 1024)
-    return [make_case("dapo", model, tokens, dtype, memory=True, slow=True) for dtype in DTYPES]
+def _cases(works: Iterable[str], models: Iterable[str], tokens: Iterable[int]) -> list[Case]:
+    return [make_case(*each, "bf16") for each in product(works, models, tokens)]
 
 
 def _cpu() -> list[Case]:
     """Return one real head, most important cases first, then every work at the small one."""
     head = "qwen2.5-0.5b"
-    works = ("logprobs-grad", "nll", "gspo-kl", "dapo-frozen", "dapo-masked", "dapo-zero")
+    sizes = [("dapo", 1024, True), ("logprobs-entropy", 1024, False)]
+    sizes += [("dapo", tokens, False) for tokens in (256, 512)]
     return [
-        *(make_case("dapo", head, 1024, dtype, memory=True, slow=True) for dtype in DTYPES),
-        *(make_case("logprobs-entropy", head, 1024, dtype, memory=True) for dtype in DTYPES),
         *(
-            make_case("dapo", head, count, dtype, memory=True)
-            for count in (256, 512)
+            make_case(work, head, tokens, dtype, memory=True, slow=slow)
+            for work, tokens, slow in sizes
             for dtype in DTYPES
         ),
-        *(make_case(work, head, 256, dtype) for work in works for dtype in DTYPES),
+        *(make_case(work, head, 256, dtype) for work in _CPU for dtype in DTYPES),
         *(make_case(work, "small", 128, dtype) for work in WORKS for dtype in DTYPES),
     ]
 
 
 def _gpu() -> list[Case]:
     """Return the most important cases, for a machine that is there for minutes."""
-    head = "qwen3-1.7b"
     tokens = (1024, 2048, 4096, 16384, 32768, 65536)
-    first = ("dapo", "logprobs-entropy", "logprobs-grad", "nll")
-    rest = [name for name in WORKS if name not in (*first, "logprobs")]
+    rest = [name for name in WORKS if name not in (*_MOST, "logprobs")]
     return [
-        make_case("logprobs-entropy", head, 8192, "bf16"),
-        make_case("dapo", "qwen3-8b", 8192, "bf16"),
+        *_cases(["logprobs-entropy"], [_HEAD], [8192]),
+        *_cases(["dapo"], ["qwen3-8b"], [8192]),
         # takes minutes, so two tables are safe by then
-        make_case("dapo", head, 8192, "bf16", slow=True),
-        make_case("logprobs-grad", head, 8192, "bf16"),
-        make_case("nll", head, 8192, "bf16"),
-        make_case("logprobs-entropy", "qwen3-8b", 8192, "bf16"),
-        *(make_case("dapo", head, count, "bf16") for count in tokens),
-        *(make_case(work, head, 8192, "bf16") for work in rest),
-        *(make_case("dapo", name, 8192, "bf16") for name in _HEADS[1:]),
-        *(make_case("logprobs-entropy", head, count, "bf16") for count in tokens),
-        *(make_case("logprobs-entropy", name, 8192, "bf16") for name in _HEADS[1:]),
+        make_case("dapo", _HEAD, 8192, "bf16", slow=True),
+        *_cases(["logprobs-grad", "nll"], [_HEAD], [8192]),
+        *_cases(["logprobs-entropy"], ["qwen3-8b"], [8192]),
+        *_cases(["dapo"], [_HEAD], tokens),
+        *_cases(rest, [_HEAD], [8192]),
+        *_cases(["dapo"], _HEADS[1:], [8192]),
+        *_cases(["logprobs-entropy"], [_HEAD], tokens),
+        *_cases(["logprobs-entropy"], _HEADS[1:], [8192]),
     ]
 
 
 def _gpu_full() -> list[Case]:
     """Return every work and head over all lengths."""
-    tokens = (1024, 4096, 16384, 65536)
-    every = [
-        make_case(work, model, count, "bf16", slow=count == 4096)
-        for work in WORKS
-        for model in ("qwen3-1.7b", *_HEADS)
-        for count in tokens
-    ]
-    wide = [make_case(work, "qwen3-1.7b", 4096, "fp32") for work in WORKS]
+    every = _cases(WORKS, (_HEAD, *_HEADS), (1024, 4096, 16384, 65536))
+    every = [replace(case, slow=case.tokens == 4096) for case in every]
+    wide = [make_case(work, _HEAD, 4096, "fp32") for work in WORKS]
     # the first entry of a case counts
-    return list({str(each): each for each in reversed([*_gpu(), *every, *wide])}.values())[::-1]
+    return list({str(case): case for case in reversed([*_gpu(), *every, *wide])}.values())[::-1]
 
 
+# one case, thoroughly: on a CPU of a head that is small and real
+_QUICK = (_HEAD, 8192) if torch.cuda.is_available() else ("smollm2-135m", 1024)
 CASES = {
     "tiny": [make_case("dapo", "tiny", 32, dtype) for dtype in DTYPES],
-    "quick": _quick(),
+    "quick": [make_case("dapo", *_QUICK, dtype, memory=True, slow=True) for dtype in DTYPES],
     "cpu": _cpu(),
     "gpu": _gpu(),
     "gpu-full": _gpu_full(),
@@ -92,7 +88,14 @@ def names(case: Case) -> list[str]:
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    return measured([(PROVIDERS[name], case) for name in names], session.settings(case))
+    rows = measured([(PROVIDERS[name], case) for name in names], session.settings(case))
+    for row in rows:
+        row.cells = {
+            "MiB": text.mib(row.info.get("extra_bytes")),
+            "value": text.error(row.worst("loss", "logprobs", "entropy")),
+            "grad": text.error(row.worst("dhidden", "dweight")),
+        }
+    return rows
 
 
 def test_heads(row: Row) -> None:

@@ -4,59 +4,44 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from benchmarks import text
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, measure_apart
+from benchmarks.measure import attempt, measure_apart, race
 from benchmarks.providers.base import lacking
 from benchmarks.results import Row
-from benchmarks.timing import in_turns, make_timer, resident_growth
-from benchmarks.training.task import (
-    QUICK,
+from benchmarks.timing import make_timer, resident_growth
+from benchmarks.training import (
     SEED,
     SIZES,
     TrainingConfig,
+    build,
+    make_batch,
     make_model,
     make_texts,
     make_tokenizer,
 )
-from benchmarks.training.trainers import Job, build, make_batch
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
 _ROUNDS = 3
 _REQUIRES = ("peft", "transformers", "accelerate", "datasets")
 THEIRS, OURS, AT_HEAD, NO_HEAD = "theirs", "ours", "ours, loss at the head", "no head"
-ARMS = (THEIRS, OURS, AT_HEAD, NO_HEAD)
 # TRL's own head has to be built last: a model that has it keeps ours from being switched on
 _ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
 _TEMPERATURE = 0.7
 
 
-@dataclass(frozen=True)
-class Step:
-    """A forward and backward, which leaves gradients in its leaves."""
-
-    loss: Callable[[], Tensor]  # ()
-    leaves: Sequence[Tensor]
-
-    def __call__(self) -> None:
-        self.loss().backward()
-
-    def checked(self) -> StepResult:
-        """Return the loss and the gradient, which the next arm has no room for."""
-        loss = self.loss()
-        loss.backward()
-        return loss.detach(), take_gradient(self.leaves)
+Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ class Case:
     step: str
     arms: tuple[str, ...]
     make: Callable[[str, TrainingConfig], Step]  # of an arm
-    config: TrainingConfig = QUICK
+    config: TrainingConfig = SIZES["quick"]
 
     def facts(self) -> dict[str, Any]:
         config = self.config
@@ -81,22 +66,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.host}: {self.step}"
-
-
-def _make_step(kind: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
-    """Build TRL's trainer for an arm; return its forward and backward of one batch."""
-    from grpo_kernels.integrations import trl as ours
-
-    # what is built while it is on keeps our head
-    with ours.enabled() if arm in (OURS, NO_HEAD) else nullcontext():
-        torch.manual_seed(SEED)  # of the adapters
-        trainer, inputs = _TRAINERS[kind](lora, arm, config)
-
-    def loss() -> Tensor:
-        with _headless() if arm == NO_HEAD else nullcontext():
-            return trainer.compute_loss(trainer.model_wrapped, dict(inputs))
-
-    return Step(loss, [x for x in trainer.model.parameters() if x.requires_grad])
 
 
 @contextmanager
@@ -115,27 +84,42 @@ def _headless() -> Iterator[None]:
         yield
 
 
-def _grpo(lora: bool, arm: str, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
+    """Build TRL's trainer for an arm; return its forward and backward of one batch."""
+    from grpo_kernels.integrations import trl as ours
 
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(config=config, device="cpu", steps=1, folder=Path(folder))
-        own = FusedGRPOTrainer if arm == AT_HEAD else None
-        trainer: Any = build("trl", job, own, _adapter(lora))
-    trainer.current_gradient_accumulation_steps = config.micro_batches
-    return trainer, make_batch(config, make_model(config), "cpu")
+    adapter = None
+    if lora:
+        from peft import LoraConfig
+
+        # both factors have gradients
+        adapter = LoraConfig(target_modules=["q_proj", "v_proj"], r=8, init_lora_weights=False)
+    # what is built while it is on keeps our head
+    with ours.enabled() if arm in (OURS, NO_HEAD) else nullcontext():
+        torch.manual_seed(SEED)  # of the adapters
+        if trainer == "GRPO":
+            own = ours.FusedGRPOTrainer if arm == AT_HEAD else None
+            built: Any = build("trl", config, "cpu", 1, own, adapter)
+            built.current_gradient_accumulation_steps = config.sequences // config.micro_batch
+            inputs: dict[str, Any] = make_batch(config, make_model(config), "cpu")
+        else:
+            built, inputs = _from_dataset(trainer, adapter, config)
+
+    def loss() -> Tensor:
+        with _headless() if arm == NO_HEAD else nullcontext():
+            return built.compute_loss(built.model_wrapped, dict(inputs))
+
+    return loss, [x for x in built.model.parameters() if x.requires_grad]
 
 
-def _from_dataset(
-    trainer: str, columns: dict[str, int], lora: bool, arm: str, config: TrainingConfig
-) -> tuple[Any, dict[str, Any]]:
+def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
     """Build a trainer and take its first batch."""
     import trl
     from datasets import Dataset
 
     data = {
         name: make_texts(config, config.micro_batch, length, seed)
-        for seed, (name, length) in enumerate(columns.items())
+        for seed, (name, length) in enumerate(_COLUMNS[trainer].items())
     }
     with tempfile.TemporaryDirectory() as folder:
         args = getattr(trl, f"{trainer}Config")(
@@ -146,19 +130,10 @@ def _from_dataset(
         model.save_pretrained(folder)  # a reference model is loaded from there
         model = type(model).from_pretrained(folder)
         built: Any = getattr(trl, f"{trainer}Trainer")(
-            model, args=args, train_dataset=Dataset.from_dict(data), peft_config=_adapter(lora),
+            model, args=args, train_dataset=Dataset.from_dict(data), peft_config=adapter,
             processing_class=make_tokenizer(config),
         )  # fmt: skip
     return built, built._prepare_inputs(next(iter(built.get_train_dataloader())))
-
-
-def _adapter(lora: bool) -> Any:
-    if not lora:
-        return None
-    from peft import LoraConfig
-
-    # both factors have gradients
-    return LoraConfig(target_modules=["q_proj", "v_proj"], r=8, init_lora_weights=False)
 
 
 def _tensors(config: TrainingConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +156,7 @@ def _liger(arm: str, config: TrainingConfig) -> Step:
     settings: dict[str, Any] = {"temperature": _TEMPERATURE, "beta": 0.0, "use_ref_model": False}
     with liger.enabled() if arm == OURS else nullcontext():
         module = grpo_loss.LigerFusedLinearGRPOLoss(**settings)
-    return Step(lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight))
+    return lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight)
 
 
 def _verl(arm: str, config: TrainingConfig) -> Step:
@@ -193,28 +168,27 @@ def _verl(arm: str, config: TrainingConfig) -> Step:
     scores = FusedLinearForPPO()
 
     def loss() -> Tensor:
-        with verl.enabled() if arm == OURS else nullcontext():
+        on: AbstractContextManager[Any] = verl.enabled() if arm == OURS else nullcontext()
+        with on:
             logprobs, entropy = scores(hidden, weight, ids, _TEMPERATURE)
         return (logprobs + 0.1 * entropy).mean()
 
-    return Step(loss, (hidden, weight))
+    return loss, (hidden, weight)
 
 
-_TRAINERS: dict[str, Callable[[bool, str, TrainingConfig], tuple[Any, dict[str, Any]]]] = {
-    "GRPO": _grpo,
-    "SFT": partial(_from_dataset, "SFT", {"prompt": 32, "completion": 64}),
-    "DPO": partial(_from_dataset, "DPO", {"prompt": 32, "chosen": 64, "rejected": 64}),
+_COLUMNS = {
+    "SFT": {"prompt": 32, "completion": 64},
+    "DPO": {"prompt": 32, "chosen": 64, "rejected": 64},
 }
 _QUICK = [
     *(
-        Case(
-            "trl",
-            f"{kind}Trainer, {'LoRA' if lora else 'all weights'}",
-            ARMS if kind == "GRPO" else (THEIRS, OURS, NO_HEAD),
-            partial(_make_step, kind, lora),
-        )
-        for kind in _TRAINERS
-        for lora in (False, True)
+        Case("trl", f"{trainer}Trainer, {weights}", arms, partial(_trl, trainer, weights == "LoRA"))
+        for trainer, arms in {
+            "GRPO": (THEIRS, OURS, AT_HEAD, NO_HEAD),
+            "SFT": (THEIRS, OURS, NO_HEAD),
+            "DPO": (THEIRS, OURS, NO_HEAD),
+        }.items()
+        for weights in ("all weights", "LoRA")
     ),
     Case("liger-kernel", "LigerFusedLinearGRPOLoss", (THEIRS, OURS), _liger),
     Case("verl", "FusedLinearForPPO, entropy", (THEIRS, OURS), _verl),
@@ -237,39 +211,55 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name) for name in names]
     for row in rows:
         row.leave_out("absent", lacking(case.host, *_REQUIRES))
-    rounds = 1 if session.suite == "tiny" else _ROUNDS
-    memory = [] if session.brief else [name for name in names if name != NO_HEAD]
-    return measure_apart(rows, _times, _growth, (case,), rounds, memory)
+    rounds = session.rounds(_ROUNDS)
+    return measure_apart(rows, _times, _growth, case, rounds, not session.brief)
 
 
 def _times(case: Case, rounds: int) -> list[Row]:
     """Check every arm against the host's own, and time those that passed in turns."""
     torch.manual_seed(0)
     rows = {arm: Row(arm) for arm in case.arms}
-    steps: dict[str, Step] = {}
+    steps: list[tuple[Row, Step]] = []
     found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
         with attempt(rows[arm]):
-            steps[arm] = case.make(arm, case.config)
-            found[arm] = steps[arm].checked()
-            rows[arm].info["version"] = version(case.host)
+            loss, leaves = case.make(arm, case.config)
+            value = loss()
+            value.backward()
+            # the next arm has no room for the gradient
+            found[arm] = value.detach(), take_gradient(leaves)
+            steps.append((rows[arm], (loss, leaves)))
+            rows[arm].info["work"] = f"{case.host} {version(case.host)}: {case.step}"
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:
             rows[arm].errors = compare_steps(found[arm], found[THEIRS])
             rows[arm].leave_out("wrong", why_wrong(rows[arm].errors, "fp32"))
     found.clear()
     timer = make_timer("cpu")
-    for arm, step in in_turns([(arm, x) for arm, x in steps.items() if rows[arm].runs], rounds):
-        rows[arm].seconds.append(timer(step))
-        take_gradient(step.leaves)
+
+    def timed(step: Step) -> float:
+        seconds = timer(lambda: step[0]().backward())
+        for leaf in step[1]:
+            leaf.grad = None
+        return seconds
+
+    race(steps, rounds, timed)
+    if NO_HEAD in rows:  # the head: the time of a step, less what it takes without one
+        rest, theirs = rows[NO_HEAD].median, rows[THEIRS].median
+        for arm, row in rows.items():
+            if arm != NO_HEAD and rest and theirs and row.median:
+                ratio = f"x {text.ratio((row.median - rest) / (theirs - rest))}"
+                own = arm == THEIRS
+                row.cells["the head in it"] = text.duration(theirs - rest) if own else ratio
     return list(rows.values())
 
 
 def _growth(case: Case, arm: str) -> int:
     """Return by how many bytes this process, which does nothing else, grows in a step."""
     torch.manual_seed(0)
-    case.make(arm, QUICK)()  # libraries are loaded, threads started
-    return resident_growth(case.make(arm, case.config))[1]
+    case.make(arm, SIZES["quick"])[0]().backward()  # libraries are loaded, threads started
+    loss, _ = case.make(arm, case.config)
+    return resident_growth(lambda: loss().backward())[1]
 
 
 def test_hosts(row: Row) -> None:

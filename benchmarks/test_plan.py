@@ -51,7 +51,7 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
         hidden=case.model.hidden,
         vocabulary=case.model.vocabulary,
         tokens=tokens,
-        dtype=case.torch_dtype,
+        dtype=DTYPES[dtype],
         device=device,
         options=RunOptions(precision=precision),
     )

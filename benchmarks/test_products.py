@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import text
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, time_in_turns
+from benchmarks.measure import attempt, free, race
 from benchmarks.results import Row
+from benchmarks.timing import make_timer
 from grpo_kernels.backends import output_view
 from grpo_kernels.head import Head, accumulate, matmul_precision, project
 
@@ -79,9 +81,9 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
             with attempt(row):  # torch without this form, or too little memory
                 calls[row.provider]()
         runs = [(row, calls[row.provider]) for row in rows]
-        time_in_turns(runs, session.device, session.rounds)
+        race(runs, session.rounds(), make_timer(session.device))
     for row in rows:
-        row.info |= _rate(case, row)
+        row.cells = _rate(case, row)
     calls.clear()
     free(session.device)
     return rows
@@ -116,13 +118,13 @@ def _calls(case: Case, device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def _rate(case: Case, row: Row) -> dict[str, float]:
+def _rate(case: Case, row: Row) -> dict[str, str]:
     if row.median is None:
         return {}
-    size = case.columns * case.depth
+    size = case.columns * case.depth / row.median
     if row.provider in ("copy", "scale"):
-        return {"gb_per_second": size * (4 if row.provider == "copy" else 6) / row.median / 1e9}
-    return {"tflop_per_second": 2 * case.rows * size / row.median / 1e12}
+        return {"GB/s": text.digits(size * (4 if row.provider == "copy" else 6) / 1e9)}
+    return {"TFLOP/s": text.digits(2 * case.rows * size / 1e12)}
 
 
 def test_products(row: Row) -> None:

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.conftest import Session
 from benchmarks.problem import make_problem
-from benchmarks.providers.ours import run_loss
+from benchmarks.providers.ours import run
 from benchmarks.shapes import make_case
 
 _SHOWN = 25  # kernels of the table
@@ -27,7 +27,7 @@ def test_profile(
     problem = make_problem(make_case("dapo", "qwen3-1.7b", tokens, "bf16"), "cuda")
 
     def step() -> None:
-        run_loss(problem, {})
+        run(problem)
         torch.cuda.synchronize()
 
     benchmark.pedantic(step, rounds=10, warmup_rounds=3)

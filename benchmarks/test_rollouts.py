@@ -15,19 +15,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import text
 from benchmarks.child import ask
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
-from benchmarks.training.task import SIZES, TrainingConfig, make_model, make_tokenizer
-from benchmarks.training.trainers import Job, build, precision
+from benchmarks.training import SIZES, TrainingConfig, build, make_model, make_tokenizer, sized
 
+_WARM_UP = 2  # steps: in the first one weights are sent that are no update
 _STEPS = 3
 _LONGEST = 600.0  # seconds of an engine that starts and trains a few steps
 _ENVIRONMENT = {
@@ -35,13 +35,23 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
+    **({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {}),
 }
 _BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
-_MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.3}  # vLLM's, of the device's memory
-_CACHE = 256 << 20  # bytes of keys and values that are enough on a CPU
+_MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memory
 _PROFILE = "profiling/"
-_WARM_UP = 2  # steps: in the first one weights are sent that are no update
 _SERVE = "from grpo_trainer.cli.train import main; main()"
+_SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
+# phases of a step by what they are called in the table; others by their own names
+_PHASES = {"sync": "update", "score": "rewards", "old": "old policy", "ref": "reference"}
+_GPU = [sized(name, DEVICE) for name in ("middle-gpu", "large-gpu")]
+CASES = {
+    "tiny": [sized("tiny", DEVICE)],
+    "quick": [sized("quick", DEVICE)],
+    "cpu": [SIZES[name] for name in ("quick", "middle", "large")],
+    "gpu": _GPU,
+    "gpu-full": _GPU,
+}
 
 
 def _longest(config: TrainingConfig) -> int:
@@ -50,15 +60,16 @@ def _longest(config: TrainingConfig) -> int:
     return tokens + -tokens % _BLOCK
 
 
-def _vllm_arguments(config: TrainingConfig, device: str) -> dict[str, Any]:
+def _vllm_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments of the engine, the same for a colocated one and a server."""
     settings: dict[str, Any] = {"max_num_seqs": config.sequences}
-    if device == "cpu":  # small and quick to start
-        settings |= {"enforce_eager": True, "block_size": _BLOCK, "kv_cache_memory_bytes": _CACHE}
+    if DEVICE == "cpu":  # small and quick to start; so many bytes of keys and values are enough
+        small = {"block_size": _BLOCK, "kv_cache_memory_bytes": 256 << 20}
+        settings |= {"enforce_eager": True, **small}
     return settings
 
 
-def _continuous(config: TrainingConfig, device: str) -> dict[str, Any]:
+def _continuous(config: TrainingConfig) -> dict[str, Any]:
     blocks = {"num_blocks": 4 * config.sequences, "max_batch_tokens": 8 * _longest(config)}
     return {
         "use_transformers_continuous_batching": True,
@@ -66,67 +77,39 @@ def _continuous(config: TrainingConfig, device: str) -> dict[str, Any]:
     }
 
 
-def _colocated(config: TrainingConfig, device: str) -> dict[str, Any]:
+def _colocated(config: TrainingConfig) -> dict[str, Any]:
     return {
         "use_vllm": True,
         "vllm_max_model_length": _longest(config),
-        "vllm_gpu_memory_utilization": _MEMORY_SHARE[device],
-        "vllm_engine_kwargs": _vllm_arguments(config, device),
+        "vllm_gpu_memory_utilization": _MEMORY_SHARE,
+        "vllm_engine_kwargs": _vllm_arguments(config),
     }
-
-
-def _server(config: TrainingConfig, device: str, **more: Any) -> dict[str, Any]:
-    return {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0, **more}
 
 
 @dataclass(frozen=True)
 class Engine:
     """One way to generate."""
 
-    name: str
     note: str
-    settings: Callable[[TrainingConfig, str], dict[str, Any]]  # fields of GRPOConfig
+    settings: Callable[[TrainingConfig], dict[str, Any]]  # fields of GRPOConfig
     sent: bool = True  # it has weights of its own, which it is sent
     server: bool = False
 
-    def absent(self) -> str | None:
-        """Return why it cannot run here, or None."""
-        missing = self.sent and importlib.util.find_spec("vllm") is None
-        return "vLLM is not installed here; `make bench-vllm` installs it" if missing else None
-
 
 ENGINES = {
-    engine.name: engine
-    for engine in (
-        Engine(
-            "transformers",
-            "`generate` of transformers, with the policy itself",
-            lambda config, device: {},
-            sent=False,
-        ),
-        Engine(
-            "transformers-continuous",
-            "transformers' continuous batching, likewise",
-            _continuous,
-            sent=False,
-        ),
-        Engine("vllm-colocate", "vLLM inside the training process", _colocated),
-        Engine("vllm-server", "a vLLM server on the same machine", _server, server=True),
-        Engine(
-            "vllm-server-overlap",
-            "the same with overlap_generation: what is left of the wait",
-            partial(_server, overlap_generation=True),
-            server=True,
-        ),
-    )
-}
-_GPU = [replace(SIZES[name], dtype=precision(DEVICE)) for name in ("middle-gpu", "large-gpu")]
-CASES = {
-    "tiny": [replace(SIZES["tiny"], dtype=precision(DEVICE))],
-    "quick": [replace(SIZES["quick"], dtype=precision(DEVICE))],
-    "cpu": [SIZES[name] for name in ("quick", "middle", "large")],
-    "gpu": _GPU,
-    "gpu-full": _GPU,
+    "transformers": Engine(
+        "`generate` of transformers, with the policy itself", lambda config: {}, sent=False
+    ),
+    "transformers-continuous": Engine(
+        "transformers' continuous batching, likewise", _continuous, sent=False
+    ),
+    "vllm-colocate": Engine("vLLM inside the training process", _colocated),
+    "vllm-server": Engine("a vLLM server on the same machine", lambda config: _SERVER, server=True),
+    "vllm-server-overlap": Engine(
+        "the same with overlap_generation: what is left of the wait",
+        lambda config: {**_SERVER, "overlap_generation": True},
+        server=True,
+    ),
 }
 
 
@@ -137,18 +120,14 @@ def names(case: TrainingConfig) -> list[str]:
 
 def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> list[Row]:
     """Measure engines, one after another: each fills the machine."""
-    environment = dict(_ENVIRONMENT)
-    if session.device == "cpu":
-        environment["TORCHDYNAMO_DISABLE"] = "1"
-    rows = []
-    for name in names:
-        row = Row(name, ENGINES[name].note)
-        row.leave_out("absent", ENGINES[name].absent())
+    rows = [Row(name, ENGINES[name].note) for name in names]
+    for row in rows:
+        if ENGINES[row.provider].sent and importlib.util.find_spec("vllm") is None:
+            row.leave_out("absent", "vLLM is not installed here; `make bench-vllm` installs it")
         if row.runs:
-            arguments = name, case, session.device, _STEPS
             with attempt(row):
-                vars(row).update(ask(_run, *arguments, timeout=_LONGEST, **environment))
-        rows.append(row)
+                found = ask(_run, row.provider, case, timeout=_LONGEST, **_ENVIRONMENT)
+                row.seconds, row.info, row.cells = found
     return rows
 
 
@@ -159,73 +138,79 @@ def about(case: TrainingConfig, device: str) -> str:
     )
 
 
-def _run(name: str, config: TrainingConfig, device: str, steps: int) -> dict[str, Any]:
-    """Return the seconds of ``steps`` steps, and what else the trainer logged of them."""
-    engine = ENGINES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(config=config, device=device, steps=_WARM_UP + steps, folder=Path(folder))
-        settings = engine.settings(config, device)
-        if not engine.server:
-            return _train(job, steps, engine, settings)
-        with _served(config, device, job.folder) as port:
-            return _train(job, steps, engine, settings | {"vllm_server_port": port})
+Found = tuple[list[float], dict[str, Any], dict[str, str]]  # of a row: seconds, info and cells
 
 
-def _train(job: Job, steps: int, engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
+def _run(name: str, config: TrainingConfig) -> Found:
+    """Return the seconds of steps, and what else the trainer logged of them."""
+    settings = ENGINES[name].settings(config)
+    if not ENGINES[name].server:
+        return _train(name, config, settings)
+    with _served(config) as port:
+        return _train(name, config, settings | {"vllm_server_port": port})
+
+
+def _train(name: str, config: TrainingConfig, settings: dict[str, Any]) -> Found:
     from grpo_trainer.rollout import policy_weights
 
     # completions end where they like
-    trainer = build("grpo_trainer", job, generation_kwargs=None, write_report=False, **settings)
+    settings = settings | {"generation_kwargs": None, "write_report": False}
+    trainer: Any = build("grpo_trainer", config, DEVICE, _WARM_UP + _STEPS, **settings)
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row][-steps:]
+    rows = [row for row in trainer.state.log_history if "loss" in row][-_STEPS:]
     size = sum(x.numel() * x.element_size() for _, x in policy_weights(trainer.model))
     trainer.rollouts.close()
     seconds = [row["step_time"] for row in rows]
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(_PROFILE))
     phases = {name.removeprefix(_PROFILE): [row.get(name, 0.0) for row in rows] for name in names}
-    info = {f"{name}_share": sum(found) / sum(seconds) for name, found in phases.items()}
-    if not engine.name.endswith("-overlap"):  # the wait says nothing about how fast it is
-        tokens = (job.config.sequences * row["completions/mean_length"] for row in rows)
+    if not ENGINES[name].sent:
+        phases.pop("sync", None)
+    info, cells = {}, {}
+    if not settings.get("overlap_generation"):  # the wait says nothing about how fast it is
+        tokens = (config.sequences * row["completions/mean_length"] for row in rows)
         info["tokens_per_second"] = median(map(float.__truediv__, tokens, phases["generate"]))
-    if engine.sent:
-        info["update_seconds"] = median(phases["sync"])
-        info["update_gib_per_second"] = size / 2**30 / info["update_seconds"]
-    else:
-        info.pop("sync_share", None)
-    return {"seconds": seconds, "info": info}
+        cells["generated, tokens/s"] = text.digits(info["tokens_per_second"])
+    if ENGINES[name].sent:
+        update = info["update_seconds"] = median(phases["sync"])
+        cells["update"] = text.duration(update)
+        cells["update, GiB/s"] = text.digits(size / 2**30 / update)
+    for phase, found in phases.items():
+        info[f"{phase}_share"] = sum(found) / sum(seconds)
+        cells[f"{_PHASES.get(phase, phase)}, %"] = text.percent(info[f"{phase}_share"])
+    return seconds, info, cells
 
 
 @contextmanager
-def _served(config: TrainingConfig, device: str, folder: Path) -> Iterator[int]:
+def _served(config: TrainingConfig) -> Iterator[int]:
     """Yield the port of ``grpo-train serve`` with the model of ``config``."""
-    make_model(config).save_pretrained(folder / "model")
-    make_tokenizer(config).save_pretrained(folder / "model")
-    with socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        make_model(config).save_pretrained(folder)
+        make_tokenizer(config).save_pretrained(folder)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options: dict[str, Any] = {
-        "model": folder / "model",
-        "port": port,
-        "dtype": "float32" if device == "cpu" else "bfloat16",
-        "max_model_len": _longest(config),
-        "gpu_memory_utilization": _MEMORY_SHARE[device],
-        **_vllm_arguments(config, device),
-    }
-    words = []
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    log = folder / "server.txt"
-    with log.open("wb") as file:
-        command = [sys.executable, "-c", _SERVE, "serve", *words]
-        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-    try:
-        yield port
-    except Exception as error:
-        error.add_note(f"the server said: {log.read_text()[-3000:]}")
-        raise
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
-        process.wait()
+        probe.close()
+        options: dict[str, Any] = {
+            "model": folder,
+            "port": port,
+            "dtype": "float32" if DEVICE == "cpu" else "bfloat16",
+            "max_model_len": _longest(config),
+            "gpu_memory_utilization": _MEMORY_SHARE,
+            **_vllm_arguments(config),
+        }
+        words = [sys.executable, "-c", _SERVE, "serve"]
+        for name, value in options.items():
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        log = Path(folder, "server.txt")
+        with log.open("wb") as file:
+            process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+        try:
+            yield port
+        except Exception as error:
+            error.add_note(f"the server said: {log.read_text()[-3000:]}")
+            raise
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
+            process.wait()
 
 
 def test_rollouts(row: Row) -> None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import EVERY
-from benchmarks.providers.savings import VARIANTS
+from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, Case, make_case
-from benchmarks.work import WORKS
+from benchmarks.shapes import DTYPES, WORKS, Case, make_case
 
 CASES = {
     "tiny": [make_case("dapo", "tiny", 64, dtype) for dtype in DTYPES],

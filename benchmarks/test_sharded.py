@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,37 +21,25 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from benchmarks.check import compare, reference
+from benchmarks.check import against, compare, reference
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, measure_apart
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import lacking
-from benchmarks.providers.ours import run_loss
+from benchmarks.providers.ours import run
 from benchmarks.results import Row
-from benchmarks.shapes import MODELS, Case
+from benchmarks.shapes import DTYPES, MODELS, Case, make_case
 from benchmarks.timing import in_turns, resident_growth
-from benchmarks.work import WORKS
 from grpo_kernels import FusedHead, VocabShard, policy_loss
 
-_ROUNDS = 3
+_RANKS, _ROUNDS = 2, 3
 _TIMEOUT = timedelta(minutes=20)
 Step = Callable[[], Result]  # every rank calls it; with its part of the gradients
 Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to run the step."""
-
-    name: str
-    note: str
-    build: Callable[[Problem], Built]
-    ranks: int | None = None  # how many work; None: all
-    needs: str | None = None  # a package
-
-
 def _one(problem: Problem) -> Built:
-    return partial(run_loss, problem, {}), lambda result: result
+    return partial(run, problem), lambda result: result
 
 
 def _vocabulary(problem: Problem) -> Built:
@@ -64,7 +52,7 @@ def _vocabulary(problem: Problem) -> Built:
         assert result.dweight is not None
         return replace(result, dweight=_gathered(result.dweight))
 
-    return partial(run_loss, replace(problem, weight=weight), {"vocab_shard": shard}), joined
+    return partial(run, replace(problem, weight=weight), vocab_shard=shard), joined
 
 
 class _Model(nn.Module):
@@ -86,71 +74,66 @@ class _Model(nn.Module):
         return policy_loss(logp.flatten(), problem.batch(), problem.loss).loss
 
 
-def _fsdp(fused: bool) -> Callable[[Problem], Built]:
-    def build(problem: Problem) -> Built:
-        from torch.distributed.fsdp import fully_shard
+def _fsdp(fused: bool, problem: Problem) -> Built:
+    from torch.distributed.fsdp import fully_shard
 
-        model, mine = _Model(problem.weight, fused), _share(problem)
-        fully_shard(model.lm_head)
-        fully_shard(model)
-        weight: Any = model.lm_head.weight
+    model, mine = _Model(problem.weight, fused), _share(problem)
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    weight: Any = model.lm_head.weight
 
-        def step() -> Result:
-            mine.hidden.grad = weight.grad = None
-            loss = model(mine)
-            loss.backward()
-            return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
+    def step() -> Result:
+        mine.hidden.grad = weight.grad = None
+        loss = model(mine)
+        loss.backward()
+        return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
 
-        def joined(result: Result) -> Result:
-            whole: Any = result.dweight
-            return _mean(replace(result, dweight=whole.full_tensor()))
+    def joined(result: Result) -> Result:
+        whole: Any = result.dweight
+        return _mean(replace(result, dweight=whole.full_tensor()))
 
-        return step, joined
-
-    return build
+    return step, joined
 
 
-def _zero3(fused: bool) -> Callable[[Problem], Built]:
-    def build(problem: Problem) -> Built:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_grad
+def _zero3(fused: bool, problem: Problem) -> Built:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
 
-        model, mine = _Model(problem.weight, fused), _share(problem)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": problem.weight.dtype == torch.bfloat16},
-        }
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    model, mine = _Model(problem.weight, fused), _share(problem)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": problem.weight.dtype == torch.bfloat16},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
-        def step() -> Result:
-            mine.hidden.grad = None
-            engine.optimizer.zero_grad()
-            loss = engine(mine)
-            engine.backward(loss)
-            return Result(loss.detach(), dhidden=mine.hidden.grad)
+    def step() -> Result:
+        mine.hidden.grad = None
+        engine.optimizer.zero_grad()
+        loss = engine(mine)
+        engine.backward(loss)
+        return Result(loss.detach(), dhidden=mine.hidden.grad)
 
-        def joined(result: Result) -> Result:
-            dweight = safe_get_full_grad(model.lm_head.weight)
-            return _mean(replace(result, dweight=dweight))
+    def joined(result: Result) -> Result:
+        return _mean(replace(result, dweight=safe_get_full_grad(model.lm_head.weight)))
 
-        return step, joined
-
-    return build
+    return step, joined
 
 
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("one process", "the whole head, a thread for each of the ranks", _one, ranks=1),
-        Arm("ours, vocabulary", "a shard of the vocabulary on each rank, all tokens", _vocabulary),
-        Arm("ours, FSDP2", "FusedHead in a unit of its own, a share of the tokens", _fsdp(True)),
-        Arm("eager, FSDP2", "torch's logits in the same wrapping", _fsdp(False)),
-        Arm("ours, ZeRO-3", "the same under DeepSpeed", _zero3(True), needs="deepspeed"),
-        Arm("eager, ZeRO-3", "torch's logits under DeepSpeed", _zero3(False), needs="deepspeed"),
-    )
+ALONE = "one process"
+# a way to run the step, and what is said of it
+ARMS: dict[str, tuple[str, Callable[[Problem], Built]]] = {
+    ALONE: ("the whole head, a thread for each of the ranks", _one),
+    "ours, vocabulary": ("a shard of the vocabulary on each rank, all tokens", _vocabulary),
+    "ours, FSDP2": (
+        "FusedHead in a unit of its own, a share of the tokens",
+        partial(_fsdp, True),
+    ),
+    "eager, FSDP2": ("torch's logits in the same wrapping", partial(_fsdp, False)),
+    "ours, ZeRO-3": ("the same under DeepSpeed", partial(_zero3, True)),
+    "eager, ZeRO-3": ("torch's logits under DeepSpeed", partial(_zero3, False)),
 }
 
 
@@ -174,122 +157,108 @@ def _gathered(part: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-@dataclass(frozen=True)
-class Sharded(Case):
-    """A case on several processes of this machine, a thread each."""
-
-    ranks: int = 2
-
-    def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "ranks": self.ranks}
-
-
-def _sharded(model: str, tokens: int, dtype: str) -> Sharded:
-    return Sharded(MODELS[model], tokens, dtype, WORKS["dapo"])
-
-
-_BOTH = ("fp32", "bf16")
-CASES = {
-    "tiny": [_sharded("tiny", 32, dtype) for dtype in _BOTH],
-    "quick": [_sharded("small", 128, dtype) for dtype in _BOTH],
+_LARGE = ((1024, "fp32"), (1024, "bf16"), (4096, "bf16"))
+CASES: dict[str, list[Case]] = {
+    "tiny": [make_case("dapo", "tiny", 32, dtype) for dtype in DTYPES],
+    "quick": [make_case("dapo", "small", 128, dtype) for dtype in DTYPES],
     # of many tokens the logits would take more memory than the gathered head
-    "cpu": [_sharded("qwen2.5-0.5b", *x) for x in ((1024, "fp32"), (1024, "bf16"), (4096, "bf16"))],
+    "cpu": [make_case("dapo", "qwen2.5-0.5b", *each) for each in _LARGE],
     "gpu": [],
     "gpu-full": [],
 }
 
 
-def names(case: Sharded) -> list[str]:
+def names(case: Case) -> list[str]:
     return list(ARMS)
 
 
-def measure(case: Sharded, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name, ARMS[name].note) for name in names]
-    rounds = 1 if session.suite == "tiny" else _ROUNDS
-    memory = [] if session.brief else names
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+    rows = [Row(name, ARMS[name][0]) for name in names]
+    for row in rows:
+        row.leave_out("absent", lacking("deepspeed") if "ZeRO" in row.provider else None)
     times, growth = partial(_on_ranks, _times), partial(_on_ranks, _growth)
-    return measure_apart(rows, times, growth, (case,), rounds, memory)
+    return measure_apart(rows, times, growth, case, session.rounds(_ROUNDS), not session.brief)
 
 
-def _on_ranks(call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any) -> Any:
+def about(case: Case, device: str) -> str:
+    ranks = f"{_RANKS} ranks over gloo on one machine, a thread each"
+    return f"{ranks}; {against(case, device)}"
+
+
+def _on_ranks(call: Callable[[Case, Any], Any], case: Case, argument: Any) -> Any:
     """Call it on every rank, each a process; return what the first returns."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (call, case, argument, Path(folder)), nprocs=case.ranks)
+        mp.spawn(_worker, (call, case, argument, Path(folder)), nprocs=_RANKS)
         return pickle.loads(Path(folder, "found").read_bytes())
 
 
 def _worker(
-    rank: int, call: Callable[[Sharded, Any], Any], case: Sharded, argument: Any, folder: Path
+    rank: int, call: Callable[[Case, Any], Any], case: Case, argument: Any, folder: Path
 ) -> None:
-    ranks = case.ranks
     torch.set_num_threads(1)
     # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_WORLD_SIZE": _RANKS}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    store = dist.FileStore(str(folder / "store"), _RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
     found = call(case, argument)
     if rank == 0:
         (folder / "found").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
-def _growth(case: Sharded, name: str) -> int:
+def _growth(case: Case, name: str) -> int:
     """Return the growth of the rank that grows most, from before the step to its peak."""
-    arm = ARMS[name]
+    build = ARMS[name][1]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
-    with _working(arm) as works:
-        arm.build(make_problem(tiny))[0]()  # libraries are loaded, threads started
-        step = arm.build(make_problem(case, exact=False))[0]
-        dist.barrier()
-        growth = torch.tensor(resident_growth(step)[1] if works else 0)
+    # libraries are loaded, threads started
+    _run(name, lambda: build(make_problem(tiny))[0]())
+    step = build(make_problem(case, exact=False))[0]
+    dist.barrier()
+    growth = torch.tensor(_run(name, lambda: resident_growth(step)[1]) or 0)
     dist.all_reduce(growth, dist.ReduceOp.MAX)
     return int(growth)
 
 
-def _times(case: Sharded, rounds: int) -> list[Row]:
+def _times(case: Case, rounds: int) -> list[Row]:
     """Check every arm, and time those that passed in turns: all ranks are waited for."""
     problem = make_problem(case)
     exact = reference(problem)
+    rows = {name: Row(name, note) for name, (note, _) in ARMS.items()}
     steps: list[tuple[Row, Step]] = []
-    rows = [Row(arm.name, arm.note) for arm in ARMS.values()]
-    for row, arm in zip(rows, ARMS.values(), strict=True):
-        row.leave_out("absent", lacking(arm.needs) if arm.needs else None)
-        if not row.runs:
-            continue
+    for name, row in rows.items():
         with attempt(row):
-            step, joined = arm.build(problem)
-            result = exact
-            with _working(arm) as works, _counted() as sent:
-                if works:
-                    result = step()
-            states = case.tokens * (32 + 4 * case.model.hidden)
+            step, joined = ARMS[name][1](problem)
+            with _counted() as sent:
+                result = _run(name, step)
             if sent[0]:
-                row.info["sent"] = [sent[0], round(sent[0] / states, 4)]
-            row.errors, wrong = compare(joined(result), exact, problem)
+                states = case.tokens * (32 + 4 * case.model.hidden)
+                row.cells["bytes sent (of T (32 + 4 D))"] = f"{sent[0]} ({sent[0] / states:.5g})"
+            row.errors, wrong = compare(joined(result or exact), exact, problem)
             row.leave_out("wrong", wrong)
             steps.append((row, step))
-    for row, step in in_turns(steps, rounds):
-        arm = ARMS[row.provider]
+    for row, step in in_turns(steps, rounds):  # also who is wrong: other ranks may not know it
         dist.barrier()
         start = time.perf_counter()
-        with _working(arm) as works:
-            if works:
-                step()
+        _run(row.provider, step)
         dist.barrier()
         if row.runs:
             row.seconds.append(time.perf_counter() - start)
-    return rows
+    return list(rows.values())
 
 
-@contextmanager
-def _working(arm: Arm) -> Iterator[bool]:
-    """Give a single process the threads of all; yield whether this rank works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(dist.get_world_size() if arm.ranks == 1 else threads)
-    yield arm.ranks is None or dist.get_rank() < arm.ranks
-    torch.set_num_threads(threads)
+def _run(name: str, call: Callable[[], Any]) -> Any:
+    """Call it on the ranks that work: a single one has the threads of all; others get None."""
+    if name != ALONE:
+        return call()
+    if dist.get_rank() > 0:
+        return None
+    torch.set_num_threads(dist.get_world_size())
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(1)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from statistics import median
 
 Lines = list[list[str]]  # of cells; the first line is the header
 
@@ -23,12 +25,12 @@ def digits(value: float, count: int = 3) -> str:
     return f"{value:.{max(places, 0)}f}"
 
 
-def ratio(value: float) -> str:
-    return f"{value:.2f}"
+def ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
-def mib(size: float) -> str:
-    return f"{size / 2**20:.0f}"
+def mib(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f}"
 
 
 def percent(share: float) -> str:
@@ -45,48 +47,59 @@ def error(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def spread(values: Sequence[float], middle: float) -> str:
-    """Write a ratio, and in brackets from which to which."""
-    ends = ratio(min(values)), ratio(max(values))
-    return ratio(middle) if ends[0] == ends[1] else f"{ratio(middle)} ({ends[0]} to {ends[1]})"
+def two_errors(values: Sequence[float]) -> str:
+    return f"{error(values[0])} ({error(values[1])})"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Write the median of ratios, and in brackets from which to which."""
+    if not values:
+        return ""
+    middle, *ends = map(ratio, (median(values), min(values), max(values)))
+    return middle if ends[0] == ends[1] else f"{middle} ({ends[0]} to {ends[1]})"
 
 
 def bold(text: str) -> str:
     return f"**{text}**" if text else text
 
 
-def bold_least(values: Sequence[float | None], texts: Sequence[str]) -> list[str]:
-    """Make those ``texts`` bold that are as the smallest value is written, but for brackets."""
-    known = [value for value in values if value is not None and not math.isnan(value)]
+def bold_least(texts: Sequence[str], counts: Sequence[bool] | None = None) -> list[str]:
+    """Make the smallest numbers bold, but for what stands in brackets; of those that count."""
     written = [text.partition(" (")[0] for text in texts]
-    best = written[list(values).index(min(known))] if known else None
+    known = {}
+    for text, count in zip(written, counts or [True] * len(texts), strict=True):
+        with suppress(ValueError):
+            if count and not math.isnan(float(text)):
+                known[text] = float(text)
+    best = min(known, key=lambda text: known[text], default=None)
     return [bold(x) if short == best else x for x, short in zip(texts, written, strict=True)]
 
 
 def markdown(lines: Lines) -> str:
     """Write a table without empty columns: numbers to the right, words to the left."""
-    header, *body = _filled(lines)
-    columns = list(zip(*body, strict=True)) or [()] * len(header)
-    rules = ["---:" if _is_of_numbers(cells) else "---" for cells in columns]
+    columns = _columns(lines)
+    for column in columns:
+        column.insert(1, "---:" if _is_of_numbers(column[1:]) else "---")
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
-        for line in (header, rules, *body)
+        for line in zip(*columns, strict=True)
     )
 
 
 def plain(lines: Lines) -> str:
     """Write a table for a terminal: numbers to the right, words to the left."""
-    rows = [[cell.replace("**", "") for cell in line] for line in _filled(lines)]
     columns = []
-    for title, *cells in zip(*rows, strict=True):
-        align = str.rjust if _is_of_numbers(cells) else str.ljust
-        columns.append([align(cell, max(map(len, (title, *cells)))) for cell in (title, *cells)])
+    for column in _columns(lines):
+        cells = [cell.replace("**", "") for cell in column]
+        align = str.rjust if _is_of_numbers(cells[1:]) else str.ljust
+        columns.append([align(cell, max(map(len, cells))) for cell in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def _filled(lines: Lines) -> Lines:
-    kept = [i for i in range(len(lines[0])) if i == 0 or any(line[i] for line in lines[1:])]
-    return [[line[i] for i in kept] for line in lines]
+def _columns(lines: Lines) -> Lines:
+    """Return the first column and those that are not empty."""
+    first, *others = map(list, zip(*lines, strict=True))
+    return [first, *(column for column in others if any(column[1:]))]
 
 
 def _is_of_numbers(cells: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ allocator, or of a fresh process's resident memory.
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,23 +19,19 @@ import torch
 from benchmarks.problem import Problem, Result
 
 _FLUSH_BYTES = 256 << 20  # more than any L2
-_Key = TypeVar("_Key")
+_Call = TypeVar("_Call")
 _now = 0.0
 
 
 def in_turns(
-    calls: Sequence[tuple[_Key, Any]],
-    rounds: int,
-    deadline: float = float("inf"),
-    enough: Callable[[int], bool] = lambda index: False,
-) -> Iterator[tuple[_Key, Any]]:
+    calls: Sequence[_Call], rounds: int, enough: Callable[[int], bool] = lambda index: False
+) -> Iterator[_Call]:
     """Give each once a round, every other round backwards, so that nobody always follows the same.
 
-    A change of the machine's load so meets them all. No round but the first begins after
-    ``deadline``, by ``time.monotonic()``.
+    A change of the machine's load so meets them all. ``enough``: whether to stop before a round.
     """
     for index in range(rounds):
-        if enough(index) or (index > 0 and time.monotonic() > deadline):
+        if enough(index):
             return
         gc.collect()
         gc.freeze()  # a collection need not walk through everything that is loaded by now
@@ -66,7 +63,9 @@ def replay(benchmark: Any, seconds: Sequence[float]) -> None:
 
 def make_timer(device: str) -> Callable[[Callable[[], Any]], float]:
     """Return a timer: call -> seconds, without the time to free the call's result."""
-    return _DeviceTimer() if device == "cuda" else _wall_seconds
+    if device != "cuda":
+        return _wall_seconds
+    return partial(_device_seconds, torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda"))
 
 
 def _wall_seconds(call: Callable[[], Any]) -> float:
@@ -78,22 +77,18 @@ def _wall_seconds(call: Callable[[], Any]) -> float:
     return elapsed
 
 
-class _DeviceTimer:
-    def __init__(self) -> None:
-        self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-
-    def __call__(self, call: Callable[[], Any]) -> float:
-        gc.collect()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        # the device flushes while the host already launches: the first launch is not waited for
-        self._flushed.zero_()
-        start.record()
-        result = call()
-        stop.record()
-        torch.cuda.synchronize()
-        del result
-        return start.elapsed_time(stop) / 1000
+def _device_seconds(flushed: torch.Tensor, call: Callable[[], Any]) -> float:
+    gc.collect()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    # the device flushes while the host already launches: the first launch is not waited for
+    flushed.zero_()
+    start.record()
+    result = call()
+    stop.record()
+    torch.cuda.synchronize()
+    del result
+    return start.elapsed_time(stop) / 1000
 
 
 def measure_memory(
@@ -127,7 +122,6 @@ def resident_growth(run: Callable[[], Any]) -> tuple[Any, int]:
 
 def _status(field: str) -> int:
     """Return a memory field of this process in bytes. (``ru_maxrss`` includes the parent's.)"""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    found = re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024

@@ -1,4 +1,4 @@
-"""Provider: one implementation of the works."""
+"""Provider: one implementation of the works; and what every head makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from torch import Tensor
 
 from benchmarks.problem import Problem, Result
 from benchmarks.shapes import Case
+from grpo_kernels import policy_loss
 from grpo_kernels.tools import installed_version
+
+Scores = tuple[Tensor, Tensor | None]  # (B, L) log-probabilities and, where wanted, entropies
+Head = Callable[[Problem, bool], Scores]  # of a problem; whether entropies are wanted
+Value = Callable[[Problem], Tensor]  # ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,14 @@ def lacking(*distributions: str) -> str | None:
     return f"needs {', '.join(missing)}" if missing else None
 
 
+def no_entropy(case: Case) -> str | None:
+    return "no entropy" if case.work.entropy else None
+
+
+def no_softcap(case: Case) -> str | None:
+    return "no softcap" if case.model.softcap is not None else None
+
+
 def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = None, **values):
     """Return the result with the gradients of ``root`` for the problem's leaves."""
     leaves = {"dhidden": problem.hidden, "dweight": problem.weight}
@@ -65,3 +78,48 @@ def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = Non
     gradients = torch.autograd.grad(root, tuple(wanted.values()), upstream)
     detached = {name: value.detach() for name, value in values.items()}
     return Result(**detached, **dict(zip(wanted, gradients, strict=True)))
+
+
+def run_with(head: Head, entropy_metric: bool = False, **own: Value) -> Callable[[Problem], Result]:
+    """Run any work on top of a head that gives differentiable log-probabilities.
+
+    ``entropy_metric``: a loss also computes the entropies, for the log. ``own``: gives the value of
+    a work of that kind, "mean" or "loss", in its stead.
+    """
+
+    def run(problem: Problem) -> Result:
+        work = problem.work
+        if work.kind == "forward":
+            with torch.no_grad():
+                logprobs, entropy = head(problem, work.entropy)
+            return Result(logprobs=logprobs, entropy=entropy)
+        if work.kind in own:
+            loss = own[work.kind](problem)
+            return with_gradients(problem, loss, loss=loss)
+        logprobs, entropy = head(problem, entropy_metric and work.kind == "loss")
+        if work.kind == "backward":
+            return with_gradients(problem, logprobs, problem.dlogprobs, logprobs=logprobs)
+        if work.kind == "mean":
+            loss = -logprobs.mean()
+        else:
+            rows = problem.mask.flatten().nonzero().squeeze(-1)
+            kept = logprobs.flatten().index_select(0, rows)
+            entropies = None if entropy is None else entropy.flatten().index_select(0, rows)
+            loss = policy_loss(kept, problem.batch(), problem.loss, entropies).loss
+        return with_gradients(problem, loss, loss=loss)
+
+    return run
+
+
+def run_cross_entropy(
+    call: Callable[[Problem, str], Tensor], **own: Value
+) -> Callable[[Problem], Result]:
+    """Run any work on top of a linear cross entropy that is differentiable for each token.
+
+    It is called with "mean" or "none", and returns the () mean or the (T,) values.
+    """
+
+    def head(problem: Problem, with_entropy: bool) -> Scores:
+        return -call(problem, "none").float().view_as(problem.target), None
+
+    return run_with(head, mean=lambda problem: call(problem, "mean"), **own)

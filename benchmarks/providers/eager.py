@@ -1,25 +1,52 @@
-"""Full logits and autograd; and the same under torch.compile."""
+"""PyTorch's own: the bare GEMMs, full logits and autograd, the same compiled, and chunked."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from benchmarks.exact import softcapped
 from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import Provider, with_gradients
+from benchmarks.providers.base import (
+    Provider,
+    Scores,
+    no_entropy,
+    no_softcap,
+    run_cross_entropy,
+    run_with,
+)
 from benchmarks.shapes import Case
-from grpo_kernels import policy_loss
 
-Scores = tuple[Tensor, Tensor | None]  # (B, L) log-probabilities and, where wanted, entropies
-Head = Callable[[Problem, bool], Scores]  # of a problem; whether entropies are wanted
+_CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 
 
-def logits_head(
+def _bare_gemms(problem: Problem) -> Result:
+    """Multiply for logits, dhidden and dweight; the logits stand in for their gradient."""
+    hidden, weight = problem.hidden.detach().flatten(0, 1), problem.weight.detach()
+    if problem.work.rows != "all":  # without the tokens that can be left out
+        needed = problem.mask
+        if problem.work.rows == "zero":
+            needed = needed & (problem.advantages != 0)[:, None]
+        hidden = hidden[needed.flatten()]
+    size = _CHUNK_ROWS[hidden.device.type]
+    tile = hidden.new_empty(min(size, hidden.shape[0]), weight.shape[0])
+    dhidden = torch.empty_like(hidden) if problem.hidden.requires_grad else None
+    dweight = torch.empty_like(weight) if problem.weight.requires_grad else None
+    for start in range(0, hidden.shape[0], size):
+        rows = hidden[start : start + size]
+        logits = torch.mm(rows, weight.t(), out=tile[: rows.shape[0]])
+        if dhidden is not None:
+            torch.mm(logits, weight, out=dhidden[start : start + size])
+        if dweight is not None:
+            torch.addmm(dweight, logits.t(), rows, beta=0 if start == 0 else 1, out=dweight)
+    return Result(dhidden=dhidden, dweight=dweight)
+
+
+def _logits_head(
     hidden: Tensor,  # (B, L, D)
     weight: Tensor,  # (V, D)
     target: Tensor,  # (B, L)
@@ -36,115 +63,109 @@ def logits_head(
     return logps.gather(-1, target.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def head(problem: Problem, with_entropy: bool) -> Scores:
-    return logits_head(
-        problem.hidden, problem.weight, problem.target, problem.softcap, with_entropy
-    )
-
-
-def run_with(
-    call: Head,
-    entropy_metric: bool = False,
-    *,
-    mean: Callable[[Problem], Tensor] | None = None,
-    loss: Callable[[Problem], Tensor] | None = None,
-) -> Callable[[Problem], Result]:
-    """Run any work on top of a head that gives differentiable log-probabilities.
-
-    ``entropy_metric``: a loss also computes the entropies, for the log. ``mean`` and ``loss``: give
-    the value of a work of that kind in its stead.
-    """
-
-    def run(problem: Problem) -> Result:
-        work = problem.work
-        if work.kind == "forward":
-            with torch.no_grad():
-                logprobs, entropy = call(problem, work.entropy)
-            return Result(logprobs=logprobs, entropy=entropy)
-        own = {"mean": mean, "loss": loss}.get(work.kind)
-        if own is not None:
-            value = own(problem)
-            return with_gradients(problem, value, loss=value)
-        logprobs, entropy = call(problem, entropy_metric and work.kind == "loss")
-        return _finish(problem, logprobs, entropy)
-
-    return run
-
-
-def _finish(problem: Problem, logprobs: Tensor, entropy: Tensor | None) -> Result:
-    """Compute the work's loss and its gradients from differentiable log-probabilities (B, L)."""
-    kind = problem.work.kind
-    if kind == "backward":
-        return with_gradients(problem, logprobs, problem.dlogprobs, logprobs=logprobs)
-    if kind == "mean":
-        loss = -logprobs.mean()
-        return with_gradients(problem, loss, loss=loss)
-    rows = problem.mask.flatten().nonzero().squeeze(-1)
-    kept = logprobs.flatten().index_select(0, rows)
-    entropies = None if entropy is None else entropy.flatten().index_select(0, rows)
-    loss, _ = policy_loss(kept, problem.batch(), problem.loss, entropies)
-    return with_gradients(problem, loss, loss=loss)
+def _head(
+    problem: Problem, with_entropy: bool, call: Callable[..., Scores] = _logits_head
+) -> Scores:
+    return call(problem.hidden, problem.weight, problem.target, problem.softcap, with_entropy)
 
 
 def _compiled_head(problem: Problem, with_entropy: bool) -> Scores:
-    compiled = _compiled(problem.case)
-    return compiled(problem.hidden, problem.weight, problem.target, problem.softcap, with_entropy)
+    return _head(problem, with_entropy, _compiled(problem.case))
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _compiled(case: Case) -> Callable[..., Scores]:
     """Compile the head anew for a case, so that no other case's graph or limit affects it."""
     torch._dynamo.reset()
-    return torch.compile(logits_head, dynamic=False)
+    return torch.compile(_logits_head, dynamic=False)
 
 
 def _in_fp32(problem: Problem, with_entropy: bool) -> Scores:
     wide = replace(problem, hidden=problem.hidden.float(), weight=problem.weight.float())
-    return head(wide, with_entropy)
+    return _head(wide, with_entropy)
 
 
 def _rounded_twice(problem: Problem, with_entropy: bool) -> Scores:
     """Round the logits to the input dtype, and what follows them in fp32 as well."""
-    dtype, (logprobs, entropy) = problem.hidden.dtype, head(problem, with_entropy)
+    dtype, (logprobs, entropy) = problem.hidden.dtype, _head(problem, with_entropy)
     return logprobs.to(dtype), None if entropy is None else entropy.to(dtype)
 
 
-def _sixteen_bits(case: Case) -> str | None:
+def _rounds(case: Case) -> str | None:
     return "the same as eager: nothing is rounded" if case.dtype == "fp32" else None
 
 
-EAGER = Provider(
-    name="eager",
-    note="full logits, fp32 log_softmax, autograd; no entropy in a loss",
-    run=run_with(head),
+def _rounds_twice(case: Case) -> str | None:
+    a_loss = case.work.kind != "forward"
+    return _rounds(case) or ("a loss takes no 16-bit log-probabilities" if a_loss else None)
+
+
+def _torch_lce(problem: Problem, reduction: str) -> Tensor:
+    rows = _CHUNK_ROWS[problem.hidden.device.type]
+    return torch.nn.functional.linear_cross_entropy(
+        problem.hidden.flatten(0, 1),
+        problem.weight,
+        problem.target.flatten(),
+        reduction=reduction,
+        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
+    )
+
+
+def _no_torch_lce(device: str) -> str | None:
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return None
+    return f"torch {torch.__version__} has no chunked linear_cross_entropy"
+
+
+BARE_GEMMS = Provider(
+    name="bare-gemms",
+    note="the bare torch.mm of the rows that matter, in chunks, in the input dtype; no loss",
+    run=_bare_gemms,
+    checked=False,
 )
-EAGER_ENTROPY = Provider(
-    name="eager-entropy",
-    note="the same, and in a loss the mean entropy for the log, which ours and trl also compute",
-    run=run_with(head, entropy_metric=True),
-    unable=lambda case: None if case.work.kind == "loss" else "as eager",
-)
-COMPILE = Provider(
-    name="compile",
-    note="torch.compile of eager's head, its defaults, each shape by itself (dynamic=False); "
-    "the loss on top is eager; no entropy in a loss",
-    run=run_with(_compiled_head),
-    slow_start=True,
+EAGER = (
+    Provider(
+        name="eager",
+        note="full logits, fp32 log_softmax, autograd; no entropy in a loss",
+        run=run_with(_head),
+    ),
+    Provider(
+        name="eager-entropy",
+        note="the same, and in a loss the mean entropy for the log, which ours and trl also "
+        "compute",
+        run=run_with(_head, entropy_metric=True),
+        unable=lambda case: None if case.work.kind == "loss" else "as eager",
+    ),
+    Provider(
+        name="compile",
+        note="torch.compile of eager's head, its defaults, each shape by itself (dynamic=False); "
+        "the loss on top is eager; no entropy in a loss",
+        run=run_with(_compiled_head),
+        slow_start=True,
+    ),
+    Provider(
+        name="torch-lce",
+        note="torch.nn.functional.linear_cross_entropy in the bare GEMMs' chunks of rows (those it "
+        "chooses itself are of a few rows, and slow), else its defaults; per-token values in the "
+        "input dtype",
+        run=run_cross_entropy(_torch_lce),
+        unable=lambda case: no_entropy(case) or no_softcap(case),
+        missing=_no_torch_lce,
+    ),
 )
 # numerics that are compared but not worth timing
-EAGER_FP32 = Provider(
-    name="eager-fp32",
-    note="eager with hidden states and head cast to fp32 first: what ours is held against",
-    run=run_with(_in_fp32),
-    unable=_sixteen_bits,
-)
-VERL_STYLE = Provider(
-    name="verl-style",
-    note="the numerics of verl's fused head in torch, written anew: logits rounded to the input "
-    "dtype, softmax in fp32, log-probabilities and entropies rounded to the input dtype",
-    run=run_with(_rounded_twice),
-    unable=lambda case: (
-        _sixteen_bits(case)
-        or (None if case.work.kind == "forward" else "a loss takes no 16-bit log-probabilities")
+COMPARED = (
+    Provider(
+        name="eager-fp32",
+        note="eager with hidden states and head cast to fp32 first: what ours is held against",
+        run=run_with(_in_fp32),
+        unable=_rounds,
+    ),
+    Provider(
+        name="verl-style",
+        note="the numerics of verl's fused head in torch, written anew: logits rounded to the "
+        "input dtype, softmax in fp32, log-probabilities and entropies rounded to the input dtype",
+        run=run_with(_rounded_twice),
+        unable=_rounds_twice,
     ),
 )

@@ -1,65 +1,70 @@
-"""This package: its backends, precisions and schedules."""
+"""This package: its backends, precisions, schedules and backwards, and what it can skip."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.check import reference
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, with_gradients
-from benchmarks.shapes import Case
-from grpo_kernels import LossConfig, explain, linear_logprobs, linear_policy_loss
+from benchmarks.shapes import WORKS, Case
+from grpo_kernels import Bounded, HeadLoRA, LossConfig, explain, linear_logprobs, linear_policy_loss
 from grpo_kernels.backends import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
+_RANK, _SCALING = 16, 2.0
+_UPDATE = 0.02  # standard deviation of what the adapter adds to a logit
 
 
-def run_work(problem: Problem, settings: dict[str, Any], schedule: str = "auto") -> Result:
-    """Run any work; ``settings`` are those of ``linear_logprobs`` and ``linear_policy_loss``."""
-    if problem.work.kind in ("mean", "loss"):
-        return run_loss(problem, {**settings, "schedule": schedule})
+def run(problem: Problem, **settings: Any) -> Result:
+    """Run any work; ``settings`` are those of ``linear_logprobs`` or ``linear_policy_loss``."""
     work = problem.work
+    if work.kind in ("mean", "loss"):
+        loss = _call(linear_policy_loss, problem, settings).loss
+        return with_gradients(problem, loss, loss=loss)
+    outputs = ("logprobs", "entropy") if work.entropy else ("logprobs",)
     with torch.set_grad_enabled(work.kind == "backward"):
-        out = linear_logprobs(
-            problem.hidden,
-            problem.weight,
-            problem.target,
-            softcap=problem.softcap,
-            outputs=("logprobs", "entropy") if work.entropy else ("logprobs",),
-            **settings,
-        )
-    assert out.logprobs is not None
+        out = _logprobs(problem, outputs=outputs, **settings)
     if work.kind == "forward":
         return Result(logprobs=out.logprobs, entropy=out.entropy)
     return with_gradients(problem, out.logprobs, problem.dlogprobs, logprobs=out.logprobs)
 
 
-def run_loss(problem: Problem, settings: dict[str, Any]) -> Result:
-    """Run a loss forward and backward; ``settings`` are those of ``linear_policy_loss``."""
-    loss = policy_loss_of(problem, settings)
-    return with_gradients(problem, loss, loss=loss)
-
-
-def policy_loss_of(problem: Problem, settings: dict[str, Any]) -> Tensor:
-    return _call(linear_policy_loss, problem, settings).loss
+def _logprobs(problem: Problem, **settings: Any) -> Any:
+    inputs = problem.hidden, problem.weight, problem.target
+    return linear_logprobs(*inputs, softcap=problem.softcap, **settings)
 
 
 def _call(function: Callable[..., Any], problem: Problem, settings: dict[str, Any]) -> Any:
     """Call ``linear_policy_loss``, or ``explain`` with the same arguments."""
-    mean = problem.work.kind == "mean"
-    if mean:
+    config = _MEAN
+    if problem.work.kind == "mean":
         problem = replace(problem, advantages=torch.ones_like(problem.advantages))
-    config, softcap = _MEAN if mean else problem.loss, problem.softcap
+    else:
+        config = problem.loss
     arguments = problem.hidden, problem.weight, problem.batch(), config
-    return function(*arguments, softcap=softcap, **settings)
+    return function(*arguments, softcap=problem.softcap, **settings)
+
+
+def _schedule(problem: Problem, **settings: Any) -> dict[str, Any]:
+    if problem.work.kind in ("forward", "backward"):
+        return {}
+    return {"schedule": _call(explain, problem, settings).schedule}
 
 
 def _losses(case: Case) -> str | None:
     return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
+
+
+def _rounds(case: Case) -> str | None:
+    return None if case.dtype == "bf16" else "the same as ours: nothing is rounded"
 
 
 def _chosen_by_ours(problem: Problem) -> str | None:
@@ -69,61 +74,152 @@ def _chosen_by_ours(problem: Problem) -> str | None:
     return plan.why_two_passes
 
 
-def _unless_default(name: str) -> Callable[[str], str | None]:
-    def missing(device: str) -> str | None:
-        default = choose_backend("auto", torch.device(device), torch.float32).name
-        return f"it is what ours runs on {device}" if name == default else None
-
-    return missing
+def _default(backend: str, device: str) -> str | None:
+    default = choose_backend("auto", torch.device(device), torch.float32).name
+    return f"it is what ours runs on {device}" if backend == default else None
 
 
-def _provider(name: str, note: str, schedule: str = "auto", **rest: Any) -> Provider:
-    settings = {key: rest.pop(key) for key in ("precision", "backend") if key in rest}
-
-    def info(problem: Problem) -> dict[str, Any]:
-        if problem.work.kind in ("forward", "backward"):
-            return {}
-        return {"schedule": _call(explain, problem, {**settings, "schedule": schedule}).schedule}
-
-    def run(problem: Problem) -> Result:
-        return run_work(problem, settings, schedule)
-
-    return Provider(name=name, note=note, run=run, info=info, **rest)
+def _ours(name: str, note: str, settings: dict[str, Any], **rest: Any) -> Provider:
+    if "backend" in settings:
+        rest["missing"] = partial(_default, settings["backend"])
+    if "schedule" in settings:
+        rest["unable"] = _losses
+    info = partial(_schedule, **settings)
+    return Provider(name=name, note=note, run=partial(run, **settings), info=info, **rest)
 
 
-OURS_ALL = (
-    _provider("ours", "the defaults: unrounded fp32 logits"),
-    _provider(
+OURS = (
+    _ours("ours", "the defaults: unrounded fp32 logits", {}),
+    _ours(
         "ours-input",
         'precision="input": logits rounded to the input dtype, as most baselines do',
-        precision="input",
-        unable=lambda case: (
-            None if case.dtype == "bf16" else "the same as ours: nothing is rounded"
-        ),
+        {"precision": "input"},
+        unable=_rounds,
     ),
-    _provider(
+    _ours(
         "ours-one-pass",
         'schedule="one_pass": gradients in the forward; where ours chooses two_pass',
-        "one_pass",
-        unable=_losses,
+        {"schedule": "one_pass"},
         redundant=_chosen_by_ours,
     ),
-    _provider(
+    _ours(
         "ours-two-pass",
         'schedule="two_pass": the backward recomputes the logits',
-        "two_pass",
-        unable=_losses,
+        {"schedule": "two_pass"},
     ),
-    _provider(
-        "ours-chunked",
-        'backend="chunked": row passes in torch',
-        backend="chunked",
-        missing=_unless_default("chunked"),
-    ),
-    _provider(
-        "ours-reference",
-        'backend="reference": full fp32 logits',
-        backend="reference",
-        missing=_unless_default("reference"),
-    ),
+    _ours("ours-chunked", 'backend="chunked": row passes in torch', {"backend": "chunked"}),
+    _ours("ours-reference", 'backend="reference": full fp32 logits', {"backend": "reference"}),
 )
+
+
+def _entries(problem: Problem, backward: Bounded) -> dict[str, Any]:
+    """Return how many entries rows keep that are not exact, and how many are."""
+    if problem.work.kind != "backward":
+        return {}
+    out = _logprobs(problem, backward=backward, outputs=("logprobs", "entries"))
+    found = out.entries.flatten().tolist()
+    kept = [count for count in found if count >= 0]  # -1: the row is exact
+    exact = 1 - len(kept) / len(found)
+    return {"entries": [fmean(kept), max(kept)] if kept else [], "exact_share": exact}
+
+
+def _bounded(tolerance: str) -> Provider:
+    backward = Bounded(tolerance=float(tolerance), exact_weight=False)
+    return Provider(
+        name=f"ours-bounded-{tolerance}",
+        note=f"backward=Bounded(tolerance={tolerance}, exact_weight=False)",
+        run=partial(run, backward=backward),
+        info=partial(_entries, backward=backward),
+        tolerance=float(tolerance),
+    )
+
+
+BACKWARDS = (
+    Provider(
+        name="ours-again",
+        note="activation_bytes=0: nothing is kept, and the op's backward forms the logits again",
+        run=partial(run, activation_bytes=0),
+    ),
+    Provider(
+        name="ours-kept",
+        note="what the op's backward needs is kept, exact: dhidden, as by default, or with "
+        "activation_bytes the logits' gradient",
+        run=partial(run, activation_bytes=1 << 60),
+    ),
+    *map(_bounded, ("1e-2", "2e-3", "5e-4")),
+)
+
+
+def _run_adapted(problem: Problem) -> Result:
+    """Compute loss and gradients, those of the adapter's factors in place of the weight's."""
+    lora = _adapter(problem.hidden, problem.weight)
+    loss = _call(linear_policy_loss, problem, {"lora": lora}).loss
+    dhidden, da, db = torch.autograd.grad(loss, (problem.hidden, lora.a, lora.b))
+    return Result(loss=loss.detach(), dhidden=dhidden, dweight=_flat(da, db))
+
+
+def _exact_adapted(problem: Problem) -> tuple[Problem, Result]:
+    """Return the problem of full weights, where the adapter is merged, and its exact results."""
+    lora = _adapter(problem.hidden, problem.weight)
+    a, b = lora.a.detach(), lora.b.detach()
+    weight = (problem.weight.detach().float() + lora.scaling * (b @ a)).requires_grad_()
+    work = WORKS[problem.work.name.removesuffix("-frozen")]
+    merged = replace(problem, case=replace(problem.case, work=work), weight=weight)
+    exact = reference(merged)
+    dweight = exact.dweight
+    assert dweight is not None
+    a, b = a.to(dweight), b.to(dweight)
+    gradients = _flat(lora.scaling * (b.t() @ dweight), lora.scaling * (dweight @ a.t()))
+    return merged, replace(exact, dweight=gradients)
+
+
+def _flat(da: Tensor, db: Tensor) -> Tensor:
+    return torch.cat([da.flatten(), db.flatten()])
+
+
+@lru_cache(maxsize=1)
+def _adapter(hidden: Tensor, weight: Tensor) -> HeadLoRA:
+    """Make factors in fp32, as PEFT keeps them."""
+    generator = torch.Generator().manual_seed(2)
+
+    def factor(shape: tuple[int, int], std: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * std).to(weight.device).requires_grad_()
+
+    # a row of hidden states is about as long as the largest: its norm decides the update's size
+    a = factor((_RANK, weight.shape[1]), 1 / hidden.detach().float().norm(dim=-1).mean().item())
+    b = factor((weight.shape[0], _RANK), _UPDATE / (_SCALING * _RANK**0.5))
+    return HeadLoRA(a=a, b=b, scaling=_SCALING)
+
+
+# one loss on one batch with more or less to do: the work that is, whose time its own is measured
+# by, what is said of it, and what it is done with
+_SKIPPED = {
+    "all": ("dapo", None, "every token has a gradient", {}),
+    "masked": ("dapo-masked", "all", "half of the tokens masked", {}),
+    "zero": (
+        *("dapo-zero", "all"),
+        'half of the tokens at zero advantage, metric_rows="all": they take the forward',
+        {},
+    ),
+    "zero-active": (
+        *("dapo-zero", "all"),
+        'half of the tokens at zero advantage, metric_rows="active": they take nothing',
+        {"run": partial(run, metric_rows="active")},
+    ),
+    "frozen": ("dapo-frozen", "all", "the head is frozen", {}),
+    "lora": (
+        *("dapo-frozen", "frozen"),
+        f"the head is frozen under LoRA of rank {_RANK} in fp32",
+        {"run": _run_adapted, "exact": _exact_adapted},
+    ),
+}
+
+
+def _base(base: str | None, problem: Problem) -> dict[str, Any]:
+    return {"base": f"ours, {base}"} if base else {}
+
+
+VARIANTS = {
+    Provider(name=f"ours, {name}", note=note, info=partial(_base, base), **{"run": run} | how): work
+    for name, (work, base, note, how) in _SKIPPED.items()
+}

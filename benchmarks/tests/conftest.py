@@ -6,20 +6,5 @@ import os
 
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import pytest  # noqa: E402
-
-_ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=_ON_A_GPU)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)

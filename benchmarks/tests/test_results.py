@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from benchmarks.environment import slug
-from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run
+from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run, slug
 
 FACTS = {
     "work": "dapo", "model": "tiny", "tokens": 32, "hidden": 32, "vocabulary": 257,
@@ -18,17 +17,10 @@ FACTS = {
 }  # fmt: skip
 
 
-def recorded(folder: Path, date: str, *cases: tuple[dict[str, Any], list[Row]]) -> Recorder:
+def group(*rows: Row, folder: Path | None = None, date: str = "", **facts: Any) -> Group:
     recorder = Recorder(folder, "cpu")
     recorder.environment["date"] = date
-    for changes, rows in cases:
-        recorder.add("heads", {**FACTS, **changes}, rows, "errors against float64")
-    return recorder
-
-
-def group(*rows: Row, **facts: Any) -> Group:
-    recorder = Recorder(None, "cpu")
-    return recorder.add("heads", {**FACTS, **facts}, rows)
+    return recorder.add("heads", {**FACTS, **facts}, rows, "errors against float64")
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.jsonl")), ids=lambda path: path.stem)
@@ -46,17 +38,16 @@ def test_a_stored_file_is_well_formed(path: Path) -> None:
 
 
 def test_what_is_recorded_can_be_read_and_the_newest_counts(tmp_path: Path) -> None:
+    new, old = {"folder": tmp_path, "date": "2026-02-03"}, {"folder": tmp_path, "date": "2026-01"}
     wrong = Row("eager", state="wrong", reason="error of loss nan", errors={"loss": math.nan})
-    recorded(tmp_path, "2026-02-03", ({}, [Row("ours", seconds=[2.0], info={"again": True})]))
-    recorded(
-        tmp_path, "2026-01-02",
-        ({}, [Row("ours", seconds=[1.0])]),
-        ({"dtype": "bf16"}, [Row("ours", seconds=[3.0]), wrong]),
-    )  # fmt: skip
-    ((_, (fp32, bf16)),) = load(tmp_path).items()
+    group(Row("ours", seconds=[2.0], info={"again": True}), **new)
+    group(Row("ours", seconds=[1.0]), **old)
+    group(Row("ours", seconds=[3.0]), wrong, dtype="bf16", **old)
+    ((_, found),) = load(tmp_path).items()
+    fp32, bf16 = sorted(found, key=lambda each: each.facts["dtype"], reverse=True)
     assert fp32.rows == [Row("ours", seconds=[2.0], info={"again": True})]
     assert bf16.rows[0].seconds == [3.0] and math.isnan(bf16.rows[1].errors["loss"])
-    assert len(list(tmp_path.rglob("*.jsonl"))) == 2  # one did not write over the other
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 3  # none was written over another
 
 
 @pytest.mark.parametrize(
@@ -64,10 +55,7 @@ def test_what_is_recorded_can_be_read_and_the_newest_counts(tmp_path: Path) -> N
     [
         ("{", "line 2: JSONDecodeError"),
         ('{"benchmark": "heads"}', "line 2: KeyError: 'facts'"),
-        (
-            '{"benchmark": "heads", "facts": {}, "about": "", "provider": "x", "size": 3}',
-            "line 2: TypeError: .*size",
-        ),
+        ('{"benchmark": "x", "facts": {}, "about": "", "size": 3}', "line 2: TypeError: .*size"),
         (
             '{"benchmark": "heads", "facts": {}, "about": "", "provider": "x", "state": "gone"}',
             "state: expected one of measured, absent, unable, wrong, got 'gone'",
@@ -75,9 +63,9 @@ def test_what_is_recorded_can_be_read_and_the_newest_counts(tmp_path: Path) -> N
     ],
 )
 def test_a_broken_file_is_an_error(tmp_path: Path, line: str, message: str) -> None:
-    recorder = recorded(tmp_path, "2026-01-02", ({}, []))
-    assert recorder._path is not None
-    recorder._path.write_text(recorder._path.read_text().splitlines()[0] + f"\n{line}\n")
+    group(Row("ours"), folder=tmp_path)
+    (path,) = tmp_path.rglob("*.jsonl")
+    path.write_text(path.read_text().splitlines()[0] + f"\n{line}\n")
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
@@ -85,8 +73,8 @@ def test_a_broken_file_is_an_error(tmp_path: Path, line: str, message: str) -> N
 def test_a_table_names_everybody() -> None:
     fp32 = group(
         Row("bare-gemms", seconds=[1.0]),
-        Row("eager", seconds=[1.0, 2.0, 9.0], info={"extra_bytes": 3 << 20}),
-        Row("ours", seconds=[1.1], errors={"loss": 2e-9, "dhidden": 4e-6}),
+        Row("eager", seconds=[1.0, 2.0, 9.0], cells={"MiB": "3", "value": "3e-9"}),
+        Row("ours", seconds=[1.1], cells={"MiB": "4", "value": "2e-9"}),
         Row("trl", state="wrong", reason="error of loss nan", errors={"loss": math.nan}),
         Row("cce", state="absent", reason="needs a GPU"),
         Row("ours-input", state="unable", reason="the same as ours"),
@@ -94,11 +82,10 @@ def test_a_table_names_everybody() -> None:
     bf16 = group(Row("cce", state="absent", reason="needs a GPU"), dtype="bf16")
     caption, table, missing = tables.show("heads", [bf16, fp32]).split("\n\n")[1:]
     assert caption.startswith("dapo loss, beta 0, full head: forward + backward; tiny (D = 32")
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
-        "bare-gemms", "**ours**", "eager", "trl",
-    ]  # fmt: skip
-    assert "| **1.10** | **1.00** |" in table and "| 2.00 | 1.82 | **3** |" in table
-    assert "FAILED" in table and "| **2e-9** | **4e-6** |" in table
+    names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert names == ["bare-gemms", "**ours**", "eager", "trl"]
+    assert "| **1.10** | **1.00** | 4 | **2e-9** |" in table and "FAILED" in table
+    assert "| 2.00 | 1.82 | **3** | 3e-9 |" in table
     assert missing == (
         "Not here: cce (needs a GPU). Not able: ours-input in fp32 (the same as ours). "
         "Wrong: trl in fp32 (error of loss nan)."

@@ -1,0 +1,324 @@
+"""Other libraries: TRL, Liger Kernel, Apple's Cut Cross-Entropy and QuACK."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.exact import softcapped
+from benchmarks.problem import Problem, Result
+from benchmarks.providers.base import (
+    Provider,
+    Scores,
+    no_entropy,
+    no_softcap,
+    run_cross_entropy,
+    run_with,
+    with_gradients,
+)
+from benchmarks.shapes import Case
+from grpo_kernels import LossConfig
+from grpo_kernels.losses.surrogates import Clip
+
+# their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
+_LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}
+_IGNORED = -100  # as a target
+_ALIGNMENT = 8  # of QuACK's vocabulary, for its bulk copies; the hidden sizes have it
+
+
+def loss_arguments(config: LossConfig) -> dict[str, Any]:
+    """Return the arguments that TRL's and Liger's GRPO losses share."""
+    named, clip = config.loss, config.surrogate
+    assert isinstance(clip, Clip)
+    return dict(
+        loss_type=_LOSS_TYPES[named.aggregation],
+        importance_sampling_level=config.importance_sampling_level
+        or named.importance_sampling_level,
+        beta=config.beta,
+        epsilon_low=clip.epsilon,
+        epsilon_high=clip.epsilon if clip.epsilon_high is None else clip.epsilon_high,
+        delta=clip.delta,
+        use_bias_correction_kl=config.use_bias_correction_kl,
+        temperature=config.temperature,
+    )
+
+
+def _as_scores(problem: Problem, logprobs: Tensor, entropy: Tensor | None) -> Scores:
+    shape = problem.target.shape
+    return logprobs.view(shape), None if entropy is None else entropy.view(shape)
+
+
+def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states (T, D), the head, and targets (T,)."""
+    return problem.hidden.flatten(0, 1), problem.weight, problem.target.flatten()
+
+
+def _trl_head(problem: Problem, with_entropy: bool) -> Scores:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    hidden, weight, target = _rows(problem)
+    rest = 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, problem.softcap, 1.0  # temperature, ..., scale
+    statistics = ("entropy",) if with_entropy else ()
+    out = ChunkedLogProbFunction.apply(hidden, weight, None, target, *rest, statistics)
+    return _as_scores(problem, out[0], out[1])
+
+
+def _trl_loss(problem: Problem) -> Tensor:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    inputs = {
+        "prompt_ids": problem.target[:, :0],
+        "prompt_mask": problem.target[:, :0],
+        "completion_ids": problem.target,
+        "completion_mask": problem.mask.to(problem.target.dtype),
+        "advantages": problem.advantages,
+        "old_per_token_logps": problem.old_logprobs,
+        "ref_per_token_logps": problem.ref_logprobs,
+        "num_items_in_batch": problem.mask.sum(),
+    }
+    return GRPOTrainer._compute_loss(_trl_trainer(problem), None, inputs)
+
+
+def _trl_trainer(problem: Problem) -> SimpleNamespace:
+    """Return as much of a trainer as TRL's loss reads; the head alone stands in for the model."""
+    settings = loss_arguments(problem.loss)
+    one_process = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+    )
+    return SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: _trl_logprobs(problem),
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(steps_per_generation=1, **settings),
+        accelerator=one_process,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        **settings,
+    )
+
+
+class _Model(SimpleNamespace):
+    def forward(self) -> None:
+        """Do nothing: TRL replaces this method."""
+
+
+def _trl_logprobs(problem: Problem) -> tuple[Tensor, Tensor, None]:
+    """Call the fused head as TRL's trainer does, which leaves out the masked tokens on a GPU."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    text = SimpleNamespace(final_logit_softcapping=problem.softcap)
+    # as much of a causal LM as the head reads
+    model: Any = _Model(
+        config=SimpleNamespace(get_text_config=lambda: text),
+        base_model=lambda **_: SimpleNamespace(last_hidden_state=problem.hidden),
+        get_output_embeddings=lambda: SimpleNamespace(weight=problem.weight, bias=None),
+    )
+    add_fused_lm_head(model, problem.loss.temperature, outputs=("log_probs", "entropy"))
+    labels = problem.target.masked_fill(~problem.mask, _IGNORED)
+    output = model.forward(fused_lm_head=True, shift_labels=labels)
+    return output.log_probs, output.entropy, None
+
+
+def _liger_loss(problem: Problem) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    # compiling concerns the (B, L) loss formula only, and takes longer than a small run
+    function = LigerFusedLinearGRPOLoss(
+        compiled=False,
+        use_ref_model=problem.ref_logprobs is not None,
+        **loss_arguments(problem.loss),
+    )
+    before = torch.get_float32_matmul_precision()
+    if problem.hidden.is_cuda and problem.case.dtype != "fp32":
+        torch.set_float32_matmul_precision("high")  # it multiplies 16-bit gradients in fp32
+    try:
+        loss, _ = function(
+            problem.hidden,
+            problem.weight,
+            problem.target,
+            problem.mask.int(),
+            problem.advantages,
+            ref_per_token_logps=problem.ref_logprobs,
+            old_per_token_logps=problem.old_logprobs,
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return loss
+
+
+def _liger_head(problem: Problem, with_entropy: bool) -> Scores:
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
+
+    inputs = problem.hidden, problem.weight, problem.target
+    return LigerFusedLinearGRPOFunction.chunk_forward(*inputs), None
+
+
+def _liger_triton_loss(problem: Problem) -> Tensor:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    # it wants the logits of L + 1 positions, and ignores the last, as model outputs have it
+    hidden = torch.nn.functional.pad(problem.hidden, (0, 0, 0, 1))
+    logits = torch.nn.functional.linear(hidden, problem.weight)  # (B, L + 1, V)
+    settings = loss_arguments(problem.loss)
+    loss, _ = triton_grpo_loss(
+        softcapped(logits, problem.softcap),
+        problem.old_logprobs,
+        problem.ref_logprobs,
+        problem.target,
+        problem.advantages,
+        problem.mask.int(),
+        eps_low=settings.pop("epsilon_low"),
+        eps_high=settings.pop("epsilon_high"),
+        reduce=True,
+        **settings,
+    )
+    return loss
+
+
+def _liger_cross_entropy(problem: Problem, reduction: str) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    function = LigerFusedLinearCrossEntropyLoss(reduction=reduction, softcap=problem.softcap)
+    return function(problem.weight, problem.hidden.flatten(0, 1), problem.target.flatten())
+
+
+def _liger_sm90(problem: Problem, with_entropy: bool) -> Scores:
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+        LigerFusedScaledCrossEntropySM90Function,
+    )
+
+    rest = 1.0, _IGNORED, 1, with_entropy  # the temperature; the 1 has no effect any more
+    out = LigerFusedScaledCrossEntropySM90Function.apply(*_rows(problem), *rest)
+    nll, entropy = out if with_entropy else (out, None)
+    return _as_scores(problem, -nll, entropy)
+
+
+def _cce(problem: Problem, reduction: str, **settings: Any) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden, weight, target = _rows(problem)
+    if problem.work.rows == "masked":  # it computes nothing for an ignored target
+        target = target.masked_fill(~problem.mask.flatten(), _IGNORED)
+    settings |= {"ignore_index": _IGNORED, "softcap": problem.softcap, "reduction": reduction}
+    return linear_cross_entropy(hidden, weight, target, **settings)
+
+
+def _quack(problem: Problem) -> Result:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    loss = chunked_linear_cross_entropy(*_rows(problem))
+    return with_gradients(problem, loss, loss=loss)
+
+
+def _liger_unable(case: Case) -> str | None:
+    return no_softcap(case) if case.work.kind == "loss" else "a GRPO loss only"
+
+
+def _liger_head_unable(case: Case) -> str | None:
+    gradients = None if case.work.kind == "forward" else "its gradients are liger's"
+    return no_entropy(case) or no_softcap(case) or gradients
+
+
+def _liger_sm90_unable(case: Case) -> str | None:
+    return "bf16 only" if case.dtype != "bf16" else no_softcap(case)
+
+
+def _cce_unable(case: Case) -> str | None:
+    if case.dtype == "fp32" and case.work.kind != "forward":
+        return "gradients of 16-bit inputs only"
+    return no_entropy(case)
+
+
+def _quack_unable(case: Case) -> str | None:
+    if case.work.kind != "mean":
+        return "a mean only, no values of tokens"
+    if case.dtype == "fp32":
+        return "16-bit inputs only"
+    if case.model.vocabulary % _ALIGNMENT:
+        return f"the vocabulary has to be a multiple of {_ALIGNMENT}"
+    return no_softcap(case)
+
+
+def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
+    return Provider(
+        name=name,
+        note=f"cut_cross_entropy.linear_cross_entropy, masked tokens as ignored targets, {note}",
+        run=run_cross_entropy(lambda *call: _cce(*call, **settings)),
+        unable=_cce_unable,
+        packages=("cut-cross-entropy",),
+        gpu=True,
+        timeout=90.0,  # its kernels wait for each other on locks, and may do so forever
+    )
+
+
+LIBRARIES = (
+    Provider(
+        name="trl",
+        note="trl.kernels.ChunkedLogProbFunction; in a loss its fused head with entropies, under "
+        "GRPOTrainer._compute_loss with its metrics",
+        run=run_with(_trl_head, loss=_trl_loss),
+        # those that it imports
+        packages=("trl", "accelerate", "datasets", "jinja2", "pandas", "pyarrow"),
+    ),
+    Provider(
+        name="liger",
+        note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
+        "allowed for its fp32 products of bf16 inputs on a GPU",
+        run=run_with(_liger_head, loss=_liger_loss),
+        unable=_liger_unable,
+        packages=("liger-kernel",),
+    ),
+    Provider(
+        name="liger-triton",
+        note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
+        "LigerFusedLinearCrossEntropyLoss with its defaults",
+        run=run_cross_entropy(_liger_cross_entropy, loss=_liger_triton_loss),
+        unable=no_entropy,
+        packages=("liger-kernel",),
+        gpu=True,
+    ),
+    Provider(
+        name="liger-sm90",
+        note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), the rest eager; no entropy in a "
+        "loss; dweight is computed for a frozen head too",
+        run=run_with(_liger_sm90),
+        unable=_liger_sm90_unable,
+        packages=("liger-kernel", "nvidia-cutlass-dsl", "cuda-bindings"),
+        capability=(9, 0),
+        slow_start=True,
+    ),
+    _cce_provider("cce", "its default: blocks of small gradients are left out"),
+    _cce_provider("cce-exact", "filter_eps=None: no gradient is left out", filter_eps=None),
+    Provider(
+        name="quack",
+        note="quack.linear_cross_entropy.chunked_linear_cross_entropy with its defaults: 4096 rows "
+        "a chunk, tuned, and the scaled-exp kernels where they apply (compute capability 9.0, "
+        "bf16)",
+        run=_quack,
+        unable=_quack_unable,
+        packages=(
+            *("quack-kernels", "nvidia-cutlass-dsl", "cuda-bindings", "apache-tvm-ffi"),
+            *("torch-c-dlpack-ext", "einops"),
+        ),
+        capability=(9, 0),
+        or_newer=True,
+        slow_start=True,
+    ),
+)
+# its numerics are compared, and not worth timing
+LIGER_HEAD = Provider(
+    name="liger-head",
+    note="LigerFusedLinearGRPOFunction.chunk_forward: the log-probabilities inside liger's loss",
+    run=run_with(_liger_head),
+    unable=_liger_head_unable,
+    packages=("liger-kernel",),
+)

@@ -1,1 +1,0 @@
-"""A GRPO training step of a small real-shaped model: our trainer beside TRL's."""
