@@ -65,7 +65,7 @@ def _seeded() -> None:
 @pytest.fixture
 def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a backward cut even a tiny vocabulary into slices."""
-    from grpo_kernels.engine import recompute
+    from grpo_kernels.engine import gradients
 
     for name, columns in (("_MIN_COLUMNS", 16), ("_MAX_COLUMNS", 32), ("_ALIGNMENT", 16)):
-        monkeypatch.setattr(recompute, name, columns)
+        monkeypatch.setattr(gradients, name, columns)

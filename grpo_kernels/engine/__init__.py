@@ -19,7 +19,7 @@ from grpo_kernels.engine.differentiable import (
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.engine.gradients import Gradients, GradientSums, MainGrad, Needs
+from grpo_kernels.engine.gradients import GradientSums, tile_shape
 from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,
     OF_ENTROPY,
@@ -28,8 +28,7 @@ from grpo_kernels.engine.logprobs_plan import (
     SavedForBackward,
 )
 from grpo_kernels.engine.options import Bounded, RunOptions
-from grpo_kernels.engine.recompute import tile_shape
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route
-from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.rows import Gradients, Needs, Rows
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks

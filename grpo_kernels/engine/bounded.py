@@ -25,14 +25,17 @@ from grpo_kernels.backends import (
 )
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunked_loop, row_chunks
-from grpo_kernels.engine.gradients import GradientSums, LoRAGradients, new_gradients
+from grpo_kernels.engine.gradients import (
+    GradientSums,
+    LoRAGradients,
+    new_gradients,
+    recompute_backward,
+)
 from grpo_kernels.engine.logprobs_plan import ENTRIES, HIDDEN, SavedForBackward, kept_dtype
 from grpo_kernels.engine.masked_rows import scores_at
-from grpo_kernels.engine.needs import Gradients, Needs
 from grpo_kernels.engine.options import Bounded
-from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.rows import Gradients, Needs, Rows
 from grpo_kernels.head import matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits
@@ -210,7 +213,7 @@ def bounded_gradients(
     with matmul_precision(route.device, route.precision):
         head, dweight = rows.ready().head, found.weight
         if needs.weight and needs.main_grad is not None:
-            dweight = needs.main_grad.total
+            dweight = needs.main_grad
 
         def add(x: Tensor, matrix: Tensor, dx: Tensor | None, dmatrix: Tensor | None) -> None:
             if dx is not None:

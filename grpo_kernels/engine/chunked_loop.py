@@ -27,10 +27,9 @@ from grpo_kernels.backends import (
 from grpo_kernels.batch import host
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.masked_rows import MaskedRows
-from grpo_kernels.engine.needs import Gradients
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows, narrowed, ranges
-from grpo_kernels.engine.shards import local_target, merge_vocab_shards
+from grpo_kernels.engine.rows import Gradients, Rows, narrowed, ranges
+from grpo_kernels.engine.shards import merge_vocab_shards
 from grpo_kernels.head import leading_dim, matmul_precision, project
 
 Stage = Callable[[slice, RowStats], StatsGrad]  # of a row range and its statistics
@@ -130,10 +129,10 @@ def forward(rows: Rows, route: Route, wanted: OutputSpec = OutputSpec()) -> RowS
     if route.has_tile:
         return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)[0]
     rows = rows.local()
-    given = rows.hidden, rows.head, local_target(rows), route.precision, wanted.extras
+    given = rows.hidden, rows.head, rows.local_target, route.precision, wanted.extras
     with matmul_precision(route.device, route.precision):
         stats = route.backend.linear_stats(*given)
-    return merge_vocab_shards(stats, rows)
+    return stats if rows.head.shard is None else merge_vocab_shards(stats, rows)
 
 
 def chunked_loop(
@@ -181,13 +180,13 @@ def _formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chu
     part, shard = slice(0, rows.count), rows.head.shard
     if route.forms_logits:
         logits = narrowed(buffer, part)
-        given = rows.hidden, rows.head, local_target(rows), wanted.extras
+        given = rows.hidden, rows.head, rows.local_target, wanted.extras
         stats = route.backend.logits_stats(*given, logits)
     else:
         filled = _project(rows, buffer, route)
         logits, stats = narrowed(filled.logits, part), route.backend.stats(filled, wanted.extras)
         stats = stats.rows(part)
-    stats = merge_vocab_shards(stats, rows)
+    stats = stats if shard is None else merge_vocab_shards(stats, rows)
     tile, masked = Tile(logits, rows.target, rows.head.transform), None
     if rows.sampling_mask is not None:
         masked = MaskedRows.of(tile, rows.sampling_mask, shard)
@@ -209,7 +208,7 @@ def _project(rows: Rows, buffer: Tensor, route: Route) -> Tile:
         rows = _filled_up(rows, route.fixed_rows)
         prove_same_bits(rows.head, buffer[: rows.count], route.precision)
     logits = project(rows.hidden, rows.head, narrowed(buffer, slice(0, rows.count)))
-    return Tile(logits, local_target(rows), rows.head.transform)
+    return Tile(logits, rows.local_target, rows.head.transform)
 
 
 def _filled_up(rows: Rows, height: int) -> Rows:

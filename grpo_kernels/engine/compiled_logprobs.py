@@ -11,10 +11,9 @@ from torch import Tensor
 from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, shapes_of
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.engine.differentiable import DIFFERENTIABLE, rows_forward, stats_backward
-from grpo_kernels.engine.gradients import Needs
 from grpo_kernels.engine.logprobs_plan import NOTHING, OF_ALL_ROWS, LogprobsPlan
 from grpo_kernels.engine.options import Bounded, RunOptions
-from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.rows import Needs, Rows
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks
 from grpo_kernels.head import (
     Head,

@@ -14,12 +14,11 @@ from torch import Tensor
 from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
 from grpo_kernels.engine.bounded import saved_gradients, saving_forward
 from grpo_kernels.engine.chunked_loop import chunked_loop, forward, row_chunks
-from grpo_kernels.engine.gradients import Gradients, GradientSums
+from grpo_kernels.engine.gradients import GradientSums, recompute_backward
 from grpo_kernels.engine.logprobs_plan import NOTHING, LogprobsPlan
-from grpo_kernels.engine.recompute import recompute_backward
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows
+from grpo_kernels.engine.rows import Gradients, Rows
 from grpo_kernels.head import check_plain, first_derivative_only
 
 DIFFERENTIABLE = ("logp", "entropy", "masked_logp")

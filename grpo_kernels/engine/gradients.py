@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import StatsGrad, TileGradient
+from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
 from grpo_kernels.batch import host
-from grpo_kernels.engine.chunked_loop import Chunk, TileGradients
-from grpo_kernels.engine.needs import Gradients, MainGrad, Needs
+from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunk_height
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows, narrowed, ranges
-from grpo_kernels.head import SLICE_COLUMNS, accumulate, stats_dtype, zero_row_padding
+from grpo_kernels.engine.rows import Gradients, Needs, Rows, narrowed, ranges
+from grpo_kernels.head import (
+    SLICE_COLUMNS,
+    accumulate,
+    leading_dim,
+    matmul_precision,
+    project,
+    stats_dtype,
+    zero_row_padding,
+)
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
+# Narrower slices starve the GEMMs, wider ones gain nothing.
+_MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
+_ALIGNMENT = 128
 
 
 class GradientSums(TileGradients):
@@ -25,8 +36,8 @@ class GradientSums(TileGradients):
         self._sums, self._weight_dtype = new_gradients(rows, needs, num_ranges, sliced)
         self._slice: Tensor | None = None  # of the weight's sum, if it is rounded afterwards
         self._lora = LoRAGradients(rows, needs)
-        main_grad: MainGrad | None = needs.main_grad if needs.weight else None
-        self._weight = self._sums.weight if main_grad is None else main_grad.total
+        main_grad = needs.main_grad if needs.weight else None
+        self._weight = self._sums.weight if main_grad is None else main_grad
         self._adds = main_grad is not None
         self._num_rows, self._num_columns = rows.count, len(rows.head.weight)
         self._shard = rows.head.shard
@@ -129,6 +140,50 @@ class GradientSums(TileGradients):
             sums = dbias.new_empty(dbias.shape[0], 2)
             accumulate(sums, dlogits.t(), parts, first=True)
             dbias.add_(sums.sum(1))
+
+
+def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int, int]:
+    """Take all rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
+    width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
+    width = min(width // _ALIGNMENT * _ALIGNMENT, columns)
+    return chunk_height(rows, max(1, min(rows, elements // max(width, 1))), block), width
+
+
+def recompute_backward(
+    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from these rows' statistics, a slice of the vocabulary at a time.
+
+    The logits of a slice are formed again, turned into their gradient in place and multiplied. A
+    slice of dweight is one GEMM over all rows, rounded once, and dhidden is summed in fp32: there
+    is no fp32 (V, D) buffer, and the tile of logits is as small as asked.
+    """
+    # of the rank with the most columns
+    elements = route.tile_rows * route.max_local_vocab
+    height, width = tile_shape(rows.count, route.max_local_vocab, elements, route.block)
+    parts, slices = ranges(rows.count, height), ranges(route.columns, width)
+    sums = GradientSums(rows, needs, len(parts), sliced=True)
+    outer, rows = sums.scaled(outer), rows.local().ready()
+    pitch = leading_dim(min(width, route.columns), route.logits, route.device)
+    buffer = rows.hidden.new_empty((min(height, rows.count), pitch), dtype=route.logits)
+    with matmul_precision(route.device, route.precision):
+        for columns in slices:
+            head = rows.head.columns(columns)
+            # relative to the slice; the target of another slice is in none of its columns
+            of_slice = replace(rows, head=head, target=rows.target - columns.start)
+            for part in parts:
+                chunk = of_slice.narrow(part)
+                hidden, head, target = chunk.hidden, chunk.head, chunk.target
+                logits = buffer[: chunk.count, : len(head.weight)]
+                if route.forms_logits:
+                    # as the forward formed them: what was rounded in another way is an error here
+                    route.backend.logits_stats(hidden, head, target, False, logits)
+                else:
+                    project(hidden, head, logits)
+                tile, known = Tile(logits, target, head.transform), stats.rows(part)
+                dlogits = route.backend.dlogits_(tile, known, outer.rows(part), hidden.dtype)
+                sums.add(TileGradient(dlogits), chunk, columns)
+        return sums.finish()
 
 
 def new_gradients(

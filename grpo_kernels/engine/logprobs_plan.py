@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 
 from grpo_kernels.backends import OutputSpec, why_backend
-from grpo_kernels.engine.needs import Needs
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.route import Route, choose_route
+from grpo_kernels.engine.rows import Needs
 from grpo_kernels.head import Head, leading_dim, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"

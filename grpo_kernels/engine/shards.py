@@ -24,20 +24,13 @@ _FACTS = ("the number of rows", "D", "rows of a tile", "the arguments", "targets
 _FAILED = -1  # of a rank that has nothing to agree on
 
 
-def local_target(rows: Rows) -> Tensor:
-    """Return (C,) the columns of local rows' targets, 0 for those of another rank."""
-    shard, target = rows.head.shard, rows.target
-    return target if shard is None else torch.where(shard.owns(target), target, 0)
-
-
 def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     """Return the statistics of whole local rows, from those of this rank's columns.
 
     The log-probability of another rank's target is not read.
     """
     shard = rows.head.shard
-    if shard is None:
-        return stats
+    assert shard is not None
     own = shard.owns(rows.target)
     score = stats.logp.double() + stats.lse
     # where all scores are -inf there is no softmax to have log-probabilities of

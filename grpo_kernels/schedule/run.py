@@ -14,7 +14,6 @@ from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
     INPUTS,
     Gradients,
-    MainGrad,
     Needs,
     Rows,
     RunOptions,
@@ -132,7 +131,7 @@ class _PolicyLoss(torch.autograd.Function):
             gradients = _scaled_(gradients, dloss, inputs)
         else:
             if plan.main_grad is not None:
-                plan = replace(plan, needs=replace(plan.needs, main_grad=MainGrad(plan.main_grad)))
+                plan = replace(plan, needs=replace(plan.needs, main_grad=plan.main_grad))
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
             gradients = two_pass_backward(rows, plan, saved, dloss)
         found = [

@@ -62,14 +62,14 @@ def test_when_the_buffer_is_written(schedule: str) -> None:
 def test_no_second_tensor_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, given: bool
 ) -> None:
-    from grpo_kernels.engine import gradients, recompute
+    from grpo_kernels.engine import gradients
     from grpo_kernels.head import matmul
 
     columns, depth = 4096, 32
     for module in (matmul, gradients):  # slices of a GEMM that are small beside the whole
         monkeypatch.setattr(module, "SLICE_COLUMNS", 512)
     for name in ("_MIN_COLUMNS", "_MAX_COLUMNS"):
-        monkeypatch.setattr(recompute, name, 512)
+        monkeypatch.setattr(gradients, name, 512)
     problem = make_problem(2, 4, depth, columns).to("cpu", dtype)
     buffer = torch.zeros(columns, depth) if given else None
     options = dict(schedule="two_pass", main_grad=buffer, max_workspace_bytes=columns * 4 * 3)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch
-from grpo_kernels.engine import recompute
+from grpo_kernels.engine import gradients
 from grpo_kernels.head import Head
 from grpo_kernels.testing import Problem, make_problem, run
 
@@ -37,7 +37,7 @@ class Shortage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.failing, self.error = 0, range(0), ERRORS["cuda"]
         self.failed: Callable[[], Tensor | None] = lambda: None
-        for module in (importlib.import_module("grpo_kernels.engine.chunked_loop"), recompute):
+        for module in (importlib.import_module("grpo_kernels.engine.chunked_loop"), gradients):
             monkeypatch.setattr(module, "project", self._wrapped(module.project))
 
     def at(self, first: int, last: int | None = None, error: str = "cuda") -> None:
