@@ -113,7 +113,8 @@ class OutputSpec(NamedTuple):
         return self.mean or self.top_k > 0
 
 
-# what a backend fills on request, all or none
+# what a backend fills, and what it fills on request, all or none
+STATS = ("logp", "entropy", "lse")
 EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 _DTYPES = {
     "is_top1": torch.bool,
@@ -129,7 +130,7 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
 
 def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, torch.Size]:
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
-    names = ("logp", "entropy", "lse", *(EXTRAS if wanted.extras else ()))
+    names = (*STATS, *(EXTRAS if wanted.extras else ()))
     shapes = dict.fromkeys(names, rows)
     if masked:
         shapes["masked_logp"] = rows
@@ -138,6 +139,15 @@ def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, t
     if wanted.top_k:
         shapes["topk_logp"] = shapes["topk_indices"] = torch.Size((*rows, wanted.top_k))
     return shapes
+
+
+def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
+    """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
+
+    def empty(name: str) -> Tensor:
+        return torch.empty(rows, dtype=dtype_of(name, torch.float32), device=device)
+
+    return RowStats(**{name: empty(name) for name in (*STATS, *(EXTRAS if extras else ()))})
 
 
 def concatenate(parts: list[RowStats]) -> RowStats:

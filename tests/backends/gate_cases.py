@@ -17,21 +17,17 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import (
-    dlogits,
-    extract,
-    gather,
-    linear_launch,
-    merge,
-)
+from grpo_kernels.backends.triton import dlogits, extract, gather
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
-from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
-from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
-from grpo_kernels.backends.triton.segment_sum import (
-    _BLOCK,
-    _OPTIONS,
-    _segment_sum_kernel,
+from grpo_kernels.backends.triton.common import OPTIONS
+from grpo_kernels.backends.triton.linear_stats import (
+    _MERGED_ROWS,
+    _merge_splits_kernel,
+    constants,
+    linear_stats_kernel,
 )
+from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
+from grpo_kernels.backends.triton.segment_sum import _BLOCK, _segment_sum_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -157,8 +153,8 @@ def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Ca
     optional = {"bias_ptr": f"*{dtype}", "temperature_ptr": "*fp32"} if some else {}
     optional |= _EXTRA_SUMS if flags["EXTRAS"] else {}
     logits = DTYPES[dtype] if flags["ROUND"] else torch.float32
-    launched = linear_launch.constants(config, config.block_d + 8 * some, logits)
-    constants = {k: v for k, v in launched.items() if k not in config.options} | {
+    launched = constants(config, config.block_d + 8 * some, logits)
+    flagged = {k: v for k, v in launched.items() if k not in config.options} | {
         "HAS_SOFTCAP": flags["HAS_SOFTCAP"],
         "HAS_BIAS": some,
         "ROW_TEMPERATURE": some,
@@ -167,7 +163,7 @@ def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Ca
     }
     types = {**_SUMS, **_COUNTS, **optional, "target_ptr": "*i64"}
     types |= _linear_types(dtype, config)
-    absent = _absent(linear_stats_kernel, types, constants)
+    absent = _absent(linear_stats_kernel, types, flagged)
     return Case(linear_stats_kernel, types, absent, config.options)
 
 
@@ -184,13 +180,13 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 
 def _merge_cases() -> Iterator[Case]:
-    kernel = merge._merge_splits_kernel
+    kernel = _merge_splits_kernel
     for some in (False, True):
         types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
         if some:
             types |= {**_EXTRA_SUMS, **_EXTRAS, "temperature_ptr": "*fp32"}
-        flags = {"BLOCK": merge._BLOCK, "EXTRAS": some, "ROW_TEMPERATURE": some}
-        yield Case(kernel, types, _absent(kernel, types, flags), merge._OPTIONS)
+        flags = {"BLOCK": _MERGED_ROWS, "EXTRAS": some, "ROW_TEMPERATURE": some}
+        yield Case(kernel, types, _absent(kernel, types, flags), OPTIONS)
 
 
 def _extract_cases(target: str) -> Iterator[Case]:
@@ -220,7 +216,7 @@ def _gather_cases() -> Iterator[Case]:
         for places, add in ((by_row, False), (by_column, False), (by_column, True)):
             posed = {**types, **pointers, **places}
             constants = {**blocks, **ones, "ADD": add}
-            yield Case(kernel, posed, _absent(kernel, posed, constants), gather._OPTIONS)
+            yield Case(kernel, posed, _absent(kernel, posed, constants), OPTIONS)
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +227,7 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 
 def _reduce_cases() -> Iterator[Case]:
     types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
-    yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)
+    yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, OPTIONS)
 
 
 def _pointwise_case() -> Case:
@@ -244,5 +240,4 @@ def _pointwise_case() -> Case:
 
     kernel = PointwiseKernel.trace(fn, 2, names=("x", "y"))
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out0_ptr": "*fp32", "out1_ptr": "*i1"}
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, options)
+    return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, OPTIONS)

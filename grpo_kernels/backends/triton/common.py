@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -11,16 +12,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from grpo_kernels.backends.base import EXTRAS, RowStats, Tile, dtype_of
+from grpo_kernels.backends.base import EXTRAS, STATS, RowStats, Tile
 from grpo_kernels.backends.gpu_tiles import LinearConfig, RowConfig, device_class
 from grpo_kernels.backends.triton.math import LN2, LOG2_E, tanh
 from grpo_kernels.head import Transform
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
 # decides nothing but would bring a compilation each.
-_STATS = ("logp", "entropy", "lse")
 _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
-PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *EXTRAS)]
+PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *STATS, *EXTRAS)]
+# of kernels without a tile to choose: every operation rounds as it is written
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 # exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
 LOG2_UNDERFLOW = tl.constexpr(-150.0)
@@ -187,18 +189,9 @@ def store_extras(
     tl.store(min_logit_ptr + at, tl.where(total == total, least, total), mask=mask)
 
 
-def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
-    """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
-
-    def empty(name: str) -> Tensor:
-        return torch.empty(rows, dtype=dtype_of(name, torch.float32), device=device)
-
-    return RowStats(**{name: empty(name) for name in (*_STATS, *(EXTRAS if extras else ()))})
-
-
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:
-    """Return the statistics of :func:`empty_stats` as kernel arguments."""
-    return {f"{name}_ptr": getattr(stats, name) for name in (*_STATS, *EXTRAS)}
+    """Return the statistics that kernels fill as their arguments."""
+    return {f"{name}_ptr": getattr(stats, name) for name in (*STATS, *EXTRAS)}
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
@@ -228,23 +221,6 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
     }
 
 
-def check_tile(tile: Tile) -> None:
-    """Raise ValueError unless the row kernels can work on the tile."""
-    logits, target = tile.logits, tile.target
-    if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
-        raise ValueError(
-            "logits: expected (C, V) with contiguous columns, got shape "
-            f"{tuple(logits.shape)}, strides {logits.stride()}"
-        )
-    if logits.dtype not in LOGIT_DTYPES:
-        names = ", ".join(str(dtype) for dtype in LOGIT_DTYPES)
-        raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
-    if target.shape != logits.shape[:1] or target.dtype != torch.int64:
-        raise ValueError(
-            f"target: expected ({logits.shape[0]},) int64, got {tuple(target.shape)} {target.dtype}"
-        )
-
-
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Make the tensor's GPU the current one: Triton launches on the current device."""
     if tensor.device.type == "cpu":
@@ -267,3 +243,36 @@ def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None
             f"{error} {config} of grpo_kernels/backends/gpu_tiles.py does not fit "
             f"{device_class(tensor.device)}; `make gpu-tune` measures some that do"
         ) from error
+
+
+def launch_rows(kernel: Any, tile: Tile, config: RowConfig, **arguments: object) -> None:
+    """Launch a program for each row of a tile.
+
+    Raises:
+        ValueError: the row kernels cannot work on the tile.
+    """
+    logits, target, transform = tile
+    if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
+        raise ValueError(
+            "logits: expected (C, V) with contiguous columns, got shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}"
+        )
+    if logits.dtype not in LOGIT_DTYPES:
+        names = ", ".join(str(dtype) for dtype in LOGIT_DTYPES)
+        raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
+    if target.shape != logits.shape[:1] or target.dtype != torch.int64:
+        raise ValueError(
+            f"target: expected ({logits.shape[0]},) int64, got {tuple(target.shape)} {target.dtype}"
+        )
+    if not len(logits):
+        return
+    with launching(config, logits):
+        kernel[(len(logits),)](
+            logits_ptr=logits,
+            target_ptr=target.contiguous(),
+            stride_row=logits.stride(0),
+            num_columns=logits.shape[1],
+            **arguments,
+            **config.options,
+            **transform_arguments(transform, logits),
+        )

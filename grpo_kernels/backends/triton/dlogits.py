@@ -13,74 +13,12 @@ from grpo_kernels.backends.triton.common import (
     LOG2_UNDERFLOW,
     PER_ROW,
     bounded,
-    check_tile,
-    launching,
+    launch_rows,
     log2_units,
     row_factor,
-    transform_arguments,
     unit_of,
 )
 from grpo_kernels.backends.triton.math import LN2, expm1
-
-
-@triton.jit
-def write_gradient(
-    logits_ptr,  # of one row
-    out_ptr,
-    num_columns,
-    target,  # outside of [0, num_columns): in no column of this tile
-    logp,
-    entropy,
-    lse,  # fp64
-    dlogp,
-    dentropy,
-    inner,
-    factor,
-    HAS_DENTROPY: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Write the gradient of a row's raw logits over them.
-
-    Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
-    """
-    anchor, f2, rest = unit_of(lse, factor)
-    slope = factor
-    if HAS_SOFTCAP:
-        slope = factor * inner
-    constant = -(dlogp + dentropy * entropy) * slope
-    of_log = -dentropy * slope * LN2
-    whole = num_columns // BLOCK_V * BLOCK_V
-    active = dlogp != 0.0
-    if HAS_DENTROPY:
-        active = active | (dentropy != 0.0)
-    if active:
-        inside = (target >= 0) & (target < num_columns)
-        x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
-        y = bounded(x_target, inner, HAS_SOFTCAP)
-        at_target = -dlogp * expm1(logp) * slope
-        if HAS_DENTROPY:
-            of_entropy = -dentropy * entropy * slope
-            at_target += _weighted(y, anchor, f2, rest, of_entropy, of_log, HAS_DENTROPY)
-        if HAS_SOFTCAP:
-            at_target = at_target * (1.0 - y * y)
-        for start in range(0, whole, BLOCK_V):
-            _write_tile(
-                logits_ptr, out_ptr, start, None, anchor, f2, rest, constant, of_log, inner,
-                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
-        if whole < num_columns:
-            _write_tile(
-                logits_ptr, out_ptr, whole, num_columns, anchor, f2, rest, constant, of_log, inner,
-                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
-        tl.debug_barrier()  # the target's place was written by another thread
-        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
-    else:  # what a row without weight holds cannot leak into its zeros
-        zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
-        for start in range(0, num_columns, BLOCK_V):
-            columns = start + tl.arange(0, BLOCK_V)
-            tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
 
 
 @triton.jit
@@ -149,29 +87,61 @@ def _dlogits_kernel(
     ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Write the gradient of a row's raw logits.
+
+    Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
+    """
     row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_row
+    out_ptr += row * stride_out_row
     entropy, dentropy = 0.0, 0.0
     if HAS_DENTROPY:
         entropy = tl.load(entropy_ptr + row)
         dentropy = tl.load(dentropy_ptr + row)
     target = tl.load(target_ptr + row)
     target = tl.where((target >= 0) & (target < num_columns), target, -1)  # before it is narrowed
-    write_gradient(
-        logits_ptr + row * stride_row,
-        out_ptr + row * stride_out_row,
-        num_columns,
-        target.to(tl.int32),
-        tl.load(logp_ptr + row),
-        entropy,
-        tl.load(lse_ptr + row),
-        tl.load(dlogp_ptr + row),
-        dentropy,
-        inner,
-        row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE),
-        HAS_DENTROPY,
-        HAS_SOFTCAP,
-        BLOCK_V,
-    )
+    target = target.to(tl.int32)
+    logp = tl.load(logp_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    dlogp = tl.load(dlogp_ptr + row)
+    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
+    anchor, f2, rest = unit_of(lse, factor)
+    slope = factor
+    if HAS_SOFTCAP:
+        slope = factor * inner
+    constant = -(dlogp + dentropy * entropy) * slope
+    of_log = -dentropy * slope * LN2
+    whole = num_columns // BLOCK_V * BLOCK_V
+    active = dlogp != 0.0
+    if HAS_DENTROPY:
+        active = active | (dentropy != 0.0)
+    if active:
+        inside = (target >= 0) & (target < num_columns)
+        x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
+        y = bounded(x_target, inner, HAS_SOFTCAP)
+        at_target = -dlogp * expm1(logp) * slope
+        if HAS_DENTROPY:
+            of_entropy = -dentropy * entropy * slope
+            at_target += _weighted(y, anchor, f2, rest, of_entropy, of_log, HAS_DENTROPY)
+        if HAS_SOFTCAP:
+            at_target = at_target * (1.0 - y * y)
+        for start in range(0, whole, BLOCK_V):
+            _write_tile(
+                logits_ptr, out_ptr, start, None, anchor, f2, rest, constant, of_log, inner,
+                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
+        if whole < num_columns:
+            _write_tile(
+                logits_ptr, out_ptr, whole, num_columns, anchor, f2, rest, constant, of_log, inner,
+                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
+        tl.debug_barrier()  # the target's place was written by another thread
+        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
+    else:  # what a row without weight holds cannot leak into its zeros
+        zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
+        for start in range(0, num_columns, BLOCK_V):
+            columns = start + tl.arange(0, BLOCK_V)
+            tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
 
 
 def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -194,31 +164,22 @@ def dlogits_(
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
     """Write the gradient by the raw logits; see :class:`Backend`."""
-    check_tile(tile)
-    logits, target, transform = tile
-    dlogp, dentropy = outer.dlogp, outer.dentropy
-    if dlogp is None:
-        dlogp = torch.zeros_like(stats.logp)
+    logits, dentropy = tile.logits, outer.dentropy
+    dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
     out = gradient_view(logits, out_dtype) if out is None else out
-    rows, columns = logits.shape
-    if rows:
-        config = config or row_config(logits.device)
-        with launching(config, logits):
-            _dlogits_kernel[(rows,)](
-                logits_ptr=logits,
-                out_ptr=out,
-                target_ptr=target.contiguous(),
-                logp_ptr=stats.logp.contiguous(),
-                entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
-                lse_ptr=stats.lse.contiguous(),
-                dlogp_ptr=dlogp.contiguous(),
-                dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
-                stride_row=logits.stride(0),
-                stride_out_row=out.stride(0),
-                num_columns=columns,
-                HAS_DENTROPY=dentropy is not None,
-                BLOCK_V=config.columns(logits.dtype),
-                **config.options,
-                **transform_arguments(transform, logits),
-            )
+    config = config or row_config(logits.device)
+    launch_rows(
+        _dlogits_kernel,
+        tile,
+        config,
+        out_ptr=out,
+        logp_ptr=stats.logp.contiguous(),
+        entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
+        lse_ptr=stats.lse.contiguous(),
+        dlogp_ptr=dlogp.contiguous(),
+        dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
+        stride_out_row=out.stride(0),
+        HAS_DENTROPY=dentropy is not None,
+        BLOCK_V=config.columns(logits.dtype),
+    )
     return out

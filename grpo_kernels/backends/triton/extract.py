@@ -16,14 +16,12 @@ from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_al
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
-    check_tile,
+    launch_rows,
     log2_units,
-    on_device,
     row_factor,
     softcap_slope,
     sum_of,
     tile_offsets,
-    transform_arguments,
     unit_of,
 )
 from grpo_kernels.backends.triton.math import LN2, expm1
@@ -39,19 +37,16 @@ _LEAST_TOTAL = tl.constexpr(2.0**-30)  # where 1 - p is lost in the rounding of 
 _NONE = tl.constexpr(1e-30)
 _MOST = tl.constexpr(2.0**60)
 
-_RESULTS = ("ids_ptr", "values_ptr", "used_ptr", "error_ptr", "error_l1_ptr", "norm_ptr")
-_POINTERS = [*PER_ROW, "keys_ptr", "allowed_ptr", *_RESULTS]
+_POINTERS = [*PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries._fields))]
 
 
 @triton.jit
-def _sizes(
-    logits_ptr, columns, num_active, target, anchor, f2, rest, inner,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def _sizes(row, columns, HAS_SOFTCAP: tl.constexpr):
     """Return the probabilities of all but the target, and their shares in the gradient; in units.
 
-    ``anchor``, ``f2`` and ``rest`` are of :func:`unit_of`.
+    ``row`` is what :func:`_extract_kernel` says of one.
     """
+    logits_ptr, num_active, target, inner, anchor, f2, rest = row
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
     others = columns != target
@@ -67,11 +62,14 @@ def _sizes(
 
 @triton.jit
 def _cut(
-    logits_ptr, num_active, target, anchor, f2, rest, inner,
+    row,
     total,  # of the sizes, at most
     allowed,  # sum of squared errors
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """Return the row's cut as ``_cuts`` of ``backends/entries.py`` does, all in units."""
     offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
     least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
@@ -81,11 +79,9 @@ def _cut(
     for _read in range(_READS):
         slopes = tl.zeros((THREADS,), tl.float32)
         errors = tl.zeros((THREADS,), tl.float32)
-        for start in range(0, num_active, BLOCK_V):
+        for start in range(0, row[1], BLOCK_V):
             columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-            _, size = _sizes(
-                logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
-            )
+            _, size = _sizes(row, columns, HAS_SOFTCAP)
             below = tl.where(size <= cut, size, 0.0)
             slopes += sum_of(below)
             errors += sum_of(below * (cut - below))
@@ -108,14 +104,18 @@ def _hash(x):
 
 @triton.jit
 def _write_entries(
-    logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
+    row,
+    cut,
     key,  # int32
-    ids_ptr,  # of one row, as the next
+    ids_ptr,  # of the row, as the next
     values_ptr,
     unit,  # of the values, negative
     slots,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """Store all entries but the target's, in slots from 1 on.
 
     Return how many there are, how many are expected at most, and sums in units: of the errors'
@@ -129,11 +129,9 @@ def _write_entries(
     large_count = tl.zeros((), tl.int32)
     key = key.to(tl.uint32, bitcast=True)
     draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
-    for start in range(0, num_active, BLOCK_V):
+    for start in range(0, row[1], BLOCK_V):
         columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        p, size = _sizes(
-            logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
-        )
+        p, size = _sizes(row, columns, HAS_SOFTCAP)
         mass += sum_of(p)
         squares += sum_of(size * size)
         hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
@@ -210,15 +208,12 @@ def _extract_kernel(
     allowed = allowed * tl.exp2(-log2_unit)
     at_unit = lse + log2_unit.to(tl.float64) * LN2
     anchor, f2, rest = unit_of(at_unit, factor)
+    this = logits_ptr, num_active, target, inner, anchor, f2, rest
 
-    cut = _cut(
-        logits_ptr, num_active, target, anchor, f2, rest, inner,
-        about * tl.exp2(-log2_unit), allowed * allowed,
-        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
+    total = about * tl.exp2(-log2_unit)
+    cut = _cut(this, total, allowed * allowed, HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR)
     count, expected, errors, magnitudes, at_target, squares = _write_entries(
-        logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
-        tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
+        this, cut, tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
         HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
     )  # fmt: skip
     if HAS_SOFTCAP:
@@ -251,35 +246,27 @@ def extract_entries(
     slots: int,
 ) -> Entries:
     """Choose the entries of each row; see ``Backend.extract_entries``."""
-    check_tile(tile)
-    logits, target, transform = tile
-    (rows, columns), device = logits.shape, logits.device
-    ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
-    values = torch.zeros((rows, slots), device=device)
-    used = torch.empty(rows, dtype=torch.int32, device=device)
-    error, error_l1, norm = (torch.empty(rows, device=device) for _ in range(3))
-    if rows:
-        aligned = rows_are_aligned(logits)
-        config = config_for(logits.dtype, device_class(device), aligned)
-        with on_device(logits):
-            _extract_kernel[(rows,)](
-                logits_ptr=logits,
-                target_ptr=target.contiguous(),
-                logp_ptr=stats.logp.contiguous(),
-                lse_ptr=stats.lse.contiguous(),
-                keys_ptr=keys.contiguous(),
-                allowed_ptr=allowed.contiguous(),
-                ids_ptr=ids,
-                values_ptr=values,
-                used_ptr=used,
-                error_ptr=error,
-                error_l1_ptr=error_l1,
-                norm_ptr=norm,
-                stride_row=logits.stride(0),
-                num_columns=columns,
-                slots=slots,
-                **config.blocks(logits.dtype, aligned),
-                **config.options,
-                **transform_arguments(transform, logits),
-            )
-    return Entries(ids, values, used, error, error_l1, norm)
+    logits, device = tile.logits, tile.logits.device
+    rows, aligned = len(logits), rows_are_aligned(logits)
+    config = config_for(logits.dtype, device_class(device), aligned)
+    found = Entries(
+        ids=torch.zeros((rows, slots), dtype=torch.int32, device=device),
+        values=torch.zeros((rows, slots), device=device),
+        used=torch.empty(rows, dtype=torch.int32, device=device),
+        error=torch.empty(rows, device=device),
+        error_l1=torch.empty(rows, device=device),
+        norm=torch.empty(rows, device=device),
+    )
+    launch_rows(
+        _extract_kernel,
+        tile,
+        config,
+        logp_ptr=stats.logp.contiguous(),
+        lse_ptr=stats.lse.contiguous(),
+        keys_ptr=keys.contiguous(),
+        allowed_ptr=allowed.contiguous(),
+        slots=slots,
+        **{f"{name}_ptr": value for name, value in found._asdict().items()},
+        **config.blocks(logits.dtype, aligned),
+    )
+    return found

@@ -2,8 +2,8 @@
 
 A program owns a block of rows and a split of the vocabulary. It forms one tile of fp32 logits
 after the other and folds each into the sums of its rows, so that no logit leaves the chip. A second
-kernel (:mod:`merge`) merges the splits in their order. What a split is depends on the
-head alone: a row's bits are the same in every batch.
+kernel merges the splits in their order. What a split is depends on the head alone: a row's bits are
+the same in every batch.
 
 Each row keeps a running maximum. Sums relative to the target's logit would need none, but that
 logit would have to come first, from a GEMM of another summation order, and rows whose target is
@@ -16,14 +16,43 @@ With extras a tile is a single subtile: the same subtiles in the same order, so 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grpo_kernels.backends.triton.common import bounded, folded, raised, row_factor
+from grpo_kernels.backends.base import RowStats, empty_stats
+from grpo_kernels.backends.gpu_tiles import LinearConfig, linear_config, row_stride
+from grpo_kernels.backends.triton.common import (
+    OPTIONS,
+    PER_ROW,
+    bounded,
+    folded,
+    launching,
+    pointers,
+    raised,
+    rebased,
+    row_factor,
+    softmax_results,
+    store_extras,
+    transform_arguments,
+)
 from grpo_kernels.backends.triton.math import LOG2_E
-from grpo_kernels.backends.triton.merge import COUNTS, PER_SPLIT
+from grpo_kernels.head import Head, logits_dtype
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
+_MERGED_ROWS = 128  # by one program
+_ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# bound on the sums of the splits; longer batches are launched in chunks
+_PARTIAL_BYTES = 32 << 20
+_CHUNK_ROWS = 2048  # or a multiple
+# of these a new value brings no compilation
+_COUNTS = ["num_rows", "num_splits"]
+# of each row and split; slices of one allocation, aligned as the number of rows has it
+_SUMS = ("peak", "total", "moment", "squares", "least")
+_PER_SPLIT = [*PER_ROW, *(f"{name}_ptr" for name in (*_SUMS, "best"))]
 
 
 @triton.jit
@@ -106,7 +135,7 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
     return new_peak, total, moment, squares, least, best
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_SPLIT)
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_PER_SPLIT)
 def linear_stats_kernel(
     x_ptr,  # (T, D), contiguous, or its descriptor
     weight_ptr,  # (V, D), or its descriptor
@@ -191,3 +220,174 @@ def linear_stats_kernel(
         tl.store(squares_ptr + at, squares, mask=mask_t)
         tl.store(least_ptr + at, least, mask=mask_t)
         tl.store(best_ptr + at, best, mask=mask_t)
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_PER_SPLIT)
+def _merge_splits_kernel(
+    target_ptr,  # (T,) int64
+    temperature_ptr,  # (T,) or None
+    y_target_ptr,  # (T,) fp32
+    peak_ptr,  # (splits, T) fp32, as the next two
+    total_ptr,
+    moment_ptr,
+    squares_ptr,  # (splits, T) fp32 or None, as the next
+    least_ptr,
+    best_ptr,  # (splits, T) int32 or None
+    logp_ptr,  # (T,) fp32, as the other results
+    entropy_ptr,
+    lse_ptr,  # fp64
+    is_top1_ptr,  # bool
+    sum_sq_probs_ptr,
+    max_logit_ptr,
+    min_logit_ptr,
+    num_rows,
+    num_splits,
+    outer,
+    ROW_TEMPERATURE: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    factor = row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1), ROW_TEMPERATURE)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float64)
+    moment = tl.zeros((BLOCK,), tl.float64)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    least = tl.full((BLOCK,), float("inf"), tl.float32)
+    best = tl.zeros((BLOCK,), tl.int32)
+    at = rows
+    for _ in range(0, num_splits):
+        its_peak = tl.load(peak_ptr + at, mask=mask, other=0.0)
+        its_total = tl.load(total_ptr + at, mask=mask, other=1.0)
+        its_moment = tl.load(moment_ptr + at, mask=mask, other=0.0)
+        its_squares = its_total
+        if EXTRAS:
+            its_squares = tl.load(squares_ptr + at, mask=mask, other=0.0)
+        f2 = factor * LOG2_E
+        new_peak, base, total, moment, squares = raised(peak, total, moment, squares, its_peak, f2)
+        more = rebased(its_peak, its_total, its_moment, its_squares, base, f2)
+        total, moment, squares = total + more[0], moment + more[1], squares + more[2]
+        if EXTRAS:
+            least = tl.minimum(least, tl.load(least_ptr + at, mask=mask, other=0.0))
+            best = tl.where(its_peak > peak, tl.load(best_ptr + at, mask=mask, other=0), best)
+        peak = new_peak
+        at += num_rows
+
+    y_target = tl.load(y_target_ptr + rows, mask=mask, other=0.0)
+    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment.to(tl.float32))
+    tl.store(logp_ptr + rows, logp, mask=mask)
+    tl.store(entropy_ptr + rows, entropy, mask=mask)
+    tl.store(lse_ptr + rows, lse, mask=mask)
+    if EXTRAS:
+        is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best
+        store_extras(
+            rows, mask, total, squares, is_top1, peak * factor, least * factor,
+            is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr,
+        )  # fmt: skip
+
+
+def linear_stats(
+    hidden: Tensor,  # (T, D) bf16 or fp16
+    head: Head,  # multiplied in the dtype of ``hidden``
+    target: Tensor,  # (T,) int64 in [0, V)
+    precision: str,
+    extras: bool,
+    config: LinearConfig | None = None,  # the table's
+) -> RowStats:
+    """Return the statistics of every row of a 16-bit head; see :class:`RowStats`."""
+    config = config or linear_config(hidden.dtype, head)
+    weight = head.weight.to(hidden.dtype)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = head.bias.contiguous() if head.bias is not None else None
+    head = Head(weight, bias, head.transform)
+    hidden = _packed(hidden)
+    logits = logits_dtype(hidden.dtype, precision)
+    tile = config.of_one_subtile() if extras else config
+    rows = hidden.shape[0]
+    stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
+    with launching(config, hidden):
+        for chunk in _chunks(rows, triton.cdiv(weight.shape[0], tile.split_columns)):
+            its_head, its_stats = head.rows(chunk), stats.rows(chunk)
+            _chunk(hidden[chunk], its_head, target[chunk], logits, its_stats, tile)
+    return stats
+
+
+def _packed(hidden: Tensor) -> Tensor:
+    """Return the rows without gaps, the first on a 16-byte boundary: which kernel runs on a row
+    must not depend on where in memory its batch lies."""
+    if hidden.is_contiguous() and hidden.data_ptr() % 16 == 0:
+        return hidden
+    return hidden.clone(memory_format=torch.contiguous_format)
+
+
+def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], list(block))
+
+
+def _chunks(rows: int, splits: int) -> list[slice]:
+    """Return ranges of rows whose sums fit into ``_PARTIAL_BYTES``."""
+    fitting = _PARTIAL_BYTES // (4 * 3 * splits)
+    size = max(1, fitting // _CHUNK_ROWS) * _CHUNK_ROWS
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _chunk(
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    logits: torch.dtype,
+    stats: RowStats,
+    config: LinearConfig,
+) -> None:
+    """Fill ``stats`` for one range of rows."""
+    (rows, depth), columns = hidden.shape, head.weight.shape[0]
+    extras = stats.is_top1 is not None
+    splits = triton.cdiv(columns, config.split_columns)
+    transform = transform_arguments(head.transform, hidden)
+    x, weight = hidden, head.weight
+    if config.descriptors:
+        x = _descriptor(x, config.block_t, config.block_d)
+        weight = _descriptor(weight, config.block_v, config.block_d)
+    sums = hidden.new_empty((5 if extras else 3, splits, rows), dtype=torch.float32)
+    best = sums.new_empty((splits, rows), dtype=torch.int32) if extras else None
+    both = {
+        "target_ptr": target,
+        "y_target_ptr": sums.new_empty(rows),
+        "best_ptr": best,
+        **{f"{name}_ptr": None for name in _SUMS},
+        **{f"{name}_ptr": x for name, x in zip(_SUMS, sums, strict=False)},
+        "num_rows": rows,
+        "num_splits": splits,
+        "EXTRAS": extras,
+    }
+    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * splits,)](
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=head.bias,
+        num_columns=columns,
+        depth=depth,
+        stride_wv=row_stride(head.weight),
+        HAS_BIAS=head.bias is not None,
+        **both,
+        **transform,
+        **constants(config, depth, logits),
+    )
+    _merge_splits_kernel[(triton.cdiv(rows, _MERGED_ROWS),)](
+        BLOCK=_MERGED_ROWS,
+        **both,
+        **{name: transform[name] for name in ("temperature_ptr", "outer", "ROW_TEMPERATURE")},
+        **pointers(stats),
+        **OPTIONS,
+    )
+
+
+def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str, object]:
+    """Return the constants that the kernel is specialised on, besides its flags."""
+    return {
+        "ROUND_TO": _ROUNDED.get(logits),
+        "EVEN_D": depth % config.block_d == 0,
+        "UPCAST": knobs.runtime.interpret,
+        **config.constants,
+        **config.options,
+    }
