@@ -187,6 +187,7 @@ class Backend:
     has_tiles = True  # the eager reference forms all logits at once
     generates = False  # whether the loss can run in kernels that are generated from it
     compiles = False  # whether kernels are compiled when they are first launched
+    absence = ""  # what is said, and why {}, where it would have served
 
     def unavailable(self) -> str | None:
         """Say why this machine cannot run it; None if it can."""
