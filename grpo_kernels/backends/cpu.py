@@ -35,11 +35,33 @@ _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 
 
-class _View(ctypes.Structure):
-    """Arguments of a kernel: numbers, dtypes, tensors, and other views.
+# the structs of csrc/*.h: the fields, by their types in C
+_STRUCTS = {
+    "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
+    "double temperature, logit_scale, softcap; int32 dtype",
+    "Stats": "pointer logp, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit",
+    "Update": "pointer inner, outer; int64 inner_stride, rank",
+    "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
+    "int32 dtype, rounded; Update update; Tile tile",
+    "Entries": "pointer ids, values, used; int64 rows, slots",
+    "Extraction": "pointer logp, lse, keys, allowed; Entries out; pointer error, error_l1, norm",
+    "Product": "pointer factor, source, out; int64 source_stride, out_rows, out_stride, width; "
+    "int32 source_dtype, out_dtype, add",
+    "Gradient": "pointer logp, entropy, lse, dlogp, dentropy, out; int64 out_stride; "
+    "int32 out_dtype",
+}
+_KERNELS = {
+    "grpo_stats": ("Tile", "Stats"),
+    "grpo_dlogits": ("Tile", "Gradient"),
+    "grpo_linear": ("Linear", "Stats"),
+    "grpo_extract": ("Tile", "Extraction"),
+    "grpo_matmul": ("Entries", "Product"),
+    "grpo_transposed_matmul": ("Entries", "Product"),
+}
 
-    The tensors' memory is kept alive.
-    """
+
+class _View(ctypes.Structure):
+    """A struct of numbers, dtypes, tensors and other views; keeps the tensors' memory alive."""
 
     def __init__(self, **values: Any) -> None:
         self.alive = values
@@ -52,70 +74,22 @@ def _in_c(value: Any) -> Any:
     return _DTYPES[value] if isinstance(value, torch.dtype) else value
 
 
-_TYPES: dict[str, Any] = {
-    "pointer": ctypes.c_void_p,
-    "int32": ctypes.c_int32,
-    "int64": ctypes.c_int64,
-    "double": ctypes.c_double,
-}
+def _views() -> dict[str, Any]:
+    """Return the types by their names in ``_STRUCTS``."""
+    types: dict[str, Any] = {
+        "pointer": ctypes.c_void_p,
+        "int32": ctypes.c_int32,
+        "int64": ctypes.c_int64,
+        "double": ctypes.c_double,
+    }
+    for name, text in _STRUCTS.items():
+        declared = (declaration.split(" ", 1) for declaration in text.split("; "))
+        fields = [(field, types[kind]) for kind, names in declared for field in names.split(", ")]
+        types[name] = type(name, (_View,), {"_fields_": fields})
+    return types
 
 
-def _struct(name: str, *declarations: str) -> Any:
-    """Return the view of a struct; further ones may have it as a field."""
-    fields = []
-    for declaration in declarations:
-        kind, names = declaration.split(" ", 1)
-        fields += [(field, _TYPES[kind]) for field in names.split(", ")]
-    _TYPES[name] = type(name, (_View,), {"_fields_": fields})
-    return _TYPES[name]
-
-
-# the structs of csrc/*.h, which these mirror
-_Tile = _struct(
-    "Tile",
-    "pointer logits",
-    "int64 rows, columns, row_stride",
-    "pointer target, row_temperature",
-    "double temperature, logit_scale, softcap",
-    "int32 dtype",
-)
-_Stats = _struct("Stats", "pointer logp, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit")
-_Update = _struct("Update", "pointer inner, outer", "int64 inner_stride, rank")
-_Linear = _struct(
-    "Linear",
-    "pointer hidden, weight, bias",
-    "int64 depth, hidden_stride, weight_stride",
-    "int32 dtype, rounded",
-    "Update update",
-    "Tile tile",
-)
-_Entries = _struct("Entries", "pointer ids, values, used", "int64 rows, slots")
-_Extraction = _struct(
-    "Extraction",
-    "pointer logp, lse, keys, allowed",
-    "Entries out",
-    "pointer error, error_l1, norm",
-)
-_Product = _struct(
-    "Product",
-    "pointer factor, source, out",
-    "int64 source_stride, out_rows, out_stride, width",
-    "int32 source_dtype, out_dtype, add",
-)
-_Gradient = _struct(
-    "Gradient",
-    "pointer logp, entropy, lse, dlogp, dentropy, out",
-    "int64 out_stride",
-    "int32 out_dtype",
-)
-_KERNELS = {
-    "grpo_stats": (_Tile, _Stats),
-    "grpo_dlogits": (_Tile, _Gradient),
-    "grpo_linear": (_Linear, _Stats),
-    "grpo_extract": (_Tile, _Extraction),
-    "grpo_matmul": (_Entries, _Product),
-    "grpo_transposed_matmul": (_Entries, _Product),
-}
+_VIEWS = _views()
 
 
 @functools.cache
@@ -131,7 +105,8 @@ def _load() -> ctypes.CDLL | str:
     library.grpo_isa.restype = ctypes.c_char_p
     for name, structs in _KERNELS.items():
         function = getattr(library, name)
-        function.argtypes = [*map(ctypes.POINTER, structs), ctypes.c_int32, ctypes.c_int32]
+        views = (ctypes.POINTER(_VIEWS[struct]) for struct in structs)
+        function.argtypes = [*views, ctypes.c_int32, ctypes.c_int32]
         function.restype = ctypes.c_int32
         function.errcheck = _check_status
     return library
@@ -199,12 +174,14 @@ class Native(Chunked):
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         return [isas()[self._isa_rank]]
 
-    def _run(self, kernel: str, subject: _View, results: _View) -> None:
+    def _run(self, kernel: str, subject: _View, **more: Any) -> None:
+        """Call a kernel, whose second struct has the fields ``more``."""
+        results = _VIEWS[_KERNELS[kernel][1]](**more)
         getattr(_library(), kernel)(subject, results, self._isa_rank, torch.get_num_threads())
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
         stats = empty_stats(len(tile.target), tile.logits.device, extras)
-        self._run("grpo_stats", _tile(*tile), _filled(stats))
+        self._run("grpo_stats", _tile(*tile), **_filled(stats))
         return stats
 
     def dlogits_(
@@ -220,7 +197,9 @@ class Native(Chunked):
             logits.dtype == torch.float32 and out_dtype in _DTYPES
         ), out_dtype
         dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
-        gradient = _Gradient(
+        self._run(
+            "grpo_dlogits",
+            _tile(*tile),
             logp=_vector(stats.logp, rows),
             entropy=_vector(stats.entropy, rows),
             lse=_vector(stats.lse, rows, torch.float64),
@@ -230,7 +209,6 @@ class Native(Chunked):
             out_stride=0 if out is None else out.stride(0),
             out_dtype=out_dtype,
         )
-        self._run("grpo_dlogits", _tile(*tile), gradient)
         return output_view(logits, out_dtype) if out is None else out
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
@@ -246,10 +224,8 @@ class Native(Chunked):
         logits: Tensor | None = None,  # (T, V) fp32, filled before the transform
     ) -> RowStats:
         assert precision in ("fp32", "input"), precision
-        assert hidden.dtype in _DTYPES and hidden.device.type == "cpu", (
-            hidden.dtype,
-            hidden.device,
-        )
+        assert hidden.dtype in _DTYPES, hidden.dtype
+        assert hidden.device.type == "cpu", hidden.device
         assert logits is None or logits.dtype == torch.float32, logits
         hidden, weight = _unit_stride(hidden), _unit_stride(head.weight.to(hidden.dtype))
         bias = None if head.bias is None else head.bias.float().contiguous()
@@ -257,7 +233,7 @@ class Native(Chunked):
         assert weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
         assert bias is None or bias.shape == (columns,), bias.shape
         stats = empty_stats(len(hidden), hidden.device, extras)
-        linear = _Linear(
+        linear = _VIEWS["Linear"](
             hidden=hidden,
             weight=weight,
             bias=bias,
@@ -269,7 +245,7 @@ class Native(Chunked):
             update=_low_rank(hidden, head),
             tile=_tile(logits, target, head.transform, columns),
         )
-        self._run("grpo_linear", linear, _filled(stats))
+        self._run("grpo_linear", linear, **_filled(stats))
         return stats
 
     def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
@@ -296,7 +272,9 @@ class Native(Chunked):
             error_l1=torch.empty(rows),
             norm=torch.empty(rows),
         )
-        extraction = _Extraction(
+        self._run(
+            "grpo_extract",
+            _tile(*tile),
             logp=_vector(stats.logp, rows),
             lse=_vector(stats.lse, rows, torch.float64),
             keys=_vector(keys, rows, torch.int32),
@@ -306,14 +284,13 @@ class Native(Chunked):
             error_l1=entries.error_l1,
             norm=entries.norm,
         )
-        self._run("grpo_extract", _tile(*tile), extraction)
         return entries
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         if not _suits(entries, factor, matrix, out):
             return super().entries_matmul(entries, factor, matrix, out)
         assert out.shape == (len(factor), matrix.shape[1]), out.shape
-        self._multiply_entries("grpo_matmul", entries, factor, matrix, out, add=False)
+        self._multiply("grpo_matmul", entries, factor, matrix, out, add=False)
 
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
@@ -321,13 +298,15 @@ class Native(Chunked):
         if not _suits(entries, factor, rows, out):
             return super().entries_transposed_matmul(entries, factor, rows, out, add)
         assert rows.shape == (len(factor), out.shape[1]), (rows.shape, out.shape)
-        self._multiply_entries("grpo_transposed_matmul", entries, factor, rows, out, add)
+        self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add)
 
-    def _multiply_entries(
+    def _multiply(
         self, kernel: str, entries: Entries, factor: Tensor, source: Tensor, out: Tensor, add: bool
     ) -> None:
         source, target = _unit_stride(source), _unit_stride(out)
-        product = _Product(
+        self._run(
+            kernel,
+            _listed(Entries(*(x.contiguous() for x in entries))),
             factor=_vector(factor, len(entries.used)),
             source=source,
             out=target,
@@ -339,7 +318,6 @@ class Native(Chunked):
             out_dtype=out.dtype,
             add=add,
         )
-        self._run(kernel, _listed(Entries(*(x.contiguous() for x in entries))), product)
         if target is not out:
             out.copy_(target)
 
@@ -356,17 +334,16 @@ def _tile(
         assert logits.dtype in _DTYPES and logits.device.type == "cpu", logits.dtype
         assert len(logits) == rows and (columns == 1 or logits.stride(1) == 1), logits.stride()
         assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
-    temperature, each = transform.temperature, None
-    if isinstance(temperature, Tensor):
-        temperature, each = 0.0, _vector(temperature, rows)
-    return _Tile(
+    temperature = transform.temperature
+    each = _vector(temperature, rows) if isinstance(temperature, Tensor) else None
+    return _VIEWS["Tile"](
         logits=logits,
         rows=rows,
         columns=columns,
         row_stride=columns if logits is None else logits.stride(0),
         target=_vector(target, rows, torch.int64),
         row_temperature=each,
-        temperature=temperature,
+        temperature=temperature if each is None else 0.0,
         logit_scale=transform.logit_scale,
         softcap=transform.softcap or 0.0,
         dtype=torch.float32 if logits is None else logits.dtype,
@@ -386,7 +363,7 @@ def _low_rank(hidden: Tensor, head: Head) -> _View:
     Both are fp32, filled up with zeros.
     """
     if head.lora is None:
-        return _Update()
+        return _VIEWS["Update"]()
     lora, (count, depth) = head.lora.wide(hidden.dtype), hidden.shape
     aligned = replace(lora, a=pad(lora.a, (0, -depth % _LANES)))
     missing = -lora.rank % _RANK_STEP
@@ -398,21 +375,19 @@ def _low_rank(hidden: Tensor, head: Head) -> _View:
         block[: part.shape[0], :depth] = part
         factor = aligned.inner(block)[: part.shape[0]]
         inner[: lora.rank, start : start + part.shape[0]] = factor.t()
-    return _Update(
+    return _VIEWS["Update"](
         inner=inner.detach(), outer=outer.detach(), inner_stride=inner.stride(0), rank=len(inner)
     )
 
 
-def _filled(stats: RowStats) -> _View:
-    """Return the view of the statistics that the kernels fill."""
-    return _Stats(**{name: getattr(stats, name) for name in (*STATS, *EXTRAS)})
+def _filled(stats: RowStats) -> dict[str, Tensor | None]:
+    """Return the statistics that the kernels fill."""
+    return {name: getattr(stats, name) for name in (*STATS, *EXTRAS)}
 
 
 def _listed(entries: Entries) -> _View:
-    rows, slots = entries.ids.shape
-    return _Entries(
-        ids=entries.ids, values=entries.values, used=entries.used, rows=rows, slots=slots
-    )
+    lists = {"ids": entries.ids, "values": entries.values, "used": entries.used}
+    return _VIEWS["Entries"](**lists, rows=len(entries.ids), slots=entries.columns)
 
 
 def _suits(entries: Entries, factor: Tensor, source: Tensor, out: Tensor) -> bool:
