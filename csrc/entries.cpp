@@ -7,7 +7,7 @@
 namespace grpo {
 namespace {
 
-// Of the search for a row's cut, which is that of `grpo_kernels/backends/torch_backend.py`.
+// Of the search for a row's cut, which is that of `grpo_kernels/backends/entries.py`.
 constexpr int kReads = 2;
 constexpr double kStart = 0.01, kLeastPower = 0.125;
 constexpr int32_t kWhole = -1;

@@ -8,7 +8,6 @@ from grpo_kernels.backends.base import (
     ANY_ERROR,
     EXTRAS,
     WHOLE,
-    Backend,
     Entries,
     OutputSpec,
     RowStats,
@@ -19,6 +18,8 @@ from grpo_kernels.backends.base import (
     dtype_of,
     output_view,
     shapes_of,
+    slope,
+    transformed,
 )
 from grpo_kernels.backends.choice import (
     BACKEND_VARIABLE,
@@ -31,6 +32,7 @@ from grpo_kernels.backends.choice import (
     requested_backend,
     why_backend,
 )
+from grpo_kernels.backends.entries import row_keys
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.topk import mean_logits, with_top_k
-from grpo_kernels.backends.torch_backend import row_keys, slope, transformed
+from grpo_kernels.backends.torch_backend import Backend

@@ -8,10 +8,9 @@ import warnings
 
 import torch
 
-from grpo_kernels.backends.base import Backend
 from grpo_kernels.backends.cpu import Native
 from grpo_kernels.backends.gpu_tiles import device_class, gpu_chunk_rows
-from grpo_kernels.backends.torch_backend import Chunked
+from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.backends.triton_backend import Triton
 from grpo_kernels.head import logits_dtype
 
@@ -30,7 +29,7 @@ class _Reference(Backend):
 
 # in order of preference
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Triton(), Native(), Chunked(), _Reference())
+    backend.name: backend for backend in (Triton(), Native(), Backend(), _Reference())
 }
 
 

@@ -26,7 +26,7 @@ from grpo_kernels.backends.base import (
     empty_stats,
     output_view,
 )
-from grpo_kernels.backends.torch_backend import Chunked
+from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
 
 _LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
@@ -146,7 +146,7 @@ def isas() -> list[str]:
     return names
 
 
-class Native(Chunked):
+class Native(Backend):
     """What its kernels have no dtypes for, plain torch does.
 
     Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile
-from grpo_kernels.backends.torch_backend import BLOCK_ELEMENTS, row_blocks, transformed
+from grpo_kernels.backends.base import BLOCK_ELEMENTS, RowStats, Tile, row_blocks, transformed
 from grpo_kernels.head import VocabShard, stats_dtype
 
 NOWHERE = -1  # the ids of a row that has no order

@@ -1,15 +1,4 @@
-"""The passes in plain torch: any device, any floating dtype, fp64 included.
-
-The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: the share
-of the target and V - 1 others, nearly all of them tiny. Sparse products with the *entries* that
-matter can take the place of two GEMMs: the ones above a cut ``eps`` are kept as they are. One of
-size ``a <= eps`` is kept with probability ``a / eps``, as ``eps``: what is kept is right in the
-mean, and the expected squared error is the sum of ``a (eps - a)``. Each row has nearly the largest
-cut for which that is within the error that it is allowed.
-
-Whether an entry is kept follows from a hash of the row's key and its column: the same run gives the
-same bits. Which rows are computed whole follows from expectations, so the mean stays right.
-"""
+"""A backend, and what every one of them can do: any device, any floating dtype, fp64 included."""
 
 from __future__ import annotations
 
@@ -17,35 +6,57 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import (
+    BLOCK_ELEMENTS,
     LEAST_LOGP,
-    WHOLE,
-    Backend,
     Entries,
     RowStats,
     StatsGrad,
     Tile,
+    TileGradient,
     concatenate,
     output_view,
+    row_blocks,
+    slope,
+    transformed,
 )
-from grpo_kernels.head import Transform, stats_dtype
+from grpo_kernels.backends.entries import block_entries, grouped_sums, listed
+from grpo_kernels.head import Head
 
-# One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
-BLOCK_ELEMENTS = 1 << 23
 _ENTRIES_BLOCK = 1 << 20  # elements of a block: some twenty fp64 temporaries
-# Of the search for a row's cut, in every backend: how many cuts it tries, with what share of the
-# row's sizes it starts, and the least root of an error's ratio by which it moves a cut.
-READS, START, LEAST_POWER = 2, 0.01, 0.125
-_MASK = 0xFFFFFFFF
-GOLDEN = 0x9E3779B9
-_TINY = 1e-300
 
 
-class Chunked(Backend):
-    """Rows block by block, in torch ops."""
+class Backend:
+    """The passes in plain torch, block by block; others replace those that they have kernels for.
+
+    A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It
+    turns the tile into per-row statistics, and, given the gradients of those statistics, into the
+    gradient of the tile, in place.
+    """
 
     name = "chunked"
+    has_tiles = True  # the eager reference forms all logits at once
+    generates = False  # whether the loss can run in kernels that are generated from it
+    compiles = False  # whether kernels are compiled when they are first launched
+    absence = ""  # what is said, and why {}, where it would have served
+
+    def unavailable(self) -> str | None:
+        """Say why this machine cannot run it; None if it can."""
+        return None
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Say why such tensors cannot use it; None if they can."""
+        return None
+
+    def only_by_name(self, device: torch.device) -> str | None:
+        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
+        return None
+
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+        """Name what its kernels are configured by, for the fingerprint."""
+        return []
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
+        """Compute the statistics of a tile, which is left as it is."""
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
@@ -57,73 +68,107 @@ class Chunked(Backend):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Write the gradient with respect to the raw logits into ``out``, or else their storage.
+
+        With ``p = exp(z - lse)`` and ``H`` the entropy,
+        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
+
+        Returns a (C, V) tensor of ``out_dtype``, that of ``out``. A 16-bit result of fp32 logits in
+        their storage lives in the first half of each row's bytes, so its row stride is twice that
+        of the logits.
+        """
         out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
 
+    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`logp_gradient_` exists for gradients of this dtype."""
+        return False
+
+    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
+        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
+
+        So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
+        """
+        raise NotImplementedError(self.name)
+
+    def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
+        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
+
+        A row without weight has a factor of 0, whatever its own.
+        """
+        raise NotImplementedError(self.name)
+
+    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`logits_stats` forms such logits of hidden states of ``dtype``."""
+        return False
+
+    def logits_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
+    ) -> RowStats:
+        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``.
+
+        A row's bits depend on that row alone. The statistics of a target that is none of the
+        columns mean nothing.
+        """
+        raise NotImplementedError(self.name)
+
+    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
+        return False
+
+    def linear_stats(
+        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
+    ) -> RowStats:
+        """Compute statistics of ``hidden`` (T, D) before ``head`` without a tile of logits."""
+        raise NotImplementedError(self.name)
+
     def extract_entries(
         self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
     ) -> Entries:
+        """Choose at most ``slots`` entries a row of a tile, which is left as it is.
+
+        ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
+        error is expected to have at most. Of one that is allowed ``ANY_ERROR`` nothing is meant:
+        any entries, and any count of them, will do. A row without a finite ``lse`` is whole, and so
+        is one that is expected to need more entries.
+        """
         parts = [
-            _block_entries(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
+            block_entries(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
         return Entries.joined(parts)
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-        rows, ids, values = _listed(entries, factor)
+        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
+
+        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
+        are in fp32 or better. Rows that are whole stay as they are.
+        """
+        rows, ids, values = listed(entries, factor)
         used, ids = ids.unique(return_inverse=True)
-        product = _grouped_sums(rows, len(factor), ids, values, matrix[used])
+        product = grouped_sums(rows, len(factor), ids, values, matrix[used])
         kept = entries.used >= 0
         out[kept] = product[kept].to(out.dtype)
 
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
-        places, ids, values = _listed(entries, factor)
+        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
+
+        It is over all t and k with ``ids[t, k] = v``.
+
+        ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
+        better, in the order of the rows, and rounded once; rows that are whole add nothing.
+        """
+        places, ids, values = listed(entries, factor)
         order = ids.argsort(stable=True)
         used, ids = ids[order].unique_consecutive(return_inverse=True)
-        product = _grouped_sums(ids, len(used), places[order], values[order], rows)
+        product = grouped_sums(ids, len(used), places[order], values[order], rows)
         if not add:
             out.zero_()
         out[used] = (out[used] + product).to(out.dtype)
-
-
-def row_blocks(logits: Tensor, elements: int) -> list[slice]:
-    """Cut rows into ranges of a power of two, of about ``elements`` logits.
-
-    A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
-    many rows it is given.
-    """
-    rows, columns = logits.shape
-    step = 1 << (max(1, elements // max(columns, 1)).bit_length() - 1)
-    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
-
-
-def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None]:
-    """Return the scores of (C, V) logits in the statistics dtype, and the softcap's tanh if any."""
-    scores = logits.to(stats_dtype(logits.dtype), copy=True)
-    if transform.logit_scale != 1.0:
-        scores *= transform.logit_scale
-    tanh = None
-    if transform.softcap is not None:
-        tanh = scores.div_(transform.softcap).tanh_()
-        scores = tanh * transform.softcap
-    scores /= _per_row(transform.temperature)
-    return scores, tanh
-
-
-def slope(gradient: Tensor, transform: Transform, tanh: Tensor | None) -> Tensor:
-    """Turn a (C, V) gradient by the scores into the one by the logits, in place."""
-    gradient *= _per_row(transform.logit_scale / transform.temperature)
-    if tanh is not None:
-        gradient *= 1 - tanh * tanh
-    return gradient
-
-
-def _per_row(value: float | Tensor) -> float | Tensor:
-    return value.unsqueeze(-1) if isinstance(value, Tensor) else value
 
 
 def _aligned(scores: Tensor) -> Tensor:
@@ -190,131 +235,3 @@ def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
     if active is not None:  # a product with 0 would not hide what is no number
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
     return slope(gradient, transform, tanh)
-
-
-def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
-    """Return (C,) int32 keys of consecutive rows, the ``first`` of them given, with these fp64 lse.
-
-    They differ from step to step as the policy does, from row to row also where rows are alike, and
-    not from run to run.
-    """
-    bits = lse.double().contiguous().view(torch.int64)
-    row = torch.arange(first, first + lse.numel(), device=lse.device)
-    key = _mixed(row * GOLDEN + seed)
-    key = _mixed(key ^ (bits & _MASK))
-    key = _mixed(key ^ (bits >> 32 & _MASK))
-    return torch.where(key < 1 << 31, key, key - (1 << 32)).int()
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return a 32-bit hash of the low 32 bits (the end of MurmurHash3), in int64."""
-    x = x & _MASK
-    x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
-    x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
-    return x ^ x >> 16
-
-
-def _uniforms(keys: Tensor, columns: int) -> Tensor:
-    """Return (C, V) fp64 numbers in (0, 1), multiples of 2^-25: those that decide what is kept."""
-    column = torch.arange(columns, device=keys.device)
-    hashed = _mixed(keys.long()[:, None] + column * GOLDEN)
-    return ((hashed >> 8).double() + 0.5) * 2.0**-24
-
-
-def _listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row, column and value of each entry, row by row."""
-    meant = torch.arange(entries.columns, device=factor.device) < entries.used[:, None]
-    rows = meant.nonzero()[:, 0]
-    return rows, entries.ids[meant].long(), entries.values[meant] * factor[rows]
-
-
-def _grouped_sums(
-    groups: Tensor, count: int, places: Tensor, values: Tensor, matrix: Tensor
-) -> Tensor:
-    """Return (count, N) sums of ``values * matrix[places]``, for ascending ``groups``."""
-    starts = torch.searchsorted(groups, torch.arange(count + 1, device=groups.device))
-    return torch.nn.functional.embedding_bag(
-        places,
-        matrix.to(values.dtype),
-        starts,
-        mode="sum",
-        per_sample_weights=values,
-        include_last_offset=True,
-    )
-
-
-def _block_entries(
-    tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-) -> Entries:
-    """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
-    logits, target, transform = tile
-    scores, tanh = transformed(logits, transform)
-    here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
-    finite = stats.lse.isfinite()
-    p = torch.where(finite[:, None], (scores.double() - stats.lse[:, None]).exp(), 0.0)
-    others = torch.where(here, 0.0, p)
-    total = at_target = others.sum(1)  # 1 - p
-    if tanh is not None:
-        curve = torch.where(finite[:, None], 1 - tanh.double() ** 2, 0.0)
-        others = others * curve
-        at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
-    scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
-    norm = (at_target**2 + (others * others).sum(1)).sqrt()
-    eps = _cuts(others, total, (allowed.double() / scale) ** 2)[:, None]
-    large = others > eps
-    drawn = torch.where(large, 0.0, others).sum(1) / eps[:, 0].clamp(min=_TINY)
-    expected = 1 + large.sum(1) + drawn + 4 * drawn.sqrt()
-    survives = _uniforms(keys, logits.shape[1]) * eps < others
-    kept = torch.where(large, others, torch.where(survives, eps, 0.0))
-    count = (kept > 0).sum(1) + 1
-    fits = finite & (expected <= slots) & (count <= slots)
-    count = torch.where(fits, count, WHOLE).int()
-    error = kept - others
-    ids, values = _packed(kept, at_target, target, count, slots)
-    found = (*(torch.where(fits, x, 0.0) for x in (error.norm(dim=1), error.abs().sum(1))), norm)
-    dtype = stats.logp.dtype
-    return Entries(
-        ids,
-        (values.t() * scale).t().to(dtype).contiguous(),
-        count,
-        *((x * scale).to(dtype) for x in found),
-    )
-
-
-def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
-    """Return cuts (C,), nearly the largest whose expected sums of squared errors are ``allowed``.
-
-    An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over that
-    factor is within. The next cut to try is where the error would be what is allowed, were it the
-    power of the cut that it is like here.
-
-    Args:
-        total: (C,) what the sizes add up to, at most.
-    """
-    least = allowed / total.clamp(min=1e-30)
-    # above half of the total there is one size at most; drawing it saves nothing unless all may go
-    most = torch.maximum(2 * least, total / 2)
-    cut, safe = (least * (least + START * total)).sqrt(), torch.zeros_like(least)
-    for _ in range(READS):
-        below = torch.where(sizes <= cut[:, None], sizes, 0.0)
-        slope = below.sum(1)
-        error = cut * slope - below.square().sum(1)
-        ratio = allowed / error.clamp(min=_TINY)
-        safe = torch.maximum(safe, cut * ratio.clamp(max=1))
-        power = (error / (cut * slope).clamp(min=_TINY)).clamp(min=LEAST_POWER)
-        cut = (cut * ratio**power).clamp(safe, most)
-    return safe
-
-
-def _packed(
-    kept: Tensor, at_target: Tensor, target: Tensor, count: Tensor, slots: int
-) -> tuple[Tensor, Tensor]:
-    """Return ids and values of what is kept, in the order of :class:`Entries`."""
-    ids = target.new_zeros((len(count), slots), dtype=torch.int32)
-    values = kept.new_zeros((len(count), slots))
-    meant = (kept > 0) & (count > 0)[:, None]
-    rows, columns = torch.nonzero(meant, as_tuple=True)
-    place = meant.cumsum(1)[rows, columns]  # from 1: the target is at 0
-    ids[rows, place], values[rows, place] = columns.int(), -kept[rows, columns]
-    ids[:, 0], values[:, 0] = target.int(), at_target
-    return ids, values

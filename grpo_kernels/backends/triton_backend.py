@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.backends.base import Backend
 from grpo_kernels.backends.gpu_tiles import device_class, has_bf16, linear_config, row_config
+from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head
 
 _OLDEST = (3, 6)  # as in pyproject.toml

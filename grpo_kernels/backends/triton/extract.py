@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
+from grpo_kernels.backends.entries import GOLDEN, LEAST_POWER, READS, START
 from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_aligned
-from grpo_kernels.backends.torch_backend import GOLDEN, LEAST_POWER, READS, START
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
@@ -70,7 +70,7 @@ def _cut(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return the row's cut as ``_cuts`` of ``backends/torch_backend.py`` does, all in units."""
+    """Return the row's cut as ``_cuts`` of ``backends/entries.py`` does, all in units."""
     offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
     least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
     most = tl.maximum(2.0 * least, 0.5 * total)
