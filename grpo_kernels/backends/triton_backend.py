@@ -19,8 +19,9 @@ _OLDEST = (3, 6)  # as in pyproject.toml
 def _launcher(name: str) -> Any:
     """Return the method that calls a function of the room of kernels, which imports Triton."""
 
-    def launch(self: Backend, *arguments: Any) -> Any:
-        return getattr(importlib.import_module("grpo_kernels.backends.triton"), name)(*arguments)
+    def launch(self: Backend, *arguments: Any, **named: Any) -> Any:
+        room = importlib.import_module("grpo_kernels.backends.triton")
+        return getattr(room, name)(*arguments, **named)
 
     return launch
 

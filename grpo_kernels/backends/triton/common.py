@@ -134,20 +134,6 @@ def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
 
 
 @triton.jit
-def softmax_results(y_target, peak, factor, total, moment):
-    """Return logp, entropy and fp64 lse from sums of :func:`rebased` and the peak of scores y.
-
-    ``total`` is fp64: beside a target that is nearly certain it is little more than 1.
-    """
-    rounded = total.to(tl.float32)
-    rest = (total - rounded.to(tl.float64)).to(tl.float32)
-    log_total = tl.log(rounded) + rest / rounded
-    moment = moment * LN2
-    lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
-    return (y_target - peak) * factor - log_total, log_total - moment / rounded, lse
-
-
-@triton.jit
 def unit_of(score, factor):
     """Return ``anchor``, ``f2`` and ``rest`` for :func:`log2_units` of a fp64 score, such as lse.
 
@@ -167,26 +153,37 @@ def log2_units(y, anchor, f2, rest):
 
 
 @triton.jit
-def store_extras(
+def store_stats(
+    results,  # pointers to the statistics, of :class:`RowStats`
     at,
     mask,
-    total,
-    squares,  # sum e^2
-    is_top1,
-    largest,  # score
-    least,
-    is_top1_ptr,
-    sum_sq_probs_ptr,
-    max_logit_ptr,
-    min_logit_ptr,
+    y_target,
+    peak,  # of scores y, as the next two of :func:`rebased`
+    total,  # fp64: beside a target that is nearly certain it is little more than 1
+    moment,
+    factor,
+    extras,  # sum e^2, is_top1 and the least y; or None
 ):
-    """Store the optional statistics. A NaN among the logits shows in all of them."""
-    total = total.to(tl.float32)
-    collision = squares / (total * total)
-    tl.store(sum_sq_probs_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
-    tl.store(is_top1_ptr + at, is_top1, mask=mask)
-    tl.store(max_logit_ptr + at, tl.where(total == total, largest, total), mask=mask)
-    tl.store(min_logit_ptr + at, tl.where(total == total, least, total), mask=mask)
+    """Store statistics of rows; return logp."""
+    logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
+    rounded = total.to(tl.float32)
+    rest = (total - rounded.to(tl.float64)).to(tl.float32)
+    log_total = tl.log(rounded) + rest / rounded
+    moment = moment * LN2
+    logp = (y_target - peak) * factor - log_total
+    lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
+    tl.store(logp_ptr + at, logp, mask=mask)
+    tl.store(entropy_ptr + at, log_total - moment / rounded, mask=mask)
+    tl.store(lse_ptr + at, lse, mask=mask)
+    if extras is not None:  # a NaN among the logits shows in all of them
+        squares, is_top1, least = extras
+        collision = squares / (rounded * rounded)
+        largest, least = peak * factor, least * factor
+        tl.store(sum_sq_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
+        tl.store(is_top1_ptr + at, is_top1, mask=mask)
+        tl.store(max_ptr + at, tl.where(rounded == rounded, largest, rounded), mask=mask)
+        tl.store(min_ptr + at, tl.where(rounded == rounded, least, rounded), mask=mask)
+    return logp
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:

@@ -22,8 +22,9 @@ from grpo_kernels.backends.triton.math import LN2, expm1
 
 
 @triton.jit
-def _weighted(y, anchor, f2, rest, constant, of_log, HAS_DENTROPY: tl.constexpr):
+def _weighted(y, unit, constant, of_log, HAS_DENTROPY: tl.constexpr):
     """Return ``p (constant + of_log log2 p)`` of bounded logits."""
+    anchor, f2, rest = unit
     log2_p = log2_units(y, anchor, f2, rest)
     factor = constant
     if HAS_DENTROPY:  # p = 0 has log p = -inf, and p log p = 0
@@ -37,9 +38,7 @@ def _write_tile(
     out_ptr,
     start,
     end,  # of the row, if it lies in this tile; else None
-    anchor,
-    f2,
-    rest,
+    unit,
     constant,
     of_log,
     inner,
@@ -60,7 +59,7 @@ def _write_tile(
     # iteration's loads lie behind this iteration's stores: an output is never wider.
     tl.debug_barrier()
     y = bounded(x, inner, HAS_SOFTCAP)
-    dx = _weighted(y, anchor, f2, rest, constant, of_log, HAS_DENTROPY)
+    dx = _weighted(y, unit, constant, of_log, HAS_DENTROPY)
     if HAS_SOFTCAP:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
@@ -105,7 +104,7 @@ def _dlogits_kernel(
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
     factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
-    anchor, f2, rest = unit_of(lse, factor)
+    unit = unit_of(lse, factor)
     slope = factor
     if HAS_SOFTCAP:
         slope = factor * inner
@@ -122,17 +121,17 @@ def _dlogits_kernel(
         at_target = -dlogp * expm1(logp) * slope
         if HAS_DENTROPY:
             of_entropy = -dentropy * entropy * slope
-            at_target += _weighted(y, anchor, f2, rest, of_entropy, of_log, HAS_DENTROPY)
+            at_target += _weighted(y, unit, of_entropy, of_log, HAS_DENTROPY)
         if HAS_SOFTCAP:
             at_target = at_target * (1.0 - y * y)
         for start in range(0, whole, BLOCK_V):
             _write_tile(
-                logits_ptr, out_ptr, start, None, anchor, f2, rest, constant, of_log, inner,
+                logits_ptr, out_ptr, start, None, unit, constant, of_log, inner,
                 HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
             )  # fmt: skip
         if whole < num_columns:
             _write_tile(
-                logits_ptr, out_ptr, whole, num_columns, anchor, f2, rest, constant, of_log, inner,
+                logits_ptr, out_ptr, whole, num_columns, unit, constant, of_log, inner,
                 HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
             )  # fmt: skip
         tl.debug_barrier()  # the target's place was written by another thread

@@ -61,102 +61,11 @@ def _sizes(row, columns, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _cut(
-    row,
-    total,  # of the sizes, at most
-    allowed,  # sum of squared errors
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Return the row's cut as ``_cuts`` of ``backends/entries.py`` does, all in units."""
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
-    least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
-    most = tl.maximum(2.0 * least, 0.5 * total)
-    cut = tl.sqrt(least * (least + _START * total))
-    safe = 0.0 * cut
-    for _read in range(_READS):
-        slopes = tl.zeros((THREADS,), tl.float32)
-        errors = tl.zeros((THREADS,), tl.float32)
-        for start in range(0, row[1], BLOCK_V):
-            columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-            _, size = _sizes(row, columns, HAS_SOFTCAP)
-            below = tl.where(size <= cut, size, 0.0)
-            slopes += sum_of(below)
-            errors += sum_of(below * (cut - below))
-        error = tl.sum(errors, axis=0)
-        ratio = allowed / tl.maximum(error, _NONE)
-        safe = tl.maximum(safe, cut * tl.minimum(ratio, 1.0))
-        power = error / tl.maximum(cut * tl.sum(slopes, axis=0), _NONE)
-        cut = cut * tl.exp2(tl.maximum(power, _LEAST_POWER) * tl.log2(ratio))
-        cut = tl.maximum(tl.minimum(cut, most), safe)
-    return safe
-
-
-@triton.jit
 def _hash(x):
     """Return a hash of ``x`` (uint32), the end of MurmurHash3."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
-
-
-@triton.jit
-def _write_entries(
-    row,
-    cut,
-    key,  # int32
-    ids_ptr,  # of the row, as the next
-    values_ptr,
-    unit,  # of the values, negative
-    slots,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Store all entries but the target's, in slots from 1 on.
-
-    Return how many there are, how many are expected at most, and sums in units: of the errors'
-    squares and magnitudes, of the probabilities, and of the sizes' squares.
-    """
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
-    in_order = tl.arange(0, BLOCK_V)
-    zero = tl.zeros((THREADS,), tl.float32)
-    drawn, errors, magnitudes, mass, squares = zero, zero, zero, zero, zero
-    count = tl.zeros((), tl.int32)
-    large_count = tl.zeros((), tl.int32)
-    key = key.to(tl.uint32, bitcast=True)
-    draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
-    for start in range(0, row[1], BLOCK_V):
-        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        p, size = _sizes(row, columns, HAS_SOFTCAP)
-        mass += sum_of(p)
-        squares += sum_of(size * size)
-        hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
-        large = size > cut
-        kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
-        value = tl.where(kept, tl.maximum(size, cut), 0.0)
-        error = value - size
-        drawn += sum_of(tl.where(large, 0.0, size))
-        errors += sum_of(error * error)
-        magnitudes += sum_of(tl.abs(error))
-        found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
-        if found > 0:
-            flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
-            slot = count + tl.cumsum(flags, axis=0)
-            fits = (flags != 0) & (slot < slots)
-            tl.store(ids_ptr + slot, start + in_order, mask=fits)
-            tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * unit, mask=fits)
-            large_count += tl.sum(sum_of(large.to(tl.int32)), axis=0)
-            count += found
-    drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
-    expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
-    return (
-        count, expected, tl.sum(errors, axis=0), tl.sum(magnitudes, axis=0),
-        tl.sum(mass, axis=0), tl.sum(squares, axis=0),
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
@@ -209,23 +118,75 @@ def _extract_kernel(
     at_unit = lse + log2_unit.to(tl.float64) * LN2
     anchor, f2, rest = unit_of(at_unit, factor)
     this = logits_ptr, num_active, target, inner, anchor, f2, rest
+    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    zero = tl.zeros((THREADS,), tl.float32)
 
-    total = about * tl.exp2(-log2_unit)
-    cut = _cut(this, total, allowed * allowed, HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR)
-    count, expected, errors, magnitudes, at_target, squares = _write_entries(
-        this, cut, tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
-        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
+    # the row's cut, as ``_cuts`` of ``backends/entries.py`` finds it; all in units
+    total = about * tl.exp2(-log2_unit)  # of the sizes, at most
+    allowed = allowed * allowed
+    least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
+    most = tl.maximum(2.0 * least, 0.5 * total)
+    tried = tl.sqrt(least * (least + _START * total))
+    cut = 0.0 * tried
+    for _read in range(_READS):
+        slopes, errors = zero, zero
+        for start in range(0, num_active, BLOCK_V):
+            columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+            _, size = _sizes(this, columns, HAS_SOFTCAP)
+            below = tl.where(size <= tried, size, 0.0)
+            slopes += sum_of(below)
+            errors += sum_of(below * (tried - below))
+        error = tl.sum(errors, axis=0)
+        ratio = allowed / tl.maximum(error, _NONE)
+        cut = tl.maximum(cut, tried * tl.minimum(ratio, 1.0))
+        power = error / tl.maximum(tried * tl.sum(slopes, axis=0), _NONE)
+        tried = tried * tl.exp2(tl.maximum(power, _LEAST_POWER) * tl.log2(ratio))
+        tried = tl.maximum(tl.minimum(tried, most), cut)
+
+    # all entries but the target's, in slots from 1 on
+    in_order = tl.arange(0, BLOCK_V)
+    drawn, squared, magnitudes, mass, squares = zero, zero, zero, zero, zero
+    count = tl.zeros((), tl.int32)
+    large_count = tl.zeros((), tl.int32)
+    key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
+    draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
+    for start in range(0, num_active, BLOCK_V):
+        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+        p, size = _sizes(this, columns, HAS_SOFTCAP)
+        mass += sum_of(p)
+        squares += sum_of(size * size)
+        hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
+        large = size > cut
+        kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
+        value = tl.where(kept, tl.maximum(size, cut), 0.0)
+        error_of = value - size
+        drawn += sum_of(tl.where(large, 0.0, size))
+        squared += sum_of(error_of * error_of)
+        magnitudes += sum_of(tl.abs(error_of))
+        found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
+        if found > 0:
+            flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
+            slot = count + tl.cumsum(flags, axis=0)
+            fits = (flags != 0) & (slot < slots)
+            tl.store(ids_ptr + slot, start + in_order, mask=fits)
+            tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * -unit, mask=fits)
+            large_count += tl.sum(sum_of(large.to(tl.int32)), axis=0)
+            count += found
+    drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
+    expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
+    at_target = tl.sum(mass, axis=0)
     if HAS_SOFTCAP:
         at = tl.load(logits_ptr + target, mask=finite, other=0.0)
         at_target = at_target * softcap_slope(at.to(tl.float32), inner)
-    fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
+    row_fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
     tl.store(ids_ptr, target)
     tl.store(values_ptr, at_target * unit)
-    tl.store(used_ptr + row, tl.where(fits, 1 + count, _WHOLE))
-    tl.store(error_ptr + row, tl.where(fits, tl.sqrt(errors) * unit, 0.0))
-    tl.store(error_l1_ptr + row, tl.where(fits, magnitudes * unit, 0.0))
-    tl.store(norm_ptr + row, tl.sqrt(at_target * at_target + squares) * unit)
+    tl.store(used_ptr + row, tl.where(row_fits, 1 + count, _WHOLE))
+    error = tl.sqrt(tl.sum(squared, axis=0)) * unit
+    tl.store(error_ptr + row, tl.where(row_fits, error, 0.0))
+    tl.store(error_l1_ptr + row, tl.where(row_fits, tl.sum(magnitudes, axis=0) * unit, 0.0))
+    norm = tl.sqrt(at_target * at_target + tl.sum(squares, axis=0)) * unit
+    tl.store(norm_ptr + row, norm)
 
 
 def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:

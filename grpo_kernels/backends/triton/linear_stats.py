@@ -35,8 +35,7 @@ from grpo_kernels.backends.triton.common import (
     raised,
     rebased,
     row_factor,
-    softmax_results,
-    store_extras,
+    store_stats,
     transform_arguments,
 )
 from grpo_kernels.backends.triton.math import LOG2_E
@@ -53,58 +52,6 @@ _COUNTS = ["num_rows", "num_splits"]
 # of each row and split; slices of one allocation, aligned as the number of rows has it
 _SUMS = ("peak", "total", "moment", "squares", "least")
 _PER_SPLIT = [*PER_ROW, *(f"{name}_ptr" for name in (*_SUMS, "best"))]
-
-
-@triton.jit
-def _matmul(
-    x_ptr,
-    weight_ptr,
-    first_row,
-    first_column,
-    num_rows,
-    num_columns,
-    depth,
-    stride_wv,
-    DESCRIPTORS: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Compute x @ weight.T for a tile, fp32 (BLOCK_T, BLOCK_V)."""
-    rows = first_row + tl.arange(0, BLOCK_T)
-    columns = first_column + tl.arange(0, BLOCK_V)
-    offs_d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-    for start in tl.range(0, depth, BLOCK_D):
-        if DESCRIPTORS:  # zeros beyond the ends
-            x = x_ptr.load([first_row, start])
-            w = weight_ptr.load([first_column, start])
-        else:
-            x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * depth + (start + offs_d)[None, :]
-            w_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * stride_wv
-            w_ptrs += (start + offs_d)[None, :]
-            mask_x, mask_w = (rows < num_rows)[:, None], (columns < num_columns)[:, None]
-            if not EVEN_D:
-                mask_d = (start + offs_d < depth)[None, :]
-                mask_x, mask_w = mask_x & mask_d, mask_w & mask_d
-            x = tl.load(x_ptrs, mask=mask_x, other=0.0)
-            w = tl.load(w_ptrs, mask=mask_w, other=0.0)
-        if UPCAST:  # Triton's interpreter multiplies bf16 wrongly
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _place(num_rows, num_splits, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
-    """Return the first row and the split of a program; ``GROUP`` row blocks run side by side."""
-    program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
-    first_block = program // (GROUP * num_splits) * GROUP
-    group = tl.minimum(num_blocks - first_block, GROUP)
-    within = program % (GROUP * num_splits)
-    return (first_block + within % group) * BLOCK_T, within // group
 
 
 @triton.jit
@@ -172,8 +119,14 @@ def linear_stats_kernel(
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
 ):
     SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
-    first_row, split = _place(num_rows, num_splits, BLOCK_T, GROUP)
+    # which rows and split are this program's
+    program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
+    first_block = program // (GROUP * num_splits) * GROUP
+    group = tl.minimum(num_blocks - first_block, GROUP)
+    within = program % (GROUP * num_splits)
+    first_row, split = (first_block + within % group) * BLOCK_T, within // group
     rows = first_row + tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
     mask_t = rows < num_rows
     target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
     inside = tl.minimum(rows, num_rows - 1)
@@ -185,10 +138,25 @@ def linear_stats_kernel(
     first_column = split * (TILES * BLOCK_V)
     for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):
         tile_column = first_column + tile * BLOCK_V
-        acc = _matmul(
-            x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
-            DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
-        )  # fmt: skip
+        columns = tile_column + tl.arange(0, BLOCK_V)
+        acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        for start in tl.range(0, depth, BLOCK_D):
+            if DESCRIPTORS:  # zeros beyond the ends
+                x = x_ptr.load([first_row, start])
+                w = weight_ptr.load([tile_column, start])
+            else:
+                x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * depth + (start + offs_d)[None, :]
+                w_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * stride_wv
+                w_ptrs += (start + offs_d)[None, :]
+                mask_x, mask_w = (rows < num_rows)[:, None], (columns < num_columns)[:, None]
+                if not EVEN_D:
+                    mask_d = (start + offs_d < depth)[None, :]
+                    mask_x, mask_w = mask_x & mask_d, mask_w & mask_d
+                x = tl.load(x_ptrs, mask=mask_x, other=0.0)
+                w = tl.load(w_ptrs, mask=mask_w, other=0.0)
+            if UPCAST:  # Triton's interpreter multiplies bf16 wrongly
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
         subtiles = (acc,)
         if SUBTILES == 2:
             subtiles = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, SUBTILE_V)), (0, 2, 1)))
@@ -196,14 +164,15 @@ def linear_stats_kernel(
             subtile_column = tile_column + subtile * SUBTILE_V
             offs_v = subtile_column + tl.arange(0, SUBTILE_V)
             mask_v = offs_v < num_columns
-            x = subtiles[subtile]
+            logits = subtiles[subtile]
             if ROUND_TO is not None:
-                x = _rounded(x, ROUND_TO, UPCAST)
+                logits = _rounded(logits, ROUND_TO, UPCAST)
             if HAS_BIAS:
-                x += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)[None, :]
+                bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+                logits += bias[None, :]
                 if ROUND_TO is not None:
-                    x = _rounded(x, ROUND_TO, UPCAST)
-            y = bounded(x, inner, HAS_SOFTCAP)
+                    logits = _rounded(logits, ROUND_TO, UPCAST)
+            y = bounded(logits, inner, HAS_SOFTCAP)
             here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
                 y_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], y, 0.0), axis=1)
@@ -275,16 +244,15 @@ def _merge_splits_kernel(
         at += num_rows
 
     y_target = tl.load(y_target_ptr + rows, mask=mask, other=0.0)
-    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment.to(tl.float32))
-    tl.store(logp_ptr + rows, logp, mask=mask)
-    tl.store(entropy_ptr + rows, entropy, mask=mask)
-    tl.store(lse_ptr + rows, lse, mask=mask)
+    moment = moment.to(tl.float32)
+    results = (
+        logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr
+    )  # fmt: skip
+    extras = None
     if EXTRAS:
         is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best
-        store_extras(
-            rows, mask, total, squares, is_top1, peak * factor, least * factor,
-            is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr,
-        )  # fmt: skip
+        extras = squares, is_top1, least
+    store_stats(results, rows, mask, y_target, peak, total, moment, factor, extras)
 
 
 def linear_stats(
@@ -301,35 +269,24 @@ def linear_stats(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = head.bias.contiguous() if head.bias is not None else None
     head = Head(weight, bias, head.transform)
-    hidden = _packed(hidden)
+    if not hidden.is_contiguous() or hidden.data_ptr() % 16:
+        # which kernel runs on a row must not depend on where in memory its batch lies
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
     logits = logits_dtype(hidden.dtype, precision)
     tile = config.of_one_subtile() if extras else config
-    rows = hidden.shape[0]
+    rows, splits = len(hidden), triton.cdiv(len(weight), tile.split_columns)
     stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
+    size = max(1, _PARTIAL_BYTES // (4 * 3 * splits) // _CHUNK_ROWS) * _CHUNK_ROWS
     with launching(config, hidden):
-        for chunk in _chunks(rows, triton.cdiv(weight.shape[0], tile.split_columns)):
+        for start in range(0, rows, size):
+            chunk = slice(start, min(start + size, rows))
             its_head, its_stats = head.rows(chunk), stats.rows(chunk)
             _chunk(hidden[chunk], its_head, target[chunk], logits, its_stats, tile)
     return stats
 
 
-def _packed(hidden: Tensor) -> Tensor:
-    """Return the rows without gaps, the first on a 16-byte boundary: which kernel runs on a row
-    must not depend on where in memory its batch lies."""
-    if hidden.is_contiguous() and hidden.data_ptr() % 16 == 0:
-        return hidden
-    return hidden.clone(memory_format=torch.contiguous_format)
-
-
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], list(block))
-
-
-def _chunks(rows: int, splits: int) -> list[slice]:
-    """Return ranges of rows whose sums fit into ``_PARTIAL_BYTES``."""
-    fitting = _PARTIAL_BYTES // (4 * 3 * splits)
-    size = max(1, fitting // _CHUNK_ROWS) * _CHUNK_ROWS
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def _chunk(

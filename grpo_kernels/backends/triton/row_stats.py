@@ -33,9 +33,8 @@ from grpo_kernels.backends.triton.common import (
     rebased,
     row_factor,
     softcap_slope,
-    softmax_results,
     spread,
-    store_extras,
+    store_stats,
     tile_offsets,
 )
 from grpo_kernels.backends.triton.dlogits import gradient_view
@@ -187,16 +186,13 @@ def _row_stats_kernel(
     rival = tl.max(rivals, axis=0) != 0
     least = tl.min(least, axis=0)
 
-    logp, entropy, lse = softmax_results(y_target, peak, factor, total, moment)
-    tl.store(logp_ptr + row, logp)
-    tl.store(entropy_ptr + row, entropy)
-    tl.store(lse_ptr + row, lse)
+    results = (
+        logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr
+    )  # fmt: skip
+    extras = None
     if EXTRAS:
-        is_top1 = (y_target == peak) & (not rival)
-        store_extras(
-            row, None, total, squares, is_top1, peak * factor, least * factor,
-            is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr,
-        )  # fmt: skip
+        extras = squares, (y_target == peak) & (not rival), least
+    logp = store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
         log_anchor = (anchor - peak) * factor - tl.log(total.to(tl.float32))  # its score less lse
         slope = factor
