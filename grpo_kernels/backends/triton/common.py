@@ -31,19 +31,19 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
+def row_factor(outer, temperature_ptr, row):
     """Return the factor on a row's (softcapped) logits: ``outer``, over its temperature if any."""
     outer = tl.cast(outer, tl.float32)  # the interpreter's is Python's
-    if ROW_TEMPERATURE:
+    if temperature_ptr is not None:
         outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
     return outer
 
 
 @triton.jit
-def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
+def bounded(x, inner):
     """Return the input of the factor of :func:`row_factor`, from raw logits ``x`` of any shape."""
     x = x.to(tl.float32)
-    if HAS_SOFTCAP:
+    if inner is not None:
         x = tanh(x * inner)
     return x
 
@@ -51,7 +51,7 @@ def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def softcap_slope(x, inner):
     """Return the derivative of :func:`bounded` with a softcap by ``inner * x``."""
-    y = bounded(x, inner, True)
+    y = bounded(x, inner)
     return 1.0 - y * y
 
 
@@ -192,14 +192,14 @@ def pointers(stats: RowStats) -> dict[str, Tensor | None]:
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
-    """Return ``transform`` as arguments: ``z = outer * x`` or ``outer * tanh(inner * x)``.
+    """Return ``transform`` as arguments: ``z = outer * tanh(inner * x)``, or ``outer * x``.
 
     Raises:
         ValueError: a per-row temperature of the wrong shape, dtype or device.
     """
-    inner, outer = 1.0, transform.logit_scale
+    inner, outer = None, float(transform.logit_scale)
     if transform.softcap is not None:
-        inner, outer = transform.logit_scale / transform.softcap, transform.softcap
+        inner, outer = transform.logit_scale / transform.softcap, float(transform.softcap)
     temperature = transform.temperature
     per_row = temperature.contiguous() if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor):
@@ -209,13 +209,7 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
             f"temperature: expected a float or a ({like.shape[0]},) tensor on {like.device}, "
             f"got {tuple(temperature.shape)} on {temperature.device}"
         )
-    return {
-        "temperature_ptr": per_row,
-        "inner": float(inner),
-        "outer": float(outer),
-        "HAS_SOFTCAP": transform.softcap is not None,
-        "ROW_TEMPERATURE": per_row is not None,
-    }
+    return {"temperature_ptr": per_row, "inner": inner, "outer": outer}
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -22,12 +22,12 @@ from grpo_kernels.backends.triton.math import LN2, expm1
 
 
 @triton.jit
-def _weighted(y, unit, constant, of_log, HAS_DENTROPY: tl.constexpr):
+def _weighted(y, unit, constant, of_log):
     """Return ``p (constant + of_log log2 p)`` of bounded logits."""
     anchor, f2, rest = unit
     log2_p = log2_units(y, anchor, f2, rest)
     factor = constant
-    if HAS_DENTROPY:  # p = 0 has log p = -inf, and p log p = 0
+    if of_log is not None:  # p = 0 has log p = -inf, and p log p = 0
         factor = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
     return tl.exp2(log2_p) * factor
 
@@ -42,8 +42,6 @@ def _write_tile(
     constant,
     of_log,
     inner,
-    HAS_DENTROPY: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Write :func:`_weighted`, times the slope of the softcap."""
@@ -58,9 +56,9 @@ def _write_tile(
     # warp that loaded them. No warp stores before all have loaded. A later
     # iteration's loads lie behind this iteration's stores: an output is never wider.
     tl.debug_barrier()
-    y = bounded(x, inner, HAS_SOFTCAP)
-    dx = _weighted(y, unit, constant, of_log, HAS_DENTROPY)
-    if HAS_SOFTCAP:
+    y = bounded(x, inner)
+    dx = _weighted(y, unit, constant, of_log)
+    if inner is not None:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -81,9 +79,6 @@ def _dlogits_kernel(
     num_columns,
     inner,
     outer,
-    HAS_DENTROPY: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Write the gradient of a row's raw logits.
@@ -93,47 +88,39 @@ def _dlogits_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     out_ptr += row * stride_out_row
-    entropy, dentropy = 0.0, 0.0
-    if HAS_DENTROPY:
-        entropy = tl.load(entropy_ptr + row)
-        dentropy = tl.load(dentropy_ptr + row)
     target = tl.load(target_ptr + row)
     target = tl.where((target >= 0) & (target < num_columns), target, -1)  # before it is narrowed
     target = target.to(tl.int32)
     logp = tl.load(logp_ptr + row)
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
-    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
+    factor = row_factor(outer, temperature_ptr, row)
     unit = unit_of(lse, factor)
-    slope = factor
-    if HAS_SOFTCAP:
-        slope = factor * inner
-    constant = -(dlogp + dentropy * entropy) * slope
-    of_log = -dentropy * slope * LN2
-    whole = num_columns // BLOCK_V * BLOCK_V
+    slope = factor if inner is None else factor * inner
+    constant, of_log = -dlogp * slope, None
     active = dlogp != 0.0
-    if HAS_DENTROPY:
+    if dentropy_ptr is not None:
+        entropy = tl.load(entropy_ptr + row)
+        dentropy = tl.load(dentropy_ptr + row)
+        constant = -(dlogp + dentropy * entropy) * slope
+        of_log = -dentropy * slope * LN2
         active = active | (dentropy != 0.0)
+    whole = num_columns // BLOCK_V * BLOCK_V
     if active:
         inside = (target >= 0) & (target < num_columns)
         x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
-        y = bounded(x_target, inner, HAS_SOFTCAP)
+        y = bounded(x_target, inner)
         at_target = -dlogp * expm1(logp) * slope
-        if HAS_DENTROPY:
-            of_entropy = -dentropy * entropy * slope
-            at_target += _weighted(y, unit, of_entropy, of_log, HAS_DENTROPY)
-        if HAS_SOFTCAP:
+        if dentropy_ptr is not None:
+            at_target += _weighted(y, unit, -dentropy * entropy * slope, of_log)
+        if inner is not None:
             at_target = at_target * (1.0 - y * y)
         for start in range(0, whole, BLOCK_V):
-            _write_tile(
-                logits_ptr, out_ptr, start, None, unit, constant, of_log, inner,
-                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
+            _write_tile(logits_ptr, out_ptr, start, None, unit, constant, of_log, inner, BLOCK_V)
         if whole < num_columns:
             _write_tile(
-                logits_ptr, out_ptr, whole, num_columns, unit, constant, of_log, inner,
-                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
+                logits_ptr, out_ptr, whole, num_columns, unit, constant, of_log, inner, BLOCK_V
+            )
         tl.debug_barrier()  # the target's place was written by another thread
         tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
     else:  # what a row without weight holds cannot leak into its zeros
@@ -178,7 +165,6 @@ def dlogits_(
         dlogp_ptr=dlogp.contiguous(),
         dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
         stride_out_row=out.stride(0),
-        HAS_DENTROPY=dentropy is not None,
         BLOCK_V=config.columns(logits.dtype),
     )
     return out

@@ -41,21 +41,21 @@ _POINTERS = [*PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries.
 
 
 @triton.jit
-def _sizes(row, columns, HAS_SOFTCAP: tl.constexpr):
+def _sizes(row, columns, inner):
     """Return the probabilities of all but the target, and their shares in the gradient; in units.
 
     ``row`` is what :func:`_extract_kernel` says of one.
     """
-    logits_ptr, num_active, target, inner, anchor, f2, rest = row
+    logits_ptr, num_active, target, anchor, f2, rest = row
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
     others = columns != target
-    if HAS_SOFTCAP:  # which turns -inf into a finite value
+    if inner is not None:  # which turns -inf into a finite value
         others = others & inside
-    p = tl.exp2(log2_units(bounded(x, inner, HAS_SOFTCAP), anchor, f2, rest))
+    p = tl.exp2(log2_units(bounded(x, inner), anchor, f2, rest))
     p = tl.where(others, p, 0.0)
     size = p
-    if HAS_SOFTCAP:
+    if inner is not None:
         size = p * softcap_slope(x, inner)
     return p, size
 
@@ -88,8 +88,6 @@ def _extract_kernel(
     slots,
     inner,
     outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -98,10 +96,8 @@ def _extract_kernel(
     logits_ptr += row * stride_row
     ids_ptr += row * slots
     values_ptr += row * slots
-    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
-    slope = factor
-    if HAS_SOFTCAP:
-        slope = factor * inner
+    factor = row_factor(outer, temperature_ptr, row)
+    slope = factor if inner is None else factor * inner
     target = tl.load(target_ptr + row).to(tl.int32)
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
@@ -117,7 +113,7 @@ def _extract_kernel(
     allowed = allowed * tl.exp2(-log2_unit)
     at_unit = lse + log2_unit.to(tl.float64) * LN2
     anchor, f2, rest = unit_of(at_unit, factor)
-    this = logits_ptr, num_active, target, inner, anchor, f2, rest
+    this = logits_ptr, num_active, target, anchor, f2, rest
     offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
     zero = tl.zeros((THREADS,), tl.float32)
 
@@ -132,7 +128,7 @@ def _extract_kernel(
         slopes, errors = zero, zero
         for start in range(0, num_active, BLOCK_V):
             columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-            _, size = _sizes(this, columns, HAS_SOFTCAP)
+            _, size = _sizes(this, columns, inner)
             below = tl.where(size <= tried, size, 0.0)
             slopes += sum_of(below)
             errors += sum_of(below * (tried - below))
@@ -152,7 +148,7 @@ def _extract_kernel(
     draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
     for start in range(0, num_active, BLOCK_V):
         columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        p, size = _sizes(this, columns, HAS_SOFTCAP)
+        p, size = _sizes(this, columns, inner)
         mass += sum_of(p)
         squares += sum_of(size * size)
         hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
@@ -175,7 +171,7 @@ def _extract_kernel(
     drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
     expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
     at_target = tl.sum(mass, axis=0)
-    if HAS_SOFTCAP:
+    if inner is not None:
         at = tl.load(logits_ptr + target, mask=finite, other=0.0)
         at_target = at_target * softcap_slope(at.to(tl.float32), inner)
     row_fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)

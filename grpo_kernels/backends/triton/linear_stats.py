@@ -103,10 +103,6 @@ def linear_stats_kernel(
     num_splits,
     inner,
     outer,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
-    EXTRAS: tl.constexpr,
     ROUND_TO: tl.constexpr,  # dtype of the logits, or None: fp32 accumulators as they are
     DESCRIPTORS: tl.constexpr,
     EVEN_D: tl.constexpr,  # D is a multiple of BLOCK_D
@@ -118,6 +114,7 @@ def linear_stats_kernel(
     TILES: tl.constexpr,  # of a split
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
 ):
+    EXTRAS: tl.constexpr = squares_ptr is not None
     SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
     # which rows and split are this program's
     program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
@@ -130,7 +127,7 @@ def linear_stats_kernel(
     mask_t = rows < num_rows
     target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
     inside = tl.minimum(rows, num_rows - 1)
-    f2 = row_factor(outer, temperature_ptr, inside, ROW_TEMPERATURE) * LOG2_E
+    f2 = row_factor(outer, temperature_ptr, inside) * LOG2_E
     f2 += tl.zeros((BLOCK_T,), tl.float32)
     zero = tl.zeros((BLOCK_T,), tl.float32)
     infinite = tl.full((BLOCK_T,), float("inf"), tl.float32)
@@ -167,12 +164,12 @@ def linear_stats_kernel(
             logits = subtiles[subtile]
             if ROUND_TO is not None:
                 logits = _rounded(logits, ROUND_TO, UPCAST)
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
                 logits += bias[None, :]
                 if ROUND_TO is not None:
                     logits = _rounded(logits, ROUND_TO, UPCAST)
-            y = bounded(logits, inner, HAS_SOFTCAP)
+            y = bounded(logits, inner)
             here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
                 y_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], y, 0.0), axis=1)
@@ -212,13 +209,12 @@ def _merge_splits_kernel(
     num_rows,
     num_splits,
     outer,
-    ROW_TEMPERATURE: tl.constexpr,
-    EXTRAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    EXTRAS: tl.constexpr = squares_ptr is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
-    factor = row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1), ROW_TEMPERATURE)
+    factor = row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float64)
     moment = tl.zeros((BLOCK,), tl.float64)
@@ -316,7 +312,6 @@ def _chunk(
         **{f"{name}_ptr": x for name, x in zip(_SUMS, sums, strict=False)},
         "num_rows": rows,
         "num_splits": splits,
-        "EXTRAS": extras,
     }
     linear_stats_kernel[(triton.cdiv(rows, config.block_t) * splits,)](
         x_ptr=x,
@@ -325,7 +320,6 @@ def _chunk(
         num_columns=columns,
         depth=depth,
         stride_wv=row_stride(head.weight),
-        HAS_BIAS=head.bias is not None,
         **both,
         **transform,
         **constants(config, depth, logits),
@@ -333,7 +327,8 @@ def _chunk(
     _merge_splits_kernel[(triton.cdiv(rows, _MERGED_ROWS),)](
         BLOCK=_MERGED_ROWS,
         **both,
-        **{name: transform[name] for name in ("temperature_ptr", "outer", "ROW_TEMPERATURE")},
+        temperature_ptr=transform["temperature_ptr"],
+        outer=transform["outer"],
         **pointers(stats),
         **OPTIONS,
     )

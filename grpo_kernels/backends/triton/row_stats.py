@@ -59,7 +59,6 @@ def _with_tile(
     inner,
     factor,
     f2,
-    HAS_SOFTCAP: tl.constexpr,
     EXTRAS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -73,10 +72,10 @@ def _with_tile(
     else:
         mask_v = columns < end
         x = tl.load(logits_ptr + columns, mask=mask_v, other=float("-inf"))
-    y = bounded(x, inner, HAS_SOFTCAP)
+    y = bounded(x, inner)
     above = y
     if end is not None:
-        if HAS_SOFTCAP:  # which turns -inf into a finite value
+        if inner is not None:  # which turns -inf into a finite value
             y = tl.where(mask_v, y, float("-inf"))
         above = tl.where(mask_v, y, float("inf"))
     tile_peak = max_of(y)
@@ -95,7 +94,7 @@ def _with_tile(
         tl.debug_barrier()  # as in dlogits: no warp stores before all have loaded
         lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
         e = e * spread(lift, e)
-        if HAS_SOFTCAP:
+        if inner is not None:
             e = e * softcap_slope(x, inner)
         tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
     if EXTRAS:
@@ -129,23 +128,21 @@ def _row_stats_kernel(
     num_columns,
     inner,
     outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
-    EXTRAS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
+    EXTRAS: tl.constexpr = is_top1_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     if out_ptr is not None:
         if VECTOR > 1:
             stride_out_row = tl.multiple_of(stride_out_row, 16)
         out_ptr += row * stride_out_row
-    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
+    factor = row_factor(outer, temperature_ptr, row)
     target = tl.load(target_ptr + row).to(tl.int32)
     x_target = tl.load(logits_ptr + target)
-    y_target = bounded(x_target, inner, HAS_SOFTCAP)
+    y_target = bounded(x_target, inner)
 
     # Sums are of bounded logits y, whose scores are ``factor * y``: to take the peak off before
     # anything is scaled costs no digits where logits carry a large offset. A tile is (depth,
@@ -165,18 +162,18 @@ def _row_stats_kernel(
     for start in range(0, whole, BLOCK_V):
         sums = _with_tile(
             sums, logits_ptr, out_ptr, offs_v, start, None, target, y_target, inner, factor, f2,
-            HAS_SOFTCAP, EXTRAS, BLOCK_V, VECTOR,
+            EXTRAS, BLOCK_V, VECTOR,
         )  # fmt: skip
     if whole < num_columns:
         sums = _with_tile(
             sums, logits_ptr, out_ptr, offs_v, whole, num_columns, target, y_target, inner, factor,
-            f2, HAS_SOFTCAP, EXTRAS, BLOCK_V, VECTOR,
+            f2, EXTRAS, BLOCK_V, VECTOR,
         )  # fmt: skip
     thread_peak, total, moment, squares, least, rivals, anchor = sums
     if EXTRAS:  # once more the columns beside the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
         x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
-        equal = (bounded(x, inner, HAS_SOFTCAP) == y_target) & (columns < target)
+        equal = (bounded(x, inner) == y_target) & (columns < target)
         rivals |= max_of(equal.to(tl.int32))
     peak = tl.max(thread_peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
@@ -195,10 +192,9 @@ def _row_stats_kernel(
     logp = store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
         log_anchor = (anchor - peak) * factor - tl.log(total.to(tl.float32))  # its score less lse
-        slope = factor
+        slope = factor if inner is None else factor * inner
         at_target = expm1(logp) * tl.exp(-log_anchor)
-        if HAS_SOFTCAP:
-            slope = factor * inner
+        if inner is not None:
             at_target = at_target * softcap_slope(x_target, inner)
         finite = (log_anchor - log_anchor == 0.0) & (logp - logp == 0.0)
         tl.debug_barrier()  # the target's place was written by another thread
@@ -247,7 +243,6 @@ def _launch(
         out_ptr=out,
         unit_ptr=unit,
         stride_out_row=0 if out is None else out.stride(0),
-        EXTRAS=stats.is_top1 is not None,
         **pointers(stats),
         **config.blocks(logits.dtype, rows_are_aligned(logits)),
     )
