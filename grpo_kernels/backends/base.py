@@ -166,6 +166,14 @@ class Entries(NamedTuple):
         return self.ids.shape[1]
 
     @staticmethod
+    def empty(rows: int, slots: int, device: torch.device) -> Entries:
+        """Return entries to be filled; what is not meant is 0."""
+        ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
+        used = torch.empty(rows, dtype=torch.int32, device=device)
+        norms = (torch.empty(rows, device=device) for _ in range(3))
+        return Entries(ids, torch.zeros((rows, slots), device=device), used, *norms)
+
+    @staticmethod
     def joined(parts: Sequence[Entries]) -> Entries:
         """Join the entries of consecutive rows."""
         return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))

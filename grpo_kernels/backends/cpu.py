@@ -264,14 +264,7 @@ class Native(Backend):
             return super().extract_entries(tile, stats, keys, allowed, slots)
         assert slots > 0, slots
         rows = len(tile.target)
-        entries = Entries(
-            ids=torch.zeros(rows, slots, dtype=torch.int32),
-            values=torch.zeros(rows, slots),
-            used=torch.empty(rows, dtype=torch.int32),
-            error=torch.empty(rows),
-            error_l1=torch.empty(rows),
-            norm=torch.empty(rows),
-        )
+        entries = Entries.empty(rows, slots, tile.logits.device)
         self._run(
             "grpo_extract",
             _tile(*tile),
@@ -287,22 +280,33 @@ class Native(Backend):
         return entries
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-        if not _suits(entries, factor, matrix, out):
-            return super().entries_matmul(entries, factor, matrix, out)
-        assert out.shape == (len(factor), matrix.shape[1]), out.shape
-        self._multiply("grpo_matmul", entries, factor, matrix, out, add=False)
+        assert len(out) == len(factor), out.shape
+        if not self._multiply("grpo_matmul", entries, factor, matrix, out):
+            super().entries_matmul(entries, factor, matrix, out)
 
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
-        if not _suits(entries, factor, rows, out):
-            return super().entries_transposed_matmul(entries, factor, rows, out, add)
-        assert rows.shape == (len(factor), out.shape[1]), (rows.shape, out.shape)
-        self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add)
+        assert len(rows) == len(factor), rows.shape
+        if not self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add):
+            super().entries_transposed_matmul(entries, factor, rows, out, add)
 
     def _multiply(
-        self, kernel: str, entries: Entries, factor: Tensor, source: Tensor, out: Tensor, add: bool
-    ) -> None:
+        self,
+        kernel: str,
+        entries: Entries,
+        factor: Tensor,
+        source: Tensor,
+        out: Tensor,
+        add: bool = False,
+    ) -> bool:
+        """Run a product with entries; return whether there is one of these dtypes."""
+        fp32 = torch.float32
+        if (entries.values.dtype, factor.dtype) != (fp32, fp32) or source.dtype not in _DTYPES:
+            return False
+        if out.dtype not in (source.dtype, fp32):
+            return False
+        assert source.shape[1] == out.shape[1], (source.shape, out.shape)
         source, target = _unit_stride(source), _unit_stride(out)
         self._run(
             kernel,
@@ -320,6 +324,7 @@ class Native(Backend):
         )
         if target is not out:
             out.copy_(target)
+        return True
 
 
 def _tile(
@@ -388,14 +393,6 @@ def _filled(stats: RowStats) -> dict[str, Tensor | None]:
 def _listed(entries: Entries) -> _View:
     lists = {"ids": entries.ids, "values": entries.values, "used": entries.used}
     return _VIEWS["Entries"](**lists, rows=len(entries.ids), slots=entries.columns)
-
-
-def _suits(entries: Entries, factor: Tensor, source: Tensor, out: Tensor) -> bool:
-    """Return whether the native products have these dtypes."""
-    fp32 = torch.float32
-    if (entries.values.dtype, factor.dtype) != (fp32, fp32):
-        return False
-    return source.dtype in _DTYPES and out.dtype in (source.dtype, fp32)
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:

@@ -204,16 +204,9 @@ def extract_entries(
 ) -> Entries:
     """Choose the entries of each row; see ``Backend.extract_entries``."""
     logits, device = tile.logits, tile.logits.device
-    rows, aligned = len(logits), rows_are_aligned(logits)
+    aligned = rows_are_aligned(logits)
     config = config_for(logits.dtype, device_class(device), aligned)
-    found = Entries(
-        ids=torch.zeros((rows, slots), dtype=torch.int32, device=device),
-        values=torch.zeros((rows, slots), device=device),
-        used=torch.empty(rows, dtype=torch.int32, device=device),
-        error=torch.empty(rows, device=device),
-        error_l1=torch.empty(rows, device=device),
-        norm=torch.empty(rows, device=device),
-    )
+    found = Entries.empty(len(logits), slots, device)
     launch_rows(
         _extract_kernel,
         tile,
