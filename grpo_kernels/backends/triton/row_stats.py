@@ -212,29 +212,12 @@ def row_stats(
     tile: Tile,  # fp32, bf16 or fp16, with all targets
     extras: bool,
     config: RowConfig | None = None,  # the device's
+    gradient: TileGradient | None = None,  # filled; its rows may be those of the logits
 ) -> RowStats:
     """Compute statistics of each row in fp32; see :class:`RowStats`."""
-    stats = empty_stats(len(tile.target), tile.logits.device, extras)
-    _launch(tile, stats, None, config)
-    return stats
-
-
-def logp_gradient_(
-    tile: Tile,  # fp32 or bf16, with all targets; overwritten
-    config: RowConfig | None = None,  # the device's
-) -> tuple[RowStats, TileGradient]:
-    """Compute the same statistics, and the bf16 gradients of the log-probabilities."""
-    stats = empty_stats(len(tile.target), tile.logits.device, extras=False)
-    out = gradient_view(tile.logits, torch.bfloat16)
-    gradient = TileGradient(out, torch.empty_like(stats.logp))
-    _launch(tile, stats, gradient, config)
-    return stats, gradient
-
-
-def _launch(
-    tile: Tile, stats: RowStats, gradient: TileGradient | None, config: RowConfig | None
-) -> None:
-    config, logits = config or row_config(tile.logits.device), tile.logits
+    logits = tile.logits
+    stats = empty_stats(len(tile.target), logits.device, extras)
+    config = config or row_config(logits.device)
     out, unit = gradient or (None, None)
     launch_rows(
         _row_stats_kernel,
@@ -246,6 +229,17 @@ def _launch(
         **pointers(stats),
         **config.blocks(logits.dtype, rows_are_aligned(logits)),
     )
+    return stats
+
+
+def logp_gradient_(
+    tile: Tile,  # fp32 or bf16, with all targets; overwritten
+    config: RowConfig | None = None,  # the device's
+) -> tuple[RowStats, TileGradient]:
+    """Compute the same statistics, and the bf16 gradients of the log-probabilities."""
+    out = gradient_view(tile.logits, torch.bfloat16)
+    gradient = TileGradient(out, torch.empty(len(out), device=out.device))
+    return row_stats(tile, False, config, gradient), gradient
 
 
 def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
