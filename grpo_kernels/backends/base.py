@@ -180,9 +180,18 @@ class Entries(NamedTuple):
 
 
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result."""
+    """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result.
+
+    Raises:
+        ValueError: it would not fit there.
+    """
     if out_dtype == logits.dtype:
         return logits
+    if logits.dtype != torch.float32 or out_dtype.itemsize != 2:
+        raise ValueError(
+            f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
+            f"got {out_dtype}"
+        )
     rows, columns = logits.shape
     ratio = logits.element_size() // out_dtype.itemsize
     row_stride = logits.stride(0) * ratio

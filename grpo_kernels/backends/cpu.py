@@ -93,7 +93,7 @@ _VIEWS = _views()
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | str:
+def _load() -> Any:
     """Load the library, or return one sentence that says why there is none."""
     if not _LIBRARY.exists():
         return "the native CPU extension was not built when grpo-kernels was installed"
@@ -123,12 +123,6 @@ def _check_status(status: int, function: Any, arguments: tuple) -> None:
     )
 
 
-def _library() -> ctypes.CDLL:
-    library = _load()
-    assert isinstance(library, ctypes.CDLL), library
-    return library
-
-
 def unavailable() -> str | None:
     """Return one sentence that says why the native row kernels cannot run here, or None."""
     library = _load()
@@ -141,7 +135,7 @@ def isas() -> list[str]:
     They are of "amx", "avx512_bf16", "avx512", "avx2" and "baseline".
     """
     names: list[str] = []
-    while (name := _library().grpo_isa(len(names))) is not None:
+    while (name := _load().grpo_isa(len(names))) is not None:
         names.append(name.decode())
     return names
 
@@ -177,7 +171,7 @@ class Native(Backend):
     def _run(self, kernel: str, subject: _View, **more: Any) -> None:
         """Call a kernel, whose second struct has the fields ``more``."""
         results = _VIEWS[_KERNELS[kernel][1]](**more)
-        getattr(_library(), kernel)(subject, results, self._isa_rank, torch.get_num_threads())
+        getattr(_load(), kernel)(subject, results, self._isa_rank, torch.get_num_threads())
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
         stats = empty_stats(len(tile.target), tile.logits.device, extras)
@@ -193,9 +187,7 @@ class Native(Backend):
         out: Tensor | None = None,
     ) -> Tensor:
         logits, rows = tile.logits, len(tile.target)
-        assert out_dtype == logits.dtype or (
-            logits.dtype == torch.float32 and out_dtype in _DTYPES
-        ), out_dtype
+        written = output_view(logits, out_dtype) if out is None else out
         dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
         self._run(
             "grpo_dlogits",
@@ -209,7 +201,7 @@ class Native(Backend):
             out_stride=0 if out is None else out.stride(0),
             out_dtype=out_dtype,
         )
-        return output_view(logits, out_dtype) if out is None else out
+        return written
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         return True

@@ -150,9 +150,3 @@ def device_class(device: torch.device) -> str:
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Return whether the matrix units of a device take bf16; elsewhere it is emulated, slowly."""
-    name = device_class(device)
-    return not name.startswith("sm_") or int(name.removeprefix("sm_")) >= 80

@@ -27,8 +27,6 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
 LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
-LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @triton.jit
 def row_factor(outer, temperature_ptr, row):
@@ -248,8 +246,9 @@ def launch_rows(kernel: Any, tile: Tile, config: RowConfig, **arguments: object)
             "logits: expected (C, V) with contiguous columns, got shape "
             f"{tuple(logits.shape)}, strides {logits.stride()}"
         )
-    if logits.dtype not in LOGIT_DTYPES:
-        names = ", ".join(str(dtype) for dtype in LOGIT_DTYPES)
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    if logits.dtype not in known:
+        names = ", ".join(map(str, known))
         raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
     if target.shape != logits.shape[:1] or target.dtype != torch.int64:
         raise ValueError(

@@ -130,17 +130,6 @@ def _dlogits_kernel(
             tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
 
 
-def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the view of the logits' storage that their gradient is written to."""
-    half_of_fp32 = logits.dtype == torch.float32 and out_dtype.itemsize == 2
-    if out_dtype != logits.dtype and not half_of_fp32:
-        raise ValueError(
-            f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
-            f"got {out_dtype}"
-        )
-    return output_view(logits, out_dtype)
-
-
 def dlogits_(
     tile: Tile,  # fp32, bf16 or fp16; overwritten
     stats: RowStats,
@@ -152,7 +141,7 @@ def dlogits_(
     """Write the gradient by the raw logits; see :class:`Backend`."""
     logits, dentropy = tile.logits, outer.dentropy
     dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
-    out = gradient_view(logits, out_dtype) if out is None else out
+    out = output_view(logits, out_dtype) if out is None else out
     config = config or row_config(logits.device)
     launch_rows(
         _dlogits_kernel,

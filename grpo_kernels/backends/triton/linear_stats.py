@@ -264,74 +264,58 @@ def linear_stats(
     weight = head.weight.to(hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = head.bias.contiguous() if head.bias is not None else None
-    head = Head(weight, bias, head.transform)
     if not hidden.is_contiguous() or hidden.data_ptr() % 16:
         # which kernel runs on a row must not depend on where in memory its batch lies
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-    logits = logits_dtype(hidden.dtype, precision)
     tile = config.of_one_subtile() if extras else config
-    rows, splits = len(hidden), triton.cdiv(len(weight), tile.split_columns)
+    (rows, depth), splits = hidden.shape, triton.cdiv(len(weight), tile.split_columns)
     stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
+    described = _described(weight, tile.block_v, tile)
+    logits = logits_dtype(hidden.dtype, precision)
     size = max(1, _PARTIAL_BYTES // (4 * 3 * splits) // _CHUNK_ROWS) * _CHUNK_ROWS
     with launching(config, hidden):
         for start in range(0, rows, size):
             chunk = slice(start, min(start + size, rows))
-            its_head, its_stats = head.rows(chunk), stats.rows(chunk)
-            _chunk(hidden[chunk], its_head, target[chunk], logits, its_stats, tile)
+            x, count = hidden[chunk], chunk.stop - start
+            transform = transform_arguments(head.transform.rows(chunk), x)
+            sums = x.new_empty((5 if extras else 3, splits, count), dtype=torch.float32)
+            best = sums.new_empty((splits, count), dtype=torch.int32) if extras else None
+            both = {
+                "target_ptr": target[chunk],
+                "y_target_ptr": sums.new_empty(count),
+                "best_ptr": best,
+                **{f"{name}_ptr": None for name in _SUMS},
+                **{f"{name}_ptr": each for name, each in zip(_SUMS, sums, strict=False)},
+                "num_rows": count,
+                "num_splits": splits,
+            }
+            linear_stats_kernel[(triton.cdiv(count, tile.block_t) * splits,)](
+                x_ptr=_described(x, tile.block_t, tile),
+                weight_ptr=described,
+                bias_ptr=bias,
+                num_columns=len(weight),
+                depth=depth,
+                stride_wv=row_stride(weight),
+                **both,
+                **transform,
+                **constants(tile, depth, logits),
+            )
+            _merge_splits_kernel[(triton.cdiv(count, _MERGED_ROWS),)](
+                BLOCK=_MERGED_ROWS,
+                temperature_ptr=transform["temperature_ptr"],
+                outer=transform["outer"],
+                **both,
+                **pointers(stats.rows(chunk)),
+                **OPTIONS,
+            )
     return stats
 
 
-def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], list(block))
-
-
-def _chunk(
-    hidden: Tensor,
-    head: Head,
-    target: Tensor,
-    logits: torch.dtype,
-    stats: RowStats,
-    config: LinearConfig,
-) -> None:
-    """Fill ``stats`` for one range of rows."""
-    (rows, depth), columns = hidden.shape, head.weight.shape[0]
-    extras = stats.is_top1 is not None
-    splits = triton.cdiv(columns, config.split_columns)
-    transform = transform_arguments(head.transform, hidden)
-    x, weight = hidden, head.weight
-    if config.descriptors:
-        x = _descriptor(x, config.block_t, config.block_d)
-        weight = _descriptor(weight, config.block_v, config.block_d)
-    sums = hidden.new_empty((5 if extras else 3, splits, rows), dtype=torch.float32)
-    best = sums.new_empty((splits, rows), dtype=torch.int32) if extras else None
-    both = {
-        "target_ptr": target,
-        "y_target_ptr": sums.new_empty(rows),
-        "best_ptr": best,
-        **{f"{name}_ptr": None for name in _SUMS},
-        **{f"{name}_ptr": x for name, x in zip(_SUMS, sums, strict=False)},
-        "num_rows": rows,
-        "num_splits": splits,
-    }
-    linear_stats_kernel[(triton.cdiv(rows, config.block_t) * splits,)](
-        x_ptr=x,
-        weight_ptr=weight,
-        bias_ptr=head.bias,
-        num_columns=columns,
-        depth=depth,
-        stride_wv=row_stride(head.weight),
-        **both,
-        **transform,
-        **constants(config, depth, logits),
-    )
-    _merge_splits_kernel[(triton.cdiv(rows, _MERGED_ROWS),)](
-        BLOCK=_MERGED_ROWS,
-        **both,
-        temperature_ptr=transform["temperature_ptr"],
-        outer=transform["outer"],
-        **pointers(stats),
-        **OPTIONS,
-    )
+def _described(x: Tensor, rows: int, config: LinearConfig) -> Tensor | TensorDescriptor:
+    """Return a matrix as kernels take it, of which they read so many rows at once."""
+    if not config.descriptors:
+        return x
+    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [rows, config.block_d])
 
 
 def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str, object]:

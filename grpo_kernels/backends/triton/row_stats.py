@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats
+from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import (
@@ -37,7 +37,6 @@ from grpo_kernels.backends.triton.common import (
     store_stats,
     tile_offsets,
 )
-from grpo_kernels.backends.triton.dlogits import gradient_view
 from grpo_kernels.backends.triton.math import LOG2_E, expm1
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
@@ -237,7 +236,7 @@ def logp_gradient_(
     config: RowConfig | None = None,  # the device's
 ) -> tuple[RowStats, TileGradient]:
     """Compute the same statistics, and the bf16 gradients of the log-probabilities."""
-    out = gradient_view(tile.logits, torch.bfloat16)
+    out = output_view(tile.logits, torch.bfloat16)
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient
 
