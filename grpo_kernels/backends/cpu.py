@@ -33,8 +33,6 @@ _LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.p
 _ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
-
-
 # the structs of csrc/*.h: the fields, by their types in C
 _STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
@@ -187,7 +185,7 @@ class Native(Backend):
         out: Tensor | None = None,
     ) -> Tensor:
         logits, rows = tile.logits, len(tile.target)
-        written = output_view(logits, out_dtype) if out is None else out
+        in_place = output_view(logits, out_dtype)
         dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
         self._run(
             "grpo_dlogits",
@@ -201,7 +199,7 @@ class Native(Backend):
             out_stride=0 if out is None else out.stride(0),
             out_dtype=out_dtype,
         )
-        return written
+        return in_place if out is None else out
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         return True
@@ -242,12 +240,6 @@ class Native(Backend):
 
     def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
         return logits_dtype == torch.float32 and dtype in _DTYPES
-
-    def logits_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
-    ) -> RowStats:
-        """Fill ``out`` with the raw logits; the statistics have ``linear_stats``' bits."""
-        return self.linear_stats(hidden, head, target, "fp32", extras, out)
 
     def extract_entries(
         self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int

@@ -100,28 +100,28 @@ class Backend:
         """
         raise NotImplementedError(self.name)
 
-    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
-        """Return whether :meth:`logits_stats` forms such logits of hidden states of ``dtype``."""
-        return False
-
-    def logits_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
-    ) -> RowStats:
-        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``.
-
-        A row's bits depend on that row alone. The statistics of a target that is none of the
-        columns mean nothing.
-        """
-        raise NotImplementedError(self.name)
-
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
         return False
 
+    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`linear_stats` forms such logits of hidden states of ``dtype``."""
+        return False
+
     def linear_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
+        self,
+        hidden: Tensor,  # (T, D)
+        head: Head,
+        target: Tensor,  # (T,)
+        precision: str,
+        extras: bool,
+        logits: Tensor | None = None,  # (T, V)
     ) -> RowStats:
-        """Compute statistics of ``hidden`` (T, D) before ``head`` without a tile of logits."""
+        """Compute statistics of hidden states before a head without a tile of logits.
+
+        Where :meth:`forms_logits`, fill ``logits`` with the raw ones: a row's bits depend on that
+        row alone, and the statistics of a target that is none of the columns mean nothing.
+        """
         raise NotImplementedError(self.name)
 
     def extract_entries(
@@ -171,20 +171,13 @@ class Backend:
         out[used] = (out[used] + product).to(out.dtype)
 
 
-def _aligned(scores: Tensor) -> Tensor:
-    """Return the rows, padded with scores of -inf to a multiple of 32 columns.
-
-    All rows then begin at the same alignment, by which a GPU's reductions group their terms.
-    """
-    return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
-
-
 def _block_stats(tile: Tile, extras: bool) -> RowStats:
     """Compute the statistics of some rows at once."""
     logits, target, transform = tile
     scores, _ = transformed(logits, transform)  # (C, V)
     lowest = scores.amin(-1) if extras else None
-    scores = _aligned(scores)
+    # rows at the same alignment, by which a GPU's reductions group their terms
+    scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
     top, first = (
         scores.max(-1, keepdim=True) if scores.numel() else (scores[:, :1], target[:, None])
     )

@@ -162,7 +162,8 @@ def _tile(chunk: Rows, buffer: Tensor, route: Route, extras: bool) -> tuple[Tile
     transform, column = chunk.head.transform, local_target(chunk)
     if route.forms_logits:
         logits = buffer if len(buffer) == count else buffer[:count]
-        stats = backend.logits_stats(chunk.hidden, chunk.head, column, extras, logits)
+        given = (chunk.hidden, chunk.head, column, "fp32", extras)
+        stats = backend.linear_stats(*given, logits)
         return Tile(logits, chunk.target, transform), stats
     tile = Tile(_project(chunk, buffer, route), column, transform)
     if route.fixed_rows is not None:

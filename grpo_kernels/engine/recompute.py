@@ -129,7 +129,7 @@ class _Work:
         target = self.rows.target[part] - columns.start
         if self.route.forms_logits:
             # as the forward formed them: what was rounded in another way is an error here
-            backend.logits_stats(hidden, head, target, False, logits)
+            backend.linear_stats(hidden, head, target, "fp32", False, logits)
         else:
             project(hidden, head, logits)
         tile = Tile(logits, target, head.transform)

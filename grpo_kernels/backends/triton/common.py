@@ -133,21 +133,16 @@ def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
 
 @triton.jit
 def unit_of(score, factor):
-    """Return ``anchor``, ``f2`` and ``rest`` for :func:`log2_units` of a fp64 score, such as lse.
+    """Return ``anchor``, ``f2`` and ``rest`` of a fp64 score, such as lse.
 
-    ``f2 (y - anchor) - rest``: a fp32 anchor near the unit, whose difference is exact where it
-    counts, and then what it leaves. So a large offset of the logits costs no digits.
+    ``f2 (y - anchor) - rest`` is how many powers of two a bounded logit y lies above it: a fp32
+    anchor near the score, whose difference is exact where it counts, and then what it leaves. So a
+    large offset of the logits costs no digits.
     """
     wide = factor.to(tl.float64)
     anchor = tl.where(wide == 0.0, 0.0, score / wide).to(tl.float32)
     rest = (score - anchor.to(tl.float64) * wide) * LOG2_E
     return anchor, factor * LOG2_E, rest.to(tl.float32)
-
-
-@triton.jit
-def log2_units(y, anchor, f2, rest):
-    """Return how many powers of two bounded logits ``y`` lie above the unit of their row."""
-    return tl.fma(y - anchor, f2, -rest)
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
     launch_rows,
-    log2_units,
     row_factor,
     unit_of,
 )
@@ -25,7 +24,7 @@ from grpo_kernels.backends.triton.math import LN2, expm1
 def _weighted(y, unit, constant, of_log):
     """Return ``p (constant + of_log log2 p)`` of bounded logits."""
     anchor, f2, rest = unit
-    log2_p = log2_units(y, anchor, f2, rest)
+    log2_p = tl.fma(y - anchor, f2, -rest)
     factor = constant
     if of_log is not None:  # p = 0 has log p = -inf, and p log p = 0
         factor = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)

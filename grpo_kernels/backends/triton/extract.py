@@ -17,7 +17,6 @@ from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
     launch_rows,
-    log2_units,
     row_factor,
     softcap_slope,
     sum_of,
@@ -52,20 +51,12 @@ def _sizes(row, columns, inner):
     others = columns != target
     if inner is not None:  # which turns -inf into a finite value
         others = others & inside
-    p = tl.exp2(log2_units(bounded(x, inner), anchor, f2, rest))
+    p = tl.exp2(tl.fma(bounded(x, inner) - anchor, f2, -rest))
     p = tl.where(others, p, 0.0)
     size = p
     if inner is not None:
         size = p * softcap_slope(x, inner)
     return p, size
-
-
-@triton.jit
-def _hash(x):
-    """Return a hash of ``x`` (uint32), the end of MurmurHash3."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
@@ -151,7 +142,10 @@ def _extract_kernel(
         p, size = _sizes(this, columns, inner)
         mass += sum_of(p)
         squares += sum_of(size * size)
-        hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
+        hashed = columns.to(tl.uint32) * _GOLDEN + key  # then the end of MurmurHash3
+        hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
+        hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
+        hashed = (hashed ^ (hashed >> 16)) >> 8
         large = size > cut
         kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
         value = tl.where(kept, tl.maximum(size, cut), 0.0)

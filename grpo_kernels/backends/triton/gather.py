@@ -80,7 +80,13 @@ def entries_transposed_matmul(
     entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
 ) -> None:
     """Compute the product of the transposed entries and rows; see :class:`Backend`."""
-    _launch(entries, factor, rows, out, add, *_by_column(entries, factor, len(out)))
+    # all entries by column and then by row, those that are none last: the host does not wait for
+    # their number
+    slot, columns = torch.arange(entries.columns, device=factor.device), len(out)
+    meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
+    ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
+    each = torch.arange(columns + 1, device=factor.device, dtype=ids.dtype)
+    _launch(entries, factor, rows, out, add, order, torch.searchsorted(ids, each))
 
 
 def _launch(
@@ -116,16 +122,3 @@ def _launch(
             BLOCK_N=_BLOCK_N,
             **OPTIONS,
         )
-
-
-def _by_column(entries: Entries, factor: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the places of all entries, by column and then by row, and where each column begins.
-
-    The host does not wait for their number: slots without an entry come last.
-    """
-    device = factor.device
-    slot = torch.arange(entries.columns, device=device)
-    meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
-    ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
-    each = torch.arange(columns + 1, device=device, dtype=ids.dtype)
-    return order, torch.searchsorted(ids, each)

@@ -94,8 +94,8 @@ class PointwiseKernel:
                 tensors, or uses an operation without a rendering; the message names it.
         """
         names = tuple(names or (f"in{index}" for index in range(num_inputs)))
-        usable = [n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)]
-        if len(set(usable)) != num_inputs or len(names) != num_inputs:
+        usable = {n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)}
+        if not len(usable) == len(names) == num_inputs:
             raise ValueError(
                 f"names: expected {num_inputs} distinct identifiers other than out0, out1, ...; "
                 f"got {names}"
