@@ -124,7 +124,8 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
         thorough = (dtype, out) == ("fp32", "bf16")
         blocks = {"BLOCK_V": config.columns(DTYPES[dtype])}
         for each in _variants(types, _SOFTCAP, _TEMPERATURE, _ENTROPY, thorough=thorough):
-            case = _row_case(kernel, config, each, blocks)
+            capped = {"HAS_SOFTCAP": "inner" in each}
+            case = _row_case(kernel, config, each | _SOFTCAP, blocks | capped)
             yield case
         yield dataclasses.replace(case, aligned=False)
 

@@ -163,10 +163,11 @@ def store_stats(
     rest = (total - rounded.to(tl.float64)).to(tl.float32)
     log_total = tl.log(rounded) + rest / rounded
     moment = moment * LN2
-    logp = (y_target - peak) * factor - log_total
     lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
+    logp = (y_target - peak) * factor - log_total
+    entropy = log_total - moment / rounded
     tl.store(logp_ptr + at, logp, mask=mask)
-    tl.store(entropy_ptr + at, log_total - moment / rounded, mask=mask)
+    tl.store(entropy_ptr + at, entropy, mask=mask)
     tl.store(lse_ptr + at, lse, mask=mask)
     if extras is not None:  # a NaN among the logits shows in all of them
         squares, is_top1, least = extras
@@ -257,7 +258,6 @@ def launch_rows(kernel: Any, tile: Tile, config: RowConfig, **arguments: object)
             target_ptr=target.contiguous(),
             stride_row=logits.stride(0),
             num_columns=logits.shape[1],
-            **arguments,
             **config.options,
-            **transform_arguments(transform, logits),
+            **{**transform_arguments(transform, logits), **arguments},
         )

@@ -15,6 +15,7 @@ from grpo_kernels.backends.triton.common import (
     bounded,
     launch_rows,
     row_factor,
+    transform_arguments,
     unit_of,
 )
 from grpo_kernels.backends.triton.math import LN2, expm1
@@ -78,12 +79,15 @@ def _dlogits_kernel(
     num_columns,
     inner,
     outer,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Write the gradient of a row's raw logits.
 
     Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
     """
+    if not HAS_SOFTCAP:  # an argument all the same: without it ptxas takes five registers more
+        inner = None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     out_ptr += row * stride_out_row
@@ -141,6 +145,7 @@ def dlogits_(
     logits, dentropy = tile.logits, outer.dentropy
     dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
     out = output_view(logits, out_dtype) if out is None else out
+    inner = transform_arguments(tile.transform, logits)["inner"]
     config = config or row_config(logits.device)
     launch_rows(
         _dlogits_kernel,
@@ -154,5 +159,7 @@ def dlogits_(
         dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
         stride_out_row=out.stride(0),
         BLOCK_V=config.columns(logits.dtype),
+        HAS_SOFTCAP=inner is not None,
+        inner=1.0 if inner is None else inner,
     )
     return out
