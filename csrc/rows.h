@@ -2,7 +2,7 @@
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
 // fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
-// `grpo_kernels/backends/cpu/abi.py` mirrors these structs: change both, and kAbiVersion.
+// `grpo_kernels/backends/cpu.py` mirrors these structs: change both, and kAbiVersion.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from grpo_kernels.backends.cpu.library import _LIBRARY
+from grpo_kernels.backends.cpu import _LIBRARY
 
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")

@@ -3,11 +3,11 @@
 Triton's have a door of their own, which imports Triton: :mod:`grpo_kernels.backends.triton`.
 """
 
+from grpo_kernels.backends import cpu
 from grpo_kernels.backends.base import (
     ANY_ERROR,
     EXTRAS,
     WHOLE,
-    Backend,
     Entries,
     OutputSpec,
     RowStats,
@@ -18,6 +18,8 @@ from grpo_kernels.backends.base import (
     dtype_of,
     output_view,
     shapes_of,
+    slope,
+    transformed,
 )
 from grpo_kernels.backends.choice import (
     BACKEND_VARIABLE,
@@ -30,7 +32,7 @@ from grpo_kernels.backends.choice import (
     requested_backend,
     why_backend,
 )
-from grpo_kernels.backends.chunked import slope, transformed
 from grpo_kernels.backends.entries import row_keys
 from grpo_kernels.backends.reference import reference_logprobs
 from grpo_kernels.backends.topk import mean_logits, with_top_k
+from grpo_kernels.backends.torch_backend import Backend

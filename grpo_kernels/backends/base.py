@@ -1,9 +1,4 @@
-"""What a backend must provide on top of GEMMs.
-
-A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It turns
-the tile into per-row statistics, and, given the gradients of those statistics, into the gradient of
-the tile, in place.
-"""
+"""What row kernels take and give, on every backend."""
 
 from __future__ import annotations
 
@@ -13,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.head import Head, Transform
+from grpo_kernels.head import Transform, stats_dtype
 
 # A log-probability of less is as good as -inf, whose probability is 0 in every dtype; unlike the
 # smallest fp32 it can be multiplied by a gradient before the probability, 0, is.
 LEAST_LOGP = -1e4
+# One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
+BLOCK_ELEMENTS = 1 << 23
 # of entries of a gradient
 ANY_ERROR = 1e30  # or more: the row has no gradient
 WHOLE = -1  # the count of a row that does not fit
@@ -113,13 +110,10 @@ class OutputSpec(NamedTuple):
         return self.mean or self.top_k > 0
 
 
-# what a backend fills on request, all or none
+# what a backend fills, and what it fills on request, all or none
+STATS = ("logp", "entropy", "lse")
 EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
-_DTYPES = {
-    "is_top1": torch.bool,
-    "lse": torch.float64,
-    "topk_indices": torch.int64,
-}
+_DTYPES = {"is_top1": torch.bool, "lse": torch.float64, "topk_indices": torch.int64}
 
 
 def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
@@ -129,7 +123,7 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
 
 def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, torch.Size]:
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
-    names = ("logp", "entropy", "lse", *(EXTRAS if wanted.extras else ()))
+    names = (*STATS, *(EXTRAS if wanted.extras else ()))
     shapes = dict.fromkeys(names, rows)
     if masked:
         shapes["masked_logp"] = rows
@@ -138,6 +132,13 @@ def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, t
     if wanted.top_k:
         shapes["topk_logp"] = shapes["topk_indices"] = torch.Size((*rows, wanted.top_k))
     return shapes
+
+
+def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
+    """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
+    shapes = shapes_of(torch.Size((rows,)), OutputSpec(extras), masked=False)
+    dtypes = {name: dtype_of(name, torch.float32) for name in shapes}
+    return RowStats(**{n: torch.empty(rows, dtype=x, device=device) for n, x in dtypes.items()})
 
 
 def concatenate(parts: list[RowStats]) -> RowStats:
@@ -165,140 +166,71 @@ class Entries(NamedTuple):
         return self.ids.shape[1]
 
     @staticmethod
+    def empty(rows: int, slots: int, device: torch.device) -> Entries:
+        """Return entries to be filled; what is not meant is 0."""
+        ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
+        used = torch.empty(rows, dtype=torch.int32, device=device)
+        norms = (torch.empty(rows, device=device) for _ in range(3))
+        return Entries(ids, torch.zeros((rows, slots), device=device), used, *norms)
+
+    @staticmethod
     def joined(parts: Sequence[Entries]) -> Entries:
         """Join the entries of consecutive rows."""
         return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-class Backend:
-    """A way to run the passes over a tile of logits."""
-
-    name: str
-    has_tiles = True  # the eager reference forms all logits at once
-    generates = False  # whether the loss can run in kernels that are generated from it
-    compiles = False  # whether kernels are compiled when they are first launched
-
-    def unavailable(self) -> str | None:
-        """Say why this machine cannot run it; None if it can."""
-        return None
-
-    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Say why such tensors cannot use it; None if they can."""
-        return None
-
-    def only_by_name(self, device: torch.device) -> str | None:
-        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
-        return None
-
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
-        """Name what its kernels are configured by, for the fingerprint."""
-        return []
-
-    def stats(self, tile: Tile, extras: bool) -> RowStats:
-        """Compute the statistics of a tile, which is left as it is."""
-        raise NotImplementedError(self.name)
-
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGrad,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Write the gradient with respect to the raw logits into ``out``, or else their storage.
-
-        With ``p = exp(z - lse)`` and ``H`` the entropy,
-        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
-
-        Returns a (C, V) tensor of ``out_dtype``, that of ``out``. A 16-bit result of fp32 logits in
-        their storage lives in the first half of each row's bytes, so its row stride is twice that
-        of the logits.
-        """
-        raise NotImplementedError(self.name)
-
-    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
-        """Return whether :meth:`logp_gradient_` exists for gradients of this dtype."""
-        return False
-
-    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
-        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
-
-        So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
-        """
-        raise NotImplementedError(self.name)
-
-    def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
-
-        A row without weight has a factor of 0, whatever its own.
-        """
-        raise NotImplementedError(self.name)
-
-    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
-        """Return whether :meth:`logits_stats` forms such logits of hidden states of ``dtype``."""
-        return False
-
-    def logits_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, extras: bool, out: Tensor
-    ) -> RowStats:
-        """Fill ``out`` (C, V) with the raw logits of ``hidden`` (C, D) before ``head``.
-
-        A row's bits depend on that row alone. The statistics of a target that is none of the
-        columns mean nothing.
-        """
-        raise NotImplementedError(self.name)
-
-    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
-        """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
-        return False
-
-    def linear_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
-    ) -> RowStats:
-        """Compute statistics of ``hidden`` (T, D) before ``head`` without a tile of logits."""
-        raise NotImplementedError(self.name)
-
-    def extract_entries(
-        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-    ) -> Entries:
-        """Choose at most ``slots`` entries a row of a tile, which is left as it is.
-
-        ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
-        error is expected to have at most. Of one that is allowed ``ANY_ERROR`` nothing is meant:
-        any entries, and any count of them, will do. A row without a finite ``lse`` is whole, and so
-        is one that is expected to need more entries.
-        """
-        raise NotImplementedError(self.name)
-
-    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
-
-        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
-        are in fp32 or better. Rows that are whole stay as they are.
-        """
-        raise NotImplementedError(self.name)
-
-    def entries_transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
-    ) -> None:
-        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
-
-        It is over all t and k with ``ids[t, k] = v``.
-
-        ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
-        better, in the order of the rows, and rounded once; rows that are whole add nothing.
-        """
-        raise NotImplementedError(self.name)
-
-
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result."""
+    """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result.
+
+    Raises:
+        ValueError: it would not fit there.
+    """
     if out_dtype == logits.dtype:
         return logits
+    if logits.dtype != torch.float32 or out_dtype.itemsize != 2:
+        raise ValueError(
+            f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
+            f"got {out_dtype}"
+        )
     rows, columns = logits.shape
     ratio = logits.element_size() // out_dtype.itemsize
     row_stride = logits.stride(0) * ratio
     offset = logits.storage_offset() * ratio
     flat = torch.empty(0, dtype=out_dtype, device=logits.device)
     return flat.set_(logits.untyped_storage(), offset, (rows, columns), (row_stride, 1))
+
+
+def row_blocks(logits: Tensor, elements: int) -> list[slice]:
+    """Cut rows into ranges of a power of two, of about ``elements`` logits.
+
+    A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
+    many rows it is given.
+    """
+    rows, columns = logits.shape
+    step = 1 << (max(1, elements // max(columns, 1)).bit_length() - 1)
+    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
+
+
+def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of (C, V) logits in the statistics dtype, and the softcap's tanh if any."""
+    scores = logits.to(stats_dtype(logits.dtype), copy=True)
+    if transform.logit_scale != 1.0:
+        scores *= transform.logit_scale
+    tanh = None
+    if transform.softcap is not None:
+        tanh = scores.div_(transform.softcap).tanh_()
+        scores = tanh * transform.softcap
+    scores /= _per_row(transform.temperature)
+    return scores, tanh
+
+
+def slope(gradient: Tensor, transform: Transform, tanh: Tensor | None) -> Tensor:
+    """Turn a (C, V) gradient by the scores into the one by the logits, in place."""
+    gradient *= _per_row(transform.logit_scale / transform.temperature)
+    if tanh is not None:
+        gradient *= 1 - tanh * tanh
+    return gradient
+
+
+def _per_row(value: float | Tensor) -> float | Tensor:
+    return value.unsqueeze(-1) if isinstance(value, Tensor) else value

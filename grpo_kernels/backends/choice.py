@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
+import warnings
 
 import torch
-from torch import Tensor
 
-from grpo_kernels.backends import cpu, triton_install
-from grpo_kernels.backends.base import (
-    Backend,
-    Entries,
-    RowStats,
-    StatsGrad,
-    Tile,
-    TileGradient,
-)
-from grpo_kernels.backends.gpu_tiles import (
-    device_class,
-    gpu_chunk_rows,
-    has_bf16,
-    linear_config,
-    row_config,
-)
-from grpo_kernels.backends.torch_backend import Chunked
-from grpo_kernels.head import Head, logits_dtype
+from grpo_kernels.backends.cpu import Native
+from grpo_kernels.backends.gpu_tiles import device_class, gpu_chunk_rows
+from grpo_kernels.backends.torch_backend import Backend
+from grpo_kernels.backends.triton_backend import Triton
+from grpo_kernels.head import logits_dtype
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 
@@ -40,92 +27,9 @@ class _Reference(Backend):
     name, has_tiles = "reference", False
 
 
-class _Triton(Backend):
-    """Its kernels are imported on first use: they import Triton."""
-
-    name, generates, compiles = "triton", True, True
-
-    def unavailable(self) -> str | None:
-        return triton_install.unavailable()
-
-    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "the tensors are on the CPU"
-        if dtype == torch.float64:
-            return "the Triton kernels have no fp64"
-        if dtype == torch.bfloat16 and not has_bf16(device):
-            return (
-                f"bf16 takes a device of compute capability 8.0, and this is {device_class(device)}"
-            )
-        if device.type != "cpu":
-            triton_install.announce_absence()  # once, where it would have served
-        return None
-
-    def only_by_name(self, device: torch.device) -> str | None:
-        # the interpreter runs kernels one program at a time
-        return "the tensors are on the CPU" if device.type == "cpu" else None
-
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
-        import triton  # by its module: the distribution has other names on other platforms
-
-        version = f"triton={triton.__version__}"
-        tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
-        return [version, str(tile)]
-
-    @property
-    def _kernels(self) -> Any:
-        from grpo_kernels.backends import triton
-
-        return triton
-
-    def stats(self, tile: Tile, extras: bool) -> RowStats:
-        return self._kernels.row_stats(tile, extras)
-
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGrad,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self._kernels.dlogits_(tile, stats, outer, out_dtype, out)
-
-    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
-        return out_dtype == torch.bfloat16  # fp16 has not the range
-
-    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
-        return self._kernels.logp_gradient_(tile)
-
-    def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-        return self._kernels.weighted_gradient(gradient, dlogp)
-
-    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
-        # the library is faster for fp32 inputs, and an adapter's update is added to a tile
-        return head.lora is None and dtype.itemsize == 2
-
-    def linear_stats(
-        self, hidden: Tensor, head: Head, target: Tensor, precision: str, extras: bool
-    ) -> RowStats:
-        return self._kernels.linear_stats(hidden, head, target, precision, extras)
-
-    def extract_entries(
-        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-    ) -> Entries:
-        return self._kernels.extract_entries(tile, stats, keys, allowed, slots)
-
-    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
-        self._kernels.entries_matmul(entries, factor, matrix, out)
-
-    def entries_transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
-    ) -> None:
-        self._kernels.entries_transposed_matmul(entries, factor, rows, out, add)
-
-
 # in order of preference
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (_Triton(), cpu.Native(), Chunked(), _Reference())
+    backend.name: backend for backend in (Triton(), Native(), Backend(), _Reference())
 }
 
 
@@ -162,8 +66,21 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why ``"auto"`` does not take a backend for such tensors; None if it could."""
-    return backend.only_by_name(device) or backend.unsuited(device, dtype) or backend.unavailable()
+    """Say why ``"auto"`` does not take a backend for such tensors; None if it could.
+
+    Of one that only has to be installed a warning says so, once in a process.
+    """
+    unsuited = backend.only_by_name(device) or backend.unsuited(device, dtype)
+    why = unsuited or backend.unavailable()
+    if why and not unsuited and (device.type == "cpu" or torch.cuda.is_available()):
+        warn_once(backend.absence.format(why))
+    return why
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn that tensors take a slower path."""
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def why_backend(
@@ -206,11 +123,7 @@ def chunk_rows(
             f"max_workspace_bytes: expected at least {row_bytes} (one row of {columns} logits), "
             f"got {max_workspace_bytes}"
         )
-    return _rounded(rows)
-
-
-def _rounded(rows: int) -> int:
-    """Round rows up to full blocks of a GEMM; a small tile only to those of its innermost loop."""
+    # full blocks of a GEMM; a small tile only those of its innermost loop
     block = 1 if rows < 64 else 16 if rows < 256 else 64
     return rows // block * block
 

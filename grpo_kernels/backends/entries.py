@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
-from grpo_kernels.backends.chunked import transformed
+from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile, transformed
 
 # Of the search for a row's cut, in every backend: how many cuts it tries, with what share of the
 # row's sizes it starts, and the least root of an error's ratio by which it moves a cut.
@@ -48,13 +47,6 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def uniforms(keys: Tensor, columns: int) -> Tensor:
-    """Return (C, V) fp64 numbers in (0, 1), multiples of 2^-25: those that decide what is kept."""
-    column = torch.arange(columns, device=keys.device)
-    hashed = _mixed(keys.long()[:, None] + column * GOLDEN)
-    return ((hashed >> 8).double() + 0.5) * 2.0**-24
-
-
 def listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return row, column and value of each entry, row by row."""
     meant = torch.arange(entries.columns, device=factor.device) < entries.used[:, None]
@@ -77,13 +69,14 @@ def grouped_sums(
     )
 
 
-def extract_block(
+def block_entries(
     tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
 ) -> Entries:
     """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
-    here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
+    column = torch.arange(logits.shape[1], device=logits.device)
+    here = column == target[:, None]
     finite = stats.lse.isfinite()
     p = torch.where(finite[:, None], (scores.double() - stats.lse[:, None]).exp(), 0.0)
     others = torch.where(here, 0.0, p)
@@ -98,21 +91,23 @@ def extract_block(
     large = others > eps
     drawn = torch.where(large, 0.0, others).sum(1) / eps[:, 0].clamp(min=_TINY)
     expected = 1 + large.sum(1) + drawn + 4 * drawn.sqrt()
-    survives = uniforms(keys, logits.shape[1]) * eps < others
+    hashed = _mixed(keys.long()[:, None] + column * GOLDEN) >> 8  # decides what is kept
+    survives = (hashed.double() + 0.5) * 2.0**-24 * eps < others
     kept = torch.where(large, others, torch.where(survives, eps, 0.0))
     count = (kept > 0).sum(1) + 1
     fits = finite & (expected <= slots) & (count <= slots)
     count = torch.where(fits, count, WHOLE).int()
     error = kept - others
-    ids, values = _packed(kept, at_target, target, count, slots)
-    found = (*(torch.where(fits, x, 0.0) for x in (error.norm(dim=1), error.abs().sum(1))), norm)
-    dtype = stats.logp.dtype
-    return Entries(
-        ids,
-        (values.t() * scale).t().to(dtype).contiguous(),
-        count,
-        *((x * scale).to(dtype) for x in found),
-    )
+    ids = target.new_zeros((len(count), slots), dtype=torch.int32)
+    values = kept.new_zeros((len(count), slots))
+    meant = (kept > 0) & (count > 0)[:, None]
+    rows, columns = torch.nonzero(meant, as_tuple=True)
+    place = meant.cumsum(1)[rows, columns]  # from 1: the target is at 0
+    ids[rows, place], values[rows, place] = columns.int(), -kept[rows, columns]
+    ids[:, 0], values[:, 0] = target.int(), at_target
+    values, dtype = (values.t() * scale).t().contiguous(), stats.logp.dtype
+    found = (torch.where(fits, x, 0.0) for x in (error.norm(dim=1), error.abs().sum(1)))
+    return Entries(ids, values.to(dtype), count, *((x * scale).to(dtype) for x in (*found, norm)))
 
 
 def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
@@ -138,17 +133,3 @@ def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
         power = (error / (cut * slope).clamp(min=_TINY)).clamp(min=LEAST_POWER)
         cut = (cut * ratio**power).clamp(safe, most)
     return safe
-
-
-def _packed(
-    kept: Tensor, at_target: Tensor, target: Tensor, count: Tensor, slots: int
-) -> tuple[Tensor, Tensor]:
-    """Return ids and values of what is kept, in the order of :class:`Entries`."""
-    ids = target.new_zeros((len(count), slots), dtype=torch.int32)
-    values = kept.new_zeros((len(count), slots))
-    meant = (kept > 0) & (count > 0)[:, None]
-    rows, columns = torch.nonzero(meant, as_tuple=True)
-    place = meant.cumsum(1)[rows, columns]  # from 1: the target is at 0
-    ids[rows, place], values[rows, place] = columns.int(), -kept[rows, columns]
-    ids[:, 0], values[:, 0] = target.int(), at_target
-    return ids, values

@@ -6,7 +6,7 @@ in every batch. All are guesses, since none has run; ``make gpu-tune`` measures 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,24 +77,13 @@ class LinearConfig:
     def options(self) -> dict[str, int | bool]:
         """Launch options. Where the compiler may fuse ``a * b + c`` it does so at other places with
         the extra statistics than without them, which would have other bits."""
-        return {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": False,
-        }
+        stages = {"num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, **stages, "enable_fp_fusion": False}
 
     @property
-    def constants(self) -> dict[str, int | bool]:
-        """The kernel's constants."""
-        return {
-            "DESCRIPTORS": bool(self.descriptors),
-            "BLOCK_T": self.block_t,
-            "BLOCK_V": self.block_v,
-            "BLOCK_D": self.block_d,
-            "SUBTILES": self.subtiles,
-            "TILES": self.tiles,
-            "GROUP": self.group,
-        }
+    def constants(self) -> dict[str, int]:
+        """The kernel's constants: all else, by its names."""
+        return {name.upper(): x for name, x in asdict(self).items() if name not in self.options}
 
     def of_one_subtile(self) -> LinearConfig:
         """Return tiles as wide as a subtile: same splits and steps, fewer registers."""
@@ -103,12 +92,13 @@ class LinearConfig:
 
 
 ROW_CONFIG = RowConfig(num_warps=4, depth=4)
-# What fits into registers and shared memory: 144 KiB of the 227 of H100, B200, B300 and Thor, 48 of
-# the 99 and more of all others of NVIDIA, 64 of the 64 of MI300.
-_BY_COPY_ENGINE = LinearConfig(128, 256, 64, 8, 3, subtiles=2, tiles=8, group=16, descriptors=1)
-_BY_POINTERS = LinearConfig(128, 128, 32, 8, 3, subtiles=2, tiles=16, group=16, descriptors=0)
-_CDNA = LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0)
-_COPY_ENGINES = ("sm_90", "sm_100", "sm_103", "sm_110")
+# By how classes of devices begin, what fits into registers and shared memory: 144 KiB of the 227 of
+# H100, B200, B300 and Thor, 64 of the 64 of MI300, 48 of the 99 and more of all others of NVIDIA.
+_LINEAR_CONFIGS = {
+    ("sm_90", "sm_100", "sm_103", "sm_110"): LinearConfig(128, 256, 64, 8, 3, 2, 8, 16, 1),
+    ("gfx",): LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0),
+    ("",): LinearConfig(128, 128, 32, 8, 3, subtiles=2, tiles=16, group=16, descriptors=0),
+}
 # of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one
 UNALIGNED_CONFIG = LinearConfig(64, 64, 32, 8, 1, subtiles=1, tiles=32, group=16, descriptors=0)
 
@@ -120,9 +110,7 @@ def row_config(device: torch.device) -> RowConfig:
 
 def aligned_config(device: str) -> LinearConfig:
     """Return the tile of the fused GEMM on a class of devices, for rows on 16-byte boundaries."""
-    if device.startswith("gfx"):
-        return _CDNA
-    return _BY_COPY_ENGINE if device in _COPY_ENGINES else _BY_POINTERS
+    return next(tile for names, tile in _LINEAR_CONFIGS.items() if device.startswith(names))
 
 
 def linear_config(dtype: torch.dtype, head: Head) -> LinearConfig:
@@ -162,9 +150,3 @@ def device_class(device: torch.device) -> str:
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Return whether the matrix units of a device take bf16; elsewhere it is emulated, slowly."""
-    name = device_class(device)
-    return not name.startswith("sm_") or int(name.removeprefix("sm_")) >= 80

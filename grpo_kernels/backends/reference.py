@@ -28,7 +28,11 @@ def reference_logprobs(
     p = logp.exp()
     masked = None
     if sampling_mask is not None:
-        masked = _masked_logp(scores, target, sampling_mask)
+        member = torch.zeros_like(scores, dtype=torch.bool)
+        member[sampling_mask.rows, sampling_mask.indices] = True
+        member.scatter_(-1, target[:, None], True)
+        own = scores.gather(-1, target[:, None]).squeeze(-1)
+        masked = own - scores.masked_fill(~member, float("-inf")).logsumexp(-1)
     stats = RowStats(
         logp=logp.gather(-1, target[:, None]).squeeze(-1),
         # a logit of -inf has probability 0 and adds nothing
@@ -70,12 +74,3 @@ def _matmul(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
     x, a, b = (factor.to(wide) for factor in (hidden, head.lora.a, head.lora.b))
     update = head.lora.scaling * (x @ a.t()) @ b.t()
     return (x @ weight.to(wide).t() + update).to(dtype)
-
-
-def _masked_logp(scores: Tensor, target: Tensor, sampling_mask: SamplingMask) -> Tensor:
-    """Return log p[target] of the softmax over each row's sampling mask and its target."""
-    member = torch.zeros_like(scores, dtype=torch.bool)
-    member[sampling_mask.rows, sampling_mask.indices] = True
-    member.scatter_(-1, target[:, None], True)
-    own = scores.gather(-1, target[:, None]).squeeze(-1)
-    return own - scores.masked_fill(~member, float("-inf")).logsumexp(-1)

@@ -1,18 +1,19 @@
 """The first k tokens of a row by their scores, and the mean of these, read from a tile.
 
-The larger score comes first, and of equal ones the smaller index. Equal
-scores are common: logits rounded to 16 bits collide, and a softcap's tanh saturates. It runs as
-torch ops on a block of rows at a time, the same on every device and beside every backend's row
-kernels: a few passes over the tile, only for those who ask.
+The larger score comes first, and of equal ones the smaller index. Equal scores are common: logits
+rounded to 16 bits collide, and a softcap's tanh saturates. It runs as torch ops on a block of rows
+at a time, the same on every device and beside every backend's row kernels: a few passes over the
+tile, only for those who ask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, Tile
-from grpo_kernels.backends.chunked import BLOCK_ELEMENTS, row_blocks, transformed
+from grpo_kernels.backends.base import BLOCK_ELEMENTS, RowStats, Tile, row_blocks, transformed
 from grpo_kernels.head import VocabShard, stats_dtype
 
 NOWHERE = -1  # the ids of a row that has no order
@@ -27,9 +28,11 @@ def with_top_k(tile: Tile, stats: RowStats, k: int, shard: VocabShard | None = N
     Of a ``shard`` of the vocabulary the ranks' parts are put together; ``stats`` are then those of
     whole rows.
     """
-    blocks = row_blocks(tile.logits, _block_elements(tile.logits.device))
-    parts = [_top_of_block(tile.rows(rows), k) for rows in blocks]
-    scores, indices = (torch.cat(column) for column in zip(*parts, strict=True))
+    found = []
+    for block in _blocks_of_scores(tile):
+        first = _top(block, min(k, block.shape[1]))
+        found.append((block.gather(-1, first), first))
+    scores, indices = (torch.cat(column) for column in zip(*found, strict=True))
     target = tile.target
     if shard is not None:
         target = target + shard.start
@@ -40,21 +43,37 @@ def with_top_k(tile: Tile, stats: RowStats, k: int, shard: VocabShard | None = N
 
 def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
     """Return the (C,) means of a row's scores, over the whole vocabulary."""
-    logits = tile.logits
-    blocks = [tile.rows(rows) for rows in row_blocks(logits, _block_elements(logits.device))]
-    scores = (transformed(block.logits, block.transform)[0] for block in blocks)
-    sums = torch.cat([block.sum(-1, dtype=torch.float64) for block in scores])
-    counts = torch.full_like(sums, logits.shape[1])
+    blocks = _blocks_of_scores(tile)
+    sums = torch.cat([block.sum(-1, dtype=torch.float64) for block in blocks])
+    counts = torch.full_like(sums, tile.logits.shape[1])
     if shard is not None:
         sums, counts = shard.gather(torch.stack([sums, counts])).sum(0)
-    return (sums / counts).to(stats_dtype(logits.dtype))
+    return (sums / counts).to(stats_dtype(tile.logits.dtype))
 
 
-def _top_of_block(tile: Tile, k: int) -> tuple[Tensor, Tensor]:
-    """Return scores and columns of the first k, (C, k) each, or of all if there are fewer."""
-    scores, _ = transformed(tile.logits, tile.transform)
-    indices = _top(scores, min(k, scores.shape[1]))
-    return scores.gather(-1, indices), indices
+def completed(
+    stats: RowStats,
+    target: Tensor,  # (C,)
+    topk_logp: Tensor,  # (C, k), as the next
+    topk_indices: Tensor,
+) -> RowStats:
+    """Return ``stats`` with these, and with an ``is_top1`` that agrees with them.
+
+    Where no softmax exists, with a NaN or +inf among a row's scores or -inf alone, ids are -1.
+    """
+    lost = ~stats.lse.isfinite().unsqueeze(-1)
+    topk_logp = topk_logp.masked_fill(lost, float("nan"))
+    topk_indices = topk_indices.masked_fill(lost, NOWHERE)
+    is_top1 = None if stats.is_top1 is None else topk_indices[:, 0] == target
+    return stats._replace(is_top1=is_top1, topk_logp=topk_logp, topk_indices=topk_indices)
+
+
+def _blocks_of_scores(tile: Tile) -> Iterator[Tensor]:
+    """Yield the scores of some rows after the other."""
+    size = _CPU_ELEMENTS if tile.logits.device.type == "cpu" else BLOCK_ELEMENTS
+    for rows in row_blocks(tile.logits, size):
+        logits, _, transform = tile.rows(rows)
+        yield transformed(logits, transform)[0]
 
 
 def _merged(
@@ -74,32 +93,8 @@ def _merged(
     # of scores of -inf, too, those that are there come first
     order = (ids == NOWHERE).to(torch.int8).argsort(dim=-1, stable=True)
     scores, ids = scores.gather(-1, order), ids.gather(-1, order)
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    first = order[:, :k]
+    first = scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
     return scores.gather(-1, first), ids.gather(-1, first)
-
-
-def completed(
-    stats: RowStats,
-    target: Tensor,  # (C,)
-    topk_logp: Tensor,  # (C, k), as the next
-    topk_indices: Tensor,
-) -> RowStats:
-    """Return ``stats`` with these, and with an ``is_top1`` that agrees with them.
-
-    Where no softmax exists, with a NaN or +inf among a row's scores or -inf alone, ids are -1.
-    """
-    lost = ~stats.lse.isfinite().unsqueeze(-1)
-    topk_logp = topk_logp.masked_fill(lost, float("nan"))
-    topk_indices = topk_indices.masked_fill(lost, NOWHERE)
-    stats = stats._replace(topk_logp=topk_logp, topk_indices=topk_indices)
-    if stats.is_top1 is not None:
-        stats = stats._replace(is_top1=topk_indices[:, 0] == target)
-    return stats
-
-
-def _block_elements(device: torch.device) -> int:
-    return _CPU_ELEMENTS if device.type == "cpu" else BLOCK_ELEMENTS
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
@@ -122,18 +117,14 @@ def _top(scores: Tensor, k: int) -> Tensor:
 def _first(scores: Tensor, k: int) -> Tensor:
     """Do the same as :func:`_top`, with work for every score.
 
-    ``topk`` leaves open which of equal values it takes, and in which order: it gets keys of which
-    no two are equal. An fp64 score leaves no room in a key, and is sorted with its row.
+    ``topk`` leaves open which of equal values it takes, and in which order: it gets int64 keys
+    ``2**32 * order - index`` of which no two are equal, where ``order`` is the fp32 score's bits as
+    an integer that rises with it. An fp64 score leaves no room, and is sorted with its row.
     """
     if scores.dtype == torch.float64:
         return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    return -_keys(scores).topk(k).values & (2**_INDEX_BITS - 1)
-
-
-def _keys(scores: Tensor) -> Tensor:
-    """Return (C, V) int64 keys ``2**32 * order - index``; ``order`` is the fp32 score's bits as an
-    integer that rises with it."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes the 0.0 that it equals
     order = bits ^ (bits >> 31 & 0x7FFFFFFF)
     index = torch.arange(scores.shape[1], device=scores.device)
-    return order.long().mul_(2**_INDEX_BITS).sub_(index)
+    keys = order.long().mul_(2**_INDEX_BITS).sub_(index)
+    return -keys.topk(k).values & (2**_INDEX_BITS - 1)

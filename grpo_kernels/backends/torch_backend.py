@@ -1,4 +1,4 @@
-"""The passes in plain torch: any device, any floating dtype, fp64 included."""
+"""A backend, and what every one of them can do: any device, any floating dtype, fp64 included."""
 
 from __future__ import annotations
 
@@ -6,28 +6,59 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import (
-    Backend,
+    BLOCK_ELEMENTS,
+    LEAST_LOGP,
     Entries,
     RowStats,
     StatsGrad,
     Tile,
+    TileGradient,
     concatenate,
     output_view,
+    row_blocks,
+    slope,
+    transformed,
 )
-from grpo_kernels.backends.chunked import BLOCK_ELEMENTS, block_dlogits, block_stats, row_blocks
-from grpo_kernels.backends.entries import extract_block, grouped_sums, listed
+from grpo_kernels.backends.entries import block_entries, grouped_sums, listed
+from grpo_kernels.head import Head
 
 _ENTRIES_BLOCK = 1 << 20  # elements of a block: some twenty fp64 temporaries
 
 
-class Chunked(Backend):
-    """Rows block by block, in torch ops."""
+class Backend:
+    """The passes in plain torch, block by block; others replace those that they have kernels for.
+
+    A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It
+    turns the tile into per-row statistics, and, given the gradients of those statistics, into the
+    gradient of the tile, in place.
+    """
 
     name = "chunked"
+    has_tiles = True  # the eager reference forms all logits at once
+    generates = False  # whether the loss can run in kernels that are generated from it
+    compiles = False  # whether kernels are compiled when they are first launched
+    absence = ""  # what is said, and why {}, where it would have served
+
+    def unavailable(self) -> str | None:
+        """Say why this machine cannot run it; None if it can."""
+        return None
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Say why such tensors cannot use it; None if they can."""
+        return None
+
+    def only_by_name(self, device: torch.device) -> str | None:
+        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
+        return None
+
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+        """Name what its kernels are configured by, for the fingerprint."""
+        return []
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
+        """Compute the statistics of a tile, which is left as it is."""
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
-        return concatenate([block_stats(tile.rows(block), extras) for block in blocks])
+        return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
     def dlogits_(
         self,
@@ -37,21 +68,84 @@ class Chunked(Backend):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Write the gradient with respect to the raw logits into ``out``, or else their storage.
+
+        With ``p = exp(z - lse)`` and ``H`` the entropy,
+        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
+
+        Returns a (C, V) tensor of ``out_dtype``, that of ``out``. A 16-bit result of fp32 logits in
+        their storage lives in the first half of each row's bytes, so its row stride is twice that
+        of the logits.
+        """
         out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
-            out[block] = block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
+            out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
+
+    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`logp_gradient_` exists for gradients of this dtype."""
+        return False
+
+    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
+        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
+
+        So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
+        """
+        raise NotImplementedError(self.name)
+
+    def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
+        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
+
+        A row without weight has a factor of 0, whatever its own.
+        """
+        raise NotImplementedError(self.name)
+
+    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
+        return False
+
+    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        """Return whether :meth:`linear_stats` forms such logits of hidden states of ``dtype``."""
+        return False
+
+    def linear_stats(
+        self,
+        hidden: Tensor,  # (T, D)
+        head: Head,
+        target: Tensor,  # (T,)
+        precision: str,
+        extras: bool,
+        logits: Tensor | None = None,  # (T, V)
+    ) -> RowStats:
+        """Compute statistics of hidden states before a head without a tile of logits.
+
+        Where :meth:`forms_logits`, fill ``logits`` with the raw ones: a row's bits depend on that
+        row alone, and the statistics of a target that is none of the columns mean nothing.
+        """
+        raise NotImplementedError(self.name)
 
     def extract_entries(
         self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
     ) -> Entries:
+        """Choose at most ``slots`` entries a row of a tile, which is left as it is.
+
+        ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
+        error is expected to have at most. Of one that is allowed ``ANY_ERROR`` nothing is meant:
+        any entries, and any count of them, will do. A row without a finite ``lse`` is whole, and so
+        is one that is expected to need more entries.
+        """
         parts = [
-            extract_block(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
+            block_entries(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
         return Entries.joined(parts)
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
+
+        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
+        are in fp32 or better. Rows that are whole stay as they are.
+        """
         rows, ids, values = listed(entries, factor)
         used, ids = ids.unique(return_inverse=True)
         product = grouped_sums(rows, len(factor), ids, values, matrix[used])
@@ -61,6 +155,13 @@ class Chunked(Backend):
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
+        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
+
+        It is over all t and k with ``ids[t, k] = v``.
+
+        ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
+        better, in the order of the rows, and rounded once; rows that are whole add nothing.
+        """
         places, ids, values = listed(entries, factor)
         order = ids.argsort(stable=True)
         used, ids = ids[order].unique_consecutive(return_inverse=True)
@@ -68,3 +169,62 @@ class Chunked(Backend):
         if not add:
             out.zero_()
         out[used] = (out[used] + product).to(out.dtype)
+
+
+def _block_stats(tile: Tile, extras: bool) -> RowStats:
+    """Compute the statistics of some rows at once."""
+    logits, target, transform = tile
+    scores, _ = transformed(logits, transform)  # (C, V)
+    lowest = scores.amin(-1) if extras else None
+    # rows at the same alignment, by which a GPU's reductions group their terms
+    scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
+    top, first = (
+        scores.max(-1, keepdim=True) if scores.numel() else (scores[:, :1], target[:, None])
+    )
+    is_top1 = first.squeeze(-1) == target if extras else None
+    shifted = scores.sub_(top)
+    shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    exponentials = shifted.exp()
+    # 1 and a little more, where a row is nearly certain: fp32 has no digits for the little
+    total = exponentials.sum(-1, dtype=torch.float64)
+    log_total = total.log()
+    sum_sq = (exponentials * exponentials).sum(-1) / total**2 if extras else None
+    # a logit of -inf has probability 0 and adds nothing: 0 * -inf would be NaN
+    weighted = exponentials.mul_(shifted.clamp_(min=LEAST_LOGP))
+    entropy = (log_total - weighted.sum(-1) / total).clamp(min=0)
+    wide = scores.dtype
+    return RowStats(
+        logp=(shifted_target - log_total).to(wide),
+        entropy=entropy.to(wide),
+        lse=top.squeeze(-1).double() + log_total,
+        is_top1=is_top1,
+        sum_sq_probs=sum_sq.to(wide) if sum_sq is not None else None,
+        max_logit=top.squeeze(-1) if extras else None,
+        min_logit=lowest,
+    )
+
+
+def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
+    """Return the gradient of some rows by their raw logits."""
+    logits, target, transform = tile
+    scores, tanh = transformed(logits, transform)
+    lse, anchor = stats.lse, stats.lse.to(scores.dtype)
+    logp = scores.sub_(anchor.unsqueeze(-1)).sub_((lse - anchor).to(scores.dtype).unsqueeze(-1))
+    inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
+    place = (target * inside).unsqueeze(-1)
+    p = logp.exp()
+    dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
+    coefficient = -dlogp.unsqueeze(-1)
+    of_target = -dlogp * torch.expm1(stats.logp)  # 1 - p, of which p near 1 has no digits
+    if outer.dentropy is not None:
+        bounded = logp.clamp_(min=LEAST_LOGP).add_(stats.entropy.unsqueeze(-1))
+        coefficient = coefficient - outer.dentropy.unsqueeze(-1) * bounded
+        own_bounded = bounded.gather(-1, place).squeeze(-1)
+        of_target = of_target - outer.dentropy * stats.logp.exp() * own_bounded
+    gradient = p.mul_(coefficient)
+    of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
+    gradient.scatter_(-1, place, of_target.unsqueeze(-1))
+    active = outer.nonzero
+    if active is not None:  # a product with 0 would not hide what is no number
+        gradient.masked_fill_(~active.unsqueeze(-1), 0)
+    return slope(gradient, transform, tanh)

@@ -180,8 +180,8 @@ def _formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chu
     part, shard = slice(0, rows.count), rows.head.shard
     if route.forms_logits:
         logits = narrowed(buffer, part)
-        given = rows.hidden, rows.head, rows.local_target, wanted.extras
-        stats = route.backend.logits_stats(*given, logits)
+        given = rows.hidden, rows.head, rows.local_target, "fp32", wanted.extras
+        stats = route.backend.linear_stats(*given, logits)
     else:
         filled = _project(rows, buffer, route)
         logits, stats = narrowed(filled.logits, part), route.backend.stats(filled, wanted.extras)

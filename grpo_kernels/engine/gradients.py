@@ -177,7 +177,7 @@ def recompute_backward(
                 logits = buffer[: chunk.count, : len(head.weight)]
                 if route.forms_logits:
                     # as the forward formed them: what was rounded in another way is an error here
-                    route.backend.logits_stats(hidden, head, target, False, logits)
+                    route.backend.linear_stats(hidden, head, target, "fp32", False, logits)
                 else:
                     project(hidden, head, logits)
                 tile, known = Tile(logits, target, head.transform), stats.rows(part)

@@ -17,21 +17,17 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import (
-    dlogits,
-    extract,
-    gather,
-    linear_launch,
-    merge,
-)
+from grpo_kernels.backends.triton import dlogits, extract, gather
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
-from grpo_kernels.backends.triton.linear_stats import linear_stats_kernel
-from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
-from grpo_kernels.backends.triton.segment_sum import (
-    _BLOCK,
-    _OPTIONS,
-    _segment_sum_kernel,
+from grpo_kernels.backends.triton.common import OPTIONS
+from grpo_kernels.backends.triton.linear_stats import (
+    _MERGED_ROWS,
+    _merge_splits_kernel,
+    constants,
+    linear_stats_kernel,
 )
+from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
+from grpo_kernels.backends.triton.segment_sum import _BLOCK, _segment_sum_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,11 +44,23 @@ class Case:
 
     @property
     def label(self) -> str:
-        parts = [f"{k}={v}" for k, v in self.constants.items() if isinstance(v, bool)]
         kinds = [
             self.types[name] for name in ("logits_ptr", "out_ptr", "x_ptr") if name in self.types
         ]
-        return " ".join([self.kernel.__name__, *kinds, *parts, f"aligned={self.aligned}"])
+        some = [name for name in _OPTIONAL if name in self.types]
+        return " ".join([self.kernel.__name__, *kinds, *some, f"aligned={self.aligned}"])
+
+
+Types = dict[str, str]
+_SOFTCAP, _TEMPERATURE = {"inner": "fp32"}, {"temperature_ptr": "*fp32"}
+_ENTROPY = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"}
+_SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
+_EXTRA_SUMS = {"squares_ptr": "*fp32", "least_ptr": "*fp32", "best_ptr": "*i32"}
+_COUNTS = dict.fromkeys(("num_rows", "num_splits"), "i32")
+_BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
+_EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
+_EXTRAS |= {"is_top1_ptr": "*i1"}
+_OPTIONAL = ("inner", "temperature_ptr", "bias_ptr", "dentropy_ptr", "is_top1_ptr", "squares_ptr")
 
 
 def cases(target: str) -> list[Case]:
@@ -62,117 +70,94 @@ def cases(target: str) -> list[Case]:
     return [*rows, *linear, *entries, *_reduce_cases(), _pointwise_case()]
 
 
-def _row_types(**more: str) -> dict[str, str]:
-    scalars = dict.fromkeys(("inner", "outer"), "fp32")
+def _row_types(**more: str) -> Types:
     sizes = {"stride_row": "i64", "num_columns": "i32"}
-    return {"target_ptr": "*i64", **sizes, **scalars, **more}
+    return {"target_ptr": "*i64", **sizes, "outer": "fp32", **more}
 
 
-def _row_case(kernel: Any, config: RowConfig, types: dict[str, str], flags: dict[str, Any]) -> Case:
-    if flags["ROW_TEMPERATURE"]:
-        types = {**types, "temperature_ptr": "*fp32"}
-    logits = DTYPES[types["logits_ptr"].removeprefix("*")]
-    constants = {**flags, "BLOCK_V": config.columns(logits)}
-    return Case(kernel, types, _absent(kernel, types, constants), config.options)
+def _row_case(kernel: Any, config: RowConfig, types: Types, blocks: dict[str, int]) -> Case:
+    return Case(kernel, types, _absent(kernel, types, blocks), config.options)
 
 
-def _variants(*names: str, thorough: bool) -> list[dict[str, bool]]:
-    """Return every setting of the flags, or all off and all on."""
-    count = len(names)
-    settings = itertools.product((False, True), repeat=count)
-    chosen = settings if thorough else ((False,) * count, (True,) * count)
-    return [dict(zip(names, values, strict=True)) for values in chosen]
+def _variants(types: Types, *optional: Types, thorough: bool) -> list[Types]:
+    """Return the types with every choice of the optional ones, or with none and all."""
+    settings = itertools.product((False, True), repeat=len(optional))
+    chosen = settings if thorough else ((False,) * len(optional), (True,) * len(optional))
+    return [
+        {**types, **{k: v for more in itertools.compress(optional, flags) for k, v in more.items()}}
+        for flags in chosen
+    ]
+
+
+def _read_cases(
+    target: str, dtype: str, types: Types, *optional: Types, thorough: bool
+) -> Iterator[Case]:
+    """Yield the kernel that reads rows; the last variant also where they are not aligned."""
+    types = _row_types(logits_ptr=f"*{dtype}", stride_out_row="i64", **_BASICS, **types)
+    config = ROW_CONFIG.on(target)
+    for each in _variants(types, *optional, thorough=thorough):
+        yield _row_case(_row_stats_kernel, config, each, config.blocks(DTYPES[dtype], True))
+    case = _row_case(_row_stats_kernel, config, each, config.blocks(DTYPES[dtype], False))
+    yield dataclasses.replace(case, aligned=False)
 
 
 def _stats_cases(target: str) -> Iterator[Case]:
-    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "EXTRAS")
-    for name, dtype in DTYPES.items():
-        types = _row_types(logits_ptr=f"*{name}", **_BASICS)
-        types["stride_out_row"] = "i64"
-        config = ROW_CONFIG.on(target)
-        for flags in _variants(*names, thorough=name == "fp32"):
-            results = {**types, **(_EXTRAS if flags["EXTRAS"] else {})}
-            case = _row_case(_row_stats_kernel, config, results, flags)
-            case.constants.update(config.blocks(dtype, True))
-            yield case
-        constants = case.constants | config.blocks(dtype, False)
-        yield dataclasses.replace(case, constants=constants, aligned=False)
+    for name in DTYPES:
+        optional = (_SOFTCAP, _TEMPERATURE, _EXTRAS)
+        yield from _read_cases(target, name, {}, *optional, thorough=name == "fp32")
+
+
+def _logp_gradient_cases(target: str) -> Iterator[Case]:
+    """Yield the statistics with the gradient in the same read."""
+    types = {"out_ptr": "*bf16", "unit_ptr": "*fp32"}
+    for name in ("fp32", "bf16"):
+        yield from _read_cases(target, name, types, _SOFTCAP, _TEMPERATURE, thorough=True)
 
 
 def _dlogits_cases(target: str) -> Iterator[Case]:
     vectors = {"logp_ptr": "*fp32", "lse_ptr": "*fp64", "dlogp_ptr": "*fp32"}
     pairs = [("fp32", "bf16"), ("fp32", "fp16"), *((name, name) for name in DTYPES)]
+    config, kernel = ROW_CONFIG.on(target), dlogits._dlogits_kernel
     for dtype, out in pairs:
         types = _row_types(logits_ptr=f"*{dtype}", out_ptr=f"*{out}", **vectors)
         types["stride_out_row"] = "i64"
         thorough = (dtype, out) == ("fp32", "bf16")
-        yield from _dlogits_variants(ROW_CONFIG.on(target), types, thorough)
-
-
-def _dlogits_variants(config: RowConfig, types: dict[str, str], thorough: bool) -> Iterator[Case]:
-    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "HAS_DENTROPY")
-    for flags in _variants(*names, thorough=thorough):
-        entropy = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"} if flags["HAS_DENTROPY"] else {}
-        case = _row_case(dlogits._dlogits_kernel, config, {**types, **entropy}, flags)
-        yield case
-    yield dataclasses.replace(case, aligned=False)
-
-
-def _logp_gradient_cases(target: str) -> Iterator[Case]:
-    """Yield the statistics with the gradient in the same read."""
-    config, kernel = ROW_CONFIG.on(target), _row_stats_kernel
-    for dtype in ("fp32", "bf16"):
-        types = _row_types(logits_ptr=f"*{dtype}", out_ptr="*bf16", **_BASICS, unit_ptr="*fp32")
-        types["stride_out_row"] = "i64"
-        for flags in _variants("HAS_SOFTCAP", "ROW_TEMPERATURE", thorough=True):
-            case = _row_case(kernel, config, types, {**flags, "EXTRAS": False})
-            case.constants.update(config.blocks(DTYPES[dtype], True))
+        blocks = {"BLOCK_V": config.columns(DTYPES[dtype])}
+        for each in _variants(types, _SOFTCAP, _TEMPERATURE, _ENTROPY, thorough=thorough):
+            capped = {"HAS_SOFTCAP": "inner" in each}
+            case = _row_case(kernel, config, each | _SOFTCAP, blocks | capped)
             yield case
-        constants = case.constants | config.blocks(DTYPES[dtype], False)
-        yield dataclasses.replace(case, constants=constants, aligned=False)
-
-
-_SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
-_EXTRA_SUMS = {"squares_ptr": "*fp32", "least_ptr": "*fp32", "best_ptr": "*i32"}
-_COUNTS = dict.fromkeys(("num_rows", "num_splits"), "i32")
-_BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
-_EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
-_EXTRAS |= {"is_top1_ptr": "*i1"}
+        yield dataclasses.replace(case, aligned=False)
 
 
 def _linear_cases(target: str) -> Iterator[Case]:
     """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
-    config, names = aligned_config(target), ("HAS_SOFTCAP", "EXTRAS", "ROUND", "OPTIONS")
-    for flags in _variants(*names, thorough=True):
-        yield _linear_case("bf16", config, flags)
-    for flags in _variants(*names, thorough=False):
-        yield _linear_case("fp16", config, flags)
-    yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, flags), aligned=False)
+    config, every = aligned_config(target), list(itertools.product((False, True), repeat=4))
+    for flags in every:
+        yield _linear_case("bf16", config, *flags)
+    for flags in (every[0], every[-1]):
+        yield _linear_case("fp16", config, *flags)
+    yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, *every[-1]), aligned=False)
 
 
-def _linear_case(dtype: str, config: LinearConfig, flags: dict[str, bool]) -> Case:
-    """Return a case. ``OPTIONS``: a bias, row temperatures, a D that is no multiple of the tile."""
-    config = config.of_one_subtile() if flags["EXTRAS"] else config
-    some = flags["OPTIONS"]
-    optional = {"bias_ptr": f"*{dtype}", "temperature_ptr": "*fp32"} if some else {}
-    optional |= _EXTRA_SUMS if flags["EXTRAS"] else {}
-    logits = DTYPES[dtype] if flags["ROUND"] else torch.float32
-    launched = linear_launch.constants(config, config.block_d + 8 * some, logits)
-    constants = {k: v for k, v in launched.items() if k not in config.options} | {
-        "HAS_SOFTCAP": flags["HAS_SOFTCAP"],
-        "HAS_BIAS": some,
-        "ROW_TEMPERATURE": some,
-        "EXTRAS": flags["EXTRAS"],
-        "UPCAST": False,
-    }
-    types = {**_SUMS, **_COUNTS, **optional, "target_ptr": "*i64"}
-    types |= _linear_types(dtype, config)
-    absent = _absent(linear_stats_kernel, types, constants)
+def _linear_case(
+    dtype: str, config: LinearConfig, softcap: bool, extras: bool, rounded: bool, options: bool
+) -> Case:
+    """Return a case. ``options``: a bias, row temperatures, a D that is no multiple of the tile."""
+    config = config.of_one_subtile() if extras else config
+    types = {**_SUMS, **_COUNTS, "target_ptr": "*i64", **_linear_types(dtype, config)}
+    types |= _SOFTCAP if softcap else {}
+    types |= {"bias_ptr": f"*{dtype}", **_TEMPERATURE} if options else {}
+    types |= _EXTRA_SUMS if extras else {}
+    logits = DTYPES[dtype] if rounded else torch.float32
+    launched = constants(config, config.block_d + 8 * options, logits) | {"UPCAST": False}
+    flagged = {k: v for k, v in launched.items() if k not in config.options}
+    absent = _absent(linear_stats_kernel, types, flagged)
     return Case(linear_stats_kernel, types, absent, config.options)
 
 
 def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
-    scalars = {"num_columns": "i32", "depth": "i32", "inner": "fp32", "outer": "fp32"}
+    scalars = {"num_columns": "i32", "depth": "i32", "outer": "fp32"}
     operands = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"}
     if config.descriptors:
         shapes = {"x_ptr": config.block_t, "weight_ptr": config.block_v}
@@ -184,13 +169,10 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 
 def _merge_cases() -> Iterator[Case]:
-    kernel = merge._merge_splits_kernel
-    for some in (False, True):
-        types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
-        if some:
-            types |= {**_EXTRA_SUMS, **_EXTRAS, "temperature_ptr": "*fp32"}
-        flags = {"BLOCK": merge._BLOCK, "EXTRAS": some, "ROW_TEMPERATURE": some}
-        yield Case(kernel, types, _absent(kernel, types, flags), merge._OPTIONS)
+    types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
+    for each in _variants(types, {**_EXTRA_SUMS, **_EXTRAS, **_TEMPERATURE}, thorough=True):
+        absent = _absent(_merge_splits_kernel, each, {"BLOCK": _MERGED_ROWS})
+        yield Case(_merge_splits_kernel, each, absent, OPTIONS)
 
 
 def _extract_cases(target: str) -> Iterator[Case]:
@@ -200,10 +182,10 @@ def _extract_cases(target: str) -> Iterator[Case]:
     for (name, dtype), aligned in itertools.product(DTYPES.items(), (True, False)):
         types = _row_types(logits_ptr=f"*{name}", **vectors, **results)
         config = extract.config_for(dtype, target, aligned)
-        variants = _variants("HAS_SOFTCAP", "ROW_TEMPERATURE", thorough=False)
-        for flags in variants if aligned else variants[1:]:
-            case = _row_case(extract._extract_kernel, config, types, flags)
-            case.constants.update(config.blocks(dtype, aligned))
+        variants = _variants(types, _SOFTCAP, _TEMPERATURE, thorough=False)
+        for each in variants if aligned else variants[1:]:
+            blocks = config.blocks(dtype, aligned)
+            case = _row_case(extract._extract_kernel, config, each, blocks)
             yield dataclasses.replace(case, aligned=aligned)
 
 
@@ -220,18 +202,18 @@ def _gather_cases() -> Iterator[Case]:
         for places, add in ((by_row, False), (by_column, False), (by_column, True)):
             posed = {**types, **pointers, **places}
             constants = {**blocks, **ones, "ADD": add}
-            yield Case(kernel, posed, _absent(kernel, posed, constants), gather._OPTIONS)
+            yield Case(kernel, posed, _absent(kernel, posed, constants), OPTIONS)
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
-    """Return ``constants`` with the pointers that are not passed."""
-    pointers = (name for name in kernel.arg_names if name.endswith("_ptr") and name not in types)
-    return {**constants, **dict.fromkeys(pointers)}
+    """Return ``constants`` with what is not passed."""
+    absent = (x for x in kernel.arg_names if x.endswith("_ptr") or x == "inner")
+    return {**constants, **dict.fromkeys(x for x in absent if x not in types)}
 
 
 def _reduce_cases() -> Iterator[Case]:
     types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
-    yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)
+    yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, OPTIONS)
 
 
 def _pointwise_case() -> Case:
@@ -244,5 +226,4 @@ def _pointwise_case() -> Case:
 
     kernel = PointwiseKernel.trace(fn, 2, names=("x", "y"))
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out0_ptr": "*fp32", "out1_ptr": "*i1"}
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, options)
+    return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, OPTIONS)

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import StatsGrad, Tile
-from grpo_kernels.backends.base import Entries
-from grpo_kernels.backends.entries import row_keys
+from grpo_kernels.backends import Entries, StatsGrad, Tile, row_keys
 from grpo_kernels.head import Transform
 from tests.backends.conftest import KERNELS, Kernels
 from tests.backends.problems import BF16, DTYPES, FP16, FP32, PLAIN, dlogits

@@ -15,8 +15,10 @@ import torch
 from grpo_kernels import available_backends
 from grpo_kernels.backends import (
     BACKEND_VARIABLE,
+    choice,
     choose_backend,
-    triton_install,
+    cpu,
+    triton_backend,
     why_backend,
 )
 
@@ -44,16 +46,14 @@ def test_a_backend_that_cannot_run_is_an_error() -> None:
 def test_missing_native_library_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    from grpo_kernels.backends.cpu import library as cpu
-
     monkeypatch.setattr(cpu, "_load", lambda: "it was not built")
-    cpu.announce_absence.cache_clear()
+    choice.warn_once.cache_clear()
     for _ in range(3):
         chosen = choose_backend("auto", CPU, torch.float32)
     assert chosen.name == "chunked"
     (message,) = [str(w.message) for w in recwarn if "pure-torch" in str(w.message)]
     assert "it was not built" in message and "C++17" in message
-    cpu.announce_absence.cache_clear()
+    choice.warn_once.cache_clear()
 
 
 Patch = pytest.MonkeyPatch
@@ -64,9 +64,9 @@ def hopper(monkeypatch: Patch) -> Iterator[None]:
     """Fake a GPU with Triton's driver for it."""
     pytest.importorskip("triton")
     cached = (
-        triton_install.announce_absence,
-        triton_install._why_not_usable,
-        triton_install._why_no_driver,
+        choice.warn_once,
+        triton_backend._why_not_usable,
+        triton_backend._why_no_driver,
     )
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -156,6 +156,6 @@ def test_bf16_on_a_gpu_without_it(monkeypatch: Patch) -> None:
 
 
 def test_the_oldest_triton_is_the_declared_one() -> None:
-    oldest = ".".join(map(str, triton_install._OLDEST))
+    oldest = ".".join(map(str, triton_backend._OLDEST))
     project = Path(__file__).parents[2] / "pyproject.toml"
     assert f'"triton>={oldest}.0;' in project.read_text()

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.gpu_tiles import LinearConfig
-from grpo_kernels.backends.triton import linear_launch, linear_stats
+from grpo_kernels.backends.triton import linear_stats
 from grpo_kernels.backends.triton.segment_sum import segment_sum
 from grpo_kernels.head import Head
 from tests.backends.conftest import SMALL, Kernels
@@ -30,8 +30,7 @@ def test_what_changes_no_bits(change, device) -> None:
     rows = head_problem(53, 40, 200, BF16, device=device)
     config = SMALL if device.type == "cpu" else LinearConfig(64, 64, 32, 4, 2, 2, 2, 2, 0)
     want, got = (
-        linear_launch.linear_stats(*rows, "fp32", False, config=x)
-        for x in (config, replace(config, **change))
+        linear_stats(*rows, "fp32", False, config=x) for x in (config, replace(config, **change))
     )
     assert same(got, want)
 

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import pytest
 
-from grpo_kernels.backends.triton.codegen.generate import KERNEL_NAME
+from grpo_kernels.backends.triton.codegen.trace import KERNEL_NAME
 from tests.backends.compile_gate import kernels
 from tests.emulated import device
 

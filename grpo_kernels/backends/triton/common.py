@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -11,37 +12,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from grpo_kernels.backends.base import EXTRAS, RowStats, Tile, dtype_of
+from grpo_kernels.backends.base import EXTRAS, STATS, RowStats, Tile
 from grpo_kernels.backends.gpu_tiles import LinearConfig, RowConfig, device_class
 from grpo_kernels.backends.triton.math import LN2, LOG2_E, tanh
 from grpo_kernels.head import Transform
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
 # decides nothing but would bring a compilation each.
-_STATS = ("logp", "entropy", "lse")
 _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
-PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *_STATS, *EXTRAS)]
+PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *STATS, *EXTRAS)]
+# of kernels without a tile to choose: every operation rounds as it is written
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 # exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
 LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
-LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @triton.jit
-def row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE: tl.constexpr):
+def row_factor(outer, temperature_ptr, row):
     """Return the factor on a row's (softcapped) logits: ``outer``, over its temperature if any."""
     outer = tl.cast(outer, tl.float32)  # the interpreter's is Python's
-    if ROW_TEMPERATURE:
+    if temperature_ptr is not None:
         outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
     return outer
 
 
 @triton.jit
-def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
+def bounded(x, inner):
     """Return the input of the factor of :func:`row_factor`, from raw logits ``x`` of any shape."""
     x = x.to(tl.float32)
-    if HAS_SOFTCAP:
+    if inner is not None:
         x = tanh(x * inner)
     return x
 
@@ -49,7 +49,7 @@ def bounded(x, inner, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def softcap_slope(x, inner):
     """Return the derivative of :func:`bounded` with a softcap by ``inner * x``."""
-    y = bounded(x, inner, True)
+    y = bounded(x, inner)
     return 1.0 - y * y
 
 
@@ -132,25 +132,12 @@ def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
 
 
 @triton.jit
-def softmax_results(y_target, peak, factor, total, moment):
-    """Return logp, entropy and fp64 lse from sums of :func:`rebased` and the peak of scores y.
-
-    ``total`` is fp64: beside a target that is nearly certain it is little more than 1.
-    """
-    rounded = total.to(tl.float32)
-    rest = (total - rounded.to(tl.float64)).to(tl.float32)
-    log_total = tl.log(rounded) + rest / rounded
-    moment = moment * LN2
-    lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
-    return (y_target - peak) * factor - log_total, log_total - moment / rounded, lse
-
-
-@triton.jit
 def unit_of(score, factor):
-    """Return ``anchor``, ``f2`` and ``rest`` for :func:`log2_units` of a fp64 score, such as lse.
+    """Return ``anchor``, ``f2`` and ``rest`` of a fp64 score, such as lse.
 
-    ``f2 (y - anchor) - rest``: a fp32 anchor near the unit, whose difference is exact where it
-    counts, and then what it leaves. So a large offset of the logits costs no digits.
+    ``f2 (y - anchor) - rest`` is how many powers of two a bounded logit y lies above it: a fp32
+    anchor near the score, whose difference is exact where it counts, and then what it leaves. So a
+    large offset of the logits costs no digits.
     """
     wide = factor.to(tl.float64)
     anchor = tl.where(wide == 0.0, 0.0, score / wide).to(tl.float32)
@@ -159,57 +146,54 @@ def unit_of(score, factor):
 
 
 @triton.jit
-def log2_units(y, anchor, f2, rest):
-    """Return how many powers of two bounded logits ``y`` lie above the unit of their row."""
-    return tl.fma(y - anchor, f2, -rest)
-
-
-@triton.jit
-def store_extras(
+def store_stats(
+    results,  # pointers to the statistics, of :class:`RowStats`
     at,
     mask,
-    total,
-    squares,  # sum e^2
-    is_top1,
-    largest,  # score
-    least,
-    is_top1_ptr,
-    sum_sq_probs_ptr,
-    max_logit_ptr,
-    min_logit_ptr,
+    y_target,
+    peak,  # of scores y, as the next two of :func:`rebased`
+    total,  # fp64: beside a target that is nearly certain it is little more than 1
+    moment,
+    factor,
+    extras,  # sum e^2, is_top1 and the least y; or None
 ):
-    """Store the optional statistics. A NaN among the logits shows in all of them."""
-    total = total.to(tl.float32)
-    collision = squares / (total * total)
-    tl.store(sum_sq_probs_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
-    tl.store(is_top1_ptr + at, is_top1, mask=mask)
-    tl.store(max_logit_ptr + at, tl.where(total == total, largest, total), mask=mask)
-    tl.store(min_logit_ptr + at, tl.where(total == total, least, total), mask=mask)
-
-
-def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
-    """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
-
-    def empty(name: str) -> Tensor:
-        return torch.empty(rows, dtype=dtype_of(name, torch.float32), device=device)
-
-    return RowStats(**{name: empty(name) for name in (*_STATS, *(EXTRAS if extras else ()))})
+    """Store statistics of rows; return logp."""
+    logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
+    rounded = total.to(tl.float32)
+    rest = (total - rounded.to(tl.float64)).to(tl.float32)
+    log_total = tl.log(rounded) + rest / rounded
+    moment = moment * LN2
+    lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
+    logp = (y_target - peak) * factor - log_total
+    entropy = log_total - moment / rounded
+    tl.store(logp_ptr + at, logp, mask=mask)
+    tl.store(entropy_ptr + at, entropy, mask=mask)
+    tl.store(lse_ptr + at, lse, mask=mask)
+    if extras is not None:  # a NaN among the logits shows in all of them
+        squares, is_top1, least = extras
+        collision = squares / (rounded * rounded)
+        largest, least = peak * factor, least * factor
+        tl.store(sum_sq_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
+        tl.store(is_top1_ptr + at, is_top1, mask=mask)
+        tl.store(max_ptr + at, tl.where(rounded == rounded, largest, rounded), mask=mask)
+        tl.store(min_ptr + at, tl.where(rounded == rounded, least, rounded), mask=mask)
+    return logp
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:
-    """Return the statistics of :func:`empty_stats` as kernel arguments."""
-    return {f"{name}_ptr": getattr(stats, name) for name in (*_STATS, *EXTRAS)}
+    """Return the statistics that kernels fill as their arguments."""
+    return {f"{name}_ptr": getattr(stats, name) for name in (*STATS, *EXTRAS)}
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
-    """Return ``transform`` as arguments: ``z = outer * x`` or ``outer * tanh(inner * x)``.
+    """Return ``transform`` as arguments: ``z = outer * tanh(inner * x)``, or ``outer * x``.
 
     Raises:
         ValueError: a per-row temperature of the wrong shape, dtype or device.
     """
-    inner, outer = 1.0, transform.logit_scale
+    inner, outer = None, float(transform.logit_scale)
     if transform.softcap is not None:
-        inner, outer = transform.logit_scale / transform.softcap, transform.softcap
+        inner, outer = transform.logit_scale / transform.softcap, float(transform.softcap)
     temperature = transform.temperature
     per_row = temperature.contiguous() if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor):
@@ -219,30 +203,7 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
             f"temperature: expected a float or a ({like.shape[0]},) tensor on {like.device}, "
             f"got {tuple(temperature.shape)} on {temperature.device}"
         )
-    return {
-        "temperature_ptr": per_row,
-        "inner": float(inner),
-        "outer": float(outer),
-        "HAS_SOFTCAP": transform.softcap is not None,
-        "ROW_TEMPERATURE": per_row is not None,
-    }
-
-
-def check_tile(tile: Tile) -> None:
-    """Raise ValueError unless the row kernels can work on the tile."""
-    logits, target = tile.logits, tile.target
-    if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
-        raise ValueError(
-            "logits: expected (C, V) with contiguous columns, got shape "
-            f"{tuple(logits.shape)}, strides {logits.stride()}"
-        )
-    if logits.dtype not in LOGIT_DTYPES:
-        names = ", ".join(str(dtype) for dtype in LOGIT_DTYPES)
-        raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
-    if target.shape != logits.shape[:1] or target.dtype != torch.int64:
-        raise ValueError(
-            f"target: expected ({logits.shape[0]},) int64, got {tuple(target.shape)} {target.dtype}"
-        )
+    return {"temperature_ptr": per_row, "inner": inner, "outer": outer}
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -267,3 +228,36 @@ def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None
             f"{error} {config} of grpo_kernels/backends/gpu_tiles.py does not fit "
             f"{device_class(tensor.device)}; `make gpu-tune` measures some that do"
         ) from error
+
+
+def launch_rows(kernel: Any, tile: Tile, config: RowConfig, **arguments: object) -> None:
+    """Launch a program for each row of a tile.
+
+    Raises:
+        ValueError: the row kernels cannot work on the tile.
+    """
+    logits, target, transform = tile
+    if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
+        raise ValueError(
+            "logits: expected (C, V) with contiguous columns, got shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}"
+        )
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    if logits.dtype not in known:
+        names = ", ".join(map(str, known))
+        raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
+    if target.shape != logits.shape[:1] or target.dtype != torch.int64:
+        raise ValueError(
+            f"target: expected ({logits.shape[0]},) int64, got {tuple(target.shape)} {target.dtype}"
+        )
+    if not len(logits):
+        return
+    with launching(config, logits):
+        kernel[(len(logits),)](
+            logits_ptr=logits,
+            target_ptr=target.contiguous(),
+            stride_row=logits.stride(0),
+            num_columns=logits.shape[1],
+            **config.options,
+            **{**transform_arguments(transform, logits), **arguments},
+        )

@@ -13,9 +13,7 @@ from grpo_kernels.backends.triton.common import (
     LOG2_UNDERFLOW,
     PER_ROW,
     bounded,
-    check_tile,
-    launching,
-    log2_units,
+    launch_rows,
     row_factor,
     transform_arguments,
     unit_of,
@@ -24,71 +22,12 @@ from grpo_kernels.backends.triton.math import LN2, expm1
 
 
 @triton.jit
-def write_gradient(
-    logits_ptr,  # of one row
-    out_ptr,
-    num_columns,
-    target,  # outside of [0, num_columns): in no column of this tile
-    logp,
-    entropy,
-    lse,  # fp64
-    dlogp,
-    dentropy,
-    inner,
-    factor,
-    HAS_DENTROPY: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Write the gradient of a row's raw logits over them.
-
-    Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
-    """
-    anchor, f2, rest = unit_of(lse, factor)
-    slope = factor
-    if HAS_SOFTCAP:
-        slope = factor * inner
-    constant = -(dlogp + dentropy * entropy) * slope
-    of_log = -dentropy * slope * LN2
-    whole = num_columns // BLOCK_V * BLOCK_V
-    active = dlogp != 0.0
-    if HAS_DENTROPY:
-        active = active | (dentropy != 0.0)
-    if active:
-        inside = (target >= 0) & (target < num_columns)
-        x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
-        y = bounded(x_target, inner, HAS_SOFTCAP)
-        at_target = -dlogp * expm1(logp) * slope
-        if HAS_DENTROPY:
-            of_entropy = -dentropy * entropy * slope
-            at_target += _weighted(y, anchor, f2, rest, of_entropy, of_log, HAS_DENTROPY)
-        if HAS_SOFTCAP:
-            at_target = at_target * (1.0 - y * y)
-        for start in range(0, whole, BLOCK_V):
-            _write_tile(
-                logits_ptr, out_ptr, start, None, anchor, f2, rest, constant, of_log, inner,
-                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
-        if whole < num_columns:
-            _write_tile(
-                logits_ptr, out_ptr, whole, num_columns, anchor, f2, rest, constant, of_log, inner,
-                HAS_DENTROPY, HAS_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
-        tl.debug_barrier()  # the target's place was written by another thread
-        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
-    else:  # what a row without weight holds cannot leak into its zeros
-        zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
-        for start in range(0, num_columns, BLOCK_V):
-            columns = start + tl.arange(0, BLOCK_V)
-            tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
-
-
-@triton.jit
-def _weighted(y, anchor, f2, rest, constant, of_log, HAS_DENTROPY: tl.constexpr):
+def _weighted(y, unit, constant, of_log):
     """Return ``p (constant + of_log log2 p)`` of bounded logits."""
-    log2_p = log2_units(y, anchor, f2, rest)
+    anchor, f2, rest = unit
+    log2_p = tl.fma(y - anchor, f2, -rest)
     factor = constant
-    if HAS_DENTROPY:  # p = 0 has log p = -inf, and p log p = 0
+    if of_log is not None:  # p = 0 has log p = -inf, and p log p = 0
         factor = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
     return tl.exp2(log2_p) * factor
 
@@ -99,14 +38,10 @@ def _write_tile(
     out_ptr,
     start,
     end,  # of the row, if it lies in this tile; else None
-    anchor,
-    f2,
-    rest,
+    unit,
     constant,
     of_log,
     inner,
-    HAS_DENTROPY: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Write :func:`_weighted`, times the slope of the softcap."""
@@ -121,9 +56,9 @@ def _write_tile(
     # warp that loaded them. No warp stores before all have loaded. A later
     # iteration's loads lie behind this iteration's stores: an output is never wider.
     tl.debug_barrier()
-    y = bounded(x, inner, HAS_SOFTCAP)
-    dx = _weighted(y, anchor, f2, rest, constant, of_log, HAS_DENTROPY)
-    if HAS_SOFTCAP:
+    y = bounded(x, inner)
+    dx = _weighted(y, unit, constant, of_log)
+    if inner is not None:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -144,45 +79,58 @@ def _dlogits_kernel(
     num_columns,
     inner,
     outer,
-    HAS_DENTROPY: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Write the gradient of a row's raw logits.
+
+    Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
+    """
+    if not HAS_SOFTCAP:  # an argument all the same: without it ptxas takes five registers more
+        inner = None
     row = tl.program_id(0).to(tl.int64)
-    entropy, dentropy = 0.0, 0.0
-    if HAS_DENTROPY:
-        entropy = tl.load(entropy_ptr + row)
-        dentropy = tl.load(dentropy_ptr + row)
+    logits_ptr += row * stride_row
+    out_ptr += row * stride_out_row
     target = tl.load(target_ptr + row)
     target = tl.where((target >= 0) & (target < num_columns), target, -1)  # before it is narrowed
-    write_gradient(
-        logits_ptr + row * stride_row,
-        out_ptr + row * stride_out_row,
-        num_columns,
-        target.to(tl.int32),
-        tl.load(logp_ptr + row),
-        entropy,
-        tl.load(lse_ptr + row),
-        tl.load(dlogp_ptr + row),
-        dentropy,
-        inner,
-        row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE),
-        HAS_DENTROPY,
-        HAS_SOFTCAP,
-        BLOCK_V,
-    )
-
-
-def gradient_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the view of the logits' storage that their gradient is written to."""
-    half_of_fp32 = logits.dtype == torch.float32 and out_dtype.itemsize == 2
-    if out_dtype != logits.dtype and not half_of_fp32:
-        raise ValueError(
-            f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
-            f"got {out_dtype}"
-        )
-    return output_view(logits, out_dtype)
+    target = target.to(tl.int32)
+    logp = tl.load(logp_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    dlogp = tl.load(dlogp_ptr + row)
+    factor = row_factor(outer, temperature_ptr, row)
+    unit = unit_of(lse, factor)
+    slope = factor if inner is None else factor * inner
+    constant, of_log = -dlogp * slope, None
+    active = dlogp != 0.0
+    if dentropy_ptr is not None:
+        entropy = tl.load(entropy_ptr + row)
+        dentropy = tl.load(dentropy_ptr + row)
+        constant = -(dlogp + dentropy * entropy) * slope
+        of_log = -dentropy * slope * LN2
+        active = active | (dentropy != 0.0)
+    whole = num_columns // BLOCK_V * BLOCK_V
+    if active:
+        inside = (target >= 0) & (target < num_columns)
+        x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
+        y = bounded(x_target, inner)
+        at_target = -dlogp * expm1(logp) * slope
+        if dentropy_ptr is not None:
+            at_target += _weighted(y, unit, -dentropy * entropy * slope, of_log)
+        if inner is not None:
+            at_target = at_target * (1.0 - y * y)
+        for start in range(0, whole, BLOCK_V):
+            _write_tile(logits_ptr, out_ptr, start, None, unit, constant, of_log, inner, BLOCK_V)
+        if whole < num_columns:
+            _write_tile(
+                logits_ptr, out_ptr, whole, num_columns, unit, constant, of_log, inner, BLOCK_V
+            )
+        tl.debug_barrier()  # the target's place was written by another thread
+        tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
+    else:  # what a row without weight holds cannot leak into its zeros
+        zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
+        for start in range(0, num_columns, BLOCK_V):
+            columns = start + tl.arange(0, BLOCK_V)
+            tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
 
 
 def dlogits_(
@@ -194,31 +142,24 @@ def dlogits_(
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
     """Write the gradient by the raw logits; see :class:`Backend`."""
-    check_tile(tile)
-    logits, target, transform = tile
-    dlogp, dentropy = outer.dlogp, outer.dentropy
-    if dlogp is None:
-        dlogp = torch.zeros_like(stats.logp)
-    out = gradient_view(logits, out_dtype) if out is None else out
-    rows, columns = logits.shape
-    if rows:
-        config = config or row_config(logits.device)
-        with launching(config, logits):
-            _dlogits_kernel[(rows,)](
-                logits_ptr=logits,
-                out_ptr=out,
-                target_ptr=target.contiguous(),
-                logp_ptr=stats.logp.contiguous(),
-                entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
-                lse_ptr=stats.lse.contiguous(),
-                dlogp_ptr=dlogp.contiguous(),
-                dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
-                stride_row=logits.stride(0),
-                stride_out_row=out.stride(0),
-                num_columns=columns,
-                HAS_DENTROPY=dentropy is not None,
-                BLOCK_V=config.columns(logits.dtype),
-                **config.options,
-                **transform_arguments(transform, logits),
-            )
+    logits, dentropy = tile.logits, outer.dentropy
+    dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
+    out = output_view(logits, out_dtype) if out is None else out
+    inner = transform_arguments(tile.transform, logits)["inner"]
+    config = config or row_config(logits.device)
+    launch_rows(
+        _dlogits_kernel,
+        tile,
+        config,
+        out_ptr=out,
+        logp_ptr=stats.logp.contiguous(),
+        entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
+        lse_ptr=stats.lse.contiguous(),
+        dlogp_ptr=dlogp.contiguous(),
+        dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
+        stride_out_row=out.stride(0),
+        BLOCK_V=config.columns(logits.dtype),
+        HAS_SOFTCAP=inner is not None,
+        inner=1.0 if inner is None else inner,
+    )
     return out

@@ -16,14 +16,11 @@ from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_al
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
-    check_tile,
-    log2_units,
-    on_device,
+    launch_rows,
     row_factor,
     softcap_slope,
     sum_of,
     tile_offsets,
-    transform_arguments,
     unit_of,
 )
 from grpo_kernels.backends.triton.math import LN2, expm1
@@ -39,126 +36,27 @@ _LEAST_TOTAL = tl.constexpr(2.0**-30)  # where 1 - p is lost in the rounding of 
 _NONE = tl.constexpr(1e-30)
 _MOST = tl.constexpr(2.0**60)
 
-_RESULTS = ("ids_ptr", "values_ptr", "used_ptr", "error_ptr", "error_l1_ptr", "norm_ptr")
-_POINTERS = [*PER_ROW, "keys_ptr", "allowed_ptr", *_RESULTS]
+_POINTERS = [*PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries._fields))]
 
 
 @triton.jit
-def _sizes(
-    logits_ptr, columns, num_active, target, anchor, f2, rest, inner,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def _sizes(row, columns, inner):
     """Return the probabilities of all but the target, and their shares in the gradient; in units.
 
-    ``anchor``, ``f2`` and ``rest`` are of :func:`unit_of`.
+    ``row`` is what :func:`_extract_kernel` says of one.
     """
+    logits_ptr, num_active, target, anchor, f2, rest = row
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
     others = columns != target
-    if HAS_SOFTCAP:  # which turns -inf into a finite value
+    if inner is not None:  # which turns -inf into a finite value
         others = others & inside
-    p = tl.exp2(log2_units(bounded(x, inner, HAS_SOFTCAP), anchor, f2, rest))
+    p = tl.exp2(tl.fma(bounded(x, inner) - anchor, f2, -rest))
     p = tl.where(others, p, 0.0)
     size = p
-    if HAS_SOFTCAP:
+    if inner is not None:
         size = p * softcap_slope(x, inner)
     return p, size
-
-
-@triton.jit
-def _cut(
-    logits_ptr, num_active, target, anchor, f2, rest, inner,
-    total,  # of the sizes, at most
-    allowed,  # sum of squared errors
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Return the row's cut as ``_cuts`` of ``backends/entries.py`` does, all in units."""
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
-    least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
-    most = tl.maximum(2.0 * least, 0.5 * total)
-    cut = tl.sqrt(least * (least + _START * total))
-    safe = 0.0 * cut
-    for _read in range(_READS):
-        slopes = tl.zeros((THREADS,), tl.float32)
-        errors = tl.zeros((THREADS,), tl.float32)
-        for start in range(0, num_active, BLOCK_V):
-            columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-            _, size = _sizes(
-                logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
-            )
-            below = tl.where(size <= cut, size, 0.0)
-            slopes += sum_of(below)
-            errors += sum_of(below * (cut - below))
-        error = tl.sum(errors, axis=0)
-        ratio = allowed / tl.maximum(error, _NONE)
-        safe = tl.maximum(safe, cut * tl.minimum(ratio, 1.0))
-        power = error / tl.maximum(cut * tl.sum(slopes, axis=0), _NONE)
-        cut = cut * tl.exp2(tl.maximum(power, _LEAST_POWER) * tl.log2(ratio))
-        cut = tl.maximum(tl.minimum(cut, most), safe)
-    return safe
-
-
-@triton.jit
-def _hash(x):
-    """Return a hash of ``x`` (uint32), the end of MurmurHash3."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _write_entries(
-    logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
-    key,  # int32
-    ids_ptr,  # of one row, as the next
-    values_ptr,
-    unit,  # of the values, negative
-    slots,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Store all entries but the target's, in slots from 1 on.
-
-    Return how many there are, how many are expected at most, and sums in units: of the errors'
-    squares and magnitudes, of the probabilities, and of the sizes' squares.
-    """
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
-    in_order = tl.arange(0, BLOCK_V)
-    zero = tl.zeros((THREADS,), tl.float32)
-    drawn, errors, magnitudes, mass, squares = zero, zero, zero, zero, zero
-    count = tl.zeros((), tl.int32)
-    large_count = tl.zeros((), tl.int32)
-    key = key.to(tl.uint32, bitcast=True)
-    draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
-    for start in range(0, num_active, BLOCK_V):
-        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        p, size = _sizes(
-            logits_ptr, columns, num_active, target, anchor, f2, rest, inner, HAS_SOFTCAP
-        )
-        mass += sum_of(p)
-        squares += sum_of(size * size)
-        hashed = _hash(columns.to(tl.uint32) * _GOLDEN + key) >> 8
-        large = size > cut
-        kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
-        value = tl.where(kept, tl.maximum(size, cut), 0.0)
-        error = value - size
-        drawn += sum_of(tl.where(large, 0.0, size))
-        errors += sum_of(error * error)
-        magnitudes += sum_of(tl.abs(error))
-        found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
-        if found > 0:
-            flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
-            slot = count + tl.cumsum(flags, axis=0)
-            fits = (flags != 0) & (slot < slots)
-            tl.store(ids_ptr + slot, start + in_order, mask=fits)
-            tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * unit, mask=fits)
-            large_count += tl.sum(sum_of(large.to(tl.int32)), axis=0)
-            count += found
-    drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
-    expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
-    return (
-        count, expected, tl.sum(errors, axis=0), tl.sum(magnitudes, axis=0),
-        tl.sum(mass, axis=0), tl.sum(squares, axis=0),
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
@@ -181,8 +79,6 @@ def _extract_kernel(
     slots,
     inner,
     outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -191,10 +87,8 @@ def _extract_kernel(
     logits_ptr += row * stride_row
     ids_ptr += row * slots
     values_ptr += row * slots
-    factor = row_factor(outer, temperature_ptr, row, ROW_TEMPERATURE)
-    slope = factor
-    if HAS_SOFTCAP:
-        slope = factor * inner
+    factor = row_factor(outer, temperature_ptr, row)
+    slope = factor if inner is None else factor * inner
     target = tl.load(target_ptr + row).to(tl.int32)
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
@@ -210,27 +104,79 @@ def _extract_kernel(
     allowed = allowed * tl.exp2(-log2_unit)
     at_unit = lse + log2_unit.to(tl.float64) * LN2
     anchor, f2, rest = unit_of(at_unit, factor)
+    this = logits_ptr, num_active, target, anchor, f2, rest
+    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    zero = tl.zeros((THREADS,), tl.float32)
 
-    cut = _cut(
-        logits_ptr, num_active, target, anchor, f2, rest, inner,
-        about * tl.exp2(-log2_unit), allowed * allowed,
-        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
-    count, expected, errors, magnitudes, at_target, squares = _write_entries(
-        logits_ptr, num_active, target, anchor, f2, rest, inner, cut,
-        tl.load(keys_ptr + row), ids_ptr, values_ptr, -unit, slots,
-        HAS_SOFTCAP, BLOCK_V, THREADS, VECTOR,
-    )  # fmt: skip
-    if HAS_SOFTCAP:
+    # the row's cut, as ``_cuts`` of ``backends/entries.py`` finds it; all in units
+    total = about * tl.exp2(-log2_unit)  # of the sizes, at most
+    allowed = allowed * allowed
+    least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
+    most = tl.maximum(2.0 * least, 0.5 * total)
+    tried = tl.sqrt(least * (least + _START * total))
+    cut = 0.0 * tried
+    for _read in range(_READS):
+        slopes, errors = zero, zero
+        for start in range(0, num_active, BLOCK_V):
+            columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+            _, size = _sizes(this, columns, inner)
+            below = tl.where(size <= tried, size, 0.0)
+            slopes += sum_of(below)
+            errors += sum_of(below * (tried - below))
+        error = tl.sum(errors, axis=0)
+        ratio = allowed / tl.maximum(error, _NONE)
+        cut = tl.maximum(cut, tried * tl.minimum(ratio, 1.0))
+        power = error / tl.maximum(tried * tl.sum(slopes, axis=0), _NONE)
+        tried = tried * tl.exp2(tl.maximum(power, _LEAST_POWER) * tl.log2(ratio))
+        tried = tl.maximum(tl.minimum(tried, most), cut)
+
+    # all entries but the target's, in slots from 1 on
+    in_order = tl.arange(0, BLOCK_V)
+    drawn, squared, magnitudes, mass, squares = zero, zero, zero, zero, zero
+    count = tl.zeros((), tl.int32)
+    large_count = tl.zeros((), tl.int32)
+    key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
+    draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
+    for start in range(0, num_active, BLOCK_V):
+        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+        p, size = _sizes(this, columns, inner)
+        mass += sum_of(p)
+        squares += sum_of(size * size)
+        hashed = columns.to(tl.uint32) * _GOLDEN + key  # then the end of MurmurHash3
+        hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
+        hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
+        hashed = (hashed ^ (hashed >> 16)) >> 8
+        large = size > cut
+        kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
+        value = tl.where(kept, tl.maximum(size, cut), 0.0)
+        error_of = value - size
+        drawn += sum_of(tl.where(large, 0.0, size))
+        squared += sum_of(error_of * error_of)
+        magnitudes += sum_of(tl.abs(error_of))
+        found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
+        if found > 0:
+            flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
+            slot = count + tl.cumsum(flags, axis=0)
+            fits = (flags != 0) & (slot < slots)
+            tl.store(ids_ptr + slot, start + in_order, mask=fits)
+            tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * -unit, mask=fits)
+            large_count += tl.sum(sum_of(large.to(tl.int32)), axis=0)
+            count += found
+    drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
+    expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
+    at_target = tl.sum(mass, axis=0)
+    if inner is not None:
         at = tl.load(logits_ptr + target, mask=finite, other=0.0)
         at_target = at_target * softcap_slope(at.to(tl.float32), inner)
-    fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
+    row_fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
     tl.store(ids_ptr, target)
     tl.store(values_ptr, at_target * unit)
-    tl.store(used_ptr + row, tl.where(fits, 1 + count, _WHOLE))
-    tl.store(error_ptr + row, tl.where(fits, tl.sqrt(errors) * unit, 0.0))
-    tl.store(error_l1_ptr + row, tl.where(fits, magnitudes * unit, 0.0))
-    tl.store(norm_ptr + row, tl.sqrt(at_target * at_target + squares) * unit)
+    tl.store(used_ptr + row, tl.where(row_fits, 1 + count, _WHOLE))
+    error = tl.sqrt(tl.sum(squared, axis=0)) * unit
+    tl.store(error_ptr + row, tl.where(row_fits, error, 0.0))
+    tl.store(error_l1_ptr + row, tl.where(row_fits, tl.sum(magnitudes, axis=0) * unit, 0.0))
+    norm = tl.sqrt(at_target * at_target + tl.sum(squares, axis=0)) * unit
+    tl.store(norm_ptr + row, norm)
 
 
 def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
@@ -251,35 +197,20 @@ def extract_entries(
     slots: int,
 ) -> Entries:
     """Choose the entries of each row; see ``Backend.extract_entries``."""
-    check_tile(tile)
-    logits, target, transform = tile
-    (rows, columns), device = logits.shape, logits.device
-    ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
-    values = torch.zeros((rows, slots), device=device)
-    used = torch.empty(rows, dtype=torch.int32, device=device)
-    error, error_l1, norm = (torch.empty(rows, device=device) for _ in range(3))
-    if rows:
-        aligned = rows_are_aligned(logits)
-        config = config_for(logits.dtype, device_class(device), aligned)
-        with on_device(logits):
-            _extract_kernel[(rows,)](
-                logits_ptr=logits,
-                target_ptr=target.contiguous(),
-                logp_ptr=stats.logp.contiguous(),
-                lse_ptr=stats.lse.contiguous(),
-                keys_ptr=keys.contiguous(),
-                allowed_ptr=allowed.contiguous(),
-                ids_ptr=ids,
-                values_ptr=values,
-                used_ptr=used,
-                error_ptr=error,
-                error_l1_ptr=error_l1,
-                norm_ptr=norm,
-                stride_row=logits.stride(0),
-                num_columns=columns,
-                slots=slots,
-                **config.blocks(logits.dtype, aligned),
-                **config.options,
-                **transform_arguments(transform, logits),
-            )
-    return Entries(ids, values, used, error, error_l1, norm)
+    logits, device = tile.logits, tile.logits.device
+    aligned = rows_are_aligned(logits)
+    config = config_for(logits.dtype, device_class(device), aligned)
+    found = Entries.empty(len(logits), slots, device)
+    launch_rows(
+        _extract_kernel,
+        tile,
+        config,
+        logp_ptr=stats.logp.contiguous(),
+        lse_ptr=stats.lse.contiguous(),
+        keys_ptr=keys.contiguous(),
+        allowed_ptr=allowed.contiguous(),
+        slots=slots,
+        **{f"{name}_ptr": value for name, value in found._asdict().items()},
+        **config.blocks(logits.dtype, aligned),
+    )
+    return found

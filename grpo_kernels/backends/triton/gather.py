@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import Entries
-from grpo_kernels.backends.triton.common import on_device
+from grpo_kernels.backends.triton.common import OPTIONS, on_device
 
 _BLOCK_K, _BLOCK_N = 16, 256  # gathered rows in flight, and columns
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["used_ptr", "factor_ptr"])
@@ -74,17 +73,20 @@ def _gathered_sums_kernel(
 
 def entries_matmul(entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
     """Compute the product of rows of entries and a matrix; see :class:`Backend`."""
-    places = {"ids_ptr": entries.ids.contiguous(), "used_ptr": entries.used.contiguous()}
-    _launch(entries, factor, matrix, out, False, places | {"bounds_ptr": None, "order_ptr": None})
+    _launch(entries, factor, matrix, out, False)
 
 
 def entries_transposed_matmul(
     entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
 ) -> None:
     """Compute the product of the transposed entries and rows; see :class:`Backend`."""
-    order, bounds = _by_column(entries, factor, len(out))
-    places = {"ids_ptr": None, "used_ptr": None, "bounds_ptr": bounds, "order_ptr": order}
-    _launch(entries, factor, rows, out, add, places)
+    # all entries by column and then by row, those that are none last: the host does not wait for
+    # their number
+    slot, columns = torch.arange(entries.columns, device=factor.device), len(out)
+    meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
+    ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
+    each = torch.arange(columns + 1, device=factor.device, dtype=ids.dtype)
+    _launch(entries, factor, rows, out, add, order, torch.searchsorted(ids, each))
 
 
 def _launch(
@@ -93,15 +95,18 @@ def _launch(
     matrix: Tensor,
     out: Tensor,
     add: bool,
-    places: dict[str, Tensor | None],
+    order: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> None:
     assert entries.ids.numel() < 1 << 31  # the kernel divides in 32 bits
-    columns = out.shape[1]
     if not out.numel():
         return
     with on_device(matrix):
-        _gathered_sums_kernel[(len(out), triton.cdiv(columns, _BLOCK_N))](
-            **places,
+        _gathered_sums_kernel[(len(out), triton.cdiv(out.shape[1], _BLOCK_N))](
+            used_ptr=entries.used.contiguous() if order is None else None,
+            ids_ptr=entries.ids.contiguous() if order is None else None,
+            bounds_ptr=bounds,
+            order_ptr=order,
             values_ptr=entries.values.contiguous(),
             factor_ptr=factor.contiguous(),
             matrix_ptr=matrix,
@@ -111,22 +116,9 @@ def _launch(
             stride_matrix_column=matrix.stride(1),
             stride_out_row=out.stride(0),
             stride_out_column=out.stride(1),
-            num_columns=columns,
+            num_columns=out.shape[1],
             ADD=add,
             BLOCK_K=_BLOCK_K,
             BLOCK_N=_BLOCK_N,
-            **_OPTIONS,
+            **OPTIONS,
         )
-
-
-def _by_column(entries: Entries, factor: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the places of all entries, by column and then by row, and where each column begins.
-
-    The host does not wait for their number: slots without an entry come last.
-    """
-    device = factor.device
-    slot = torch.arange(entries.columns, device=device)
-    meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
-    ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
-    each = torch.arange(columns + 1, device=device, dtype=ids.dtype)
-    return order, torch.searchsorted(ids, each)

@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.triton.common import on_device
+from grpo_kernels.backends.triton.common import OPTIONS, on_device
 
 _BLOCK = 1024
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize_on_alignment=["values_ptr", "bounds_ptr", "sums_ptr"])
@@ -46,15 +45,14 @@ def segment_sum(
             "cu_seqlens: expected (B + 1,) torch.int64, got "
             f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
         )
-    segments = cu_seqlens.numel() - 1
-    sums = torch.empty(segments, dtype=torch.float32, device=values.device)
-    if segments:
+    sums = values.new_empty(cu_seqlens.numel() - 1)
+    if sums.numel():
         with on_device(values):
-            _segment_sum_kernel[(segments,)](
+            _segment_sum_kernel[(sums.numel(),)](
                 values_ptr=values.contiguous(),
                 bounds_ptr=cu_seqlens.contiguous(),
                 sums_ptr=sums,
                 BLOCK=_BLOCK,
-                **_OPTIONS,
+                **OPTIONS,
             )
     return sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ TRITON_DTYPES: dict[torch.dtype, str] = {
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
 
 # Names in braces are those of the aten schema; the operands have the result's dtype.
-ARITHMETIC: dict[str, str] = {
+_ARITHMETIC: dict[str, str] = {
     "abs": "tl.abs({self})",
     "add": "{self} + {other}",
     "div": "tl.div_rn({self}, {other})",
@@ -45,7 +46,7 @@ ARITHMETIC: dict[str, str] = {
     "tanh": "tm.tanh({self})",
 }
 # the operands are promoted to a common dtype, the result is bool
-COMPARISONS: dict[str, str] = {
+_COMPARISONS: dict[str, str] = {
     "eq": "{self} == {other}",
     "ge": "{self} >= {other}",
     "gt": "{self} > {other}",
@@ -56,7 +57,7 @@ COMPARISONS: dict[str, str] = {
     "ne": "{self} != {other}",
 }
 # the operands are converted to bool; the bitwise ones take nothing else here
-LOGICAL: dict[str, str] = {
+_LOGICAL: dict[str, str] = {
     "bitwise_and": "{self} & {other}",
     "bitwise_not": "{self} == 0",
     "bitwise_or": "{self} | {other}",
@@ -66,35 +67,15 @@ LOGICAL: dict[str, str] = {
     "logical_xor": "{self} != {other}",
     "mul": "{self} & {other}",
 }
-# one operand passed on, with the dtype that the result has
-COPIES: dict[str, str] = {
-    "_to_copy": "self",
-    "_unsafe_view": "self",
-    "alias": "self",
-    "clone": "self",
-    "copy": "src",
-    "detach": "self",
-    "expand": "self",
-    "lift_fresh_copy": "self",
-    "view": "self",
-}
-FILLS: dict[str, str | float] = {
-    "full": "fill_value",
-    "full_like": "fill_value",
-    "new_full": "fill_value",
-    "new_ones": 1,
-    "new_zeros": 0,
-    "ones": 1,
-    "ones_like": 1,
-    "scalar_tensor": "s",
-    "zeros": 0,
-    "zeros_like": 0,
-}
 # results of these share memory with an operand
-VIEWS = frozenset({"_unsafe_view", "alias", "detach", "expand", "view"})
+VIEWS = frozenset(["_unsafe_view", "alias", "detach", "expand", "view"])
+# one operand passed on, with the dtype that the result has
+_COPIES = VIEWS | {"_to_copy", "clone", "copy", "lift_fresh_copy"}
+# filled with a number; also as ``new_ones`` or ``ones_like``
+_FILLS = ("full", "ones", "scalar_tensor", "zeros")
 # arguments that say nothing about the values; any other unknown one is refused when it is set
 _HARMLESS = frozenset(
-    {"device", "dtype", "implicit", "layout", "memory_format", "non_blocking", "pin_memory", "size"}
+    ["device", "dtype", "implicit", "layout", "memory_format", "non_blocking", "pin_memory", "size"]
 )
 _MAX_POWER = 8
 
@@ -117,38 +98,26 @@ def schema_of(node: Node) -> torch.FunctionSchema:
     return node.target._schema
 
 
-def arguments(node: Node) -> dict[str, Any]:
-    """Return the node's arguments that are set, by their schema names."""
-    names = [argument.name for argument in schema_of(node).arguments]
-    bound = dict(zip(names, node.args, strict=False))
-    return {k: v for k, v in {**bound, **node.kwargs}.items() if v is not None}
-
-
 def render(node: Node, operand: Operand) -> str:
     """Return the Triton expression of one aten node.
 
     Raises:
         UntraceableError: the operation, or one of its arguments, has no rendering.
     """
-    name, given, dtype = operation_name(node), arguments(node), node.meta["val"].dtype
-    if name in FILLS:
-        fill = FILLS[name]
-        value = given[fill] if isinstance(fill, str) else fill
-        return f"tl.full((BLOCK,), {literal(value, dtype)}, {TRITON_DTYPES[dtype]})"
-    if name in COPIES:
-        _expect(node, given, {"self", COPIES[name]})
-        return operand(given[COPIES[name]], dtype)
-    if name == "where":
-        _expect(node, given, {"condition", "self", "other"})
-        choices = f"{operand(given['self'], dtype)}, {operand(given['other'], dtype)}"
-        return f"tl.where({operand(given['condition'], torch.bool)}, {choices})"
-    if name in ("clamp", "clamp_min", "clamp_max"):
-        return _clamp(node, given, operand, dtype)
-    if name == "pow":
-        return _power(node, given, operand, dtype)
+    name, dtype = operation_name(node), node.meta["val"].dtype
+    names = [argument.name for argument in schema_of(node).arguments]
+    bound = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = {k: v for k, v in bound.items() if v is not None}
+    if name.removeprefix("new_").removesuffix("_like") in _FILLS:
+        return _full(given.get("fill_value", given.get("s", int("ones" in name))), dtype)
     template, operand_dtype = _template(node, name, given)
-    _expect(node, given, {"self", "other"})
-    return template.format(**{key: operand(given[key], operand_dtype) for key in given})
+    read = {field for _, field, _, _ in string.Formatter().parse(template) if field}
+    for unknown in given.keys() - read - _HARMLESS - {"self", "exponent"}:
+        value = given[unknown]
+        if unknown != "alpha" or value != 1:
+            raise UntraceableError(f"{node.target}: argument {unknown}={value!r} has no rendering")
+    dtypes = dict.fromkeys(read, operand_dtype) | {"condition": torch.bool}
+    return template.format(**{key: operand(given[key], dtypes[key]) for key in read})
 
 
 def literal(value: Any, dtype: torch.dtype) -> str:
@@ -168,16 +137,54 @@ def literal(value: Any, dtype: torch.dtype) -> str:
     return f"({text})" if value < 0 else text
 
 
+def value_of(node: Node) -> Tensor:
+    """Return the traced (fake) result of a node; refuses what is not a tensor of a known dtype."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype not in TRITON_DTYPES:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        known = ", ".join(str(dtype) for dtype in TRITON_DTYPES)
+        raise UntraceableError(f"{node.target}: gives {kind}; expected a vector of {known}")
+    return value
+
+
+def _full(value: Any, dtype: torch.dtype) -> str:
+    return f"tl.full((BLOCK,), {literal(value, dtype)}, {TRITON_DTYPES[dtype]})"
+
+
 def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, torch.dtype]:
-    """Return the text and dtype of the operands."""
+    """Return an operation's text, and the dtype of its operands."""
     dtype = node.meta["val"].dtype
-    if name in COMPARISONS:
-        return COMPARISONS[name], _promoted(given.values())
-    if name in LOGICAL and dtype == torch.bool:
-        return LOGICAL[name], torch.bool
-    if name in ARITHMETIC and dtype != torch.bool:
-        return ARITHMETIC[name], dtype
+    if name in _COPIES:
+        return ("{src}" if name == "copy" else "{self}"), dtype
+    if name == "where":
+        return "tl.where({condition}, {self}, {other})", dtype
+    if name in ("clamp", "clamp_min", "clamp_max"):
+        text = f"tl.maximum({{self}}, {{min}}, {_NAN})" if "min" in given else "{self}"
+        return (f"tl.minimum({text}, {{max}}, {_NAN})" if "max" in given else text), dtype
+    if name == "pow":
+        return _power(node, given["exponent"], dtype), dtype
+    if name in _COMPARISONS:
+        return _COMPARISONS[name], _promoted(given.values())
+    if name in _LOGICAL and dtype == torch.bool:
+        return _LOGICAL[name], torch.bool
+    if name in _ARITHMETIC and dtype != torch.bool:
+        return _ARITHMETIC[name], dtype
     raise UntraceableError(f"{node.target}: no pointwise rendering for a {dtype} result")
+
+
+def _power(node: Node, exponent: Any, dtype: torch.dtype) -> str:
+    """Return the text of a power with this exponent."""
+    if exponent == 0.5:
+        return _ARITHMETIC["sqrt"]
+    whole = isinstance(exponent, int | float) and exponent == int(exponent)
+    if not whole or abs(exponent) > _MAX_POWER:
+        raise UntraceableError(
+            f"{node.target}: exponent {exponent}; expected 0.5 or a whole number up to {_MAX_POWER}"
+        )
+    if exponent == 0:  # 1 even for NaN
+        return _full(1, dtype)
+    power = " * ".join(["{self}"] * abs(int(exponent)))
+    return power if exponent >= 0 else f"tl.div_rn(1.0, {power})"
 
 
 def _promoted(values: Any) -> torch.dtype:
@@ -191,48 +198,3 @@ def _promoted(values: Any) -> torch.dtype:
         elif not isinstance(value, bool) and dtype == torch.bool:
             dtype = torch.int64
     return dtype
-
-
-def _clamp(node: Node, given: Mapping[str, Any], operand: Operand, dtype: torch.dtype) -> str:
-    _expect(node, given, {"self", "min", "max"})
-    text = operand(given["self"], dtype)
-    if "min" in given:
-        text = f"tl.maximum({text}, {operand(given['min'], dtype)}, {_NAN})"
-    if "max" in given:
-        text = f"tl.minimum({text}, {operand(given['max'], dtype)}, {_NAN})"
-    return text
-
-
-def _power(node: Node, given: Mapping[str, Any], operand: Operand, dtype: torch.dtype) -> str:
-    _expect(node, given, {"self", "exponent"})
-    base, exponent = operand(given["self"], dtype), given["exponent"]
-    if exponent == 0.5:
-        return ARITHMETIC["sqrt"].format(self=base)
-    whole = isinstance(exponent, int | float) and exponent == int(exponent)
-    if not whole or abs(exponent) > _MAX_POWER:
-        raise UntraceableError(
-            f"{node.target}: exponent {exponent}; expected 0.5 or a whole number up to {_MAX_POWER}"
-        )
-    if exponent == 0:  # 1 even for NaN
-        return f"tl.full((BLOCK,), {literal(1, dtype)}, {TRITON_DTYPES[dtype]})"
-    power = " * ".join([base] * abs(int(exponent)))
-    return power if exponent >= 0 else f"tl.div_rn(1.0, {power})"
-
-
-def _expect(node: Node, given: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse set arguments that the rendering would ignore."""
-    for name in given.keys() - known - _HARMLESS:
-        value = given[name]
-        if name == "alpha" and value == 1:
-            continue
-        raise UntraceableError(f"{node.target}: argument {name}={value!r} has no rendering")
-
-
-def value_of(node: Node) -> Tensor:
-    """Return the traced (fake) result of a node; refuses what is not a tensor of a known dtype."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype not in TRITON_DTYPES:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        known = ", ".join(str(dtype) for dtype in TRITON_DTYPES)
-        raise UntraceableError(f"{node.target}: gives {kind}; expected a vector of {known}")
-    return value

@@ -6,7 +6,6 @@ Triton source. So a loss and its derivative run in one launch without a second, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import linecache
@@ -24,17 +23,25 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import GraphModule
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from grpo_kernels.backends.triton.codegen.expressions import UntraceableError
-from grpo_kernels.backends.triton.codegen.generate import KERNEL_NAME, generate_kernel
+from grpo_kernels.backends.triton.codegen.expressions import (
+    TRITON_DTYPES,
+    VIEWS,
+    UntraceableError,
+    literal,
+    operation_name,
+    render,
+    schema_of,
+    value_of,
+)
+from grpo_kernels.backends.triton.common import OPTIONS, on_device
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 
 _BLOCK = 1024
-_NUM_WARPS = 4
 # Two lengths that no loss contains: a trace that differs between them depends on the length.
 _TRACE_LENGTHS = (7, 11)
 # Python reads a value: branches on it, indexes with it, makes a shape of it
@@ -43,6 +50,23 @@ _DATA_DEPENDENT = (
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
+KERNEL_NAME = "_pointwise_kernel"
+_TEMPLATE = """\
+import triton
+import triton.language as tl
+
+from grpo_kernels.backends.triton import math as tm
+
+
+@triton.jit(
+    do_not_specialize=["length"],  # no new compilation for a new length or a new slice
+    do_not_specialize_on_alignment=[{quoted}],
+)
+def {name}({pointers}, length, BLOCK: tl.constexpr):
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask_t = offs_t < length
+    {lines}
+"""
 
 
 @dataclass(frozen=True)
@@ -70,21 +94,18 @@ class PointwiseKernel:
                 tensors, or uses an operation without a rendering; the message names it.
         """
         names = tuple(names or (f"in{index}" for index in range(num_inputs)))
-        usable = [n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)]
-        if len(set(usable)) != num_inputs or len(names) != num_inputs:
+        usable = {n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)}
+        if not len(usable) == len(names) == num_inputs:
             raise ValueError(
                 f"names: expected {num_inputs} distinct identifiers other than out0, out1, ...; "
                 f"got {names}"
             )
         graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
-        source, other = (
-            generate_kernel(graph, names, length)
-            for graph, length in zip(graphs, _TRACE_LENGTHS, strict=True)
-        )
+        outputs = _outputs(graphs[0], _TRACE_LENGTHS[0])
+        source, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
         if source != other:
             raise UntraceableError("the function depends on the length of its inputs")
-        (results,) = list(graphs[0].graph.nodes)[-1].args
-        return cls(source, names, tuple(node.meta["val"].dtype for node in results))
+        return cls(source, names, tuple(node.meta["val"].dtype for node in outputs))
 
     @property
     def kernel(self) -> Any:
@@ -100,15 +121,9 @@ class PointwiseKernel:
             return outputs
         arguments = {f"{k}_ptr": v for k, v in zip(self.input_names, inputs, strict=True)}
         arguments |= {f"out{index}_ptr": output for index, output in enumerate(outputs)}
-        with _on_device(inputs[0]):
-            # without fusion of a * b + c every operation rounds as torch's does
-            self.kernel[(-(-length // _BLOCK),)](
-                **arguments,
-                length=length,
-                BLOCK=_BLOCK,
-                num_warps=_NUM_WARPS,
-                enable_fp_fusion=False,
-            )
+        with on_device(inputs[0]):
+            grid = (-(-length // _BLOCK),)
+            self.kernel[grid](**arguments, length=length, BLOCK=_BLOCK, **OPTIONS)
         return outputs
 
     def _checked(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -125,33 +140,123 @@ class PointwiseKernel:
         return tuple(value.detach().contiguous() for value in inputs)
 
 
-def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> GraphModule:
+def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
     """Return the graph of core aten operations, with the fake results in ``node.meta["val"]``."""
-    trace = make_fx(
-        _outputs_of(fn),
-        decomposition_table=dict(core_aten_decompositions()),
-        tracing_mode="fake",
-        # a tensor that fn closes over becomes a node, which the generator refuses by name
-        _allow_non_fake_inputs=True,
-    )
-    try:
-        # whatever the caller's mode: fn may differentiate, which a checkpoint around must not count
-        with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            return trace(*(torch.empty(length) for _ in range(num_inputs)))
-    except _DATA_DEPENDENT as error:
-        raise UntraceableError(f"the function's path depends on values: {error}") from error
 
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _outputs_of(fn: PointwiseFunction) -> PointwiseFunction:
     def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
         results = fn(*inputs)
         return tuple(results) if isinstance(results, tuple | list) else (results,)
 
-    return outputs
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    trace = make_fx(
+        outputs,
+        decomposition_table=dict(core_aten_decompositions()),
+        tracing_mode="fake",
+        # a tensor that fn closes over becomes a node, which is refused by name
+        _allow_non_fake_inputs=True,
+    )
+    try:
+        # whatever the caller's mode: fn may differentiate, which a checkpoint around must not count
+        with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(same, same):
+            return trace(*(torch.empty(length) for _ in range(num_inputs))).graph
+    except _DATA_DEPENDENT as error:
+        raise UntraceableError(f"the function's path depends on values: {error}") from error
+
+
+def _source(graph: Graph, input_names: Sequence[str], length: int) -> str:
+    """Return the Triton module of a graph that was traced on vectors of ``length``.
+
+    It has the nodes that the outputs need, and no others, in the graph's order.
+
+    Raises:
+        UntraceableError: an operation the outputs depend on is not pointwise.
+    """
+    results = _outputs(graph, length)
+    _refuse_shared_mutation(graph)
+    needed = _needed(results)
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    names: dict[Node, str] = dict(zip(inputs, input_names, strict=True))
+    lines = [f"{x} = tl.load({x}_ptr + offs_t, mask=mask_t)" for x in input_names]
+    variables: dict[str, str] = {}  # expression -> the variable that holds it
+
+    def operand(value: Any, dtype: torch.dtype) -> str:
+        """Return an argument's text: a variable, converted where its dtype differs, or a number."""
+        if not isinstance(value, Node):
+            return literal(value, dtype)
+        name, own = names[value], value_of(value).dtype
+        if own == dtype:
+            return name
+        return f"({name} != 0)" if dtype == torch.bool else f"{name}.to({TRITON_DTYPES[dtype]})"
+
+    for node in graph.nodes:
+        if node not in needed or node in names:
+            continue
+        shape = tuple(value_of(node).shape)
+        if shape not in ((), (length,)):
+            raise UntraceableError(f"{node.target}: its result of shape {shape} is not (T,)")
+        expression = render(node, operand)
+        if expression not in variables:  # copies and repeated expressions get no line of their own
+            name = f"v{len(lines) - len(input_names)}"
+            lines.append(f"{name} = {expression}")
+            variables[name] = variables[expression] = name
+        names[node] = variables[expression]
+    outputs = [f"out{index}" for index in range(len(results))]
+    lines += [
+        f"tl.store({x}_ptr + offs_t, {names[node]}, mask=mask_t)"
+        for x, node in zip(outputs, results, strict=True)
+    ]
+    pointers = [f"{name}_ptr" for name in (*input_names, *outputs)]
+    return _TEMPLATE.format(
+        name=KERNEL_NAME,
+        pointers=", ".join(pointers),
+        quoted=", ".join(f'"{pointer}"' for pointer in pointers),
+        lines="\n    ".join(lines),
+    )
+
+
+def _outputs(graph: Graph, length: int) -> Sequence[Node]:
+    (results,) = next(reversed(graph.nodes)).args
+    for index, node in enumerate(results):
+        value = node.meta.get("val") if isinstance(node, Node) else node
+        if not isinstance(value, Tensor) or value.shape != (length,):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise UntraceableError(f"output {index}: expected a (T,) vector, got {shape}")
+    return results
+
+
+def _refuse_shared_mutation(graph: Graph) -> None:
+    """Raise where an in-place operation changes memory that a view or the caller's input shares. On
+    a value's own memory it is fine: the trace hands the changed value to its later readers."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            changed = node.args[0] if schema_of(node).is_mutable else None
+            if not isinstance(changed, Node):
+                continue
+            if changed.op != "call_function" or any(map(_is_view, (changed, *changed.users))):
+                raise UntraceableError(f"{node.target}: in place on an input or a shared value")
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == "call_function" and operation_name(node) in VIEWS
+
+
+def _needed(outputs: Sequence[Node]) -> set[Node]:
+    """Return the nodes whose values reach an output. What only lends its shape (the ``like`` of a
+    ``full_like``) is not among them, so the sum in front of a backward pass is never generated."""
+    needed: set[Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if node.op != "placeholder":
+            name = operation_name(node)
+            if not name.startswith("new_") and not name.endswith("_like"):
+                pending += node.all_input_nodes[name == "copy" :]
+    return needed
 
 
 @functools.cache
@@ -164,9 +269,3 @@ def _load(source: str) -> types.ModuleType:
     module = types.ModuleType(name)
     exec(compile(source, filename, "exec"), module.__dict__)
     return module
-
-
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    if tensor.device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)

@@ -1,0 +1,390 @@
+"""The native backend: kernels of ``csrc`` for fp32, bf16 and fp16 on a CPU, by ctypes.
+
+The library is optional. Where it is missing, ``unavailable`` says why and the pure-torch kernels
+serve, with the same numerics.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo_kernels.backends.base import (
+    EXTRAS,
+    STATS,
+    Entries,
+    RowStats,
+    StatsGrad,
+    Tile,
+    empty_stats,
+    output_view,
+)
+from grpo_kernels.backends.torch_backend import Backend
+from grpo_kernels.head import Head, Transform
+
+_LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
+_ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
+_DONE = 0  # kDone of csrc/rows.h
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
+# the structs of csrc/*.h: the fields, by their types in C
+_STRUCTS = {
+    "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
+    "double temperature, logit_scale, softcap; int32 dtype",
+    "Stats": "pointer logp, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit",
+    "Update": "pointer inner, outer; int64 inner_stride, rank",
+    "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
+    "int32 dtype, rounded; Update update; Tile tile",
+    "Entries": "pointer ids, values, used; int64 rows, slots",
+    "Extraction": "pointer logp, lse, keys, allowed; Entries out; pointer error, error_l1, norm",
+    "Product": "pointer factor, source, out; int64 source_stride, out_rows, out_stride, width; "
+    "int32 source_dtype, out_dtype, add",
+    "Gradient": "pointer logp, entropy, lse, dlogp, dentropy, out; int64 out_stride; "
+    "int32 out_dtype",
+}
+_KERNELS = {
+    "grpo_stats": ("Tile", "Stats"),
+    "grpo_dlogits": ("Tile", "Gradient"),
+    "grpo_linear": ("Linear", "Stats"),
+    "grpo_extract": ("Tile", "Extraction"),
+    "grpo_matmul": ("Entries", "Product"),
+    "grpo_transposed_matmul": ("Entries", "Product"),
+}
+
+
+class _View(ctypes.Structure):
+    """A struct of numbers, dtypes, tensors and other views; keeps the tensors' memory alive."""
+
+    def __init__(self, **values: Any) -> None:
+        self.alive = values
+        super().__init__(**{name: _in_c(value) for name, value in values.items()})
+
+
+def _in_c(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return _DTYPES[value] if isinstance(value, torch.dtype) else value
+
+
+def _views() -> dict[str, Any]:
+    """Return the types by their names in ``_STRUCTS``."""
+    types: dict[str, Any] = {
+        "pointer": ctypes.c_void_p,
+        "int32": ctypes.c_int32,
+        "int64": ctypes.c_int64,
+        "double": ctypes.c_double,
+    }
+    for name, text in _STRUCTS.items():
+        declared = (declaration.split(" ", 1) for declaration in text.split("; "))
+        fields = [(field, types[kind]) for kind, names in declared for field in names.split(", ")]
+        types[name] = type(name, (_View,), {"_fields_": fields})
+    return types
+
+
+_VIEWS = _views()
+
+
+@functools.cache
+def _load() -> Any:
+    """Load the library, or return one sentence that says why there is none."""
+    if not _LIBRARY.exists():
+        return "the native CPU extension was not built when grpo-kernels was installed"
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.grpo_abi_version.restype = ctypes.c_int32
+    if library.grpo_abi_version() != _ABI_VERSION:
+        return f"the native CPU extension {_LIBRARY} belongs to another version of grpo-kernels"
+    library.grpo_isa.argtypes = [ctypes.c_int32]
+    library.grpo_isa.restype = ctypes.c_char_p
+    for name, structs in _KERNELS.items():
+        function = getattr(library, name)
+        views = (ctypes.POINTER(_VIEWS[struct]) for struct in structs)
+        function.argtypes = [*views, ctypes.c_int32, ctypes.c_int32]
+        function.restype = ctypes.c_int32
+        function.errcheck = _check_status
+    return library
+
+
+def _check_status(status: int, function: Any, arguments: tuple) -> None:
+    """Raise torch.OutOfMemoryError where a kernel could not allocate its workspace."""
+    if status == _DONE:
+        return
+    subject = getattr(arguments[0], "tile", arguments[0])
+    size = f"{subject.slots} entries" if hasattr(subject, "slots") else f"{subject.columns} logits"
+    raise torch.OutOfMemoryError(
+        f"{function.__name__}: can't allocate memory to work on {subject.rows} rows of {size}"
+    )
+
+
+def unavailable() -> str | None:
+    """Return one sentence that says why the native row kernels cannot run here, or None."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def isas() -> list[str]:
+    """Return the instruction sets that this machine can run, best first.
+
+    They are of "amx", "avx512_bf16", "avx512", "avx2" and "baseline".
+    """
+    names: list[str] = []
+    while (name := _load().grpo_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+class Native(Backend):
+    """What its kernels have no dtypes for, plain torch does.
+
+    Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
+    number (but for an adapter's) nor on the other rows. Scale, softcap and temperature must be
+    positive.
+    """
+
+    name = "cpu"
+    absence = (
+        "The pure-torch path serves on CPU, because {}. Reinstall grpo-kernels where a C++17 "
+        "compiler (g++ or clang++) is on the PATH."
+    )
+
+    def __init__(self, isa_rank: int = 0) -> None:
+        self._isa_rank = isa_rank  # index into ``isas()``
+
+    def unavailable(self) -> str | None:
+        return unavailable()
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"the tensors are on {device.type}"
+        return "the native kernels have no fp64" if dtype == torch.float64 else None
+
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+        return [isas()[self._isa_rank]]
+
+    def _run(self, kernel: str, subject: _View, **more: Any) -> None:
+        """Call a kernel, whose second struct has the fields ``more``."""
+        results = _VIEWS[_KERNELS[kernel][1]](**more)
+        getattr(_load(), kernel)(subject, results, self._isa_rank, torch.get_num_threads())
+
+    def stats(self, tile: Tile, extras: bool) -> RowStats:
+        stats = empty_stats(len(tile.target), tile.logits.device, extras)
+        self._run("grpo_stats", _tile(*tile), **_filled(stats))
+        return stats
+
+    def dlogits_(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGrad,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        logits, rows = tile.logits, len(tile.target)
+        in_place = output_view(logits, out_dtype)
+        dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
+        self._run(
+            "grpo_dlogits",
+            _tile(*tile),
+            logp=_vector(stats.logp, rows),
+            entropy=_vector(stats.entropy, rows),
+            lse=_vector(stats.lse, rows, torch.float64),
+            dlogp=_vector(dlogp, rows),
+            dentropy=None if outer.dentropy is None else _vector(outer.dentropy, rows),
+            out=out,
+            out_stride=0 if out is None else out.stride(0),
+            out_dtype=out_dtype,
+        )
+        return in_place if out is None else out
+
+    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        return True
+
+    def linear_stats(
+        self,
+        hidden: Tensor,  # (T, D)
+        head: Head,
+        target: Tensor,  # (T,)
+        precision: str,
+        extras: bool,
+        logits: Tensor | None = None,  # (T, V) fp32, filled before the transform
+    ) -> RowStats:
+        assert precision in ("fp32", "input"), precision
+        assert hidden.dtype in _DTYPES, hidden.dtype
+        assert hidden.device.type == "cpu", hidden.device
+        assert logits is None or logits.dtype == torch.float32, logits
+        hidden, weight = _unit_stride(hidden), _unit_stride(head.weight.to(hidden.dtype))
+        bias = None if head.bias is None else head.bias.float().contiguous()
+        columns = weight.shape[0]
+        assert weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
+        assert bias is None or bias.shape == (columns,), bias.shape
+        stats = empty_stats(len(hidden), hidden.device, extras)
+        linear = _VIEWS["Linear"](
+            hidden=hidden,
+            weight=weight,
+            bias=bias,
+            depth=hidden.shape[1],
+            hidden_stride=hidden.stride(0),
+            weight_stride=weight.stride(0),
+            dtype=hidden.dtype,
+            rounded=precision == "input",
+            update=_low_rank(hidden, head),
+            tile=_tile(logits, target, head.transform, columns),
+        )
+        self._run("grpo_linear", linear, **_filled(stats))
+        return stats
+
+    def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
+        return logits_dtype == torch.float32 and dtype in _DTYPES
+
+    def extract_entries(
+        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
+    ) -> Entries:
+        if tile.logits.dtype not in _DTYPES:
+            return super().extract_entries(tile, stats, keys, allowed, slots)
+        assert slots > 0, slots
+        rows = len(tile.target)
+        entries = Entries.empty(rows, slots, tile.logits.device)
+        self._run(
+            "grpo_extract",
+            _tile(*tile),
+            logp=_vector(stats.logp, rows),
+            lse=_vector(stats.lse, rows, torch.float64),
+            keys=_vector(keys, rows, torch.int32),
+            allowed=_vector(allowed.double(), rows, torch.float64),
+            out=_listed(entries),
+            error=entries.error,
+            error_l1=entries.error_l1,
+            norm=entries.norm,
+        )
+        return entries
+
+    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
+        assert len(out) == len(factor), out.shape
+        if not self._multiply("grpo_matmul", entries, factor, matrix, out):
+            super().entries_matmul(entries, factor, matrix, out)
+
+    def entries_transposed_matmul(
+        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
+    ) -> None:
+        assert len(rows) == len(factor), rows.shape
+        if not self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add):
+            super().entries_transposed_matmul(entries, factor, rows, out, add)
+
+    def _multiply(
+        self,
+        kernel: str,
+        entries: Entries,
+        factor: Tensor,
+        source: Tensor,
+        out: Tensor,
+        add: bool = False,
+    ) -> bool:
+        """Run a product with entries; return whether there is one of these dtypes."""
+        fp32 = torch.float32
+        if (entries.values.dtype, factor.dtype) != (fp32, fp32) or source.dtype not in _DTYPES:
+            return False
+        if out.dtype not in (source.dtype, fp32):
+            return False
+        assert source.shape[1] == out.shape[1], (source.shape, out.shape)
+        source, target = _unit_stride(source), _unit_stride(out)
+        self._run(
+            kernel,
+            _listed(Entries(*(x.contiguous() for x in entries))),
+            factor=_vector(factor, len(entries.used)),
+            source=source,
+            out=target,
+            source_stride=source.stride(0),
+            out_rows=out.shape[0],
+            out_stride=target.stride(0),
+            width=out.shape[1],
+            source_dtype=source.dtype,
+            out_dtype=out.dtype,
+            add=add,
+        )
+        if target is not out:
+            out.copy_(target)
+        return True
+
+
+def _tile(
+    logits: Tensor | None, target: Tensor, transform: Transform, columns: int | None = None
+) -> _View:
+    """Return the view of a tile; of one without logits, of so many ``columns``."""
+    rows = len(target)
+    columns = logits.shape[1] if logits is not None else columns
+    assert columns is not None and 0 < columns < 2**31 and transform.logit_scale > 0
+    assert transform.softcap is None or transform.softcap > 0
+    if logits is not None:
+        assert logits.dtype in _DTYPES and logits.device.type == "cpu", logits.dtype
+        assert len(logits) == rows and (columns == 1 or logits.stride(1) == 1), logits.stride()
+        assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
+    temperature = transform.temperature
+    each = _vector(temperature, rows) if isinstance(temperature, Tensor) else None
+    return _VIEWS["Tile"](
+        logits=logits,
+        rows=rows,
+        columns=columns,
+        row_stride=columns if logits is None else logits.stride(0),
+        target=_vector(target, rows, torch.int64),
+        row_temperature=each,
+        temperature=temperature if each is None else 0.0,
+        logit_scale=transform.logit_scale,
+        softcap=transform.softcap or 0.0,
+        dtype=torch.float32 if logits is None else logits.dtype,
+    )
+
+
+# Rows for which torch forms the small factor of an update at a time: always as many, and each
+# begins where a vector does, so that a row's bits are its own. MKL's depend on a row's alignment.
+_FACTOR_ROWS = 256
+_LANES = 16  # tokens of the widest vector
+_RANK_STEP = 8  # kRankStep of csrc/linear.h
+
+
+def _low_rank(hidden: Tensor, head: Head) -> _View:
+    """Return the view of what LoRA adds to the logits, its (rank, tokens) and (V, rank) factors.
+
+    Both are fp32, filled up with zeros.
+    """
+    if head.lora is None:
+        return _VIEWS["Update"]()
+    lora, (count, depth) = head.lora.wide(hidden.dtype), hidden.shape
+    aligned = replace(lora, a=pad(lora.a, (0, -depth % _LANES)))
+    missing = -lora.rank % _RANK_STEP
+    outer = pad(lora.b, (0, missing)) if missing else lora.b.contiguous()
+    inner = hidden.new_zeros(outer.shape[1], -(-count // _LANES) * _LANES, dtype=torch.float32)
+    block = hidden.new_zeros(_FACTOR_ROWS, aligned.a.shape[1], dtype=torch.float32)
+    for start in range(0, count, _FACTOR_ROWS):
+        part = hidden[start : start + _FACTOR_ROWS]
+        block[: part.shape[0], :depth] = part
+        factor = aligned.inner(block)[: part.shape[0]]
+        inner[: lora.rank, start : start + part.shape[0]] = factor.t()
+    return _VIEWS["Update"](
+        inner=inner.detach(), outer=outer.detach(), inner_stride=inner.stride(0), rank=len(inner)
+    )
+
+
+def _filled(stats: RowStats) -> dict[str, Tensor | None]:
+    """Return the statistics that the kernels fill."""
+    return {name: getattr(stats, name) for name in (*STATS, *EXTRAS)}
+
+
+def _listed(entries: Entries) -> _View:
+    lists = {"ids": entries.ids, "values": entries.values, "used": entries.used}
+    return _VIEWS["Entries"](**lists, rows=len(entries.ids), slots=entries.columns)
+
+
+def _unit_stride(matrix: Tensor) -> Tensor:
+    """Return the matrix, copied unless its columns are contiguous."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    assert vector.shape == (rows,) and vector.dtype == dtype, (vector.shape, vector.dtype)
+    assert vector.device.type == "cpu", vector.device
+    return vector.contiguous()

@@ -1,0 +1,109 @@
+"""The Triton backend, and whether Triton can run here. Imports Triton on first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from grpo_kernels.backends.gpu_tiles import device_class, linear_config, row_config
+from grpo_kernels.backends.torch_backend import Backend
+from grpo_kernels.head import Head
+
+_OLDEST = (3, 6)  # as in pyproject.toml
+
+
+def _launcher(name: str) -> Any:
+    """Return the method that calls a function of the room of kernels, which imports Triton."""
+
+    def launch(self: Backend, *arguments: Any, **named: Any) -> Any:
+        room = importlib.import_module("grpo_kernels.backends.triton")
+        return getattr(room, name)(*arguments, **named)
+
+    return launch
+
+
+class Triton(Backend):
+    """Kernels for fp32, bf16 and fp16 on a GPU, or interpreted."""
+
+    name, generates, compiles = "triton", True, True
+    absence = "The pure-torch path serves on the GPU, because {}."
+
+    stats = _launcher("row_stats")
+    dlogits_ = _launcher("dlogits_")
+    logp_gradient_ = _launcher("logp_gradient_")
+    weighted_gradient = _launcher("weighted_gradient")
+    linear_stats = _launcher("linear_stats")
+    extract_entries = _launcher("extract_entries")
+    entries_matmul = _launcher("entries_matmul")
+    entries_transposed_matmul = _launcher("entries_transposed_matmul")
+
+    def unavailable(self) -> str | None:
+        if (why := _why_not_usable()) is not None:
+            return why
+        from triton import knobs
+
+        if knobs.runtime.interpret:
+            return None
+        if torch.cuda.is_available():
+            return _why_no_driver()
+        return (
+            "no CUDA or ROCm device is present (TRITON_INTERPRET=1 runs the kernels on CPU, slowly)"
+        )
+
+    def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the tensors are on the CPU"
+        if dtype == torch.float64:
+            return "the Triton kernels have no fp64"
+        name = device_class(device)
+        if dtype == torch.bfloat16 and name.startswith("sm_") and int(name[3:]) < 80:
+            # elsewhere it is emulated, slowly
+            return f"bf16 takes a device of compute capability 8.0, and this is {name}"
+        return None
+
+    def only_by_name(self, device: torch.device) -> str | None:
+        # the interpreter runs kernels one program at a time
+        return "the tensors are on the CPU" if device.type == "cpu" else None
+
+    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+        import triton  # by its module: the distribution has other names on other platforms
+
+        version = f"triton={triton.__version__}"
+        tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
+        return [version, str(tile)]
+
+    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
+        return out_dtype == torch.bfloat16  # fp16 has not the range
+
+    def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        # the library is faster for fp32 inputs, and an adapter's update is added to a tile
+        return head.lora is None and dtype.itemsize == 2
+
+
+@functools.cache
+def _why_not_usable() -> str | None:
+    try:
+        import triton
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "triton"
+        return "triton is not installed" if absent else f"triton cannot be imported: {error}"
+    major, minor, *_ = triton.__version__.split(".")
+    if (int(major), int(minor)) >= _OLDEST:
+        return None
+    oldest = ".".join(map(str, _OLDEST))
+    return f"expected triton {oldest} or newer, got {triton.__version__}"
+
+
+@functools.cache
+def _why_no_driver() -> str | None:
+    from triton.runtime import driver
+
+    try:
+        _ = driver.active
+    except Exception as error:  # Triton for another platform, no C compiler, no libcuda: any kind
+        return f"triton has no driver for this device: {error}"
+    return None
