@@ -55,13 +55,13 @@ def check_like(name: str, value: Tensor, like: Tensor, of: str) -> None:
         raise ValueError(
             f"{name}: expected the shape of {of} {tuple(like.shape)}, got {kind_of(value)}"
         )
-    check_device(name, value, like, of)
+    check_device(name, value, like.device, of)
 
 
-def check_device(name: str, value: Tensor, like: Tensor, of: str = "hidden") -> None:
-    """Raise ValueError unless ``value`` is on the device of ``like``, which is called ``of``."""
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} (of {of}), got {value.device}")
+def check_device(name: str, value: Tensor, device: torch.device, of: str = "hidden") -> None:
+    """Raise ValueError unless ``value`` is on the device of what is called ``of``."""
+    if value.device != device:
+        raise ValueError(f"{name}: expected device {device} (of {of}), got {value.device}")
 
 
 def check_integers(name: str, value: Any, expected: str, least: int = 0) -> None:

@@ -212,7 +212,8 @@ def _forms_tiles(backend: str) -> bool:
 
 def _eager_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
     """Compute statistics of all rows from those of the ``rows`` with a target."""
-    check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
+    if rows.head.shard is not None:
+        check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
     stats, kept = differentiable_stats(rows.narrow(slice(0, rows.count)), plan)
     whole = (None if x is None else rows.scatter(x) for x in stats)
     if kept is not None and plan.saving.kind == ENTRIES:
@@ -309,4 +310,4 @@ def _check_target(hidden: Tensor, target: Tensor) -> None:
             f"target: expected shape {tuple(hidden.shape[:-1])} (of hidden without its last "
             f"dimension), got {tuple(target.shape)}"
         )
-    check_device("target", target, hidden)
+    check_device("target", target, hidden.device)

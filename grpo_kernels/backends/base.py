@@ -89,13 +89,6 @@ class TileGradient(NamedTuple):
     dlogits: Tensor  # (C, V)
     row_scale: Tensor | None = None  # (C,) fp32; None: 1
 
-    def weighted(self, rows: Tensor) -> Tensor:
-        """Return (C, n) ``rows`` times the scale, for a product with ``dlogits^T``."""
-        if self.row_scale is None:
-            return rows
-        # one rounding, in one kernel
-        return torch.mul(rows, self.row_scale[:, None], out=torch.empty_like(rows))
-
 
 class OutputSpec(NamedTuple):
     """The statistics requested beside those of every call."""

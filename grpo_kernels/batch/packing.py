@@ -150,7 +150,7 @@ def _columns(
             f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
             f"(per token), got {shape}"
         )
-    check_device("advantages", advantages, target, "target")
+    check_device("advantages", advantages, target.device, "target")
     columns = {"advantages": advantages}
     for name in TOKEN_FIELDS:
         if (value := optional.get(name)) is not None:
@@ -250,7 +250,7 @@ def check_cu_seqlens(cu_seqlens: Any, target: Tensor | None = None, name: str = 
     """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences, where ``target`` is."""
     check_integers("cu_seqlens", cu_seqlens, "(B + 1,) integer tensor, B >= 1", least=2)
     if target is not None:
-        check_device("cu_seqlens", cu_seqlens, target, name)
+        check_device("cu_seqlens", cu_seqlens, target.device, name)
 
 
 def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor | None:

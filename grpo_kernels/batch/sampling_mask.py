@@ -44,7 +44,7 @@ class SamplingMask:
         """
         check_integers("indices", indices, "(N,) integer tensor")
         check_integers("offsets", offsets, "(T + 1,) integer tensor", least=1)
-        check_device("offsets", offsets, indices, "indices")
+        check_device("offsets", offsets, indices.device, "indices")
         offsets = offsets.long()
         steps, count = offsets.diff(), indices.numel()
         found = torch.stack([offsets[0], offsets[-1], (steps < 0).sum()]).tolist()
@@ -132,7 +132,7 @@ def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
             f"sampling_mask: expected a SamplingMask of {target.numel()} rows (one for each "
             f"target), got {got}"
         )
-    check_device("sampling_mask", sampling_mask.indices, target, "target")
+    check_device("sampling_mask", sampling_mask.indices, target.device, "target")
 
 
 def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask:

@@ -88,7 +88,10 @@ class GradientSums(TileGradients):
             if self._shard is not None and columns.stop == self._num_columns:
                 self._over_ranks.append(self._shard.start_sum(place))  # beside GEMMs that follow
         if self._weight is not None:
-            place, hidden = narrowed(self._weight, columns), gradient.weighted(rows.hidden)
+            place, hidden = (
+                narrowed(self._weight, columns),
+                _weighted(rows.hidden, gradient.row_scale),
+            )
             self._add_to_weight(place, dlogits, hidden, rows.part)
         if sums.bias is not None:
             self._add_to_bias(narrowed(sums.bias, columns), gradient)
@@ -273,7 +276,7 @@ class LoRAGradients:
             place, b = narrowed(self.dinner, rows.part), narrowed(b, columns)
             add_to_rows(place, gradient, rows, b, columns.start == 0, scale)
         if self.db is not None:
-            inner = gradient.weighted(self._lora.inner(rows.hidden))
+            inner = _weighted(self._lora.inner(rows.hidden), gradient.row_scale)
             inner, scale = _narrow(inner, rows.hidden.dtype)
             add_product(narrowed(self.db, columns), gradient.dlogits.t(), inner, False, scale)
 
@@ -293,6 +296,13 @@ class LoRAGradients:
                     update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
                     dhidden[rows] += update.mul_(lora.scaling)
         return found.joined(Gradients(lora_a=da, lora_b=self.db))
+
+
+def _weighted(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """Return (C, n) rows times a (C,) scale, rounded once; None: 1."""
+    if scale is None:
+        return rows
+    return torch.mul(rows, scale[:, None], out=torch.empty_like(rows))
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

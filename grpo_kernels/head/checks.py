@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from grpo_kernels.arguments import POSITIVE, check_device, check_number
 from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
-from grpo_kernels.head.parameters import is_dtensor, why_not_whole
+from grpo_kernels.head.parameters import why_not_whole
 from grpo_kernels.head.vocab_shard import VocabShard
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,7 +66,7 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
             f"hidden: expected shape (..., {weight.shape[1]}) to match weight "
             f"{tuple(weight.shape)}, got {tuple(hidden.shape)}"
         )
-    check_device("weight", weight, hidden)
+    check_device("weight", weight, hidden.device)
     cast = autocast_dtype(hidden.device)
     if cast is not None and hidden.dtype != torch.float64:
         hidden = hidden.to(cast)
@@ -106,7 +106,7 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
 
 def _check_part(name: str, value: Tensor, weight: Tensor, shape: Sequence[int]) -> None:
     check_floating(name, value)
-    check_device(name, value, weight, "weight")
+    check_device(name, value, weight.device, "weight")
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
 
@@ -132,7 +132,7 @@ def check_floating(name: str, value: Tensor) -> None:
 
 def check_local(name: str, value: Tensor) -> None:
     """Raise ValueError for a DTensor: of rows and buffers each process gives its own."""
-    if is_dtensor(value):
+    if hasattr(value, "device_mesh"):
         raise ValueError(
             f"{name}: expected a plain tensor with this process's part, got a DTensor; pass "
             f"{name}.to_local()"
@@ -170,7 +170,7 @@ def row_temperature(
             f"temperature: expected a float or shape {tuple(shape)} (of target), "
             f"got {tuple(temperature.shape)}"
         )
-    check_device("temperature", temperature, hidden)
+    check_device("temperature", temperature, hidden.device)
     return temperature.reshape(-1).to(stats_dtype(hidden.dtype))
 
 

@@ -175,7 +175,7 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
             f"hidden: expected shape {(*layout, depth)} (the batch's layout and D), got "
             f"{tuple(hidden.shape)}"
         )
-    check_device("batch", batch.target, hidden)
+    check_device("batch", batch.target, hidden.device)
     if batch.max_target is not None:
         check_target_range(0, host.values(batch.max_target), columns)
     else:
