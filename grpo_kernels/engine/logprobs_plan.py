@@ -149,6 +149,10 @@ class LogprobsPlan:
         return SavedForBackward.of(*size, self.route, self.needs, OF_MASK if self.masked else None)
 
     @property
+    def options(self) -> RunOptions:
+        return self.route.options
+
+    @property
     def backend(self) -> str:
         return self.route.backend.name
 

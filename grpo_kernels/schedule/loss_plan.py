@@ -29,7 +29,7 @@ from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 # Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
 # the logits a second time: about four times the device's operations per byte. 16-bit inputs; for
 # fp32 the sum is cheap beside the GEMMs. Below it two passes are faster: on a CPU with as many rows
-# as were loss_metrics, 512; that of a GPU follows from the data sheets.
+# as were measured, 512; that of a GPU follows from the data sheets.
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
 _BLOCK_ROWS = 256  # of tiles for one pass
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
@@ -44,7 +44,6 @@ class Plan(LogprobsPlan):
 
     batch: TokenBatch  # every valid token
     config: LossConfig
-    options: RunOptions
     active: RowsWithGradient  # those with a gradient
     main_grad: Tensor | None  # (V, D), to which the weight's gradient is added; None: autograd's
     schedule: str  # "one_pass" | "two_pass"
@@ -66,9 +65,10 @@ class Plan(LogprobsPlan):
     @property
     def reads_once(self) -> bool:
         """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
-        exact = self.options.bounded is None and _why_exact(self.batch, self.config) is None
+        if self.schedule != "one_pass" or self.options.bounded or self.route.shard is not None:
+            return False
         given = self.route.backend.gives_logp_gradient(self.route.dtype)
-        return self.schedule == "one_pass" and given and exact and self.route.shard is None
+        return given and _why_exact(self.batch, self.config) is None
 
     @property
     def tile_rows(self) -> int:
@@ -108,7 +108,7 @@ class Plan(LogprobsPlan):
         route, device = self.route, self.head.weight.device
         reasons = why_backend(route.backend, self.options.backend, device, route.dtype)
         reasons.append(f"{self.schedule}: {self._why_schedule()}")
-        if self.schedule == "one_pass":
+        if route.backend.has_tiles:
             reasons.append(f"loss: {self._why_stage()}")
         if self.needs.any and (self.schedule == "two_pass" or self.options.bounded is not None):
             reasons.append(str(self.saving))
@@ -217,8 +217,10 @@ def make_plan(
     if schedule == "one_pass" and why_two is not None:
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
     if schedule == "auto":
-        size = (active.batch.num_tokens, len(chunks))
-        costly = needs.weight and adding_costs_more(head.weight.device.type, dtype, *size)
+        costly = False
+        if needs.weight and len(chunks) > 1 and dtype.itemsize <= 2:
+            fewest = _FEWEST_CHUNK_ROWS.get(route.device.type, 0)
+            costly = active.batch.num_tokens / (len(chunks) - 1) < fewest
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
     if schedule == "one_pass":
         route = summing
@@ -228,7 +230,6 @@ def make_plan(
         masked=batch.sampling_mask is not None,
         batch=batch,
         config=config,
-        options=options,
         active=active,
         needs=needs,
         main_grad=main_grad,
@@ -248,37 +249,21 @@ def _why_exact(batch: TokenBatch, config: LossConfig) -> str | None:
 
 
 def _summing(route: Route, head: Head, needs: Needs) -> Route:
-    """Return the route of one pass, whose tile is larger by default where dweight is summed."""
-    options = route.options
-    if not needs.weight or options.max_workspace_bytes is not None or options.batch_invariant:
-        return route
-    depth, device = head.weight.shape[1], route.device.type
-    rows = summing_rows(device, route.tile_rows, depth, route.dtype, route.logits)
-    return replace(route, tile_rows=rows)
-
-
-def summing_rows(
-    device: str, rows: int, depth: int, dtype: torch.dtype, logits: torch.dtype
-) -> int:
-    """Return the rows of a tile for one pass with dweight, where one without has ``rows``.
+    """Return the route of one pass, whose tile is larger by default where dweight is summed.
 
     The tile may take what the rounding of the sum takes later, V * D elements of the inputs' dtype:
     fewer chunks then add to the sum, and the peak of the memory is hardly higher. On a GPU it has
     as many rows as hide the adding behind its GEMM; a CPU has one chunk, or two passes.
     """
-    if dtype.itemsize > 2:  # nothing is rounded, and adding is cheap beside the GEMMs
-        return rows
-    more = rows + depth * dtype.itemsize // logits.itemsize
-    if device != "cpu":
-        more = max(more, _FEWEST_CHUNK_ROWS["cuda"])
-    return max(rows, more // _BLOCK_ROWS * _BLOCK_ROWS)
-
-
-def adding_costs_more(device: str, dtype: torch.dtype, tokens: int, num_chunks: int) -> bool:
-    """Return whether summing dweight over chunks in fp32 costs more than a fourth GEMM."""
-    if num_chunks < 2 or dtype.itemsize > 2:
-        return False
-    return tokens / (num_chunks - 1) < _FEWEST_CHUNK_ROWS.get(device, 0)
+    options, size = route.options, route.dtype.itemsize
+    if not needs.weight or options.max_workspace_bytes is not None or options.batch_invariant:
+        return route
+    if size > 2:  # nothing is rounded, and adding is cheap beside the GEMMs
+        return route
+    rows = route.tile_rows + head.weight.shape[1] * size // route.logits.itemsize
+    if route.device.type != "cpu":
+        rows = max(rows, _FEWEST_CHUNK_ROWS["cuda"])
+    return replace(route, tile_rows=max(route.tile_rows, rows // _BLOCK_ROWS * _BLOCK_ROWS))
 
 
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:

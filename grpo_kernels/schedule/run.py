@@ -123,7 +123,8 @@ class _PolicyLoss(torch.autograd.Function):
             # second one, under retain_graph, computes them again
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
-                again = replace(plan, options=replace(plan.options, schedule="one_pass"))
+                options = replace(plan.options, schedule="one_pass")
+                again = replace(plan, route=replace(plan.route, options=options))
                 gradients = retry_on_oom(lambda plan: loss_forward(rows, plan).gradients, again)
             if plan.main_grad is not None:
                 plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
