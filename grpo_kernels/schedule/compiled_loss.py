@@ -29,12 +29,12 @@ from grpo_kernels.engine import (
     call_of_arguments,
     retry_on_oom,
 )
-from grpo_kernels.head import Head, autocast_dtype, check_plain, stats_dtype
-from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
+from grpo_kernels.head import Head, check_plain, checked_head, stats_dtype
+from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
-from grpo_kernels.schedule.run import check_same_plan, planned
+from grpo_kernels.schedule.run import check_same_plan, planned_rows
 
 _NUM_PARTS = len(LossParts._fields)
 
@@ -52,14 +52,14 @@ def compiled_policy_loss(
         raise ValueError("main_grad: expected None inside torch.compile, got a buffer")
     if batch.sequence_group is not None:
         raise ValueError("sequence_group: expected None inside torch.compile, got one")
-    inputs = (hidden, *head.tensors)
-    check_plain(**dict(zip(INPUTS, inputs, strict=True)))
     # the temperature is the config's, which its key stands for
     head = replace(head, transform=replace(head.transform, temperature=1.0))
+    hidden, head = checked_head(hidden, head, options.precision)
+    inputs = (hidden, *head.tensors)
+    check_plain(**dict(zip(INPUTS, inputs, strict=True)))
     loss, *parts = policy_loss_op(
         *inputs, *call_arguments(head, options), Needs.of(inputs).of_inputs, batch.tensors(),
         batch.advantages_per_token, batch.gradient_accumulation_steps, config.registry_key,
-        autocast_dtype(hidden.device),
     )[:_NUM_PARTS]  # fmt: skip
     logp, entropy, *others = parts
     metrics = LazyMetrics(
@@ -74,7 +74,7 @@ def compiled_policy_loss(
     tags=(torch.Tag.cudagraph_unsafe,),
     schema=(
         f"({INPUTS_SCHEMA}, {CALL_SCHEMA}, bool[] needs, Tensor?[] batch, bool per_token, "
-        f"int steps, Tensor config, ScalarType? autocast) -> "
+        "int steps, Tensor config) -> "
         f"({', '.join(['Tensor'] * (_NUM_PARTS + NUM_INPUTS))})"
     ),
 )
@@ -82,13 +82,13 @@ def policy_loss_op(*arguments):
     """Return the () loss, the log-probabilities, entropy and its gate (T,), the report of a bounded
     backward, and the gradients of the inputs for an unscaled loss; one that is not needed is empty.
     """
-    inputs, call, (needs, tensors, per_token, steps, key, autocast) = _split(arguments)
-    config, hidden, dtypes = LossConfig.of_registry_key(key), inputs[0], _dtypes(inputs, autocast)
+    inputs, call, (needs, tensors, per_token, steps, key) = _split(arguments)
+    config, hidden = LossConfig.of_registry_key(key), inputs[0]
     head, options = call_of_arguments(inputs, call, config.temperature)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
-    wanted = replace(Needs(*needs), wide=dtypes[0] == torch.float16)
-    with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
-        rows, plan = planned(hidden, head, batch, config, options, needs=wanted)
+    wanted = replace(Needs(*needs), wide=hidden.dtype == torch.float16)
+    check_loss_inputs(batch, config)
+    rows, plan = planned_rows(hidden, head, batch, config, options, wanted)
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
     check_same_plan(rows, plan)
@@ -99,9 +99,9 @@ def policy_loss_op(*arguments):
         *(part.clone() for part in parts if part is not None),
         *(
             hidden.new_empty(0)
-            if gradient is None
-            else gradient.to(_until_scaled(dtype)).contiguous()
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
+            if gradient is None or x is None
+            else gradient.to(_until_scaled(x.dtype)).contiguous()
+            for gradient, x in zip(gradients, inputs, strict=True)
         ),
     )
 
@@ -132,13 +132,6 @@ def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None
     return dhidden.reshape(hidden.shape)
 
 
-def _dtypes(inputs: tuple, autocast: torch.dtype | None) -> list[torch.dtype]:
-    """Return the dtypes that gradients are rounded to: for the hidden states autocast's."""
-    cast = autocast is not None and inputs[0].dtype != torch.float64
-    own = [torch.float32 if x is None else x.dtype for x in inputs]
-    return [autocast if cast else own[0], *own[1:]]  # type: ignore[list-item]
-
-
 def _until_scaled(dtype: torch.dtype) -> torch.dtype:
     """Return a gradient's dtype before the loss's own gradient scales it: fp16 would underflow."""
     return torch.float32 if dtype == torch.float16 else dtype
@@ -152,34 +145,31 @@ def _split(arguments: tuple) -> tuple[tuple, tuple, tuple]:
 
 @policy_loss_op.register_fake
 def _(*arguments):
-    inputs, call, (needs, tensors, _, _, _, autocast) = _split(arguments)
-    hidden, target, dtypes = inputs[0], tensors[0], _dtypes(inputs, autocast)
-    dtype, options = stats_dtype(dtypes[0]), call_of_arguments(inputs, call)[1]
+    inputs, call, (needs, tensors, *_) = _split(arguments)
+    hidden, target, options = inputs[0], tensors[0], call_of_arguments(inputs, call)[1]
+    dtype = stats_dtype(hidden.dtype)
     parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 2))
     bounded = options.bounded is not None and any(needs)
     report = hidden.new_empty(len(REPORT) if bounded else 0, dtype=torch.float64)
     gradients = (
-        x.new_empty(x.shape, dtype=_until_scaled(own)) if needed else hidden.new_empty(0)
-        for x, own, needed in zip(inputs, dtypes, needs, strict=True)
+        x.new_empty(x.shape, dtype=_until_scaled(x.dtype)) if needed else hidden.new_empty(0)
+        for x, needed in zip(inputs, needs, strict=True)
     )
     return (hidden.new_empty((), dtype=dtype), *parts, report, *gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors, _, (needs, *_, autocast) = _split(inputs)
+    tensors, _, (needs, *_) = _split(inputs)
     ctx.needs, ctx.num_others = needs, len(inputs) - NUM_INPUTS
-    ctx.dtypes = _dtypes(tensors, autocast)
-    ctx.own = [None if x is None else x.dtype for x in tensors]
+    ctx.dtypes = [None if x is None else x.dtype for x in tensors]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[_NUM_PARTS:])
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple:
     scaled = [
-        (gradient * dloss).to(dtype).to(own) if needed else None
-        for gradient, needed, dtype, own in zip(
-            ctx.saved_tensors, ctx.needs, ctx.dtypes, ctx.own, strict=True
-        )
+        (gradient * dloss).to(dtype) if needed else None
+        for gradient, needed, dtype in zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, strict=True)
     ]
     return (*scaled, *[None] * ctx.num_others)
 

@@ -51,7 +51,6 @@ def planned(
     config: LossConfig,
     options: RunOptions,
     main_grad: Tensor | None = None,
-    needs: Needs | None = None,  # None: as autograd says
 ) -> tuple[Rows, Plan]:
     """Check a call and decide how it runs: the T rows of the batch's tokens, and the plan.
 
@@ -61,14 +60,27 @@ def planned(
     check_loss_inputs(batch, config)
     weight = head.weight
     hidden, head = checked_head(hidden, head, options.precision)
-    _check_layout(hidden, head, batch)
     if main_grad is not None:
         main_grad = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
+    needs = Needs.of((hidden, *head.tensors))
+    return planned_rows(hidden, head, batch, config, options, needs, main_grad)
+
+
+def planned_rows(
+    hidden: Tensor,
+    head: Head,  # that was checked
+    batch: TokenBatch,
+    config: LossConfig,
+    options: RunOptions,
+    needs: Needs,
+    main_grad: Tensor | None = None,
+) -> tuple[Rows, Plan]:
+    """Do the same for a call without autograd, whose gradients are what it ``needs``."""
+    _check_layout(hidden, head, batch)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
         hidden = hidden.index_select(0, batch.rows)
     rows = _rows(hidden, head, batch)
-    needs = Needs.of(rows.inputs) if needs is None else needs
     skips = needs.any or options.metric_rows == "active"
     active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
     return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs, main_grad)

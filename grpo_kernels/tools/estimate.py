@@ -15,7 +15,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
 from grpo_kernels.head import Head, leading_dim
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import Plan, planned
+from grpo_kernels.schedule import Plan, planned_rows
 from grpo_kernels.tools.machine import native_isas
 
 FP16 = torch.float16
@@ -146,7 +146,7 @@ def _plan(call: Call) -> Plan:
     # all with tiles plan the same
     options = replace(call.options, backend="chunked", schedule=call.name)
     needs = Needs(hidden=True, weight=not call.frozen)
-    return planned(hidden, Head(weight), batch, LossConfig(), options, needs=needs)[1]
+    return planned_rows(hidden, Head(weight), batch, LossConfig(), options, needs)[1]
 
 
 def _library(call: Call, *dtypes: torch.dtype) -> int:
