@@ -129,9 +129,9 @@ def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, t
 
 def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
     """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
-    shapes = shapes_of(torch.Size((rows,)), OutputSpec(extras), masked=False)
-    dtypes = {name: dtype_of(name, torch.float32) for name in shapes}
-    return RowStats(**{n: torch.empty(rows, dtype=x, device=device) for n, x in dtypes.items()})
+    names = (*STATS, *EXTRAS) if extras else STATS
+    dtypes = [_DTYPES.get(name, torch.float32) for name in names]
+    return RowStats(*[torch.empty(rows, dtype=dtype, device=device) for dtype in dtypes])
 
 
 def concatenate(parts: list[RowStats]) -> RowStats:
@@ -185,12 +185,7 @@ def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
             f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
             f"got {out_dtype}"
         )
-    rows, columns = logits.shape
-    ratio = logits.element_size() // out_dtype.itemsize
-    row_stride = logits.stride(0) * ratio
-    offset = logits.storage_offset() * ratio
-    flat = torch.empty(0, dtype=out_dtype, device=logits.device)
-    return flat.set_(logits.untyped_storage(), offset, (rows, columns), (row_stride, 1))
+    return logits.view(out_dtype)[:, : logits.shape[1]]
 
 
 def row_blocks(logits: Tensor, elements: int) -> list[slice]:
