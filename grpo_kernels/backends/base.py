@@ -116,8 +116,7 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
 
 def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, torch.Size]:
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
-    names = (*STATS, *(EXTRAS if wanted.extras else ()))
-    shapes = dict.fromkeys(names, rows)
+    shapes = dict.fromkeys((*STATS, *EXTRAS) if wanted.extras else STATS, rows)
     if masked:
         shapes["masked_logp"] = rows
     if wanted.mean:
@@ -189,11 +188,8 @@ def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def row_blocks(logits: Tensor, elements: int) -> list[slice]:
-    """Cut rows into ranges of a power of two, of about ``elements`` logits.
-
-    A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
-    many rows it is given.
-    """
+    """Cut rows into ranges of a power of two, of about ``elements`` logits."""
+    # so a tile of such a height is cut evenly: how a library adds up a row may depend on how many
     rows, columns = logits.shape
     step = 1 << (max(1, elements // max(columns, 1)).bit_length() - 1)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]

@@ -111,15 +111,9 @@ def block_entries(
 
 
 def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
-    """Return cuts (C,), nearly the largest whose expected sums of squared errors are ``allowed``.
-
-    An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over that
-    factor is within. The next cut to try is where the error would be what is allowed, were it the
-    power of the cut that it is like here.
-
-    Args:
-        total: (C,) what the sizes add up to, at most.
-    """
+    """Return nearly the largest cuts whose expected sums of squared errors are ``allowed``."""
+    # An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over it
+    # is within. Next is tried where the error, were it this power of the cut, would be as allowed.
     least = allowed / total.clamp(min=1e-30)
     # above half of the total there is one size at most; drawing it saves nothing unless all may go
     most = torch.maximum(2 * least, total / 2)

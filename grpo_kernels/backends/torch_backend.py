@@ -94,11 +94,11 @@ class Backend:
         raise NotImplementedError(self.name)
 
     def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
-
-        A row without weight has a factor of 0, whatever its own.
-        """
-        raise NotImplementedError(self.name)
+        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``."""
+        assert gradient.row_scale is not None
+        # a row without weight has a factor of 0, whatever its own
+        scale = torch.where(dlogp == 0, 0.0, dlogp * gradient.row_scale)
+        return gradient._replace(row_scale=scale)
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
@@ -155,9 +155,8 @@ class Backend:
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
-        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
-
-        It is over all t and k with ``ids[t, k] = v``.
+        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]`` over all
+        t and k with ``ids[t, k] = v``.
 
         ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
         better, in the order of the rows, and rounded once; rows that are whole add nothing.

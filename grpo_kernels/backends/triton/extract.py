@@ -25,11 +25,8 @@ from grpo_kernels.backends.triton.common import (
 )
 from grpo_kernels.backends.triton.math import LN2, expm1
 
-_GOLDEN = tl.constexpr(GOLDEN)
-_READS = tl.constexpr(READS)
-_START = tl.constexpr(START)
-_LEAST_POWER = tl.constexpr(LEAST_POWER)
-_WHOLE = tl.constexpr(WHOLE)
+_GOLDEN, _WHOLE, _READS = map(tl.constexpr, (GOLDEN, WHOLE, READS))
+_START, _LEAST_POWER = map(tl.constexpr, (START, LEAST_POWER))
 # Sizes are in a unit near the smallest cut, so that no square of them under- or overflows.
 _LEAST_UNIT = tl.constexpr(-60.0)  # log2
 _LEAST_TOTAL = tl.constexpr(2.0**-30)  # where 1 - p is lost in the rounding of log p
@@ -41,10 +38,7 @@ _POINTERS = [*PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries.
 
 @triton.jit
 def _sizes(row, columns, inner):
-    """Return the probabilities of all but the target, and their shares in the gradient; in units.
-
-    ``row`` is what :func:`_extract_kernel` says of one.
-    """
+    """Return probabilities of all but the target, and their shares in the gradient; in units."""
     logits_ptr, num_active, target, anchor, f2, rest = row
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
@@ -180,11 +174,8 @@ def _extract_kernel(
 
 
 def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
-    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread.
-
-    Columns that are loaded one by one take more registers; there are fewer threads to share them.
-    """
-    if not aligned:
+    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread."""
+    if not aligned:  # loaded one by one, which takes more registers: fewer threads share them
         return RowConfig(num_warps=4, depth=1).on(device)
     return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
 
@@ -197,10 +188,9 @@ def extract_entries(
     slots: int,
 ) -> Entries:
     """Choose the entries of each row; see ``Backend.extract_entries``."""
-    logits, device = tile.logits, tile.logits.device
-    aligned = rows_are_aligned(logits)
-    config = config_for(logits.dtype, device_class(device), aligned)
-    found = Entries.empty(len(logits), slots, device)
+    logits, aligned = tile.logits, rows_are_aligned(tile.logits)
+    config = config_for(logits.dtype, device_class(logits.device), aligned)
+    found = Entries.empty(len(logits), slots, logits.device)
     launch_rows(
         _extract_kernel,
         tile,

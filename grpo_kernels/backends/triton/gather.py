@@ -73,7 +73,9 @@ def _gathered_sums_kernel(
 
 def entries_matmul(entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
     """Compute the product of rows of entries and a matrix; see :class:`Backend`."""
-    _launch(entries, factor, matrix, out, False)
+    places = {"used_ptr": entries.used.contiguous(), "ids_ptr": entries.ids.contiguous()}
+    absent = {"bounds_ptr": None, "order_ptr": None}
+    _launch(entries, factor, matrix, out, ADD=False, **places, **absent)
 
 
 def entries_transposed_matmul(
@@ -86,27 +88,19 @@ def entries_transposed_matmul(
     meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
     ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
     each = torch.arange(columns + 1, device=factor.device, dtype=ids.dtype)
-    _launch(entries, factor, rows, out, add, order, torch.searchsorted(ids, each))
+    places = {"bounds_ptr": torch.searchsorted(ids, each), "order_ptr": order}
+    _launch(entries, factor, rows, out, ADD=add, used_ptr=None, ids_ptr=None, **places)
 
 
 def _launch(
-    entries: Entries,
-    factor: Tensor,
-    matrix: Tensor,
-    out: Tensor,
-    add: bool,
-    order: Tensor | None = None,
-    bounds: Tensor | None = None,
+    entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor, **arguments: object
 ) -> None:
+    """Launch the kernel, of which the ``arguments`` say in which order it sums."""
     assert entries.ids.numel() < 1 << 31  # the kernel divides in 32 bits
     if not out.numel():
         return
     with on_device(matrix):
         _gathered_sums_kernel[(len(out), triton.cdiv(out.shape[1], _BLOCK_N))](
-            used_ptr=entries.used.contiguous() if order is None else None,
-            ids_ptr=entries.ids.contiguous() if order is None else None,
-            bounds_ptr=bounds,
-            order_ptr=order,
             values_ptr=entries.values.contiguous(),
             factor_ptr=factor.contiguous(),
             matrix_ptr=matrix,
@@ -117,8 +111,8 @@ def _launch(
             stride_out_row=out.stride(0),
             stride_out_column=out.stride(1),
             num_columns=out.shape[1],
-            ADD=add,
             BLOCK_K=_BLOCK_K,
             BLOCK_N=_BLOCK_N,
+            **arguments,
             **OPTIONS,
         )

@@ -5,16 +5,13 @@ after the other and folds each into the sums of its rows, so that no logit leave
 kernel merges the splits in their order. What a split is depends on the head alone: a row's bits are
 the same in every batch.
 
-Each row keeps a running maximum. Sums relative to the target's logit would need none, but that
-logit would have to come first, from a GEMM of another summation order, and rows whose target is
-too improbable would have to be done again; the maximum costs one operation of about ten per logit.
-The target's own logit is picked in the few tiles that hold a target of the block.
-
 A tile is folded in two subtiles where one would not fit into the registers beside its temporaries.
 With extras a tile is a single subtile: the same subtiles in the same order, so the same bits.
 """
 
 from __future__ import annotations
+
+from itertools import zip_longest
 
 import torch
 import triton
@@ -47,8 +44,7 @@ _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # bound on the sums of the splits; longer batches are launched in chunks
 _PARTIAL_BYTES = 32 << 20
 _CHUNK_ROWS = 2048  # or a multiple
-# of these a new value brings no compilation
-_COUNTS = ["num_rows", "num_splits"]
+_COUNTS = ["num_rows", "num_splits"]  # a new value of these brings no compilation
 # of each row and split; slices of one allocation, aligned as the number of rows has it
 _SUMS = ("peak", "total", "moment", "squares", "least")
 _PER_SPLIT = [*PER_ROW, *(f"{name}_ptr" for name in (*_SUMS, "best"))]
@@ -66,11 +62,7 @@ def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
-    """Add bounded logits (rows, columns) to each row's sums, all relative to the row's ``peak``.
-
-    ``best`` is the first column of the peak. To take the peak off before anything is scaled costs
-    no digits where logits carry a large offset.
-    """
+    """Add bounded logits (rows, columns) to sums of rows; ``best``: the peak's first column."""
     peak, total, moment, squares, least, best = sums
     its_peak = tl.max(y, axis=1)
     new_peak, base, total, moment, squares = raised(peak, total, moment, squares, its_peak, f2)
@@ -284,8 +276,7 @@ def linear_stats(
                 "target_ptr": target[chunk],
                 "y_target_ptr": sums.new_empty(count),
                 "best_ptr": best,
-                **{f"{name}_ptr": None for name in _SUMS},
-                **{f"{name}_ptr": each for name, each in zip(_SUMS, sums, strict=False)},
+                **{f"{name}_ptr": each for name, each in zip_longest(_SUMS, sums)},
                 "num_rows": count,
                 "num_splits": splits,
             }
@@ -312,7 +303,7 @@ def linear_stats(
 
 
 def _described(x: Tensor, rows: int, config: LinearConfig) -> Tensor | TensorDescriptor:
-    """Return a matrix as kernels take it, of which they read so many rows at once."""
+    """Return a matrix as kernels take it, that many rows at once."""
     if not config.descriptors:
         return x
     return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [rows, config.block_d])

@@ -3,7 +3,7 @@
 The gradient of row i is ``-dlogp_i p_ij`` but for the target, and ``p_ij = exp(z_ij - a_i)
 exp(a_i - lse_i)`` for any anchor a_i. So ``E_ij = exp(z_ij - a_i)`` can be written over the logits
 on the way, while the row's statistics are summed; what the loss says comes later, as one number r_i
-per row. The GEMMs take it out of the sums: ``dhidden = r (E W)``, ``dweight = E^T (r h)``.
+per row, which the GEMMs take out of the sums: ``dhidden = r (E W)``, ``dweight = E^T (r h)``.
 
 The anchor is the target's score, so that ``E`` holds a target's rivals however rare they are. Where
 the row turns out to be far above, the anchor rises, and what was written follows. 16-bit numbers
@@ -12,16 +12,12 @@ with the range of fp32 (bf16) hold all of that; fp16 does not.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
-from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import (
     PER_ROW,
     bounded,
@@ -47,23 +43,11 @@ _LOWEST = tl.constexpr(-1e30)  # an anchor for a target without a finite score
 
 @triton.jit
 def _with_tile(
-    sums,
-    logits_ptr,
-    out_ptr,
-    offs_v,
-    start,
-    end,  # of the row, if it lies in this tile; else None
-    target,
-    y_target,
-    inner,
-    factor,
-    f2,
-    EXTRAS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    VECTOR: tl.constexpr,
+    sums, row, start, end, EXTRAS: tl.constexpr, BLOCK_V: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Add a tile to the sums of a row; with ``out_ptr`` store its ``E``."""
+    """Add a tile, perhaps with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
     peak, total, moment, squares, least, rivals, anchor = sums
+    logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2 = row
     columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
     if end is None:
         mask_v = None
@@ -157,17 +141,12 @@ def _row_stats_kernel(
     rivals = tl.zeros((THREADS,), tl.int32)  # whether an earlier column equals the target's
     anchor = tl.where(y_target > _LOWEST, y_target, _LOWEST)
     sums = peak, total, moment, squares, least, rivals, anchor
+    this = logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2
     whole = num_columns // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
-        sums = _with_tile(
-            sums, logits_ptr, out_ptr, offs_v, start, None, target, y_target, inner, factor, f2,
-            EXTRAS, BLOCK_V, VECTOR,
-        )  # fmt: skip
+        sums = _with_tile(sums, this, start, None, EXTRAS, BLOCK_V, VECTOR)
     if whole < num_columns:
-        sums = _with_tile(
-            sums, logits_ptr, out_ptr, offs_v, whole, num_columns, target, y_target, inner, factor,
-            f2, EXTRAS, BLOCK_V, VECTOR,
-        )  # fmt: skip
+        sums = _with_tile(sums, this, whole, num_columns, EXTRAS, BLOCK_V, VECTOR)
     thread_peak, total, moment, squares, least, rivals, anchor = sums
     if EXTRAS:  # once more the columns beside the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
@@ -239,17 +218,3 @@ def logp_gradient_(
     out = output_view(tile.logits, torch.bfloat16)
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient
-
-
-def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-    """Weigh what :func:`logp_gradient_` returns; see :class:`Backend`."""
-    assert gradient.row_scale is not None
-    return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.row_scale))
-
-
-@functools.cache
-def _weighing() -> PointwiseKernel:
-    def factor(dlogp: Tensor, unit: Tensor) -> tuple[Tensor, ...]:
-        return (torch.where(dlogp == 0, 0.0, dlogp * unit),)
-
-    return PointwiseKernel.trace(factor, 2, ("dlogp", "unit"))

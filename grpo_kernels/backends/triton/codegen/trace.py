@@ -101,11 +101,11 @@ class PointwiseKernel:
                 f"got {names}"
             )
         graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
-        outputs = _outputs(graphs[0], _TRACE_LENGTHS[0])
-        source, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
-        if source != other:
+        kernel, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
+        if kernel != other:
             raise UntraceableError("the function depends on the length of its inputs")
-        return cls(source, names, tuple(node.meta["val"].dtype for node in outputs))
+        source, dtypes = kernel
+        return cls(source, names, dtypes)
 
     @property
     def kernel(self) -> Any:
@@ -141,7 +141,7 @@ class PointwiseKernel:
 
 
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
-    """Return the graph of core aten operations, with the fake results in ``node.meta["val"]``."""
+    """Return the graph of core aten operations, with fake results in ``node.meta["val"]``."""
 
     def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
         results = fn(*inputs)
@@ -165,14 +165,10 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
         raise UntraceableError(f"the function's path depends on values: {error}") from error
 
 
-def _source(graph: Graph, input_names: Sequence[str], length: int) -> str:
-    """Return the Triton module of a graph that was traced on vectors of ``length``.
-
-    It has the nodes that the outputs need, and no others, in the graph's order.
-
-    Raises:
-        UntraceableError: an operation the outputs depend on is not pointwise.
-    """
+def _source(
+    graph: Graph, input_names: Sequence[str], length: int
+) -> tuple[str, tuple[torch.dtype, ...]]:
+    """Return the Triton module of what a graph's outputs need, and the outputs' dtypes."""
     results = _outputs(graph, length)
     _refuse_shared_mutation(graph)
     needed = _needed(results)
@@ -208,12 +204,13 @@ def _source(graph: Graph, input_names: Sequence[str], length: int) -> str:
         for x, node in zip(outputs, results, strict=True)
     ]
     pointers = [f"{name}_ptr" for name in (*input_names, *outputs)]
-    return _TEMPLATE.format(
+    source = _TEMPLATE.format(
         name=KERNEL_NAME,
         pointers=", ".join(pointers),
         quoted=", ".join(f'"{pointer}"' for pointer in pointers),
         lines="\n    ".join(lines),
     )
+    return source, tuple(node.meta["val"].dtype for node in results)
 
 
 def _outputs(graph: Graph, length: int) -> Sequence[Node]:
@@ -227,8 +224,8 @@ def _outputs(graph: Graph, length: int) -> Sequence[Node]:
 
 
 def _refuse_shared_mutation(graph: Graph) -> None:
-    """Raise where an in-place operation changes memory that a view or the caller's input shares. On
-    a value's own memory it is fine: the trace hands the changed value to its later readers."""
+    """Raise where an in-place operation changes memory that a view or the caller's input shares."""
+    # on a value's own memory it is fine: the trace hands the changed value to its later readers
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             changed = node.args[0] if schema_of(node).is_mutable else None
@@ -243,8 +240,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _needed(outputs: Sequence[Node]) -> set[Node]:
-    """Return the nodes whose values reach an output. What only lends its shape (the ``like`` of a
-    ``full_like``) is not among them, so the sum in front of a backward pass is never generated."""
+    """Return the nodes whose values reach an output."""
     needed: set[Node] = set()
     pending = list(outputs)
     while pending:
@@ -252,10 +248,10 @@ def _needed(outputs: Sequence[Node]) -> set[Node]:
         if node in needed:
             continue
         needed.add(node)
-        if node.op != "placeholder":
-            name = operation_name(node)
-            if not name.startswith("new_") and not name.endswith("_like"):
-                pending += node.all_input_nodes[name == "copy" :]
+        name = operation_name(node) if node.op != "placeholder" else ""
+        # what only lends its shape has no part: the sum before a backward pass is never generated
+        if not name.startswith("new_") and not name.endswith("_like"):
+            pending += node.all_input_nodes[name == "copy" :]
     return needed
 
 
