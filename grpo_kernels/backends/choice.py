@@ -74,7 +74,9 @@ def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> s
 
     Of one that only has to be installed a warning says so, once in a process.
     """
-    unsuited = backend.only_by_name(device) or backend.unsuited(device, dtype)
+    unsuited = backend.unsuited(device, dtype)
+    if backend.for_gpus and device.type == "cpu":
+        unsuited = "the tensors are on the CPU"
     why = unsuited or backend.unavailable()
     if why and not unsuited and (device.type == "cpu" or torch.cuda.is_available()):
         warn_once(backend.absence.format(why))

@@ -28,15 +28,15 @@ _ENTRIES_BLOCK = 1 << 20  # elements of a block: some twenty fp64 temporaries
 class Backend:
     """The passes in plain torch, block by block; others replace those that they have kernels for.
 
-    A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It
-    turns the tile into per-row statistics, and, given the gradients of those statistics, into the
-    gradient of the tile, in place.
+    A row kernel turns a tile of raw logits (C rows, V columns) into per-row statistics, and, given
+    the gradients of those, into the gradient of the tile, in place.
     """
 
     name = "chunked"
     has_tiles = True  # the eager reference forms all logits at once
     generates = False  # whether the loss can run in kernels that are generated from it
     compiles = False  # whether kernels are compiled when they are first launched
+    for_gpus = False  # whether "auto" passes it over for tensors on a CPU
     absence = ""  # what is said, and why {}, where it would have served
 
     def unavailable(self) -> str | None:
@@ -45,10 +45,6 @@ class Backend:
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Say why such tensors cannot use it; None if they can."""
-        return None
-
-    def only_by_name(self, device: torch.device) -> str | None:
-        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
         return None
 
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:

@@ -29,7 +29,7 @@ def _launcher(name: str) -> Any:
 class Triton(Backend):
     """Kernels for fp32, bf16 and fp16 on a GPU, or interpreted."""
 
-    name, generates, compiles = "triton", True, True
+    name, generates, compiles, for_gpus = "triton", True, True, True  # the interpreter is slow
     absence = "The pure-torch path serves on the GPU, because {}."
 
     stats = _launcher("row_stats")
@@ -62,10 +62,6 @@ class Triton(Backend):
             # elsewhere it is emulated, slowly
             return f"bf16 takes a device of compute capability 8.0, and this is {name}"
         return None
-
-    def only_by_name(self, device: torch.device) -> str | None:
-        # the interpreter runs kernels one program at a time
-        return "the tensors are on the CPU" if device.type == "cpu" else None
 
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         import triton  # by its module: the distribution has other names on other platforms

@@ -56,16 +56,13 @@ _COMPARISONS: dict[str, str] = {
     "lt": "{self} < {other}",
     "ne": "{self} != {other}",
 }
-# the operands are converted to bool; the bitwise ones take nothing else here
+# logical and bitwise ones, whose operands are converted to bool
 _LOGICAL: dict[str, str] = {
-    "bitwise_and": "{self} & {other}",
-    "bitwise_not": "{self} == 0",
-    "bitwise_or": "{self} | {other}",
-    "logical_and": "{self} & {other}",
-    "logical_not": "{self} == 0",
-    "logical_or": "{self} | {other}",
-    "logical_xor": "{self} != {other}",
+    "and": "{self} & {other}",
     "mul": "{self} & {other}",
+    "not": "{self} == 0",
+    "or": "{self} | {other}",
+    "xor": "{self} != {other}",
 }
 # results of these share memory with an operand
 VIEWS = frozenset(["_unsafe_view", "alias", "detach", "expand", "view"])
@@ -162,8 +159,9 @@ def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, tor
     if name in _COMPARISONS:
         operands = [x.meta["val"] if isinstance(x, Node) else x for x in given.values()]
         return _COMPARISONS[name], torch.result_type(operands[0], operands[-1])
-    if name in _LOGICAL and dtype == torch.bool:
-        return _LOGICAL[name], torch.bool
+    logical = name.removeprefix("logical_").removeprefix("bitwise_")
+    if logical in _LOGICAL and dtype == torch.bool:
+        return _LOGICAL[logical], torch.bool
     if name in _ARITHMETIC and dtype != torch.bool:
         return _ARITHMETIC[name], dtype
     raise UntraceableError(f"{node.target}: no pointwise rendering for a {dtype} result")
