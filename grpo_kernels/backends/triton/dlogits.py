@@ -9,14 +9,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, StatsGrad, Tile, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config
-from grpo_kernels.backends.triton.common import (
-    LOG2_UNDERFLOW,
-    PER_ROW,
-    bounded,
-    launch_rows,
-    row_factor,
-    unit_of,
-)
+from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LN2, expm1
 
 
@@ -27,7 +20,7 @@ def _weighted(y, unit, constant, of_log):
     log2_p = tl.fma(y - anchor, f2, -rest)
     factor = constant
     if of_log is not None:  # p = 0 has log p = -inf, and p log p = 0
-        factor = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
+        factor = tl.fma(tl.maximum(log2_p, common.LOG2_UNDERFLOW), of_log, constant)
     return tl.exp2(log2_p) * factor
 
 
@@ -45,14 +38,14 @@ def _write_tile(row, start, end, of_log, inner, BLOCK_V: tl.constexpr):
     # The stores below hit bytes that this or an earlier iteration loads, perhaps in another warp:
     # none stores before all have loaded. Later loads lie behind: an output is never wider.
     tl.debug_barrier()
-    y = bounded(x, inner)
+    y = common.bounded(x, inner)
     dx = _weighted(y, unit, constant, of_log)
     if inner is not None:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize_on_alignment=common.PER_ROW)
 def _dlogits_kernel(
     logits_ptr,  # (C, V)
     out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
@@ -83,8 +76,8 @@ def _dlogits_kernel(
     logp = tl.load(logp_ptr + row)
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
-    factor = row_factor(outer, temperature_ptr, row)
-    unit = unit_of(lse, factor)
+    factor = common.row_factor(outer, temperature_ptr, row)
+    unit = common.unit_of(lse, factor)
     slope = factor if inner is None else factor * inner
     constant, of_log = -dlogp * slope, None
     active = dlogp != 0.0
@@ -99,7 +92,7 @@ def _dlogits_kernel(
     if active:
         inside = (target >= 0) & (target < num_columns)
         x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
-        y = bounded(x_target, inner)
+        y = common.bounded(x_target, inner)
         at_target = -dlogp * expm1(logp) * slope
         if dentropy_ptr is not None:
             at_target += _weighted(y, unit, -dentropy * entropy * slope, of_log)
@@ -132,7 +125,7 @@ def dlogits_(
     out = output_view(logits, out_dtype) if out is None else out
     capped = tile.transform.softcap is not None
     config = config or row_config(logits.device)
-    launch_rows(
+    common.launch_rows(
         _dlogits_kernel,
         tile,
         config,

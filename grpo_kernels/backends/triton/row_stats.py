@@ -18,21 +18,7 @@ import triton.language as tl
 
 from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
-from grpo_kernels.backends.triton.common import (
-    PER_ROW,
-    bounded,
-    folded,
-    launch_rows,
-    max_of,
-    pointers,
-    raised,
-    rebased,
-    row_factor,
-    softcap_slope,
-    spread,
-    store_stats,
-    tile_offsets,
-)
+from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LOG2_E, expm1
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
@@ -55,15 +41,15 @@ def _with_tile(
     else:
         mask_v = columns < end
         x = tl.load(logits_ptr + columns, mask=mask_v, other=float("-inf"))
-    y = bounded(x, inner)
+    y = common.bounded(x, inner)
     above = y
     if end is not None:
         if inner is not None:  # which turns -inf into a finite value
             y = tl.where(mask_v, y, float("-inf"))
         above = tl.where(mask_v, y, float("inf"))
-    tile_peak = max_of(y)
-    peak, base, total, moment, squares = raised(peak, total, moment, squares, tile_peak, f2)
-    total, moment, squares, e = folded(y, base, total, moment, squares, f2, EXTRAS)
+    tile_peak = common.max_of(y)
+    peak, base, total, moment, squares = common.raised(peak, total, moment, squares, tile_peak, f2)
+    total, moment, squares, e = common.folded(y, base, total, moment, squares, f2, EXTRAS)
     if out_ptr is not None:
         top = tl.max(tile_peak, axis=0)
         if (top - anchor) * factor > _REACH:
@@ -76,12 +62,12 @@ def _with_tile(
             anchor = top
         tl.debug_barrier()  # as in dlogits: no warp stores before all have loaded
         lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
-        e = e * spread(lift, e)
+        e = e * common.spread(lift, e)
         if inner is not None:
-            e = e * softcap_slope(x, inner)
+            e = e * common.softcap_slope(x, inner)
         tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
     if EXTRAS:
-        least = tl.minimum(least, -max_of(-above))
+        least = tl.minimum(least, -common.max_of(-above))
         # of tiles before the target's; a greater one is no less of a rival
         rivals |= ((tile_peak >= y_target) & (start + BLOCK_V <= target)).to(tl.int32)
     return peak, total, moment, squares, least, rivals, anchor
@@ -91,7 +77,7 @@ def _with_tile(
     # rows of the gradient may be aligned where those of the logits are not: the statistics would
     # be added up in another order than without it
     do_not_specialize=["stride_out_row"],
-    do_not_specialize_on_alignment=[*PER_ROW, "unit_ptr"],
+    do_not_specialize_on_alignment=[*common.PER_ROW, "unit_ptr"],
 )
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
@@ -122,16 +108,16 @@ def _row_stats_kernel(
         if VECTOR > 1:
             stride_out_row = tl.multiple_of(stride_out_row, 16)
         out_ptr += row * stride_out_row
-    factor = row_factor(outer, temperature_ptr, row)
+    factor = common.row_factor(outer, temperature_ptr, row)
     target = tl.load(target_ptr + row).to(tl.int32)
     x_target = tl.load(logits_ptr + target)
-    y_target = bounded(x_target, inner)
+    y_target = common.bounded(x_target, inner)
 
     # Sums are of bounded logits y, whose scores are ``factor * y``: to take the peak off before
     # anything is scaled costs no digits where logits carry a large offset. A tile is (depth,
     # threads, vector), and each thread has sums of its own: so nothing crosses threads until the
     # row's end. Only the last tile may have an end in it.
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    offs_v = common.tile_offsets(BLOCK_V, THREADS, VECTOR)
     peak = tl.full((THREADS,), float("-inf"), tl.float32)
     total = tl.zeros((THREADS,), tl.float32)
     moment = tl.zeros((THREADS,), tl.float32)
@@ -151,11 +137,11 @@ def _row_stats_kernel(
     if EXTRAS:  # once more the columns beside the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
         x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
-        equal = (bounded(x, inner) == y_target) & (columns < target)
-        rivals |= max_of(equal.to(tl.int32))
+        equal = (common.bounded(x, inner) == y_target) & (columns < target)
+        rivals |= common.max_of(equal.to(tl.int32))
     peak = tl.max(thread_peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
-    total, moment, squares = rebased(thread_peak, total, moment, squares, peak, f2)
+    total, moment, squares = common.rebased(thread_peak, total, moment, squares, peak, f2)
     total = tl.sum(total.to(tl.float64), axis=0)
     moment, squares = tl.sum(moment, axis=0), tl.sum(squares, axis=0)
     rival = tl.max(rivals, axis=0) != 0
@@ -167,13 +153,13 @@ def _row_stats_kernel(
     extras = None
     if EXTRAS:
         extras = squares, (y_target == peak) & (not rival), least
-    logp = store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
+    logp = common.store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
         log_anchor = (anchor - peak) * factor - tl.log(total.to(tl.float32))  # its score less lse
         slope = factor if inner is None else factor * inner
         at_target = expm1(logp) * tl.exp(-log_anchor)
         if inner is not None:
-            at_target = at_target * softcap_slope(x_target, inner)
+            at_target = at_target * common.softcap_slope(x_target, inner)
         finite = (log_anchor - log_anchor == 0.0) & (logp - logp == 0.0)
         tl.debug_barrier()  # the target's place was written by another thread
         if finite:
@@ -197,14 +183,14 @@ def row_stats(
     stats = empty_stats(len(tile.target), logits.device, extras)
     config = config or row_config(logits.device)
     out, unit = gradient or (None, None)
-    launch_rows(
+    common.launch_rows(
         _row_stats_kernel,
         tile,
         config,
         out_ptr=out,
         unit_ptr=unit,
         stride_out_row=0 if out is None else out.stride(0),
-        **pointers(stats),
+        **common.pointers(stats),
         **config.blocks(logits.dtype, rows_are_aligned(logits)),
     )
     return stats
