@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.head import Transform, stats_dtype
 
-# A log-probability of less is as good as -inf, whose probability is 0 in every dtype; unlike the
-# smallest fp32 it can be multiplied by a gradient before the probability, 0, is.
+# A log-probability of less is as good as -inf, whose probability is 0 in every dtype; it can be
+# multiplied by a gradient first.
 LEAST_LOGP = -1e4
 # One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
 BLOCK_ELEMENTS = 1 << 23
@@ -68,9 +69,7 @@ class StatsGrad(NamedTuple):
     def nonzero(self) -> Tensor | None:
         """(C,) bool, the rows with a gradient that is not 0; None if all are zeros."""
         given = [x != 0 for x in self if x is not None]
-        if len(given) < 2:
-            return given[0] if given else None
-        return torch.stack(given).any(0)
+        return functools.reduce(torch.logical_or, given) if given else None
 
     def rows(self, index: slice | Tensor) -> StatsGrad:
         """Return the same for a subset of rows."""
@@ -133,14 +132,6 @@ def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
     return RowStats(*[torch.empty(rows, dtype=dtype, device=device) for dtype in dtypes])
 
 
-def concatenate(parts: list[RowStats]) -> RowStats:
-    """Join the statistics of consecutive row ranges; ``parts`` is not empty."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = ([part[i] for part in parts] for i in range(len(RowStats._fields)))
-    return RowStats(*(torch.cat(column) if column[0] is not None else None for column in columns))  # type: ignore[arg-type]
-
-
 class Entries(NamedTuple):
     """The entries of the gradients of C rows' log-probabilities by their raw logits."""
 
@@ -165,14 +156,23 @@ class Entries(NamedTuple):
         norms = (torch.empty(rows, device=device) for _ in range(3))
         return Entries(ids, torch.zeros((rows, slots), device=device), used, *norms)
 
-    @staticmethod
-    def joined(parts: Sequence[Entries]) -> Entries:
-        """Join the entries of consecutive rows."""
-        return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+Record = TypeVar("Record", RowStats, Entries)
+
+
+def concatenate(parts: Sequence[Record]) -> Record:
+    """Join the statistics, or the entries, of consecutive row ranges; ``parts`` is not empty."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*parts, strict=True)
+    joined = [None if column[0] is None else torch.cat(column) for column in columns]
+    return type(parts[0])(*joined)  # type: ignore[arg-type]
 
 
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result.
+
+    16-bit results of fp32 logits lie in the first half of each row's bytes.
 
     Raises:
         ValueError: it would not fit there.

@@ -34,12 +34,7 @@ _ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 # of vectors that are not fp32
-_OTHER_DTYPES = {
-    "target": torch.int64,
-    "keys": torch.int32,
-    "lse": torch.float64,
-    "allowed": torch.float64,
-}
+_LONG = {"target": torch.int64, "keys": torch.int32, "lse": torch.float64, "allowed": torch.float64}
 # the structs of csrc/*.h: the fields, by their types in C
 _STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
@@ -74,18 +69,12 @@ class _View(ctypes.Structure):
             setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
-def _views() -> dict[str, Any]:
-    """Return the types by their names in ``_STRUCTS``."""
-    numbers = {name: getattr(ctypes, f"c_{name}") for name in ("int32", "int64", "double")}
-    types: dict[str, Any] = {"pointer": ctypes.c_void_p, **numbers}
-    for name, text in _STRUCTS.items():
-        declared = (declaration.split(" ", 1) for declaration in text.split("; "))
-        fields = [(field, types[kind]) for kind, names in declared for field in names.split(", ")]
-        types[name] = type(name, (_View,), {"_fields_": fields})
-    return types
-
-
-_VIEWS = _views()
+_VIEWS: dict[str, Any] = {"pointer": ctypes.c_void_p, "double": ctypes.c_double}
+_VIEWS |= {"int32": ctypes.c_int32, "int64": ctypes.c_int64}
+for _name, _text in _STRUCTS.items():
+    _declared = (declaration.split(" ", 1) for declaration in _text.split("; "))
+    _fields = [(field, _VIEWS[kind]) for kind, names in _declared for field in names.split(", ")]
+    _VIEWS[_name] = type(_name, (_View,), {"_fields_": _fields})
 
 
 @functools.cache
@@ -110,13 +99,12 @@ def _load() -> Any:
 
 def _check_status(status: int, function: Any, arguments: tuple) -> None:
     """Raise torch.OutOfMemoryError where a kernel could not allocate its workspace."""
-    if status == _DONE:
-        return
-    subject = getattr(arguments[0], "tile", arguments[0])
-    size = f"{subject.slots} entries" if hasattr(subject, "slots") else f"{subject.columns} logits"
-    raise torch.OutOfMemoryError(
-        f"{function.__name__}: can't allocate memory to work on {subject.rows} rows of {size}"
-    )
+    if status != _DONE:
+        about = getattr(arguments[0], "tile", arguments[0])
+        size = f"{about.slots} entries" if hasattr(about, "slots") else f"{about.columns} logits"
+        raise torch.OutOfMemoryError(
+            f"{function.__name__}: can't allocate memory to work on {about.rows} rows of {size}"
+        )
 
 
 def unavailable() -> str | None:
@@ -126,10 +114,8 @@ def unavailable() -> str | None:
 
 
 def isas() -> list[str]:
-    """Return the instruction sets that this machine can run, best first.
-
-    They are of "amx", "avx512_bf16", "avx512", "avx2" and "baseline".
-    """
+    """Return which of "amx", "avx512_bf16", "avx512", "avx2" and "baseline" this machine can run,
+    best first."""
     names: list[str] = []
     while (name := _load().grpo_isa(len(names))) is not None:
         names.append(name.decode())
@@ -272,9 +258,8 @@ class Native(Backend):
     ) -> bool:
         """Run a product with entries; return whether there is one of these dtypes."""
         fp32 = torch.float32
-        if (entries.values.dtype, factor.dtype) != (fp32, fp32) or source.dtype not in _DTYPES:
-            return False
-        if out.dtype not in (source.dtype, fp32):
+        known = source.dtype in _DTYPES and out.dtype in (source.dtype, fp32)
+        if not known or (entries.values.dtype, factor.dtype) != (fp32, fp32):
             return False
         assert source.shape[1] == out.shape[1], (source.shape, out.shape)
         source, target = _unit_stride(source), _unit_stride(out)
@@ -332,10 +317,7 @@ _RANK_STEP = 8  # kRankStep of csrc/linear.h
 
 
 def _low_rank(hidden: Tensor, head: Head) -> _View:
-    """Return the view of what LoRA adds to the logits, its (rank, tokens) and (V, rank) factors.
-
-    Both are fp32, filled up with zeros.
-    """
+    """Return the view of LoRA's (rank, tokens) and (V, rank) factors in fp32, and zeros."""
     if head.lora is None:
         return _VIEWS["Update"]()
     lora, (count, depth) = head.lora.wide(hidden.dtype), hidden.shape
@@ -372,7 +354,7 @@ def _vectors(rows: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
     """Return (rows,) vectors as kernels read them; a name says the dtype."""
     for name, x in vectors.items():
         if x is not None:
-            dtype = _OTHER_DTYPES.get(name, torch.float32)
+            dtype = _LONG.get(name, torch.float32)
             assert x.shape == (rows,) and x.dtype == dtype and x.device.type == "cpu", (name, x)
             vectors[name] = x.contiguous()
     return vectors

@@ -1,10 +1,9 @@
 """The entries of a row's gradient that matter: sparse products in place of two GEMMs.
 
-The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: the share
-of the target and V - 1 others, nearly all of them tiny. Of these, the ones above a cut ``eps`` are
-kept as they are. One of size ``a <= eps`` is kept with probability ``a / eps``, as ``eps``: what is
-kept is right in the mean, and the expected squared error is the sum of ``a (eps - a)``. Each row
-has nearly the largest cut for which that is within the error that it is allowed.
+The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: nearly
+all are tiny. Those above a cut ``eps`` are kept as they are, and one of size ``a <= eps`` with
+probability ``a / eps``, as ``eps``: what is kept is right in the mean, and the expected squared
+error is the sum of ``a (eps - a)``. Each row has nearly the largest cut that its error allows.
 
 Whether an entry is kept follows from a hash of the row's key and its column: the same run gives the
 same bits. Which rows are computed whole follows from expectations, so the mean stays right.
@@ -26,11 +25,8 @@ _TINY = 1e-300
 
 
 def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
-    """Return (C,) int32 keys of consecutive rows, the ``first`` of them given, with these fp64 lse.
-
-    They differ from step to step as the policy does, from row to row also where rows are alike, and
-    not from run to run.
-    """
+    """Return (C,) int32 keys of consecutive rows, from the ``first`` on, with these fp64 lse."""
+    # they differ from step to step as the policy does, and from row to row also of equal rows
     bits = lse.double().contiguous().view(torch.int64)
     row = torch.arange(first, first + lse.numel(), device=lse.device)
     key = _mixed(row * GOLDEN + seed)

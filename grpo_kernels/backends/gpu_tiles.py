@@ -1,7 +1,7 @@
 """Tile sizes of the GPU kernels.
 
-They depend on the device, the dtype and the head, never on the row count: a row's bits are the same
-in every batch. All are guesses, since none has run; ``make gpu-tune`` measures others.
+They never depend on the row count: a row's bits are the same in every batch. All are guesses, since
+none has run; ``make gpu-tune`` measures others.
 """
 
 from __future__ import annotations

@@ -64,14 +64,12 @@ class Backend:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Write the gradient with respect to the raw logits into ``out``, or else their storage.
+        """Write the gradient by the raw logits into ``out``, or else their storage (output_view).
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
         ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
 
-        Returns a (C, V) tensor of ``out_dtype``, that of ``out``. A 16-bit result of fp32 logits in
-        their storage lives in the first half of each row's bytes, so its row stride is twice that
-        of the logits.
+        Returns a (C, V) tensor of ``out_dtype``, that of ``out``.
         """
         out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
@@ -126,15 +124,14 @@ class Backend:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
-        error is expected to have at most. Of one that is allowed ``ANY_ERROR`` nothing is meant:
-        any entries, and any count of them, will do. A row without a finite ``lse`` is whole, and so
-        is one that is expected to need more entries.
+        error is expected to have at most; with ``ANY_ERROR`` any entries will do. A row without a
+        finite ``lse``, or that is expected to need more entries, is whole.
         """
         parts = [
             block_entries(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
-        return Entries.joined(parts)
+        return concatenate(parts)
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,12 +41,6 @@ PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 _BLOCK = 1024
 # Two lengths that no loss contains: a trace that differs between them depends on the length.
 _TRACE_LENGTHS = (7, 11)
-# Python reads a value: branches on it, indexes with it, makes a shape of it
-_DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 KERNEL_NAME = "_pointwise_kernel"
 _TEMPLATE = """\
 import triton
@@ -81,13 +72,10 @@ class PointwiseKernel:
     def trace(
         cls, fn: PointwiseFunction, num_inputs: int, names: Sequence[str] | None = None
     ) -> PointwiseKernel:
-        """Trace ``fn(*inputs)`` on fp32 vectors.
+        """Trace ``fn(*inputs)``, a tuple of (T,) vectors, each elementwise in (T,) fp32 ones.
 
-        Args:
-            fn: takes ``num_inputs`` fp32 (T,) tensors and returns a tuple of (T,) tensors, each
-                elementwise in the inputs. Python numbers that it closes over are constants.
-            num_inputs: how many.
-            names: identifiers of the inputs in the generated source.
+        Python numbers that ``fn`` closes over are constants; ``names`` are those of the inputs in
+        the generated source.
 
         Raises:
             UntraceableError: ``fn`` reduces, changes shapes, reads values in Python, closes over
@@ -161,7 +149,11 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
         # whatever the caller's mode: fn may differentiate, which a checkpoint around must not count
         with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(same, same):
             return trace(*(torch.empty(length) for _ in range(num_inputs))).graph
-    except _DATA_DEPENDENT as error:
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    ) as error:  # Python branches on a value, indexes with it, makes a shape of it
         raise UntraceableError(f"the function's path depends on values: {error}") from error
 
 
@@ -231,12 +223,10 @@ def _refuse_shared_mutation(graph: Graph) -> None:
             changed = node.args[0] if schema_of(node).is_mutable else None
             if not isinstance(changed, Node):
                 continue
-            if changed.op != "call_function" or any(map(_is_view, (changed, *changed.users))):
+            sharing = [x for x in (changed, *changed.users) if x.op == "call_function"]
+            viewed = any(operation_name(x) in VIEWS for x in sharing)
+            if changed.op != "call_function" or viewed:
                 raise UntraceableError(f"{node.target}: in place on an input or a shared value")
-
-
-def _is_view(node: Node) -> bool:
-    return node.op == "call_function" and operation_name(node) in VIEWS
 
 
 def _needed(outputs: Sequence[Node]) -> set[Node]:
