@@ -28,7 +28,6 @@ from grpo_kernels.backends.choice import (
     choose_backend,
     chunk_rows,
     device_numerics,
-    passed_over,
     requested_backend,
     why_backend,
 )

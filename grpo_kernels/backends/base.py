@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.head import Transform, stats_dtype
 
-# A log-probability of less is as good as -inf, whose probability is 0 in every dtype; unlike the
-# smallest fp32 it can be multiplied by a gradient before the probability, 0, is.
+# A log-probability of less is as good as -inf, whose probability is 0 in every dtype; it can be
+# multiplied by a gradient first.
 LEAST_LOGP = -1e4
 # One block of rows at a time keeps the fp32 temporaries of a 16-bit tile small.
 BLOCK_ELEMENTS = 1 << 23
@@ -68,9 +69,7 @@ class StatsGrad(NamedTuple):
     def nonzero(self) -> Tensor | None:
         """(C,) bool, the rows with a gradient that is not 0; None if all are zeros."""
         given = [x != 0 for x in self if x is not None]
-        if len(given) < 2:
-            return given[0] if given else None
-        return torch.stack(given).any(0)
+        return functools.reduce(torch.logical_or, given) if given else None
 
     def rows(self, index: slice | Tensor) -> StatsGrad:
         """Return the same for a subset of rows."""
@@ -116,8 +115,7 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
 
 def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, torch.Size]:
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
-    names = (*STATS, *(EXTRAS if wanted.extras else ()))
-    shapes = dict.fromkeys(names, rows)
+    shapes = dict.fromkeys((*STATS, *EXTRAS) if wanted.extras else STATS, rows)
     if masked:
         shapes["masked_logp"] = rows
     if wanted.mean:
@@ -129,17 +127,9 @@ def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, t
 
 def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
     """Return uninitialised statistics, each of its own storage: an op's outputs may share none."""
-    shapes = shapes_of(torch.Size((rows,)), OutputSpec(extras), masked=False)
-    dtypes = {name: dtype_of(name, torch.float32) for name in shapes}
-    return RowStats(**{n: torch.empty(rows, dtype=x, device=device) for n, x in dtypes.items()})
-
-
-def concatenate(parts: list[RowStats]) -> RowStats:
-    """Join the statistics of consecutive row ranges; ``parts`` is not empty."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = ([part[i] for part in parts] for i in range(len(RowStats._fields)))
-    return RowStats(*(torch.cat(column) if column[0] is not None else None for column in columns))  # type: ignore[arg-type]
+    names = (*STATS, *EXTRAS) if extras else STATS
+    dtypes = [_DTYPES.get(name, torch.float32) for name in names]
+    return RowStats(*[torch.empty(rows, dtype=dtype, device=device) for dtype in dtypes])
 
 
 class Entries(NamedTuple):
@@ -166,14 +156,23 @@ class Entries(NamedTuple):
         norms = (torch.empty(rows, device=device) for _ in range(3))
         return Entries(ids, torch.zeros((rows, slots), device=device), used, *norms)
 
-    @staticmethod
-    def joined(parts: Sequence[Entries]) -> Entries:
-        """Join the entries of consecutive rows."""
-        return Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+Record = TypeVar("Record", RowStats, Entries)
+
+
+def concatenate(parts: Sequence[Record]) -> Record:
+    """Join the statistics, or the entries, of consecutive row ranges; ``parts`` is not empty."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*parts, strict=True)
+    joined = [None if column[0] is None else torch.cat(column) for column in columns]
+    return type(parts[0])(*joined)  # type: ignore[arg-type]
 
 
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result.
+
+    16-bit results of fp32 logits lie in the first half of each row's bytes.
 
     Raises:
         ValueError: it would not fit there.
@@ -185,20 +184,12 @@ def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
             f"out_dtype: expected {logits.dtype} or, for fp32 logits, a 16-bit dtype; "
             f"got {out_dtype}"
         )
-    rows, columns = logits.shape
-    ratio = logits.element_size() // out_dtype.itemsize
-    row_stride = logits.stride(0) * ratio
-    offset = logits.storage_offset() * ratio
-    flat = torch.empty(0, dtype=out_dtype, device=logits.device)
-    return flat.set_(logits.untyped_storage(), offset, (rows, columns), (row_stride, 1))
+    return logits.view(out_dtype)[:, : logits.shape[1]]
 
 
 def row_blocks(logits: Tensor, elements: int) -> list[slice]:
-    """Cut rows into ranges of a power of two, of about ``elements`` logits.
-
-    A tile whose height is one, too, is cut evenly: how a library adds up a row may depend on how
-    many rows it is given.
-    """
+    """Cut rows into ranges of a power of two, of about ``elements`` logits."""
+    # so a tile of such a height is cut evenly: how a library adds up a row may depend on how many
     rows, columns = logits.shape
     step = 1 << (max(1, elements // max(columns, 1)).bit_length() - 1)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import warnings
 
@@ -55,14 +56,17 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     name = requested_backend(requested)
     if name == "auto":
         return next(b for b in BACKENDS.values() if passed_over(b, device, dtype) is None)
-    source = "backend" if requested != "auto" else BACKEND_VARIABLE
     if not isinstance(name, str) or name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
-        raise ValueError(f"{source}: expected one of {known}; got {name!r}")
+        raise ValueError(f"{_source(requested)}: expected one of {known}; got {name!r}")
     why_not = BACKENDS[name].unavailable() or BACKENDS[name].unsuited(device, dtype)
     if why_not is not None:
-        raise ValueError(f"{source}: {name!r} cannot run: {why_not}")
+        raise ValueError(f"{_source(requested)}: {name!r} cannot run: {why_not}")
     return BACKENDS[name]
+
+
+def _source(requested: str) -> str:
+    return "backend" if requested != "auto" else BACKEND_VARIABLE
 
 
 def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -70,7 +74,9 @@ def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> s
 
     Of one that only has to be installed a warning says so, once in a process.
     """
-    unsuited = backend.only_by_name(device) or backend.unsuited(device, dtype)
+    unsuited = backend.unsuited(device, dtype)
+    if backend.for_gpus and device.type == "cpu":
+        unsuited = "the tensors are on the CPU"
     why = unsuited or backend.unavailable()
     if why and not unsuited and (device.type == "cpu" or torch.cuda.is_available()):
         warn_once(backend.absence.format(why))
@@ -88,13 +94,9 @@ def why_backend(
 ) -> list[str]:
     """Say, for ``explain``, why :func:`choose_backend` took this one."""
     if requested_backend(requested) != "auto":
-        source = "backend" if requested != "auto" else BACKEND_VARIABLE
-        return [f"{chosen.name}: forced by {source}"]
-    reasons = []
-    for backend in BACKENDS.values():
-        if backend is chosen:
-            break
-        reasons.append(f"not {backend.name}: {passed_over(backend, device, dtype)}")
+        return [f"{chosen.name}: forced by {_source(requested)}"]
+    passed = itertools.takewhile(lambda backend: backend is not chosen, BACKENDS.values())
+    reasons = [f"not {each.name}: {passed_over(each, device, dtype)}" for each in passed]
     return [*reasons, f"{chosen.name}: the first of the preferred order that can run"]
 
 
@@ -105,8 +107,7 @@ def chunk_rows(
     device: torch.device,
     max_workspace_bytes: int | None,
 ) -> int:
-    """Return how many rows of logits fit into the workspace, gaps between them (of less than 128
-    bytes) not counted.
+    """Return how many rows of logits fit into the workspace, but for gaps between them.
 
     Raises:
         ValueError: the workspace does not hold one row.

@@ -33,6 +33,8 @@ _LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.p
 _ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
+# of vectors that are not fp32
+_LONG = {"target": torch.int64, "keys": torch.int32, "lse": torch.float64, "allowed": torch.float64}
 # the structs of csrc/*.h: the fields, by their types in C
 _STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
@@ -59,35 +61,20 @@ _KERNELS = {
 
 
 class _View(ctypes.Structure):
-    """A struct of numbers, dtypes, tensors and other views; keeps the tensors' memory alive."""
+    """A struct of numbers, tensors and other views; keeps the tensors' memory alive."""
 
     def __init__(self, **values: Any) -> None:
         self.alive = values
-        super().__init__(**{name: _in_c(value) for name, value in values.items()})
+        for name, value in values.items():
+            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
-def _in_c(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return _DTYPES[value] if isinstance(value, torch.dtype) else value
-
-
-def _views() -> dict[str, Any]:
-    """Return the types by their names in ``_STRUCTS``."""
-    types: dict[str, Any] = {
-        "pointer": ctypes.c_void_p,
-        "int32": ctypes.c_int32,
-        "int64": ctypes.c_int64,
-        "double": ctypes.c_double,
-    }
-    for name, text in _STRUCTS.items():
-        declared = (declaration.split(" ", 1) for declaration in text.split("; "))
-        fields = [(field, types[kind]) for kind, names in declared for field in names.split(", ")]
-        types[name] = type(name, (_View,), {"_fields_": fields})
-    return types
-
-
-_VIEWS = _views()
+_VIEWS: dict[str, Any] = {"pointer": ctypes.c_void_p, "double": ctypes.c_double}
+_VIEWS |= {"int32": ctypes.c_int32, "int64": ctypes.c_int64}
+for _name, _text in _STRUCTS.items():
+    _declared = (declaration.split(" ", 1) for declaration in _text.split("; "))
+    _fields = [(field, _VIEWS[kind]) for kind, names in _declared for field in names.split(", ")]
+    _VIEWS[_name] = type(_name, (_View,), {"_fields_": _fields})
 
 
 @functools.cache
@@ -112,26 +99,23 @@ def _load() -> Any:
 
 def _check_status(status: int, function: Any, arguments: tuple) -> None:
     """Raise torch.OutOfMemoryError where a kernel could not allocate its workspace."""
-    if status == _DONE:
-        return
-    subject = getattr(arguments[0], "tile", arguments[0])
-    size = f"{subject.slots} entries" if hasattr(subject, "slots") else f"{subject.columns} logits"
-    raise torch.OutOfMemoryError(
-        f"{function.__name__}: can't allocate memory to work on {subject.rows} rows of {size}"
-    )
+    if status != _DONE:
+        about = getattr(arguments[0], "tile", arguments[0])
+        size = f"{about.slots} entries" if hasattr(about, "slots") else f"{about.columns} logits"
+        raise torch.OutOfMemoryError(
+            f"{function.__name__}: can't allocate memory to work on {about.rows} rows of {size}"
+        )
 
 
 def unavailable() -> str | None:
-    """Return one sentence that says why the native row kernels cannot run here, or None."""
+    """Say why the native kernels cannot run here; None if they can."""
     library = _load()
     return library if isinstance(library, str) else None
 
 
 def isas() -> list[str]:
-    """Return the instruction sets that this machine can run, best first.
-
-    They are of "amx", "avx512_bf16", "avx512", "avx2" and "baseline".
-    """
+    """Return which of "amx", "avx512_bf16", "avx512", "avx2" and "baseline" this machine can run,
+    best first."""
     names: list[str] = []
     while (name := _load().grpo_isa(len(names))) is not None:
         names.append(name.decode())
@@ -155,8 +139,7 @@ class Native(Backend):
     def __init__(self, isa_rank: int = 0) -> None:
         self._isa_rank = isa_rank  # index into ``isas()``
 
-    def unavailable(self) -> str | None:
-        return unavailable()
+    unavailable = staticmethod(unavailable)
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
@@ -184,21 +167,18 @@ class Native(Backend):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        logits, rows = tile.logits, len(tile.target)
-        in_place = output_view(logits, out_dtype)
-        dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
-        self._run(
-            "grpo_dlogits",
-            _tile(*tile),
-            logp=_vector(stats.logp, rows),
-            entropy=_vector(stats.entropy, rows),
-            lse=_vector(stats.lse, rows, torch.float64),
-            dlogp=_vector(dlogp, rows),
-            dentropy=None if outer.dentropy is None else _vector(outer.dentropy, rows),
-            out=out,
-            out_stride=0 if out is None else out.stride(0),
-            out_dtype=out_dtype,
+        in_place = output_view(tile.logits, out_dtype)
+        vectors = _vectors(
+            len(tile.target),
+            logp=stats.logp,
+            entropy=stats.entropy,
+            lse=stats.lse,
+            dlogp=torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp,
+            dentropy=outer.dentropy,
         )
+        stride = 0 if out is None else out.stride(0)
+        where = {"out": out, "out_stride": stride, "out_dtype": _DTYPES[out_dtype]}
+        self._run("grpo_dlogits", _tile(*tile), **vectors, **where)
         return in_place if out is None else out
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
@@ -214,8 +194,7 @@ class Native(Backend):
         logits: Tensor | None = None,  # (T, V) fp32, filled before the transform
     ) -> RowStats:
         assert precision in ("fp32", "input"), precision
-        assert hidden.dtype in _DTYPES, hidden.dtype
-        assert hidden.device.type == "cpu", hidden.device
+        assert hidden.dtype in _DTYPES and hidden.device.type == "cpu", hidden
         assert logits is None or logits.dtype == torch.float32, logits
         hidden, weight = _unit_stride(hidden), _unit_stride(head.weight.to(hidden.dtype))
         bias = None if head.bias is None else head.bias.float().contiguous()
@@ -230,7 +209,7 @@ class Native(Backend):
             depth=hidden.shape[1],
             hidden_stride=hidden.stride(0),
             weight_stride=weight.stride(0),
-            dtype=hidden.dtype,
+            dtype=_DTYPES[hidden.dtype],
             rounded=precision == "input",
             update=_low_rank(hidden, head),
             tile=_tile(logits, target, head.transform, columns),
@@ -249,18 +228,11 @@ class Native(Backend):
         assert slots > 0, slots
         rows = len(tile.target)
         entries = Entries.empty(rows, slots, tile.logits.device)
-        self._run(
-            "grpo_extract",
-            _tile(*tile),
-            logp=_vector(stats.logp, rows),
-            lse=_vector(stats.lse, rows, torch.float64),
-            keys=_vector(keys, rows, torch.int32),
-            allowed=_vector(allowed.double(), rows, torch.float64),
-            out=_listed(entries),
-            error=entries.error,
-            error_l1=entries.error_l1,
-            norm=entries.norm,
+        vectors = _vectors(
+            rows, logp=stats.logp, lse=stats.lse, keys=keys, allowed=allowed.double()
         )
+        norms = {"error": entries.error, "error_l1": entries.error_l1, "norm": entries.norm}
+        self._run("grpo_extract", _tile(*tile), **vectors, out=_listed(*entries[:3]), **norms)
         return entries
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -286,24 +258,23 @@ class Native(Backend):
     ) -> bool:
         """Run a product with entries; return whether there is one of these dtypes."""
         fp32 = torch.float32
-        if (entries.values.dtype, factor.dtype) != (fp32, fp32) or source.dtype not in _DTYPES:
-            return False
-        if out.dtype not in (source.dtype, fp32):
+        known = source.dtype in _DTYPES and out.dtype in (source.dtype, fp32)
+        if not known or (entries.values.dtype, factor.dtype) != (fp32, fp32):
             return False
         assert source.shape[1] == out.shape[1], (source.shape, out.shape)
         source, target = _unit_stride(source), _unit_stride(out)
         self._run(
             kernel,
-            _listed(Entries(*(x.contiguous() for x in entries))),
-            factor=_vector(factor, len(entries.used)),
+            _listed(*(x.contiguous() for x in entries[:3])),
+            **_vectors(len(entries.used), factor=factor),
             source=source,
             out=target,
             source_stride=source.stride(0),
             out_rows=out.shape[0],
             out_stride=target.stride(0),
             width=out.shape[1],
-            source_dtype=source.dtype,
-            out_dtype=out.dtype,
+            source_dtype=_DTYPES[source.dtype],
+            out_dtype=_DTYPES[out.dtype],
             add=add,
         )
         if target is not out:
@@ -324,18 +295,17 @@ def _tile(
         assert len(logits) == rows and (columns == 1 or logits.stride(1) == 1), logits.stride()
         assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
     temperature = transform.temperature
-    each = _vector(temperature, rows) if isinstance(temperature, Tensor) else None
+    each = temperature if isinstance(temperature, Tensor) else None
     return _VIEWS["Tile"](
+        **_vectors(rows, target=target, row_temperature=each),
         logits=logits,
         rows=rows,
         columns=columns,
         row_stride=columns if logits is None else logits.stride(0),
-        target=_vector(target, rows, torch.int64),
-        row_temperature=each,
         temperature=temperature if each is None else 0.0,
         logit_scale=transform.logit_scale,
         softcap=transform.softcap or 0.0,
-        dtype=torch.float32 if logits is None else logits.dtype,
+        dtype=_DTYPES[torch.float32 if logits is None else logits.dtype],
     )
 
 
@@ -347,10 +317,7 @@ _RANK_STEP = 8  # kRankStep of csrc/linear.h
 
 
 def _low_rank(hidden: Tensor, head: Head) -> _View:
-    """Return the view of what LoRA adds to the logits, its (rank, tokens) and (V, rank) factors.
-
-    Both are fp32, filled up with zeros.
-    """
+    """Return the view of LoRA's (rank, tokens) and (V, rank) factors in fp32, and zeros."""
     if head.lora is None:
         return _VIEWS["Update"]()
     lora, (count, depth) = head.lora.wide(hidden.dtype), hidden.shape
@@ -374,9 +341,8 @@ def _filled(stats: RowStats) -> dict[str, Tensor | None]:
     return {name: getattr(stats, name) for name in (*STATS, *EXTRAS)}
 
 
-def _listed(entries: Entries) -> _View:
-    lists = {"ids": entries.ids, "values": entries.values, "used": entries.used}
-    return _VIEWS["Entries"](**lists, rows=len(entries.ids), slots=entries.columns)
+def _listed(ids: Tensor, values: Tensor, used: Tensor) -> _View:
+    return _VIEWS["Entries"](ids=ids, values=values, used=used, rows=len(ids), slots=ids.shape[1])
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:
@@ -384,7 +350,11 @@ def _unit_stride(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def _vector(vector: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    assert vector.shape == (rows,) and vector.dtype == dtype, (vector.shape, vector.dtype)
-    assert vector.device.type == "cpu", vector.device
-    return vector.contiguous()
+def _vectors(rows: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
+    """Return (rows,) vectors as kernels read them; a name says the dtype."""
+    for name, x in vectors.items():
+        if x is not None:
+            dtype = _LONG.get(name, torch.float32)
+            assert x.shape == (rows,) and x.dtype == dtype and x.device.type == "cpu", (name, x)
+            vectors[name] = x.contiguous()
+    return vectors

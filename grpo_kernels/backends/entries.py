@@ -1,10 +1,9 @@
 """The entries of a row's gradient that matter: sparse products in place of two GEMMs.
 
-The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: the share
-of the target and V - 1 others, nearly all of them tiny. Of these, the ones above a cut ``eps`` are
-kept as they are. One of size ``a <= eps`` is kept with probability ``a / eps``, as ``eps``: what is
-kept is right in the mean, and the expected squared error is the sum of ``a (eps - a)``. Each row
-has nearly the largest cut for which that is within the error that it is allowed.
+The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: nearly
+all are tiny. Those above a cut ``eps`` are kept as they are, and one of size ``a <= eps`` with
+probability ``a / eps``, as ``eps``: what is kept is right in the mean, and the expected squared
+error is the sum of ``a (eps - a)``. Each row has nearly the largest cut that its error allows.
 
 Whether an entry is kept follows from a hash of the row's key and its column: the same run gives the
 same bits. Which rows are computed whole follows from expectations, so the mean stays right.
@@ -26,11 +25,8 @@ _TINY = 1e-300
 
 
 def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
-    """Return (C,) int32 keys of consecutive rows, the ``first`` of them given, with these fp64 lse.
-
-    They differ from step to step as the policy does, from row to row also where rows are alike, and
-    not from run to run.
-    """
+    """Return (C,) int32 keys of consecutive rows, from the ``first`` on, with these fp64 lse."""
+    # they differ from step to step as the policy does, and from row to row also of equal rows
     bits = lse.double().contiguous().view(torch.int64)
     row = torch.arange(first, first + lse.numel(), device=lse.device)
     key = _mixed(row * GOLDEN + seed)
@@ -111,15 +107,9 @@ def block_entries(
 
 
 def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
-    """Return cuts (C,), nearly the largest whose expected sums of squared errors are ``allowed``.
-
-    An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over that
-    factor is within. The next cut to try is where the error would be what is allowed, were it the
-    power of the cut that it is like here.
-
-    Args:
-        total: (C,) what the sizes add up to, at most.
-    """
+    """Return nearly the largest cuts whose expected sums of squared errors are ``allowed``."""
+    # An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over it
+    # is within. Next is tried where the error, were it this power of the cut, would be as allowed.
     least = allowed / total.clamp(min=1e-30)
     # above half of the total there is one size at most; drawing it saves nothing unless all may go
     most = torch.maximum(2 * least, total / 2)

@@ -1,7 +1,7 @@
 """Tile sizes of the GPU kernels.
 
-They depend on the device, the dtype and the head, never on the row count: a row's bits are the same
-in every batch. All are guesses, since none has run; ``make gpu-tune`` measures others.
+They never depend on the row count: a row's bits are the same in every batch. All are guesses, since
+none has run; ``make gpu-tune`` measures others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from grpo_kernels.head import Head
 # reading the weight for it; more rows gain nothing. `schedule/plan.py` has the larger tiles.
 _TILE_BYTES = 256 << 20
 _FEWEST_ROWS, _MOST_ROWS = 256, 16384
+# Without fusion of ``a * b + c`` every operation rounds as it is written: ``z - peak`` is exactly 0
+# at the peak, bits are the same with and without extra statistics, and in the interpreter.
+NOT_FUSED = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,16 @@ class RowConfig:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Launch options. Without fusion of ``a * b + c`` every operation rounds as it is written:
-        ``z - peak`` is exactly 0 at the peak, and the interpreter's numbers are the GPU's."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        """Launch options."""
+        return {"num_warps": self.num_warps, **NOT_FUSED}
 
     def columns(self, dtype: torch.dtype) -> int:
         """Return the number of columns of a tile."""
         return self.num_warps * self.warp * self.depth * (16 // dtype.itemsize)
 
     def blocks(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
-        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes.
-
-        Columns that are loaded one by one take more registers: a tile has fewer.
-        """
+        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes."""
+        # columns that are loaded one by one take more registers: a tile has fewer
         tile = self if aligned else replace(self, depth=max(1, self.depth // 2))
         return {
             "BLOCK_V": tile.columns(dtype),
@@ -75,10 +75,8 @@ class LinearConfig:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Launch options. Where the compiler may fuse ``a * b + c`` it does so at other places with
-        the extra statistics than without them, which would have other bits."""
-        stages = {"num_stages": self.num_stages}
-        return {"num_warps": self.num_warps, **stages, "enable_fp_fusion": False}
+        """Launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NOT_FUSED}
 
     @property
     def constants(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import LEAST_LOGP, OutputSpec, RowStats
+from grpo_kernels.backends.base import LEAST_LOGP, OutputSpec, RowStats, transformed
 from grpo_kernels.backends.topk import completed
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.head import Head, logits_dtype, matmul_precision, stats_dtype
@@ -52,25 +52,17 @@ def reference_logprobs(
 
 
 def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
-    dtype, transform = logits_dtype(hidden.dtype, precision), head.transform
+    dtype = logits_dtype(hidden.dtype, precision)
     exact = torch.autocast(hidden.device.type, enabled=False)
     with matmul_precision(hidden.device, precision), exact:
-        logits = _matmul(hidden, head, dtype)
+        weight = head.weight.to(hidden.dtype)  # under autocast it is wider
+        if head.lora is None:
+            logits = hidden.to(dtype) @ weight.to(dtype).t()
+        else:  # rounded once, if ``dtype`` rounds
+            wide = stats_dtype(hidden.dtype)
+            x, a, b = (factor.to(wide) for factor in (hidden, head.lora.a, head.lora.b))
+            update = head.lora.scaling * (x @ a.t()) @ b.t()
+            logits = (x @ weight.to(wide).t() + update).to(dtype)
     if head.bias is not None:
         logits = logits + head.bias
-    scores = logits.to(stats_dtype(hidden.dtype)) * transform.logit_scale
-    if transform.softcap is not None:
-        scores = transform.softcap * torch.tanh(scores / transform.softcap)
-    temperature = transform.temperature
-    return scores / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-
-
-def _matmul(hidden: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
-    """Return the (T, V) logits before the bias, rounded once if ``dtype`` rounds."""
-    weight = head.weight.to(hidden.dtype)  # under autocast it is wider
-    if head.lora is None:
-        return hidden.to(dtype) @ weight.to(dtype).t()
-    wide = stats_dtype(hidden.dtype)
-    x, a, b = (factor.to(wide) for factor in (hidden, head.lora.a, head.lora.b))
-    update = head.lora.scaling * (x @ a.t()) @ b.t()
-    return (x @ weight.to(wide).t() + update).to(dtype)
+    return transformed(logits, head.transform)[0]

@@ -1,9 +1,7 @@
 """The first k tokens of a row by their scores, and the mean of these, read from a tile.
 
-The larger score comes first, and of equal ones the smaller index. Equal scores are common: logits
-rounded to 16 bits collide, and a softcap's tanh saturates. It runs as torch ops on a block of rows
-at a time, the same on every device and beside every backend's row kernels: a few passes over the
-tile, only for those who ask.
+The larger score comes first, and of equal ones, which are common in 16 bits, the smaller index.
+Torch ops run on a block of rows at a time, the same on every device and beside every backend.
 """
 
 from __future__ import annotations
@@ -23,11 +21,7 @@ _CPU_ELEMENTS = 1 << 18  # of a block: its temporaries stay in the cache
 
 
 def with_top_k(tile: Tile, stats: RowStats, k: int, shard: VocabShard | None = None) -> RowStats:
-    """Return ``stats`` with the first ``k`` ids of each row.
-
-    Of a ``shard`` of the vocabulary the ranks' parts are put together; ``stats`` are then those of
-    whole rows.
-    """
+    """Return ``stats``, of whole rows, with the first ``k`` ids of each, over all ranks' shards."""
     found = []
     for block in _blocks_of_scores(tile):
         first = _top(block, min(k, block.shape[1]))
@@ -51,16 +45,9 @@ def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
     return (sums / counts).to(stats_dtype(tile.logits.dtype))
 
 
-def completed(
-    stats: RowStats,
-    target: Tensor,  # (C,)
-    topk_logp: Tensor,  # (C, k), as the next
-    topk_indices: Tensor,
-) -> RowStats:
-    """Return ``stats`` with these, and with an ``is_top1`` that agrees with them.
-
-    Where no softmax exists, with a NaN or +inf among a row's scores or -inf alone, ids are -1.
-    """
+def completed(stats: RowStats, target: Tensor, topk_logp: Tensor, topk_indices: Tensor) -> RowStats:
+    """Return ``stats`` with these (C, k), and with an ``is_top1`` that agrees with them."""
+    # no softmax exists with a NaN or +inf among a row's scores, or -inf alone
     lost = ~stats.lse.isfinite().unsqueeze(-1)
     topk_logp = topk_logp.masked_fill(lost, float("nan"))
     topk_indices = topk_indices.masked_fill(lost, NOWHERE)
@@ -69,23 +56,16 @@ def completed(
 
 
 def _blocks_of_scores(tile: Tile) -> Iterator[Tensor]:
-    """Yield the scores of some rows after the other."""
+    """Yield the scores, block by block."""
     size = _CPU_ELEMENTS if tile.logits.device.type == "cpu" else BLOCK_ELEMENTS
     for rows in row_blocks(tile.logits, size):
         logits, _, transform = tile.rows(rows)
         yield transformed(logits, transform)[0]
 
 
-def _merged(
-    scores: Tensor,  # (C, up to k), of this rank's first ids
-    ids: Tensor,
-    k: int,
-    shard: VocabShard,
-) -> tuple[Tensor, Tensor]:
-    """Return scores and ids of the first ``k`` of all ranks, (C, k).
-
-    Ranks are in the order of ids, and so are equal scores within one: a stable sort leaves them so.
-    """
+def _merged(scores: Tensor, ids: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Return scores and ids (C, k) of the first of all ranks, from (C, up to k) of this one."""
+    # ranks are in the order of ids, and so are equal scores within one: stable sorts leave them so
     missing = (0, k - ids.shape[1])
     scores = torch.nn.functional.pad(scores, missing, value=-torch.inf)
     ids = torch.nn.functional.pad(ids, missing, value=NOWHERE)
@@ -98,11 +78,8 @@ def _merged(
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
-    """Return the first ``k`` columns of each row in order, (C, k) int64.
-
-    They lie in the first ``k`` groups of columns, which stand in the order of their maxima: before
-    any other group there are ``k`` scores. So one cheap pass leaves few candidates.
-    """
+    """Return the first ``k`` columns of each row in order, (C, k) int64."""
+    # They lie in the first k groups of columns by their maxima: one cheap pass leaves few of them.
     rows, columns = scores.shape
     if columns <= 2 * k * _GROUP:
         return _first(scores, k)
@@ -115,13 +92,10 @@ def _top(scores: Tensor, k: int) -> Tensor:
 
 
 def _first(scores: Tensor, k: int) -> Tensor:
-    """Do the same as :func:`_top`, with work for every score.
-
-    ``topk`` leaves open which of equal values it takes, and in which order: it gets int64 keys
-    ``2**32 * order - index`` of which no two are equal, where ``order`` is the fp32 score's bits as
-    an integer that rises with it. An fp64 score leaves no room, and is sorted with its row.
-    """
-    if scores.dtype == torch.float64:
+    """Do the same as :func:`_top`, with work for every score."""
+    # ``topk`` leaves open which of equal values it takes, and in which order: it gets keys of which
+    # no two are equal, a fp32 score's bits as an integer that rises with it, and then the index
+    if scores.dtype == torch.float64:  # no room for an index
         return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes the 0.0 that it equals
     order = bits ^ (bits >> 31 & 0x7FFFFFFF)

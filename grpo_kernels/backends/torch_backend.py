@@ -28,15 +28,15 @@ _ENTRIES_BLOCK = 1 << 20  # elements of a block: some twenty fp64 temporaries
 class Backend:
     """The passes in plain torch, block by block; others replace those that they have kernels for.
 
-    A row kernel sees one tile of raw logits (C rows, V columns) and knows nothing of losses. It
-    turns the tile into per-row statistics, and, given the gradients of those statistics, into the
-    gradient of the tile, in place.
+    A row kernel turns a tile of raw logits (C rows, V columns) into per-row statistics, and, given
+    the gradients of those, into the gradient of the tile, in place.
     """
 
     name = "chunked"
     has_tiles = True  # the eager reference forms all logits at once
     generates = False  # whether the loss can run in kernels that are generated from it
     compiles = False  # whether kernels are compiled when they are first launched
+    for_gpus = False  # whether "auto" passes it over for tensors on a CPU
     absence = ""  # what is said, and why {}, where it would have served
 
     def unavailable(self) -> str | None:
@@ -45,10 +45,6 @@ class Backend:
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Say why such tensors cannot use it; None if they can."""
-        return None
-
-    def only_by_name(self, device: torch.device) -> str | None:
-        """Say why ``"auto"`` passes it over for tensors on ``device``; None if it does not."""
         return None
 
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
@@ -68,14 +64,12 @@ class Backend:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Write the gradient with respect to the raw logits into ``out``, or else their storage.
+        """Write the gradient by the raw logits into ``out``, or else their storage (output_view).
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
         ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
 
-        Returns a (C, V) tensor of ``out_dtype``, that of ``out``. A 16-bit result of fp32 logits in
-        their storage lives in the first half of each row's bytes, so its row stride is twice that
-        of the logits.
+        Returns a (C, V) tensor of ``out_dtype``, that of ``out``.
         """
         out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
@@ -94,11 +88,11 @@ class Backend:
         raise NotImplementedError(self.name)
 
     def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
-
-        A row without weight has a factor of 0, whatever its own.
-        """
-        raise NotImplementedError(self.name)
+        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``."""
+        assert gradient.row_scale is not None
+        # a row without weight has a factor of 0, whatever its own
+        scale = torch.where(dlogp == 0, 0.0, dlogp * gradient.row_scale)
+        return gradient._replace(row_scale=scale)
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
@@ -130,15 +124,14 @@ class Backend:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
-        error is expected to have at most. Of one that is allowed ``ANY_ERROR`` nothing is meant:
-        any entries, and any count of them, will do. A row without a finite ``lse`` is whole, and so
-        is one that is expected to need more entries.
+        error is expected to have at most; with ``ANY_ERROR`` any entries will do. A row without a
+        finite ``lse``, or that is expected to need more entries, is whole.
         """
         parts = [
             block_entries(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
-        return Entries.joined(parts)
+        return concatenate(parts)
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
@@ -155,9 +148,8 @@ class Backend:
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
-        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]``.
-
-        It is over all t and k with ``ids[t, k] = v``.
+        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]`` over all
+        t and k with ``ids[t, k] = v``.
 
         ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
         better, in the order of the rows, and rounded once; rows that are whole add nothing.

@@ -1,4 +1,4 @@
-"""The Triton backend, and whether Triton can run here. Imports Triton on first use."""
+"""The Triton backend, and whether Triton can run here. Imports it on first use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def _launcher(name: str) -> Any:
 class Triton(Backend):
     """Kernels for fp32, bf16 and fp16 on a GPU, or interpreted."""
 
-    name, generates, compiles = "triton", True, True
+    name, generates, compiles, for_gpus = "triton", True, True, True  # the interpreter is slow
     absence = "The pure-torch path serves on the GPU, because {}."
 
     stats = _launcher("row_stats")
     dlogits_ = _launcher("dlogits_")
     logp_gradient_ = _launcher("logp_gradient_")
-    weighted_gradient = _launcher("weighted_gradient")
     linear_stats = _launcher("linear_stats")
     extract_entries = _launcher("extract_entries")
     entries_matmul = _launcher("entries_matmul")
@@ -50,9 +49,8 @@ class Triton(Backend):
             return None
         if torch.cuda.is_available():
             return _why_no_driver()
-        return (
-            "no CUDA or ROCm device is present (TRITON_INTERPRET=1 runs the kernels on CPU, slowly)"
-        )
+        interpreted = "TRITON_INTERPRET=1 runs the kernels on CPU, slowly"
+        return f"no CUDA or ROCm device is present ({interpreted})"
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -65,16 +63,11 @@ class Triton(Backend):
             return f"bf16 takes a device of compute capability 8.0, and this is {name}"
         return None
 
-    def only_by_name(self, device: torch.device) -> str | None:
-        # the interpreter runs kernels one program at a time
-        return "the tensors are on the CPU" if device.type == "cpu" else None
-
     def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
         import triton  # by its module: the distribution has other names on other platforms
 
-        version = f"triton={triton.__version__}"
         tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
-        return [version, str(tile)]
+        return [f"triton={triton.__version__}", str(tile)]
 
     def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
         return out_dtype == torch.bfloat16  # fp16 has not the range
@@ -94,8 +87,7 @@ def _why_not_usable() -> str | None:
     major, minor, *_ = triton.__version__.split(".")
     if (int(major), int(minor)) >= _OLDEST:
         return None
-    oldest = ".".join(map(str, _OLDEST))
-    return f"expected triton {oldest} or newer, got {triton.__version__}"
+    return "expected triton {}.{} or newer, got {}".format(*_OLDEST, triton.__version__)
 
 
 @functools.cache

@@ -188,7 +188,7 @@ class BoundedSums(TileGradients):
         if not self._found:
             return GradientSums(self._rows, self._needs, 0).finish().joined(head)
         parts, stats, dlogp = zip(*self._found, strict=True)
-        entries, factor = Entries.joined(parts), torch.cat(dlogp)
+        entries, factor = concatenate(parts), torch.cat(dlogp)
         self.report = bounded_report(entries, factor)
         given = entries, factor, self._rows, concatenate(list(stats)), self._route, self._needs
         return bounded_gradients(*given).joined(head)

@@ -17,7 +17,7 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import dlogits, extract, gather
+from grpo_kernels.backends.triton import dlogits, extract, sums
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import OPTIONS
 from grpo_kernels.backends.triton.linear_stats import (
@@ -27,7 +27,6 @@ from grpo_kernels.backends.triton.linear_stats import (
     linear_stats_kernel,
 )
 from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
-from grpo_kernels.backends.triton.segment_sum import _BLOCK, _segment_sum_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -194,9 +193,9 @@ def _gather_cases() -> Iterator[Case]:
     types |= {"stride_out_row": "i64", "stride_matrix_row": "i64"}
     by_row = {"ids_ptr": "*i32", "used_ptr": "*i32"}
     by_column = {"bounds_ptr": "*i64", "order_ptr": "*i64"}
-    blocks = {"BLOCK_K": gather._BLOCK_K, "BLOCK_N": gather._BLOCK_N}
+    blocks = {"BLOCK_K": sums._BLOCK_K, "BLOCK_N": sums._BLOCK_N}
     ones = {"stride_out_column": 1, "stride_matrix_column": 1}
-    kernel = gather._gathered_sums_kernel
+    kernel = sums._gathered_sums_kernel
     for given, out in itertools.product(("fp32", "bf16"), repeat=2):
         pointers = {"matrix_ptr": f"*{given}", "out_ptr": f"*{out}"}
         for places, add in ((by_row, False), (by_column, False), (by_column, True)):
@@ -213,7 +212,7 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 
 def _reduce_cases() -> Iterator[Case]:
     types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
-    yield Case(_segment_sum_kernel, types, {"BLOCK": _BLOCK}, OPTIONS)
+    yield Case(sums._segment_sum_kernel, types, {"BLOCK": sums._BLOCK_T}, OPTIONS)
 
 
 def _pointwise_case() -> Case:

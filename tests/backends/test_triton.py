@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.gpu_tiles import LinearConfig
-from grpo_kernels.backends.triton import linear_stats
-from grpo_kernels.backends.triton.segment_sum import segment_sum
+from grpo_kernels.backends.triton import linear_stats, segment_sum
 from grpo_kernels.head import Head
 from tests.backends.conftest import SMALL, Kernels
 from tests.backends.problems import BF16, PLAIN, head_problem, same

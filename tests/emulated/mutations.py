@@ -32,8 +32,8 @@ MUTATIONS = [
     ("linear_stats", "at += num_rows", "at += num_rows - 1", "test_linear.py matches"),
     ("linear_stats", "for _ in range(0, num_splits)", "for _ in range(1, num_splits)",
      "test_linear.py matches"),
-    ("segment_sum", "mask=tokens < end", "mask=tokens <= end", "test_triton.py sum"),
-    ("gather", "mask_k = entries < end", "mask_k = entries <= end",
+    ("sums", "mask=tokens < end", "mask=tokens <= end", "test_triton.py sum"),
+    ("sums", "mask_k = entries < end", "mask_k = entries <= end",
      "test_entries.py matmul"),
 ]  # fmt: skip
 

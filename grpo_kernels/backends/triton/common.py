@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from grpo_kernels.backends.base import EXTRAS, STATS, RowStats, Tile
-from grpo_kernels.backends.gpu_tiles import LinearConfig, RowConfig, device_class
+from grpo_kernels.backends.gpu_tiles import NOT_FUSED, LinearConfig, RowConfig, device_class
 from grpo_kernels.backends.triton.math import LN2, LOG2_E, tanh
 from grpo_kernels.head import Transform
 
@@ -21,8 +21,7 @@ from grpo_kernels.head import Transform
 # decides nothing but would bring a compilation each.
 _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
 PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *STATS, *EXTRAS)]
-# of kernels without a tile to choose: every operation rounds as it is written
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, **NOT_FUSED}  # of kernels without a tile to choose
 
 # exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
 LOG2_UNDERFLOW = tl.constexpr(-150.0)
@@ -30,7 +29,7 @@ LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
 @triton.jit
 def row_factor(outer, temperature_ptr, row):
-    """Return the factor on a row's (softcapped) logits: ``outer``, over its temperature if any."""
+    """Return the factor on a row's bounded logits: ``outer``, over its temperature if any."""
     outer = tl.cast(outer, tl.float32)  # the interpreter's is Python's
     if temperature_ptr is not None:
         outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
@@ -53,23 +52,20 @@ def softcap_slope(x, inner):
     return 1.0 - y * y
 
 
+# The online-softmax update (Milakov and Gimelshein, arXiv:1805.02867) of every kernel: ``raised``
+# makes room for what comes, ``folded`` adds a tile of scores, and partial sums are ``rebased``.
+# ``total`` = sum e, ``moment`` = sum e t and ``squares`` = sum e^2, with t = f2 (y - peak) and
+# e = 2**t for the scores y. A tile is (rows, columns), with sums of its rows, or of one row (depth,
+# threads, vector), with sums of its threads: those of a whole tile stay within a thread.
+
+
 @triton.jit
 def rebased(peak, total, moment, squares, base, f2):
-    """Take online-softmax sums from ``peak`` to ``base``, which is not smaller; any shape.
-
-    ``total`` = sum e, ``moment`` = sum e t, ``squares`` = sum e^2, with t = f2 (y - peak) and
-    e = 2**t for the scores y.
-    """
+    """Take online-softmax sums from ``peak`` to ``base``, which is not smaller; any shape."""
     # before the first score the sums are 0, and -inf - -inf would be NaN
     drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)
     shrink = tl.exp2(drop)
     return shrink * total, shrink * (moment + drop * total), shrink * shrink * squares
-
-
-# The online-softmax update (Milakov and Gimelshein, arXiv:1805.02867) of every kernel: ``raised``
-# makes room for what comes, ``folded`` adds a tile of scores, and partial sums are ``rebased``.
-# A tile is (rows, columns), with sums of its rows, or of one row (depth, threads, vector), with
-# sums of its threads: those of a whole tile stay within a thread.
 
 
 @triton.jit
@@ -108,10 +104,7 @@ def max_of(tile):
 
 @triton.jit
 def raised(peak, total, moment, squares, other_peak, f2):
-    """Take sums to the larger of two peaks, of any shape.
-
-    Returns that peak, the finite value that scores are now relative to, and the sums.
-    """
+    """Take sums to the larger of two peaks; return it, a finite base for scores, and the sums."""
     new_peak = tl.maximum(peak, other_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
     total, moment, squares = rebased(peak, total, moment, squares, base, f2)
@@ -120,8 +113,7 @@ def raised(peak, total, moment, squares, other_peak, f2):
 
 @triton.jit
 def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
-    """Add a tile of scores to sums relative to ``base``; ``squares`` with ``EXTRAS`` only.
-    Return the sums and the tile's e, too."""
+    """Add a tile of scores to sums relative to ``base``; return them, and the tile's e."""
     t = (y - spread(base, y)) * spread(f2, y)
     e = tl.exp2(t)
     moment += sum_of(e * tl.maximum(t, LOG2_UNDERFLOW))
@@ -133,12 +125,9 @@ def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
 
 @triton.jit
 def unit_of(score, factor):
-    """Return ``anchor``, ``f2`` and ``rest`` of a fp64 score, such as lse.
-
-    ``f2 (y - anchor) - rest`` is how many powers of two a bounded logit y lies above it: a fp32
-    anchor near the score, whose difference is exact where it counts, and then what it leaves. So a
-    large offset of the logits costs no digits.
-    """
+    """Return what takes a fp64 score off: y lies ``f2 (y - anchor) - rest`` powers of 2 above."""
+    # The difference from a fp32 anchor near the score is exact where it counts, and ``rest`` is
+    # what the anchor leaves: a large offset of the logits costs no digits.
     wide = factor.to(tl.float64)
     anchor = tl.where(wide == 0.0, 0.0, score / wide).to(tl.float32)
     rest = (score - anchor.to(tl.float64) * wide) * LOG2_E
@@ -146,18 +135,9 @@ def unit_of(score, factor):
 
 
 @triton.jit
-def store_stats(
-    results,  # pointers to the statistics, of :class:`RowStats`
-    at,
-    mask,
-    y_target,
-    peak,  # of scores y, as the next two of :func:`rebased`
-    total,  # fp64: beside a target that is nearly certain it is little more than 1
-    moment,
-    factor,
-    extras,  # sum e^2, is_top1 and the least y; or None
-):
-    """Store statistics of rows; return logp."""
+def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras):
+    """Store statistics of rows; return logp. ``extras``: sum e^2, is_top1, the least y; or None."""
+    # the total is fp64: beside a target that is nearly certain it is little more than 1
     logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
     rounded = total.to(tl.float32)
     rest = (total - rounded.to(tl.float64)).to(tl.float32)
@@ -186,28 +166,23 @@ def pointers(stats: RowStats) -> dict[str, Tensor | None]:
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
-    """Return ``transform`` as arguments: ``z = outer * tanh(inner * x)``, or ``outer * x``.
-
-    Raises:
-        ValueError: a per-row temperature of the wrong shape, dtype or device.
-    """
+    """Return ``transform`` as arguments: ``z = outer * tanh(inner * x)``, or ``outer * x``."""
     inner, outer = None, float(transform.logit_scale)
     if transform.softcap is not None:
         inner, outer = transform.logit_scale / transform.softcap, float(transform.softcap)
     temperature = transform.temperature
-    per_row = temperature.contiguous() if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor):
-        outer = outer / temperature
-    elif temperature.shape != like.shape[:1] or temperature.device != like.device:
+        return {"temperature_ptr": None, "inner": inner, "outer": outer / temperature}
+    if temperature.shape != like.shape[:1] or temperature.device != like.device:
         raise ValueError(
             f"temperature: expected a float or a ({like.shape[0]},) tensor on {like.device}, "
             f"got {tuple(temperature.shape)} on {temperature.device}"
         )
-    return {"temperature_ptr": per_row, "inner": inner, "outer": outer}
+    return {"temperature_ptr": temperature.contiguous(), "inner": inner, "outer": outer}
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Make the tensor's GPU the current one: Triton launches on the current device."""
+    """Make the tensor's GPU the current one, on which Triton launches."""
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
@@ -215,11 +190,7 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None]:
-    """Launch a tile on the tensor's device, and say whose it is where it does not fit.
-
-    Raises:
-        RuntimeError: the device has less shared memory or fewer registers than the tile takes.
-    """
+    """Launch a tile on the tensor's device, and say whose it is where it does not fit."""
     try:
         with on_device(tensor):
             yield
@@ -231,11 +202,7 @@ def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None
 
 
 def launch_rows(kernel: Any, tile: Tile, config: RowConfig, **arguments: object) -> None:
-    """Launch a program for each row of a tile.
-
-    Raises:
-        ValueError: the row kernels cannot work on the tile.
-    """
+    """Launch a program for each row of a tile; ``arguments`` replace those of its transform."""
     logits, target, transform = tile
     if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
         raise ValueError(

@@ -9,15 +9,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, StatsGrad, Tile, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config
-from grpo_kernels.backends.triton.common import (
-    LOG2_UNDERFLOW,
-    PER_ROW,
-    bounded,
-    launch_rows,
-    row_factor,
-    transform_arguments,
-    unit_of,
-)
+from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LN2, expm1
 
 
@@ -28,23 +20,14 @@ def _weighted(y, unit, constant, of_log):
     log2_p = tl.fma(y - anchor, f2, -rest)
     factor = constant
     if of_log is not None:  # p = 0 has log p = -inf, and p log p = 0
-        factor = tl.fma(tl.maximum(log2_p, LOG2_UNDERFLOW), of_log, constant)
+        factor = tl.fma(tl.maximum(log2_p, common.LOG2_UNDERFLOW), of_log, constant)
     return tl.exp2(log2_p) * factor
 
 
 @triton.jit
-def _write_tile(
-    logits_ptr,
-    out_ptr,
-    start,
-    end,  # of the row, if it lies in this tile; else None
-    unit,
-    constant,
-    of_log,
-    inner,
-    BLOCK_V: tl.constexpr,
-):
-    """Write :func:`_weighted`, times the slope of the softcap."""
+def _write_tile(row, start, end, of_log, inner, BLOCK_V: tl.constexpr):
+    """Write :func:`_weighted`, times the softcap's slope; ``end``: the row's, if within."""
+    logits_ptr, out_ptr, unit, constant = row
     columns = start + tl.arange(0, BLOCK_V)
     if end is None:
         mask = None
@@ -52,18 +35,17 @@ def _write_tile(
     else:
         mask = columns < end
         x = tl.load(logits_ptr + columns, mask=mask, other=0.0)
-    # The stores below hit bytes that this or an earlier iteration loads, and not always in the
-    # warp that loaded them. No warp stores before all have loaded. A later
-    # iteration's loads lie behind this iteration's stores: an output is never wider.
+    # The stores below hit bytes that this or an earlier iteration loads, perhaps in another warp:
+    # none stores before all have loaded. Later loads lie behind: an output is never wider.
     tl.debug_barrier()
-    y = bounded(x, inner)
+    y = common.bounded(x, inner)
     dx = _weighted(y, unit, constant, of_log)
     if inner is not None:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize_on_alignment=common.PER_ROW)
 def _dlogits_kernel(
     logits_ptr,  # (C, V)
     out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
@@ -82,10 +64,7 @@ def _dlogits_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the gradient of a row's raw logits.
-
-    Of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, and dlogp more at the target.
-    """
+    # of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, dlogp more at the target
     if not HAS_SOFTCAP:  # an argument all the same: without it ptxas takes five registers more
         inner = None
     row = tl.program_id(0).to(tl.int64)
@@ -97,8 +76,8 @@ def _dlogits_kernel(
     logp = tl.load(logp_ptr + row)
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
-    factor = row_factor(outer, temperature_ptr, row)
-    unit = unit_of(lse, factor)
+    factor = common.row_factor(outer, temperature_ptr, row)
+    unit = common.unit_of(lse, factor)
     slope = factor if inner is None else factor * inner
     constant, of_log = -dlogp * slope, None
     active = dlogp != 0.0
@@ -108,22 +87,21 @@ def _dlogits_kernel(
         constant = -(dlogp + dentropy * entropy) * slope
         of_log = -dentropy * slope * LN2
         active = active | (dentropy != 0.0)
+    this = logits_ptr, out_ptr, unit, constant
     whole = num_columns // BLOCK_V * BLOCK_V
     if active:
         inside = (target >= 0) & (target < num_columns)
         x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
-        y = bounded(x_target, inner)
+        y = common.bounded(x_target, inner)
         at_target = -dlogp * expm1(logp) * slope
         if dentropy_ptr is not None:
             at_target += _weighted(y, unit, -dentropy * entropy * slope, of_log)
         if inner is not None:
             at_target = at_target * (1.0 - y * y)
         for start in range(0, whole, BLOCK_V):
-            _write_tile(logits_ptr, out_ptr, start, None, unit, constant, of_log, inner, BLOCK_V)
+            _write_tile(this, start, None, of_log, inner, BLOCK_V)
         if whole < num_columns:
-            _write_tile(
-                logits_ptr, out_ptr, whole, num_columns, unit, constant, of_log, inner, BLOCK_V
-            )
+            _write_tile(this, whole, num_columns, of_log, inner, BLOCK_V)
         tl.debug_barrier()  # the target's place was written by another thread
         tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
     else:  # what a row without weight holds cannot leak into its zeros
@@ -145,9 +123,9 @@ def dlogits_(
     logits, dentropy = tile.logits, outer.dentropy
     dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
     out = output_view(logits, out_dtype) if out is None else out
-    inner = transform_arguments(tile.transform, logits)["inner"]
+    capped = tile.transform.softcap is not None
     config = config or row_config(logits.device)
-    launch_rows(
+    common.launch_rows(
         _dlogits_kernel,
         tile,
         config,
@@ -159,7 +137,7 @@ def dlogits_(
         dentropy_ptr=None if dentropy is None else dentropy.contiguous(),
         stride_out_row=out.stride(0),
         BLOCK_V=config.columns(logits.dtype),
-        HAS_SOFTCAP=inner is not None,
-        inner=1.0 if inner is None else inner,
+        HAS_SOFTCAP=capped,
+        **({} if capped else {"inner": 1.0}),
     )
     return out

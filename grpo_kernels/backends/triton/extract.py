@@ -13,49 +13,29 @@ from torch import Tensor
 from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
 from grpo_kernels.backends.entries import GOLDEN, LEAST_POWER, READS, START
 from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_aligned
-from grpo_kernels.backends.triton.common import (
-    PER_ROW,
-    bounded,
-    launch_rows,
-    row_factor,
-    softcap_slope,
-    sum_of,
-    tile_offsets,
-    unit_of,
-)
+from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LN2, expm1
 
-_GOLDEN = tl.constexpr(GOLDEN)
-_READS = tl.constexpr(READS)
-_START = tl.constexpr(START)
-_LEAST_POWER = tl.constexpr(LEAST_POWER)
-_WHOLE = tl.constexpr(WHOLE)
-# Sizes are in a unit near the smallest cut, so that no square of them under- or overflows.
-_LEAST_UNIT = tl.constexpr(-60.0)  # log2
-_LEAST_TOTAL = tl.constexpr(2.0**-30)  # where 1 - p is lost in the rounding of log p
+_GOLDEN, _WHOLE, _READS = map(tl.constexpr, (GOLDEN, WHOLE, READS))
+_START, _LEAST_POWER = map(tl.constexpr, (START, LEAST_POWER))
 _NONE = tl.constexpr(1e-30)
-_MOST = tl.constexpr(2.0**60)
-
-_POINTERS = [*PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries._fields))]
+_POINTERS = [*common.PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries._fields))]
 
 
 @triton.jit
 def _sizes(row, columns, inner):
-    """Return the probabilities of all but the target, and their shares in the gradient; in units.
-
-    ``row`` is what :func:`_extract_kernel` says of one.
-    """
+    """Return probabilities of all but the target, and their shares in the gradient; in units."""
     logits_ptr, num_active, target, anchor, f2, rest = row
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
     others = columns != target
     if inner is not None:  # which turns -inf into a finite value
         others = others & inside
-    p = tl.exp2(tl.fma(bounded(x, inner) - anchor, f2, -rest))
+    p = tl.exp2(tl.fma(common.bounded(x, inner) - anchor, f2, -rest))
     p = tl.where(others, p, 0.0)
     size = p
     if inner is not None:
-        size = p * softcap_slope(x, inner)
+        size = p * common.softcap_slope(x, inner)
     return p, size
 
 
@@ -87,31 +67,32 @@ def _extract_kernel(
     logits_ptr += row * stride_row
     ids_ptr += row * slots
     values_ptr += row * slots
-    factor = row_factor(outer, temperature_ptr, row)
+    factor = common.row_factor(outer, temperature_ptr, row)
     slope = factor if inner is None else factor * inner
     target = tl.load(target_ptr + row).to(tl.int32)
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
     num_active = tl.where(finite, num_columns, 0)
 
-    # The unit, a power of two, is about allowed^2 / (1 - p), the least cut that may be it.
+    # Sizes are in a unit near the smallest cut, so that no square of them under- or overflows. This
+    # power of two is about allowed^2 / (1 - p), the least cut that may be it.
     logp = tl.where(finite, tl.minimum(tl.load(logp_ptr + row), 0.0), 0.0)
-    about = tl.maximum(-expm1(logp), _LEAST_TOTAL)
+    about = tl.maximum(-expm1(logp), 2.0**-30)  # where 1 - p is lost in the rounding of log p
     allowed = tl.load(allowed_ptr + row).to(tl.float32) / slope
     log2_unit = tl.floor(2.0 * tl.log2(allowed) - tl.log2(about))
-    log2_unit = tl.minimum(tl.maximum(log2_unit, _LEAST_UNIT), 0.0)
+    log2_unit = tl.minimum(tl.maximum(log2_unit, -60.0), 0.0)
     unit = tl.exp2(log2_unit) * slope
     allowed = allowed * tl.exp2(-log2_unit)
     at_unit = lse + log2_unit.to(tl.float64) * LN2
-    anchor, f2, rest = unit_of(at_unit, factor)
+    anchor, f2, rest = common.unit_of(at_unit, factor)
     this = logits_ptr, num_active, target, anchor, f2, rest
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    offs_v = common.tile_offsets(BLOCK_V, THREADS, VECTOR)
     zero = tl.zeros((THREADS,), tl.float32)
 
     # the row's cut, as ``_cuts`` of ``backends/entries.py`` finds it; all in units
     total = about * tl.exp2(-log2_unit)  # of the sizes, at most
     allowed = allowed * allowed
-    least = tl.minimum(allowed / tl.maximum(total, _NONE), _MOST)
+    least = tl.minimum(allowed / tl.maximum(total, _NONE), 2.0**60)
     most = tl.maximum(2.0 * least, 0.5 * total)
     tried = tl.sqrt(least * (least + _START * total))
     cut = 0.0 * tried
@@ -121,8 +102,8 @@ def _extract_kernel(
             columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
             _, size = _sizes(this, columns, inner)
             below = tl.where(size <= tried, size, 0.0)
-            slopes += sum_of(below)
-            errors += sum_of(below * (tried - below))
+            slopes += common.sum_of(below)
+            errors += common.sum_of(below * (tried - below))
         error = tl.sum(errors, axis=0)
         ratio = allowed / tl.maximum(error, _NONE)
         cut = tl.maximum(cut, tried * tl.minimum(ratio, 1.0))
@@ -140,8 +121,8 @@ def _extract_kernel(
     for start in range(0, num_active, BLOCK_V):
         columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
         p, size = _sizes(this, columns, inner)
-        mass += sum_of(p)
-        squares += sum_of(size * size)
+        mass += common.sum_of(p)
+        squares += common.sum_of(size * size)
         hashed = columns.to(tl.uint32) * _GOLDEN + key  # then the end of MurmurHash3
         hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
         hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
@@ -150,24 +131,24 @@ def _extract_kernel(
         kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
         value = tl.where(kept, tl.maximum(size, cut), 0.0)
         error_of = value - size
-        drawn += sum_of(tl.where(large, 0.0, size))
-        squared += sum_of(error_of * error_of)
-        magnitudes += sum_of(tl.abs(error_of))
-        found = tl.sum(sum_of(kept.to(tl.int32)), axis=0)
+        drawn += common.sum_of(tl.where(large, 0.0, size))
+        squared += common.sum_of(error_of * error_of)
+        magnitudes += common.sum_of(tl.abs(error_of))
+        found = tl.sum(common.sum_of(kept.to(tl.int32)), axis=0)
         if found > 0:
             flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
             slot = count + tl.cumsum(flags, axis=0)
             fits = (flags != 0) & (slot < slots)
             tl.store(ids_ptr + slot, start + in_order, mask=fits)
             tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * -unit, mask=fits)
-            large_count += tl.sum(sum_of(large.to(tl.int32)), axis=0)
+            large_count += tl.sum(common.sum_of(large.to(tl.int32)), axis=0)
             count += found
     drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
     expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
     at_target = tl.sum(mass, axis=0)
     if inner is not None:
         at = tl.load(logits_ptr + target, mask=finite, other=0.0)
-        at_target = at_target * softcap_slope(at.to(tl.float32), inner)
+        at_target = at_target * common.softcap_slope(at.to(tl.float32), inner)
     row_fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
     tl.store(ids_ptr, target)
     tl.store(values_ptr, at_target * unit)
@@ -180,11 +161,8 @@ def _extract_kernel(
 
 
 def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
-    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread.
-
-    Columns that are loaded one by one take more registers; there are fewer threads to share them.
-    """
-    if not aligned:
+    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread."""
+    if not aligned:  # loaded one by one, which takes more registers: fewer threads share them
         return RowConfig(num_warps=4, depth=1).on(device)
     return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
 
@@ -197,11 +175,10 @@ def extract_entries(
     slots: int,
 ) -> Entries:
     """Choose the entries of each row; see ``Backend.extract_entries``."""
-    logits, device = tile.logits, tile.logits.device
-    aligned = rows_are_aligned(logits)
-    config = config_for(logits.dtype, device_class(device), aligned)
-    found = Entries.empty(len(logits), slots, device)
-    launch_rows(
+    logits, aligned = tile.logits, rows_are_aligned(tile.logits)
+    config = config_for(logits.dtype, device_class(logits.device), aligned)
+    found = Entries.empty(len(logits), slots, logits.device)
+    common.launch_rows(
         _extract_kernel,
         tile,
         config,

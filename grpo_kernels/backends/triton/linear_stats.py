@@ -5,16 +5,13 @@ after the other and folds each into the sums of its rows, so that no logit leave
 kernel merges the splits in their order. What a split is depends on the head alone: a row's bits are
 the same in every batch.
 
-Each row keeps a running maximum. Sums relative to the target's logit would need none, but that
-logit would have to come first, from a GEMM of another summation order, and rows whose target is
-too improbable would have to be done again; the maximum costs one operation of about ten per logit.
-The target's own logit is picked in the few tiles that hold a target of the block.
-
 A tile is folded in two subtiles where one would not fit into the registers beside its temporaries.
 With extras a tile is a single subtile: the same subtiles in the same order, so the same bits.
 """
 
 from __future__ import annotations
+
+from itertools import zip_longest
 
 import torch
 import triton
@@ -25,19 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.backends.base import RowStats, empty_stats
 from grpo_kernels.backends.gpu_tiles import LinearConfig, linear_config, row_stride
-from grpo_kernels.backends.triton.common import (
-    OPTIONS,
-    PER_ROW,
-    bounded,
-    folded,
-    launching,
-    pointers,
-    raised,
-    rebased,
-    row_factor,
-    store_stats,
-    transform_arguments,
-)
+from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LOG2_E
 from grpo_kernels.head import Head, logits_dtype
 
@@ -47,11 +32,10 @@ _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # bound on the sums of the splits; longer batches are launched in chunks
 _PARTIAL_BYTES = 32 << 20
 _CHUNK_ROWS = 2048  # or a multiple
-# of these a new value brings no compilation
-_COUNTS = ["num_rows", "num_splits"]
+_COUNTS = ["num_rows", "num_splits"]  # a new value of these brings no compilation
 # of each row and split; slices of one allocation, aligned as the number of rows has it
 _SUMS = ("peak", "total", "moment", "squares", "least")
-_PER_SPLIT = [*PER_ROW, *(f"{name}_ptr" for name in (*_SUMS, "best"))]
+_PER_SPLIT = [*common.PER_ROW, *(f"{name}_ptr" for name in (*_SUMS, "best"))]
 
 
 @triton.jit
@@ -66,19 +50,17 @@ def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
-    """Add bounded logits (rows, columns) to each row's sums, all relative to the row's ``peak``.
-
-    ``best`` is the first column of the peak. To take the peak off before anything is scaled costs
-    no digits where logits carry a large offset.
-    """
+    """Add bounded logits (rows, columns) to sums of rows; ``best``: the peak's first column."""
     peak, total, moment, squares, least, best = sums
     its_peak = tl.max(y, axis=1)
-    new_peak, base, total, moment, squares = raised(peak, total, moment, squares, its_peak, f2)
+    new_peak, base, total, moment, squares = common.raised(
+        peak, total, moment, squares, its_peak, f2
+    )
     if EXTRAS:
         least = tl.minimum(least, tl.min(tl.where(mask_v[None, :], y, float("inf")), axis=1))
         at_peak = tl.where(y == its_peak[:, None], columns[None, :], _NO_COLUMN)
         best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
-    total, moment, squares, _ = folded(y, base, total, moment, squares, f2, EXTRAS)
+    total, moment, squares, _ = common.folded(y, base, total, moment, squares, f2, EXTRAS)
     return new_peak, total, moment, squares, least, best
 
 
@@ -127,7 +109,7 @@ def linear_stats_kernel(
     mask_t = rows < num_rows
     target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
     inside = tl.minimum(rows, num_rows - 1)
-    f2 = row_factor(outer, temperature_ptr, inside) * LOG2_E
+    f2 = common.row_factor(outer, temperature_ptr, inside) * LOG2_E
     f2 += tl.zeros((BLOCK_T,), tl.float32)
     zero = tl.zeros((BLOCK_T,), tl.float32)
     infinite = tl.full((BLOCK_T,), float("inf"), tl.float32)
@@ -169,7 +151,7 @@ def linear_stats_kernel(
                 logits += bias[None, :]
                 if ROUND_TO is not None:
                     logits = _rounded(logits, ROUND_TO, UPCAST)
-            y = bounded(logits, inner)
+            y = common.bounded(logits, inner)
             here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
                 y_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], y, 0.0), axis=1)
@@ -214,7 +196,7 @@ def _merge_splits_kernel(
     EXTRAS: tl.constexpr = squares_ptr is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
-    factor = row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
+    factor = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float64)
     moment = tl.zeros((BLOCK,), tl.float64)
@@ -230,8 +212,10 @@ def _merge_splits_kernel(
         if EXTRAS:
             its_squares = tl.load(squares_ptr + at, mask=mask, other=0.0)
         f2 = factor * LOG2_E
-        new_peak, base, total, moment, squares = raised(peak, total, moment, squares, its_peak, f2)
-        more = rebased(its_peak, its_total, its_moment, its_squares, base, f2)
+        new_peak, base, total, moment, squares = common.raised(
+            peak, total, moment, squares, its_peak, f2
+        )
+        more = common.rebased(its_peak, its_total, its_moment, its_squares, base, f2)
         total, moment, squares = total + more[0], moment + more[1], squares + more[2]
         if EXTRAS:
             least = tl.minimum(least, tl.load(least_ptr + at, mask=mask, other=0.0))
@@ -248,7 +232,7 @@ def _merge_splits_kernel(
     if EXTRAS:
         is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best
         extras = squares, is_top1, least
-    store_stats(results, rows, mask, y_target, peak, total, moment, factor, extras)
+    common.store_stats(results, rows, mask, y_target, peak, total, moment, factor, extras)
 
 
 def linear_stats(
@@ -273,19 +257,18 @@ def linear_stats(
     described = _described(weight, tile.block_v, tile)
     logits = logits_dtype(hidden.dtype, precision)
     size = max(1, _PARTIAL_BYTES // (4 * 3 * splits) // _CHUNK_ROWS) * _CHUNK_ROWS
-    with launching(config, hidden):
+    with common.launching(config, hidden):
         for start in range(0, rows, size):
             chunk = slice(start, min(start + size, rows))
             x, count = hidden[chunk], chunk.stop - start
-            transform = transform_arguments(head.transform.rows(chunk), x)
+            transform = common.transform_arguments(head.transform.rows(chunk), x)
             sums = x.new_empty((5 if extras else 3, splits, count), dtype=torch.float32)
             best = sums.new_empty((splits, count), dtype=torch.int32) if extras else None
             both = {
                 "target_ptr": target[chunk],
                 "y_target_ptr": sums.new_empty(count),
                 "best_ptr": best,
-                **{f"{name}_ptr": None for name in _SUMS},
-                **{f"{name}_ptr": each for name, each in zip(_SUMS, sums, strict=False)},
+                **{f"{name}_ptr": each for name, each in zip_longest(_SUMS, sums)},
                 "num_rows": count,
                 "num_splits": splits,
             }
@@ -305,14 +288,14 @@ def linear_stats(
                 temperature_ptr=transform["temperature_ptr"],
                 outer=transform["outer"],
                 **both,
-                **pointers(stats.rows(chunk)),
-                **OPTIONS,
+                **common.pointers(stats.rows(chunk)),
+                **common.OPTIONS,
             )
     return stats
 
 
 def _described(x: Tensor, rows: int, config: LinearConfig) -> Tensor | TensorDescriptor:
-    """Return a matrix as kernels take it, of which they read so many rows at once."""
+    """Return a matrix as kernels take it, that many rows at once."""
     if not config.descriptors:
         return x
     return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [rows, config.block_d])

@@ -7,27 +7,17 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# exp(x) = 2**n exp(r), r = x - n ln 2. HIGH has few enough bits that n * HIGH is exact.
+# ln 2 in two parts, the higher of so few bits that its product with an exponent is exact
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440054690583e-4)
-# exp is 0 or inf in fp32 well inside of these
-_EXP_LIMIT = tl.constexpr(120.0)
-
-# Below this magnitude 1 - 2 / (exp(2x) + 1) cancels, and a polynomial serves.
-_TANH_SMALL = tl.constexpr(0.5)
-# (tanh(x) / x - 1) / x**2 as a polynomial of x**2, fitted for least relative error on [0, 0.5]
-_TANH_0 = tl.constexpr(-0.33333327)
-_TANH_1 = tl.constexpr(0.133329707)
-_TANH_2 = tl.constexpr(-0.0538999715)
-_TANH_3 = tl.constexpr(0.0213017031)
-_TANH_4 = tl.constexpr(-0.00665357197)
 
 
 @triton.jit
 def precise_exp(x):
     """Compute exp to about 2 ulp for any fp32 ``x``; the hardware's loses ``|x|`` ulp."""
-    x = tl.maximum(x, -_EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, _EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    # it is 0 or inf well inside of these limits
+    x = tl.maximum(x, -120.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, 120.0, propagate_nan=tl.PropagateNan.ALL)
     n = tl.floor(x * LOG2_E + 0.5)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     # two factors: 2**n alone overflows where 2**n exp(r) does not
@@ -55,12 +45,13 @@ def expm1(x):
 @triton.jit
 def tanh(x):
     """Compute tanh of fp32 ``x`` to about 4 ulp, also near 0; NaN stays NaN."""
+    # where 1 - 2 / (exp(2x) + 1) cancels a polynomial serves, of least relative error on [0, 0.5]
     square = x * x
-    poly = _TANH_3 + square * _TANH_4
-    poly = _TANH_2 + square * poly
-    poly = _TANH_1 + square * poly
-    poly = _TANH_0 + square * poly
+    poly = 0.0213017031 + square * -0.00665357197
+    poly = -0.0538999715 + square * poly
+    poly = 0.133329707 + square * poly
+    poly = -0.33333327 + square * poly
     small = x + x * square * poly
     large = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     large = tl.where(x < 0, -large, large)
-    return tl.where(tl.abs(x) < _TANH_SMALL, small, large)
+    return tl.where(tl.abs(x) < 0.5, small, large)

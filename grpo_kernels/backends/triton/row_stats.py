@@ -3,7 +3,7 @@
 The gradient of row i is ``-dlogp_i p_ij`` but for the target, and ``p_ij = exp(z_ij - a_i)
 exp(a_i - lse_i)`` for any anchor a_i. So ``E_ij = exp(z_ij - a_i)`` can be written over the logits
 on the way, while the row's statistics are summed; what the loss says comes later, as one number r_i
-per row. The GEMMs take it out of the sums: ``dhidden = r (E W)``, ``dweight = E^T (r h)``.
+per row, which the GEMMs take out of the sums: ``dhidden = r (E W)``, ``dweight = E^T (r h)``.
 
 The anchor is the target's score, so that ``E`` holds a target's rivals however rare they are. Where
 the row turns out to be far above, the anchor rises, and what was written follows. 16-bit numbers
@@ -12,31 +12,13 @@ with the range of fp32 (bf16) hold all of that; fp16 does not.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
-from grpo_kernels.backends.triton.codegen import PointwiseKernel
-from grpo_kernels.backends.triton.common import (
-    PER_ROW,
-    bounded,
-    folded,
-    launch_rows,
-    max_of,
-    pointers,
-    raised,
-    rebased,
-    row_factor,
-    softcap_slope,
-    spread,
-    store_stats,
-    tile_offsets,
-)
+from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LOG2_E, expm1
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
@@ -47,23 +29,11 @@ _LOWEST = tl.constexpr(-1e30)  # an anchor for a target without a finite score
 
 @triton.jit
 def _with_tile(
-    sums,
-    logits_ptr,
-    out_ptr,
-    offs_v,
-    start,
-    end,  # of the row, if it lies in this tile; else None
-    target,
-    y_target,
-    inner,
-    factor,
-    f2,
-    EXTRAS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    VECTOR: tl.constexpr,
+    sums, row, start, end, EXTRAS: tl.constexpr, BLOCK_V: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Add a tile to the sums of a row; with ``out_ptr`` store its ``E``."""
+    """Add a tile, perhaps with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
     peak, total, moment, squares, least, rivals, anchor = sums
+    logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2 = row
     columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
     if end is None:
         mask_v = None
@@ -71,15 +41,15 @@ def _with_tile(
     else:
         mask_v = columns < end
         x = tl.load(logits_ptr + columns, mask=mask_v, other=float("-inf"))
-    y = bounded(x, inner)
+    y = common.bounded(x, inner)
     above = y
     if end is not None:
         if inner is not None:  # which turns -inf into a finite value
             y = tl.where(mask_v, y, float("-inf"))
         above = tl.where(mask_v, y, float("inf"))
-    tile_peak = max_of(y)
-    peak, base, total, moment, squares = raised(peak, total, moment, squares, tile_peak, f2)
-    total, moment, squares, e = folded(y, base, total, moment, squares, f2, EXTRAS)
+    tile_peak = common.max_of(y)
+    peak, base, total, moment, squares = common.raised(peak, total, moment, squares, tile_peak, f2)
+    total, moment, squares, e = common.folded(y, base, total, moment, squares, f2, EXTRAS)
     if out_ptr is not None:
         top = tl.max(tile_peak, axis=0)
         if (top - anchor) * factor > _REACH:
@@ -92,12 +62,12 @@ def _with_tile(
             anchor = top
         tl.debug_barrier()  # as in dlogits: no warp stores before all have loaded
         lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
-        e = e * spread(lift, e)
+        e = e * common.spread(lift, e)
         if inner is not None:
-            e = e * softcap_slope(x, inner)
+            e = e * common.softcap_slope(x, inner)
         tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
     if EXTRAS:
-        least = tl.minimum(least, -max_of(-above))
+        least = tl.minimum(least, -common.max_of(-above))
         # of tiles before the target's; a greater one is no less of a rival
         rivals |= ((tile_peak >= y_target) & (start + BLOCK_V <= target)).to(tl.int32)
     return peak, total, moment, squares, least, rivals, anchor
@@ -107,7 +77,7 @@ def _with_tile(
     # rows of the gradient may be aligned where those of the logits are not: the statistics would
     # be added up in another order than without it
     do_not_specialize=["stride_out_row"],
-    do_not_specialize_on_alignment=[*PER_ROW, "unit_ptr"],
+    do_not_specialize_on_alignment=[*common.PER_ROW, "unit_ptr"],
 )
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
@@ -138,16 +108,16 @@ def _row_stats_kernel(
         if VECTOR > 1:
             stride_out_row = tl.multiple_of(stride_out_row, 16)
         out_ptr += row * stride_out_row
-    factor = row_factor(outer, temperature_ptr, row)
+    factor = common.row_factor(outer, temperature_ptr, row)
     target = tl.load(target_ptr + row).to(tl.int32)
     x_target = tl.load(logits_ptr + target)
-    y_target = bounded(x_target, inner)
+    y_target = common.bounded(x_target, inner)
 
     # Sums are of bounded logits y, whose scores are ``factor * y``: to take the peak off before
     # anything is scaled costs no digits where logits carry a large offset. A tile is (depth,
     # threads, vector), and each thread has sums of its own: so nothing crosses threads until the
     # row's end. Only the last tile may have an end in it.
-    offs_v = tile_offsets(BLOCK_V, THREADS, VECTOR)
+    offs_v = common.tile_offsets(BLOCK_V, THREADS, VECTOR)
     peak = tl.full((THREADS,), float("-inf"), tl.float32)
     total = tl.zeros((THREADS,), tl.float32)
     moment = tl.zeros((THREADS,), tl.float32)
@@ -157,26 +127,21 @@ def _row_stats_kernel(
     rivals = tl.zeros((THREADS,), tl.int32)  # whether an earlier column equals the target's
     anchor = tl.where(y_target > _LOWEST, y_target, _LOWEST)
     sums = peak, total, moment, squares, least, rivals, anchor
+    this = logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2
     whole = num_columns // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
-        sums = _with_tile(
-            sums, logits_ptr, out_ptr, offs_v, start, None, target, y_target, inner, factor, f2,
-            EXTRAS, BLOCK_V, VECTOR,
-        )  # fmt: skip
+        sums = _with_tile(sums, this, start, None, EXTRAS, BLOCK_V, VECTOR)
     if whole < num_columns:
-        sums = _with_tile(
-            sums, logits_ptr, out_ptr, offs_v, whole, num_columns, target, y_target, inner, factor,
-            f2, EXTRAS, BLOCK_V, VECTOR,
-        )  # fmt: skip
+        sums = _with_tile(sums, this, whole, num_columns, EXTRAS, BLOCK_V, VECTOR)
     thread_peak, total, moment, squares, least, rivals, anchor = sums
     if EXTRAS:  # once more the columns beside the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
         x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
-        equal = (bounded(x, inner) == y_target) & (columns < target)
-        rivals |= max_of(equal.to(tl.int32))
+        equal = (common.bounded(x, inner) == y_target) & (columns < target)
+        rivals |= common.max_of(equal.to(tl.int32))
     peak = tl.max(thread_peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
-    total, moment, squares = rebased(thread_peak, total, moment, squares, peak, f2)
+    total, moment, squares = common.rebased(thread_peak, total, moment, squares, peak, f2)
     total = tl.sum(total.to(tl.float64), axis=0)
     moment, squares = tl.sum(moment, axis=0), tl.sum(squares, axis=0)
     rival = tl.max(rivals, axis=0) != 0
@@ -188,13 +153,13 @@ def _row_stats_kernel(
     extras = None
     if EXTRAS:
         extras = squares, (y_target == peak) & (not rival), least
-    logp = store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
+    logp = common.store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
         log_anchor = (anchor - peak) * factor - tl.log(total.to(tl.float32))  # its score less lse
         slope = factor if inner is None else factor * inner
         at_target = expm1(logp) * tl.exp(-log_anchor)
         if inner is not None:
-            at_target = at_target * softcap_slope(x_target, inner)
+            at_target = at_target * common.softcap_slope(x_target, inner)
         finite = (log_anchor - log_anchor == 0.0) & (logp - logp == 0.0)
         tl.debug_barrier()  # the target's place was written by another thread
         if finite:
@@ -218,14 +183,14 @@ def row_stats(
     stats = empty_stats(len(tile.target), logits.device, extras)
     config = config or row_config(logits.device)
     out, unit = gradient or (None, None)
-    launch_rows(
+    common.launch_rows(
         _row_stats_kernel,
         tile,
         config,
         out_ptr=out,
         unit_ptr=unit,
         stride_out_row=0 if out is None else out.stride(0),
-        **pointers(stats),
+        **common.pointers(stats),
         **config.blocks(logits.dtype, rows_are_aligned(logits)),
     )
     return stats
@@ -239,17 +204,3 @@ def logp_gradient_(
     out = output_view(tile.logits, torch.bfloat16)
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient
-
-
-def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-    """Weigh what :func:`logp_gradient_` returns; see :class:`Backend`."""
-    assert gradient.row_scale is not None
-    return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.row_scale))
-
-
-@functools.cache
-def _weighing() -> PointwiseKernel:
-    def factor(dlogp: Tensor, unit: Tensor) -> tuple[Tensor, ...]:
-        return (torch.where(dlogp == 0, 0.0, dlogp * unit),)
-
-    return PointwiseKernel.trace(factor, 2, ("dlogp", "unit"))

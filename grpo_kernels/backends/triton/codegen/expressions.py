@@ -56,16 +56,13 @@ _COMPARISONS: dict[str, str] = {
     "lt": "{self} < {other}",
     "ne": "{self} != {other}",
 }
-# the operands are converted to bool; the bitwise ones take nothing else here
+# logical and bitwise ones, whose operands are converted to bool
 _LOGICAL: dict[str, str] = {
-    "bitwise_and": "{self} & {other}",
-    "bitwise_not": "{self} == 0",
-    "bitwise_or": "{self} | {other}",
-    "logical_and": "{self} & {other}",
-    "logical_not": "{self} == 0",
-    "logical_or": "{self} | {other}",
-    "logical_xor": "{self} != {other}",
+    "and": "{self} & {other}",
     "mul": "{self} & {other}",
+    "not": "{self} == 0",
+    "or": "{self} | {other}",
+    "xor": "{self} != {other}",
 }
 # results of these share memory with an operand
 VIEWS = frozenset(["_unsafe_view", "alias", "detach", "expand", "view"])
@@ -99,11 +96,7 @@ def schema_of(node: Node) -> torch.FunctionSchema:
 
 
 def render(node: Node, operand: Operand) -> str:
-    """Return the Triton expression of one aten node.
-
-    Raises:
-        UntraceableError: the operation, or one of its arguments, has no rendering.
-    """
+    """Return the Triton expression of one aten node; refuses what has no rendering."""
     name, dtype = operation_name(node), node.meta["val"].dtype
     names = [argument.name for argument in schema_of(node).arguments]
     bound = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -164,9 +157,11 @@ def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, tor
     if name == "pow":
         return _power(node, given["exponent"], dtype), dtype
     if name in _COMPARISONS:
-        return _COMPARISONS[name], _promoted(given.values())
-    if name in _LOGICAL and dtype == torch.bool:
-        return _LOGICAL[name], torch.bool
+        operands = [x.meta["val"] if isinstance(x, Node) else x for x in given.values()]
+        return _COMPARISONS[name], torch.result_type(operands[0], operands[-1])
+    logical = name.removeprefix("logical_").removeprefix("bitwise_")
+    if logical in _LOGICAL and dtype == torch.bool:
+        return _LOGICAL[logical], torch.bool
     if name in _ARITHMETIC and dtype != torch.bool:
         return _ARITHMETIC[name], dtype
     raise UntraceableError(f"{node.target}: no pointwise rendering for a {dtype} result")
@@ -185,16 +180,3 @@ def _power(node: Node, exponent: Any, dtype: torch.dtype) -> str:
         return _full(1, dtype)
     power = " * ".join(["{self}"] * abs(int(exponent)))
     return power if exponent >= 0 else f"tl.div_rn(1.0, {power})"
-
-
-def _promoted(values: Any) -> torch.dtype:
-    """Apply torch's type promotion to vectors of these dtypes and Python numbers."""
-    dtype = torch.bool
-    for value in values:
-        if isinstance(value, Node):
-            dtype = torch.promote_types(dtype, value.meta["val"].dtype)
-        elif isinstance(value, float):
-            dtype = torch.promote_types(dtype, torch.float32)
-        elif not isinstance(value, bool) and dtype == torch.bool:
-            dtype = torch.int64
-    return dtype

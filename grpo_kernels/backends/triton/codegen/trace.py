@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,12 +41,6 @@ PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 _BLOCK = 1024
 # Two lengths that no loss contains: a trace that differs between them depends on the length.
 _TRACE_LENGTHS = (7, 11)
-# Python reads a value: branches on it, indexes with it, makes a shape of it
-_DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 KERNEL_NAME = "_pointwise_kernel"
 _TEMPLATE = """\
 import triton
@@ -81,13 +72,10 @@ class PointwiseKernel:
     def trace(
         cls, fn: PointwiseFunction, num_inputs: int, names: Sequence[str] | None = None
     ) -> PointwiseKernel:
-        """Trace ``fn(*inputs)`` on fp32 vectors.
+        """Trace ``fn(*inputs)``, a tuple of (T,) vectors, each elementwise in (T,) fp32 ones.
 
-        Args:
-            fn: takes ``num_inputs`` fp32 (T,) tensors and returns a tuple of (T,) tensors, each
-                elementwise in the inputs. Python numbers that it closes over are constants.
-            num_inputs: how many.
-            names: identifiers of the inputs in the generated source.
+        Python numbers that ``fn`` closes over are constants; ``names`` are those of the inputs in
+        the generated source.
 
         Raises:
             UntraceableError: ``fn`` reduces, changes shapes, reads values in Python, closes over
@@ -101,11 +89,11 @@ class PointwiseKernel:
                 f"got {names}"
             )
         graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
-        outputs = _outputs(graphs[0], _TRACE_LENGTHS[0])
-        source, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
-        if source != other:
+        kernel, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
+        if kernel != other:
             raise UntraceableError("the function depends on the length of its inputs")
-        return cls(source, names, tuple(node.meta["val"].dtype for node in outputs))
+        source, dtypes = kernel
+        return cls(source, names, dtypes)
 
     @property
     def kernel(self) -> Any:
@@ -141,7 +129,7 @@ class PointwiseKernel:
 
 
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
-    """Return the graph of core aten operations, with the fake results in ``node.meta["val"]``."""
+    """Return the graph of core aten operations, with fake results in ``node.meta["val"]``."""
 
     def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
         results = fn(*inputs)
@@ -161,18 +149,18 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
         # whatever the caller's mode: fn may differentiate, which a checkpoint around must not count
         with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(same, same):
             return trace(*(torch.empty(length) for _ in range(num_inputs))).graph
-    except _DATA_DEPENDENT as error:
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    ) as error:  # Python branches on a value, indexes with it, makes a shape of it
         raise UntraceableError(f"the function's path depends on values: {error}") from error
 
 
-def _source(graph: Graph, input_names: Sequence[str], length: int) -> str:
-    """Return the Triton module of a graph that was traced on vectors of ``length``.
-
-    It has the nodes that the outputs need, and no others, in the graph's order.
-
-    Raises:
-        UntraceableError: an operation the outputs depend on is not pointwise.
-    """
+def _source(
+    graph: Graph, input_names: Sequence[str], length: int
+) -> tuple[str, tuple[torch.dtype, ...]]:
+    """Return the Triton module of what a graph's outputs need, and the outputs' dtypes."""
     results = _outputs(graph, length)
     _refuse_shared_mutation(graph)
     needed = _needed(results)
@@ -208,12 +196,13 @@ def _source(graph: Graph, input_names: Sequence[str], length: int) -> str:
         for x, node in zip(outputs, results, strict=True)
     ]
     pointers = [f"{name}_ptr" for name in (*input_names, *outputs)]
-    return _TEMPLATE.format(
+    source = _TEMPLATE.format(
         name=KERNEL_NAME,
         pointers=", ".join(pointers),
         quoted=", ".join(f'"{pointer}"' for pointer in pointers),
         lines="\n    ".join(lines),
     )
+    return source, tuple(node.meta["val"].dtype for node in results)
 
 
 def _outputs(graph: Graph, length: int) -> Sequence[Node]:
@@ -227,24 +216,21 @@ def _outputs(graph: Graph, length: int) -> Sequence[Node]:
 
 
 def _refuse_shared_mutation(graph: Graph) -> None:
-    """Raise where an in-place operation changes memory that a view or the caller's input shares. On
-    a value's own memory it is fine: the trace hands the changed value to its later readers."""
+    """Raise where an in-place operation changes memory that a view or the caller's input shares."""
+    # on a value's own memory it is fine: the trace hands the changed value to its later readers
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             changed = node.args[0] if schema_of(node).is_mutable else None
             if not isinstance(changed, Node):
                 continue
-            if changed.op != "call_function" or any(map(_is_view, (changed, *changed.users))):
+            sharing = [x for x in (changed, *changed.users) if x.op == "call_function"]
+            viewed = any(operation_name(x) in VIEWS for x in sharing)
+            if changed.op != "call_function" or viewed:
                 raise UntraceableError(f"{node.target}: in place on an input or a shared value")
 
 
-def _is_view(node: Node) -> bool:
-    return node.op == "call_function" and operation_name(node) in VIEWS
-
-
 def _needed(outputs: Sequence[Node]) -> set[Node]:
-    """Return the nodes whose values reach an output. What only lends its shape (the ``like`` of a
-    ``full_like``) is not among them, so the sum in front of a backward pass is never generated."""
+    """Return the nodes whose values reach an output."""
     needed: set[Node] = set()
     pending = list(outputs)
     while pending:
@@ -252,10 +238,10 @@ def _needed(outputs: Sequence[Node]) -> set[Node]:
         if node in needed:
             continue
         needed.add(node)
-        if node.op != "placeholder":
-            name = operation_name(node)
-            if not name.startswith("new_") and not name.endswith("_like"):
-                pending += node.all_input_nodes[name == "copy" :]
+        name = operation_name(node) if node.op != "placeholder" else ""
+        # what only lends its shape has no part: the sum before a backward pass is never generated
+        if not name.startswith("new_") and not name.endswith("_like"):
+            pending += node.all_input_nodes[name == "copy" :]
     return needed
 
 

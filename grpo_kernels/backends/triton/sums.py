@@ -1,4 +1,4 @@
-"""Weighted sums of gathered rows of a matrix: products with entries, in a fixed order."""
+"""Sums in a fixed order, without atomics: of gathered rows of a matrix, and over sequences."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from grpo_kernels.backends.base import Entries
 from grpo_kernels.backends.triton.common import OPTIONS, on_device
 
 _BLOCK_K, _BLOCK_N = 16, 256  # gathered rows in flight, and columns
+_BLOCK_T = 1024  # tokens, in fp64
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["used_ptr", "factor_ptr"])
@@ -73,7 +74,9 @@ def _gathered_sums_kernel(
 
 def entries_matmul(entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
     """Compute the product of rows of entries and a matrix; see :class:`Backend`."""
-    _launch(entries, factor, matrix, out, False)
+    places = {"used_ptr": entries.used.contiguous(), "ids_ptr": entries.ids.contiguous()}
+    absent = {"bounds_ptr": None, "order_ptr": None}
+    _launch(entries, factor, matrix, out, ADD=False, **places, **absent)
 
 
 def entries_transposed_matmul(
@@ -86,27 +89,19 @@ def entries_transposed_matmul(
     meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
     ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
     each = torch.arange(columns + 1, device=factor.device, dtype=ids.dtype)
-    _launch(entries, factor, rows, out, add, order, torch.searchsorted(ids, each))
+    places = {"bounds_ptr": torch.searchsorted(ids, each), "order_ptr": order}
+    _launch(entries, factor, rows, out, ADD=add, used_ptr=None, ids_ptr=None, **places)
 
 
 def _launch(
-    entries: Entries,
-    factor: Tensor,
-    matrix: Tensor,
-    out: Tensor,
-    add: bool,
-    order: Tensor | None = None,
-    bounds: Tensor | None = None,
+    entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor, **arguments: object
 ) -> None:
+    """Launch the kernel, of which the ``arguments`` say in which order it sums."""
     assert entries.ids.numel() < 1 << 31  # the kernel divides in 32 bits
     if not out.numel():
         return
     with on_device(matrix):
         _gathered_sums_kernel[(len(out), triton.cdiv(out.shape[1], _BLOCK_N))](
-            used_ptr=entries.used.contiguous() if order is None else None,
-            ids_ptr=entries.ids.contiguous() if order is None else None,
-            bounds_ptr=bounds,
-            order_ptr=order,
             values_ptr=entries.values.contiguous(),
             factor_ptr=factor.contiguous(),
             matrix_ptr=matrix,
@@ -117,8 +112,54 @@ def _launch(
             stride_out_row=out.stride(0),
             stride_out_column=out.stride(1),
             num_columns=out.shape[1],
-            ADD=add,
             BLOCK_K=_BLOCK_K,
             BLOCK_N=_BLOCK_N,
+            **arguments,
             **OPTIONS,
         )
+
+
+@triton.jit(do_not_specialize_on_alignment=["values_ptr", "bounds_ptr", "sums_ptr"])
+def _segment_sum_kernel(
+    values_ptr,  # (T,) fp32
+    bounds_ptr,  # (B + 1,) int64
+    sums_ptr,  # (B,)
+    BLOCK: tl.constexpr,
+):
+    segment = tl.program_id(0).to(tl.int64)
+    first = tl.load(bounds_ptr + segment)
+    end = tl.load(bounds_ptr + segment + 1)
+    offs_t = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(first, end, BLOCK):
+        tokens = start + offs_t
+        value = tl.load(values_ptr + tokens, mask=tokens < end, other=0.0)
+        total += value.to(tl.float64)
+    tl.store(sums_ptr + segment, tl.sum(total, axis=0).to(sums_ptr.dtype.element_ty))
+
+
+def segment_sum(
+    values: Tensor,  # (T,) fp32
+    cu_seqlens: Tensor,  # (B + 1,) int64, starts at 0, ascending, ends at T
+) -> Tensor:
+    """Sum over each sequence of a packed batch, (B,), fp32; 0 for an empty one."""
+    if values.dim() != 1 or values.dtype != torch.float32:
+        raise ValueError(
+            f"values: expected (T,) torch.float32, got {tuple(values.shape)} {values.dtype}"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int64 or not cu_seqlens.numel():
+        raise ValueError(
+            "cu_seqlens: expected (B + 1,) torch.int64, got "
+            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    sums = values.new_empty(cu_seqlens.numel() - 1)
+    if sums.numel():
+        with on_device(values):
+            _segment_sum_kernel[(sums.numel(),)](
+                values_ptr=values.contiguous(),
+                bounds_ptr=cu_seqlens.contiguous(),
+                sums_ptr=sums,
+                BLOCK=_BLOCK_T,
+                **OPTIONS,
+            )
+    return sums
