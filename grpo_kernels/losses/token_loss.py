@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from grpo_kernels.batch import Segments, TokenBatch, host
 from grpo_kernels.losses.config import LossConfig
-from grpo_kernels.losses.metrics import LazyMetrics, Metrics, Stat, indicator_stats, stat_of
+from grpo_kernels.losses.metrics import Metrics, Stat, indicator_stats, stat_of
 from grpo_kernels.losses.terms import (
     KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
@@ -244,10 +245,8 @@ def policy_loss(
     if entropy is not None and not entropy.is_floating_point():
         raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
     loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
-    entropy = None if entropy is None else entropy.detach()
-    metrics = LazyMetrics(
-        loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=entropy
-    )
+    known = logprobs.detach(), None if entropy is None else entropy.detach()
+    metrics = Metrics(partial(loss_stats, *known, batch, config, gate), *known)
     return PolicyLossOutput(loss, metrics.ready_for(batch))
 
 

@@ -8,6 +8,7 @@ nor on the loss.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from grpo_kernels.engine import (
     retry_on_oom,
 )
 from grpo_kernels.head import Head, autocast_dtype, check_plain, stats_dtype
-from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput
+from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
@@ -56,16 +57,13 @@ def compiled_policy_loss(
     check_plain(**dict(zip(INPUTS, inputs, strict=True)))
     # the temperature is the config's, which its key stands for
     head = replace(head, transform=replace(head.transform, temperature=1.0))
-    loss, *parts = policy_loss_op(
+    loss, logp, entropy, gate, report = policy_loss_op(
         *inputs, *call_arguments(head, options), Needs.of(inputs).of_inputs, batch.tensors(),
         batch.advantages_per_token, batch.gradient_accumulation_steps, config.registry_key,
         autocast_dtype(hidden.device),
     )[:_NUM_PARTS]  # fmt: skip
-    logp, entropy, *others = parts
-    metrics = LazyMetrics(
-        loss_metrics, *others, batch, config, options.metric_rows, logprobs=logp, entropy=entropy
-    )
-    return PolicyLossOutput(loss, metrics)
+    made = partial(loss_metrics, logp, entropy, gate, report, batch, config, options.metric_rows)
+    return PolicyLossOutput(loss, Metrics(made, logp, entropy))
 
 
 @torch.library.custom_op(
