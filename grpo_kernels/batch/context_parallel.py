@@ -23,15 +23,13 @@ def next_token_targets(
 ) -> Tensor:
     """Return the targets of whole sequences: row t predicts token t + 1 of its own sequence.
 
+    They are of the shape of ``input_ids``: -100 in the last row of each sequence, and where the
+    token that follows does not count.
+
     Args:
         input_ids: (T,) int64 packed tokens, or (B, L) padded ones.
         cu_seqlens: (B + 1,) offsets of packed sequences, from 0 to T; None for padded ones.
-        mask: of the shape of ``input_ids``, bool or 0/1: 1 for the tokens that count, which are
-            completions without padding. None: all.
-
-    Returns:
-        The targets, of the shape of ``input_ids``: -100 in the last row of each sequence, and where
-        the token that follows does not count.
+        mask: of the shape of ``input_ids``, bool or 0/1: 1 for tokens of completions. None: all 1.
 
     Raises:
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
@@ -69,17 +67,16 @@ def context_parallel_rows(
     """Return which rows of packed sequences a rank of a context-parallel group has.
 
     Index with ``rows`` whatever has a value per token (targets, masks, log-probabilities,
-    advantages per token), and take a :class:`SamplingMask` by ``sampling_mask.take(rows)``. The
-    host reads ``cu_seqlens``, so keep it on the CPU or expect a wait for the GPU.
+    advantages per token), and take a :class:`SamplingMask` by ``sampling_mask.take(rows)``.
 
     Args:
-        cu_seqlens: (B + 1,) offsets of the sequences, padding included, from 0 to T.
+        cu_seqlens: (B + 1,) offsets of the sequences, padding included, from 0 to T. The host reads
+            them: on a GPU it waits.
         rank: of this process in the group.
         size: the number of ranks n.
-        layout: ``"head_tail"``: each sequence is cut into 2n chunks, and rank i has chunks i and
-            2n - 1 - i of each, as in Megatron-Core, in Transformer Engine's packed format and, for
-            a row of one sequence, in torch's ``context_parallel``. Lengths have to be multiples of
-            2n.
+        layout: ``"head_tail"``: rank i has chunks i and 2n - 1 - i of the 2n of each sequence, as
+            in Megatron-Core, in Transformer Engine's packed format and, for a row of one sequence,
+            in torch's ``context_parallel``. Lengths have to be multiples of 2n.
             ``"contiguous"``: rank i has the i-th of n equal parts of the whole packed row, as in
             Ulysses. T has to be a multiple of n. A sequence may have no token on a rank.
 

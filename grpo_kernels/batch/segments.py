@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Segments:
     """Sums and means over sequences, in plain torch; a backend may bring its own.
 
-    Of sequences whose tokens lie on several ranks, T of them here, lengths, sums and means are
-    those of whole sequences. Sums are then collectives, and so are their derivatives.
+    Where tokens lie on several ranks, all of these are of whole sequences: collectives, as are
+    their derivatives.
     """
 
     cu_seqlens: Tensor  # (B + 1,) int64, from 0 to T
@@ -42,10 +42,7 @@ class Segments:
         return self.total if self.across is None else self.across.num_tokens
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum (T,) values over each sequence, (B,).
-
-        Accumulated in fp64 and in token order, so the result is the same in any batch.
-        """
+        """Sum (T,) values over each sequence, (B,), in fp64 and in token order: as in any batch."""
         wide, lengths = values.double(), self.cu_seqlens.diff()
         sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
         return (sums if self.across is None else self.across.sum(sums)).to(values.dtype)
@@ -125,10 +122,7 @@ class _GroupSum(torch.autograd.Function):
 
 
 def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a batch that ``make`` returns, with the SequenceGroup of ``group``.
-
-    What is wrong on one rank is an error on every rank: nobody waits for one that has left.
-    """
+    """Return the fields that ``make`` does, with the ranks of ``group``; or all ranks raise."""
     group = process_group("sequence_group", group)
     fields, failure = {}, None
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -76,9 +76,8 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
             f"got {weight.dtype}"
         )
     if head.bias is not None:
-        _check_part("bias", head.bias, weight, weight.shape[:1])
-    why_not = tf32_unavailable(hidden.device, hidden.dtype) if precision == "tf32" else None
-    if why_not is not None:
+        _check_part("bias", head.bias, weight, weight.shape[0])
+    if precision == "tf32" and (why_not := tf32_unavailable(hidden.device, hidden.dtype)):
         raise ValueError(f"precision: {why_not}")
     transform = head.transform
     if not isinstance(transform.temperature, Tensor):
@@ -89,8 +88,8 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     if head.lora is not None:
         check_floating("lora.a", head.lora.a)
         rank = head.lora.a.shape[0] if head.lora.a.dim() else 0
-        _check_part("lora.a", head.lora.a, weight, (max(rank, 1), weight.shape[1]))
-        _check_part("lora.b", head.lora.b, weight, (weight.shape[0], rank))
+        _check_part("lora.a", head.lora.a, weight, max(rank, 1), weight.shape[1])
+        _check_part("lora.b", head.lora.b, weight, weight.shape[0], rank)
         check_number("lora.scaling", head.lora.scaling)
     shard, rows = head.shard, weight.shape[0]
     if shard is None:
@@ -104,11 +103,11 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     return hidden, head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
-def _check_part(name: str, value: Tensor, weight: Tensor, shape: Sequence[int]) -> None:
+def _check_part(name: str, value: Tensor, weight: Tensor, *shape: int) -> None:
     check_floating(name, value)
     check_device(name, value, weight.device, "weight")
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")
 
 
 def check_weight(weight: Tensor) -> None:
@@ -187,10 +186,7 @@ _ONLY = "the kernels have first derivatives by torch.autograd only; backend='ref
 
 
 def check_plain(**tensors: Tensor | None) -> None:
-    """Raise ValueError for a tensor of a ``torch.func`` transform or of forward-mode autograd.
-
-    Their tangents and batch dimensions would be lost on the way to a kernel.
-    """
+    """Raise ValueError for a tensor of a ``torch.func`` transform or of forward-mode autograd."""
     if torch.compiler.is_compiling():
         # None while nothing transforms; a number stops the compiler, or its guess at one graph
         assert torch._C._functorch.maybe_current_level() is None
@@ -219,9 +215,7 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``backward(ctx, saved_tensors, *outer)`` of an ``autograd.Function``: an error says
-    that what ``ctx.result_of`` names cannot be differentiated twice.
-    """
+    """Decorate ``backward(ctx, saved_tensors, *outer)``: no second one of ``ctx.result_of``."""
     # torch's once_differentiable cuts gradients off from the inputs: autograd.grad then finds no
     # way to its error, and leaves their part out of a sum
 

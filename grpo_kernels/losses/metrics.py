@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 from grpo_kernels.arguments import check_name
 from grpo_kernels.batch import Segments, TokenBatch
 
-# name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
+# name -> (kind, values): what a surrogate reports, see `indicator_values` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]
+Reductions = dict[str, tuple[Any, ...]]  # name -> the arguments of `stat_of`
 
 
 class _Kind(NamedTuple):
@@ -164,10 +165,10 @@ def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     return Stat(kind, total, count)
 
 
-def indicator_stats(
+def indicator_values(
     indicators: Indicators, segments: Segments, one_per_sequence: bool
-) -> dict[str, Stat]:
-    """Reduce what a surrogate reports.
+) -> Reductions:
+    """Return what :func:`stat_of` takes for what a surrogate reports.
 
     Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
@@ -179,10 +180,10 @@ def indicator_stats(
         "sequence_min": ("min", True),
         "sequence_max": ("max", True),
     }
-    stats = {}
+    found: Reductions = {}
     for name, (kind, values) in indicators.items():
         check_name(name, kind, kinds)
         reduction, of_means = kinds[kind]
         given = (segments.mean(values.double()), occupied) if of_means else (values,)
-        stats[name] = stat_of(reduction, *given)
-    return stats
+        found[name] = (reduction, *given)
+    return found

@@ -49,9 +49,8 @@ class Surrogate:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
-    return torch.where(
-        positive, torch.full_like(like, if_positive), torch.full_like(like, otherwise)
-    )
+    a, b = torch.full_like(like, if_positive), torch.full_like(like, otherwise)
+    return torch.where(positive, a, b)
 
 
 def _smaller(a: Tensor, b: Tensor) -> Tensor:
@@ -165,9 +164,8 @@ class Sapo(Surrogate):
     sapo_temperature_neg: float = number(1.05, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
-        tau = _by_sign(
-            terms.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, terms.ratio
-        )
+        steepness = self.sapo_temperature_pos, self.sapo_temperature_neg
+        tau = _by_sign(terms.advantages > 0, *steepness, terms.ratio)
         return -(4 / tau) * _sigmoid(tau * (terms.ratio - 1)) * terms.advantages
 
 

@@ -152,8 +152,8 @@ def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | fl
 def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
     """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
     count = otherwise if given is None else host.number(given)
+    # 0 only when no process has a token; a fraction is a share of processes or steps
     if isinstance(count, Tensor):
-        # 0 only when no process has a token; a fraction is a share of processes or steps
         return torch.where(count > 0, count.double(), 1.0).reciprocal()
     return 1.0 / count if count > 0 else 1.0
 
