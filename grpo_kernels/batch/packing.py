@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -62,7 +61,8 @@ def packed_fields(
     check_target(target, packed)
     if packed:
         check_cu_seqlens(cu_seqlens, target)
-    sampling_mask, steps = _check_optional(target, optional)
+    _check_optional(target, optional)
+    sampling_mask = optional.get("sampling_mask")
     ids = target.reshape(-1)
     wrong: dict[str, Tensor] = {}  # by message, () flags
     valid = ids != IGNORE_INDEX
@@ -86,14 +86,15 @@ def packed_fields(
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
     flags = [*ends, *(flag.reshape(1) for flag in wrong.values())]
     if stated is None or host.reading_is_free(target):
-        found = host.sync_to_host(torch.cat([*flags, offsets.reshape(-1)]))
+        found = host.sync_to_host(torch.cat([*flags, offsets.diff().reshape(-1)]))
         low, _, *rest = host.values(found)
         if low < 0:
             raise ValueError(f"{_NO_ID}, got {low}")
         for message, flag in zip(wrong, rest, strict=False):
             if flag:
                 raise ValueError(message)
-        counts, max_target = _checked_counts(rest[len(wrong) :], stated), found[1]
+        true, max_target = found[2 + len(wrong) :].view(2, sequences).clone(), found[1]
+        counts = true if stated is None else _checked_counts(stated, true)
     else:
         counts, max_target = stated, None
         _require(torch.cat(flags), offsets, stated)
@@ -114,7 +115,7 @@ def packed_fields(
         "max_target": max_target,
         "advantages_per_token": per_token,
         "sampling_mask": sampling_mask,
-        "gradient_accumulation_steps": steps,
+        "gradient_accumulation_steps": optional.get("gradient_accumulation_steps", 1),
         **scalars,
     }
 
@@ -143,11 +144,10 @@ def _columns(
     optional: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], bool]:
     """Return what has a value per token, (N,), and whether the advantages were given so."""
-    per_token, per_sequence = tuple(target.shape), (sequences,)
-    shape = kind_of(advantages)
-    if shape not in (per_token, per_sequence):
+    shape, per_token = kind_of(advantages), tuple(target.shape)
+    if shape not in (per_token, (sequences,)):
         raise ValueError(
-            f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
+            f"advantages: expected shape {(sequences,)} (per sequence) or {per_token} "
             f"(per token), got {shape}"
         )
     check_device("advantages", advantages, target.device, "target")
@@ -162,9 +162,8 @@ def _columns(
         wide = value if value.dtype == torch.float64 else value.float()
         columns[name] = wide.detach().reshape(-1)
     if shape != per_token:
-        columns["advantages"] = torch.repeat_interleave(
-            columns["advantages"], sizes, output_size=target.numel()
-        )
+        each = columns["advantages"]
+        columns["advantages"] = each.repeat_interleave(sizes, output_size=target.numel())
     return columns, shape == per_token
 
 
@@ -197,9 +196,9 @@ def _require(flags: Tensor, offsets: Tensor, stated: Tensor) -> None:
     host.assert_async(
         ~flags[2:].any(), "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
     )
-    for name, counts, ends in zip(COUNT_FIELDS, host.values(stated), offsets, strict=True):
+    for name, counts, end in zip(COUNT_FIELDS, host.values(stated), offsets[:, -1], strict=True):
         if UNKNOWN not in counts:
-            right = ends[-1] == sum(counts)
+            right = end == sum(counts)
             host.assert_async(right, f"{name}: expected another sum for these tensors")
 
 
@@ -223,16 +222,12 @@ def _stated_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None
     return host.to_host([lengths, active])
 
 
-def _checked_counts(offsets: list[int], stated: Tensor | None) -> Tensor:
-    """Return the (2, B) counts that the offsets imply, or what the caller says that they are."""
-    half = len(offsets) // 2
-    found = [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
-    if stated is None:
-        return host.to_host(found)
-    for name, counts, true in zip(COUNT_FIELDS, host.values(stated), found, strict=True):
-        if UNKNOWN not in counts and counts != true:
+def _checked_counts(stated: Tensor, true: Tensor) -> Tensor:
+    """Return the (2, B) counts that the caller says, where they are true."""
+    for name, counts, found in zip(COUNT_FIELDS, *map(host.values, (stated, true)), strict=True):
+        if UNKNOWN not in counts and counts != found:
             raise ValueError(
-                f"{name}: expected {tuple(true)} for these tensors, got {tuple(counts)}"
+                f"{name}: expected {tuple(found)} for these tensors, got {tuple(counts)}"
             )
     return stated
 
@@ -267,16 +262,13 @@ def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor |
     return host.to_host(value, torch.float64)
 
 
-def _check_optional(target: Tensor, optional: Mapping[str, Any]) -> tuple[Any, int]:
-    """Return the sampling mask and the accumulation steps."""
+def _check_optional(target: Tensor, optional: Mapping[str, Any]) -> None:
+    known = ", ".join(OptionalFields.__annotations__)
     for name in optional:
         if name not in OptionalFields.__annotations__:
-            known = ", ".join(OptionalFields.__annotations__)
             raise ValueError(f"{name}: expected one of {known}")
     steps = optional.get("gradient_accumulation_steps", 1)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps: expected an int >= 1, got {steps!r}")
-    sampling_mask = optional.get("sampling_mask")
-    if sampling_mask is not None:
+    if (sampling_mask := optional.get("sampling_mask")) is not None:
         check_sampling_mask(sampling_mask, target)
-    return sampling_mask, steps

@@ -45,7 +45,9 @@ class Segments:
         """Sum (T,) values over each sequence, (B,), in fp64 and in token order: as in any batch."""
         wide, lengths = values.double(), self.cu_seqlens.diff()
         sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
-        return (sums if self.across is None else self.across.sum(sums)).to(values.dtype)
+        if self.across is not None:
+            sums = _GroupSum.apply(sums, self.across.group)
+        return sums.to(values.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
         """Average (T,) values over each sequence, (B,); 0 for an empty one."""
@@ -56,7 +58,7 @@ class Segments:
         if self.across is None:
             return values.sum()
         total = values.sum(dtype=torch.float64).reshape(1)
-        return self.across.sum(total).reshape(()).to(values.dtype)
+        return _GroupSum.apply(total, self.across.group).reshape(()).to(values.dtype)
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token its sequence's value: (B,) to (T,)."""
@@ -87,10 +89,6 @@ class SequenceGroup:
         """Tokens on all ranks."""
         return sum(host.values(self.counts)[0])
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits."""
-        return _GroupSum.apply(values, self.group)
-
     def of_active(self, by_sequence: bool) -> SequenceGroup:
         """Return the same for the tokens with an advantage, or their whole sequences."""
 
@@ -107,7 +105,7 @@ class SequenceGroup:
 
 
 class _GroupSum(torch.autograd.Function):
-    """A collective, as its backward: the gradient is the sum of all ranks' gradients."""
+    """Sums over ranks, in their order: all have the same bits. So are the gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
@@ -130,7 +128,7 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
         told = _told(fields)
     except ValueError as error:
         failure, told = error, {"error": str(error)}
-    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(ranks, told, group=group)
     if failure is not None:
         raise failure

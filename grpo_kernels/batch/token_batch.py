@@ -148,9 +148,8 @@ class TokenBatch:
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor field and those of the sampling mask, in a fixed order."""
-        mask = self.sampling_mask
         own = [getattr(self, name) for name in TENSOR_FIELDS]
-        return own + [None if mask is None else getattr(mask, name) for name in MASK_FIELDS]
+        return own + [getattr(self.sampling_mask, name, None) for name in MASK_FIELDS]
 
     @classmethod
     def of_tensors(
@@ -168,8 +167,8 @@ class TokenBatch:
 
     def of_tokens(self, name: str, values: Tensor) -> Tensor:
         """Return those of the (T,) tokens, of values for them or in the caller's layout."""
-        if not isinstance(values, Tensor) or values.device != self.target.device:
-            got = values.device if isinstance(values, Tensor) else type(values).__name__
+        got = values.device if isinstance(values, Tensor) else type(values).__name__
+        if got != self.target.device:
             raise ValueError(f"{name}: expected a tensor on {self.target.device}, got {got}")
         if values.shape == self.target.shape:
             return values

@@ -79,19 +79,18 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
         _check_part("bias", head.bias, weight, weight.shape[0])
     if precision == "tf32" and (why_not := tf32_unavailable(hidden.device, hidden.dtype)):
         raise ValueError(f"precision: {why_not}")
-    transform = head.transform
+    transform, lora, shard, rows = head.transform, head.lora, head.shard, weight.shape[0]
     if not isinstance(transform.temperature, Tensor):
         check_number("temperature", transform.temperature, *POSITIVE)
     expected, accepts = POSITIVE
     check_number("softcap", transform.softcap, f"{expected}, or None", accepts, optional=True)
     check_number("logit_scale", transform.logit_scale, *POSITIVE)
-    if head.lora is not None:
-        check_floating("lora.a", head.lora.a)
-        rank = head.lora.a.shape[0] if head.lora.a.dim() else 0
-        _check_part("lora.a", head.lora.a, weight, max(rank, 1), weight.shape[1])
-        _check_part("lora.b", head.lora.b, weight, weight.shape[0], rank)
-        check_number("lora.scaling", head.lora.scaling)
-    shard, rows = head.shard, weight.shape[0]
+    if lora is not None:
+        check_floating("lora.a", lora.a)
+        rank = lora.rank if lora.a.dim() else 0
+        _check_part("lora.a", lora.a, weight, max(rank, 1), weight.shape[1])
+        _check_part("lora.b", lora.b, weight, rows, rank)
+        check_number("lora.scaling", lora.scaling)
     if shard is None:
         return hidden, head
     if not isinstance(shard, VocabShard):
@@ -125,7 +124,7 @@ def check_floating(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.dtype not in _DTYPES:
-        known = ", ".join(str(dtype) for dtype in _DTYPES)
+        known = ", ".join(map(str, _DTYPES))
         raise ValueError(f"{name}: expected one of {known}; got {value.dtype}")
 
 
@@ -181,7 +180,6 @@ def check_row_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected values > 0")
 
 
-# What the kernels do not differentiate is said before a wrong number can come of it.
 _ONLY = "the kernels have first derivatives by torch.autograd only; backend='reference' has more"
 
 
@@ -236,9 +234,7 @@ class _Final(torch.autograd.Function):
     """Gradients without a derivative."""
 
     @staticmethod
-    def forward(
-        ctx: Any, name: str, gradients: tuple[Tensor | None, ...], *inputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, gradients: tuple, *inputs: Tensor) -> tuple:
         ctx.result_of = name
         return gradients
 

@@ -1,9 +1,8 @@
 """What makes logits: a linear head, its low-rank adapter, and the transform to scores.
 
 LoRA on the head (Hu et al., arXiv:2106.09685): ``W + s B A`` is never formed. With ``U = s X A^T``
-(C, r), the logits are ``X W^T + U B^T``. The update is computed in fp32 and added to fp32 logits:
-one that is too small to change a 16-bit weight counts in full. Of the gradients, ``dU = dlogits B``
-and ``dB = dlogits^T U`` walk over the vocabulary; ``dX += s dU A`` and ``dA = s dU^T X`` are small.
+(C, r), the logits are ``X W^T + U B^T``, summed in fp32. Of the gradients, ``dU = dlogits B`` and
+``dB = dlogits^T U`` walk over the vocabulary; ``dX += s dU A`` and ``dA = s dU^T X`` are small.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A head whose vocabulary is split over ranks: which ids this one holds, and how to reach the rest.
 
-Each rank has some consecutive rows of the (V, D) weight, and the same hidden states and targets. No
-logit leaves its rank: what is exchanged is a few numbers per row, always gathered and then reduced
-in the order of the ranks, so that all ranks have the same bits, whatever the batch around a row.
+Each rank has some consecutive rows of the (V, D) weight, and the same hidden states and targets. A
+few numbers per row are gathered, then reduced in the order of the ranks: all have the same bits.
 """
 
 from __future__ import annotations
@@ -54,24 +53,27 @@ class VocabShard:
         group = process_group("group", group)
         if weight.dim() != 2:
             raise ValueError(f"weight: expected shape (V / n, D), got {tuple(weight.shape)}")
+        rank, held = dist.get_rank(group), weight.shape[0]
+        if hasattr(weight, "device_mesh"):  # as torch deals them out
+            each = -(-held // dist.get_world_size(group))
+            held = min(max(held - rank * each, 0), each)
         size = -1 if vocab_size is None else int(vocab_size)
         facts = {"D of weight": weight.shape[1], "bytes of weight's dtype": weight.dtype.itemsize}
-        facts |= {"vocab_size": size, "rows": _rows(weight, group)}
+        facts |= {"vocab_size": size, "rows": held}
         mine = torch.tensor(list(facts.values()), device=weight.device)
         *alike, rows = gather(mine, group).t().tolist()
         for name, found in zip(facts, alike, strict=False):
             if len(set(found)) > 1:
                 raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {found}")
         total = sum(rows) if vocab_size is None else vocab_size
-        empty = [rank for rank in range(len(rows)) if sum(rows[:rank]) >= total or not rows[rank]]
+        empty = [i for i, held in enumerate(rows) if sum(rows[:i]) >= total or not held]
         if not 0 < total <= sum(rows) or empty:
             raise ValueError(
                 f"vocab_size: expected ids on every rank, at most {sum(rows)} (rows of the weights "
                 f"{rows}), got {total}"
             )
-        return VocabShard(
-            group=group.group_name, rank=dist.get_rank(group), rows=tuple(rows), vocab_size=total
-        )
+        name = group.group_name
+        return VocabShard(group=name, rank=rank, rows=tuple(rows), vocab_size=total)
 
     @property
     def size(self) -> int:
@@ -103,18 +105,8 @@ class VocabShard:
 
     def start_sum(self, x: Tensor) -> Work:
         """Start to sum a contiguous tensor over the ranks, in place; ``wait()`` ends it."""
-        work = dist.all_reduce(x, group=self._group, async_op=True)
-        assert work is not None
-        return work
+        return dist.all_reduce(x, group=self._group, async_op=True)
 
     @property
     def _group(self) -> ProcessGroup:
         return dist.distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type]
-
-
-def _rows(weight: Tensor, group: ProcessGroup) -> int:
-    """Return this rank's rows, those of a DTensor as torch deals them out."""
-    if not hasattr(weight, "device_mesh"):
-        return weight.shape[0]
-    each = -(-weight.shape[0] // dist.get_world_size(group))
-    return min(max(weight.shape[0] - dist.get_rank(group) * each, 0), each)

@@ -59,10 +59,8 @@ class Metrics:
     """By a metric's name its () value, detached and still on the device; read-only.
 
     It has a mapping's methods and is no ``Mapping``: what walks the output of a model's forward, as
-    accelerate does in mixed precision, would read every value of one and rebuild it from these.
-
-    What they are made of is kept until they are first read: read them before it is overwritten, as
-    the batch of a captured graph is.
+    accelerate does, would read every value of one. Read them before what they are made of is
+    overwritten, as the batch of a captured graph is.
 
     Those of one call also have ``logprobs`` and ``entropy`` of its tokens, (T,) in the order of the
     batch, detached: None where they were not given, or where calls were merged. (With
@@ -95,9 +93,6 @@ class Metrics:
 
     def __len__(self) -> int:
         return len(self.stats)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.stats
 
     def keys(self) -> KeysView[str]:
         return self.stats.keys()

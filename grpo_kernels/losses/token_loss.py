@@ -64,15 +64,15 @@ class StageOutput(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The loss per token, with the parts that metrics are made of."""
+    """The loss per token, with the parts that metrics are made of, each (T,)."""
 
-    loss: Tensor  # (T,) surrogate with its gates, plus beta * KL
-    contributions: Tensor  # (T,) what each token adds to the loss of the batch
+    loss: Tensor  # surrogate with its gates, plus beta * KL
+    contributions: Tensor  # what each token adds to the loss of the batch
     terms: Terms
-    old_logprobs: Tensor  # (T,)
-    kl: Tensor | None  # (T,)
-    entropy_gate: Tensor | None  # (T,)
-    correction: Tensor | None  # (T,), or (B,) for a per-sequence mode
+    old_logprobs: Tensor
+    kl: Tensor | None
+    entropy_gate: Tensor | None
+    correction: Tensor | None  # (B,) for a per-sequence mode
 
 
 def static_weights(
@@ -108,19 +108,14 @@ def evaluate(
     config: LossConfig,
     entropy_gate: Tensor | None = None,  # (T,), where it is known: it joins all processes
 ) -> Evaluation:
-    """Evaluate the loss per token, with its parts.
-
-    The modifiers apply in this order: off-policy gate, top-entropy gate, rollout correction (unless
-    the surrogate already contains it), then the KL penalty, which none of them touches.
-    """
+    """Evaluate the loss per token: surrogate, gates, rollout correction, then the KL penalty."""
     old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
     correction, token_correction = _correction(x, old, segments, config)
     delta = x.logprobs - old
     log_ratio = config.ratio_level.map(delta, x.logprobs, segments)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    terms = Terms(
-        x.logprobs, delta, log_ratio, log_ratio.exp(), x.advantages, token_correction, segments
-    )
+    ratios = delta, log_ratio, log_ratio.exp()
+    terms = Terms(x.logprobs, *ratios, x.advantages, token_correction, segments)
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
         # off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556; NaN: unknown
@@ -159,18 +154,12 @@ def run_stage(
     x: TokenInputs, segments: Segments, config: LossConfig, entropy_gate: Tensor | None = None
 ) -> StageOutput:
     """Return the loss of each token and its gradients, by autograd."""
+    names = ("logprobs", "entropy") if config.entropy_coef != 0 else ("logprobs",)
     with torch.enable_grad():
-        logprobs = x.logprobs.detach().requires_grad_()
-        inputs = [logprobs]
-        x = x._replace(logprobs=logprobs)
-        if config.entropy_coef != 0:
-            assert x.entropy is not None  # the schedules always compute it
-            inputs.append(x.entropy.detach().requires_grad_())
-            x = x._replace(entropy=inputs[1])
-        each = evaluate(x, segments, config, entropy_gate).contributions
-        gradients = torch.autograd.grad(each, inputs, torch.ones_like(each))
-    dentropy = gradients[1] if len(gradients) > 1 else None
-    return StageOutput(each.detach(), gradients[0], dentropy)
+        inputs = {name: getattr(x, name).detach().requires_grad_() for name in names}
+        each = evaluate(x._replace(**inputs), segments, config, entropy_gate).contributions
+        gradients = torch.autograd.grad(each, list(inputs.values()), torch.ones_like(each))
+    return StageOutput(each.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None)
 
 
 def _correction(
