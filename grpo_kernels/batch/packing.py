@@ -73,14 +73,17 @@ def packed_fields(
             given, ones = ones, ones != 0
             wrong["mask: expected bool or 0 and 1, got other values"] = (ones & (given != 1)).any()
         valid = ones & valid
-    sequences, starts, sizes = _sequences(target, cu_seqlens, wrong)
-    columns, per_token = _columns(advantages, target, sequences, sizes, optional)
+    starts = _starts(target, cu_seqlens)
+    if cu_seqlens is not None:
+        rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
+        wrong[rising] = (starts != cu_seqlens).any()
+    columns, per_token = _columns(advantages, target, starts, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
-    stated = _stated_counts(optional, sequences)
+    stated = _stated_counts(optional, starts.numel() - 1)
 
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
-    offsets = pad(both.cumsum(1), (1, 0))[:, starts].expand(2, sequences + 1).contiguous()
+    offsets = pad(both.cumsum(1), (1, 0)).index_select(1, starts)  # (2, B + 1)
     wrong |= _wrong_values(table, list(columns), valid, scalars)
     counted = ids * valid
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
@@ -93,7 +96,7 @@ def packed_fields(
         for message, flag in zip(wrong, rest, strict=False):
             if flag:
                 raise ValueError(message)
-        true, max_target = found[2 + len(wrong) :].view(2, sequences).clone(), found[1]
+        true, max_target = found[2 + len(wrong) :].view(2, starts.numel() - 1).clone(), found[1]
         counts = true if stated is None else _checked_counts(stated, true)
     else:
         counts, max_target = stated, None
@@ -120,34 +123,25 @@ def packed_fields(
     }
 
 
-def _sequences(
-    target: Tensor, cu_seqlens: Tensor | None, wrong: dict[str, Tensor]
-) -> tuple[int, slice | Tensor, int | Tensor]:
-    """Return how many sequences there are, where they begin and end, and how long each is."""
+def _starts(target: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return where the sequences begin and end, (B + 1,), safe to index with."""
     if cu_seqlens is None:
         sequences, length = target.shape
-        return sequences, slice(None, None, length or 1), length
-    # safe to index with
+        return torch.arange(sequences + 1, device=target.device) * length
     starts = cu_seqlens.long().clamp(0, target.numel()).cummax(0).values
     # slices are filled on the device; a number set at an index would be sent there, with a wait
     starts[:1], starts[-1:] = 0, target.numel()
-    rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
-    wrong[rising] = (starts != cu_seqlens).any()
-    return starts.numel() - 1, starts, starts.diff()
+    return starts
 
 
 def _columns(
-    advantages: Tensor,
-    target: Tensor,
-    sequences: int,
-    sizes: int | Tensor,  # tokens of each sequence, (B,), or of all alike
-    optional: Mapping[str, Any],
+    advantages: Tensor, target: Tensor, starts: Tensor, optional: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], bool]:
     """Return what has a value per token, (N,), and whether the advantages were given so."""
-    shape, per_token = kind_of(advantages), tuple(target.shape)
-    if shape not in (per_token, (sequences,)):
+    shape, per_token, per_sequence = kind_of(advantages), tuple(target.shape), (len(starts) - 1,)
+    if shape not in (per_token, per_sequence):
         raise ValueError(
-            f"advantages: expected shape {(sequences,)} (per sequence) or {per_token} "
+            f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
             f"(per token), got {shape}"
         )
     check_device("advantages", advantages, target.device, "target")
@@ -163,7 +157,7 @@ def _columns(
         columns[name] = wide.detach().reshape(-1)
     if shape != per_token:
         each = columns["advantages"]
-        columns["advantages"] = each.repeat_interleave(sizes, output_size=target.numel())
+        columns["advantages"] = each.repeat_interleave(starts.diff(), output_size=target.numel())
     return columns, shape == per_token
 
 

@@ -22,8 +22,9 @@ class SamplingMask:
     Rows are those of ``target.reshape(-1)``. A row's target counts as a member even where it is not
     listed; so a row without ids is a token that was forced, with log-probability 0.
 
-    Build one with the class methods, which check and sort the ids, with one host transfer. Where a
-    rollout engine reports log-probabilities after its filters, the ids are those of finite value.
+    Build one with the class methods, which sort the ids, with one host transfer; a wrong shape,
+    dtype, device or value is a ``ValueError`` that names the argument. Where a rollout engine
+    reports log-probabilities after its filters, the ids are those of finite value.
     """
 
     indices: Tensor  # (N,) int64 ids, ascending within a row, none twice
@@ -36,9 +37,6 @@ class SamplingMask:
         """Make one from CSR, ``indices`` (N,), ``offsets`` o (T + 1,): row t owns o[t]:o[t + 1].
 
         Both are int64 or int32 tensors of one device; an id that a row lists twice counts once.
-
-        Raises:
-            ValueError: a shape, dtype, device or value is wrong; the message names the argument.
         """
         check_integers("indices", indices, "(N,) integer tensor")
         check_integers("offsets", offsets, "(T + 1,) integer tensor", least=1)
@@ -58,11 +56,7 @@ class SamplingMask:
     def from_lists(
         cls, ids: Sequence[Sequence[int]], device: torch.device | str | None = None
     ) -> SamplingMask:
-        """Make one from a sequence of ids per row.
-
-        Raises:
-            ValueError: an id is no integer, negative or too large.
-        """
+        """Make one from a sequence of ids per row."""
         tokens = list(chain.from_iterable(ids))
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool):
@@ -76,11 +70,7 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> SamplingMask:
-        """Make one from (..., K) int64 or int32 ids of T rows, -1 where a row has fewer than K.
-
-        Raises:
-            ValueError: the shape or dtype is wrong, or an id is below -1.
-        """
+        """Make one from (..., K) int64 or int32 ids of T rows, -1 where a row has fewer than K."""
         if not isinstance(ids, Tensor) or ids.dim() < 2:
             raise ValueError(f"ids: expected a (..., K) integer tensor, got {kind_of(ids)}")
         check_integers("ids", ids.reshape(-1), "integer tensor")

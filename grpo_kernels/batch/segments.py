@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +80,6 @@ class SequenceGroup:
     on_device: Tensor  # (2, B) the same where the batch is
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return dist.get_world_size(self.group)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens on all ranks."""
         return sum(host.values(self.counts)[0])
@@ -125,7 +120,15 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     fields, failure = {}, None
     try:
         fields = make()
-        told = _told(fields)
+        optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask"]
+        told = {
+            "counts": host.values(fields["counts"]),
+            # what follows has to be the same on all ranks; the names are those of messages
+            "number of sequences": fields["counts"].shape[1],
+            "optional arguments": [name for name in optional if fields.get(name) is not None],
+            "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
+            "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
+        }
     except ValueError as error:
         failure, told = error, {"error": str(error)}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
@@ -148,17 +151,3 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     on_device = counts.to(fields["target"].device, non_blocking=True)
     shared = SequenceGroup(group=group, counts=counts, on_device=on_device)
     return {**fields, "sequence_group": shared}
-
-
-def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the other ranks are told."""
-    optional = (*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask")
-    counts = host.values(fields["counts"])
-    return {
-        "counts": counts,
-        # what follows has to be the same on all ranks; the names are those of messages
-        "number of sequences": len(counts[0]),
-        "optional arguments": [name for name in optional if fields.get(name) is not None],
-        "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
-        "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
-    }

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -119,7 +120,8 @@ class TokenBatch:
     @property
     def num_ranks(self) -> int:
         """The ranks that hold parts of the sequences."""
-        return 1 if self.sequence_group is None else self.sequence_group.size
+        group = self.sequence_group
+        return 1 if group is None else dist.get_world_size(group.group)
 
     @property
     def num_sequences(self) -> int:

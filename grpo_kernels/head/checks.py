@@ -82,8 +82,8 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     transform, lora, shard, rows = head.transform, head.lora, head.shard, weight.shape[0]
     if not isinstance(transform.temperature, Tensor):
         check_number("temperature", transform.temperature, *POSITIVE)
-    expected, accepts = POSITIVE
-    check_number("softcap", transform.softcap, f"{expected}, or None", accepts, optional=True)
+    if transform.softcap is not None:
+        check_number("softcap", transform.softcap, f"{POSITIVE[0]}, or None", POSITIVE[1])
     check_number("logit_scale", transform.logit_scale, *POSITIVE)
     if lora is not None:
         check_floating("lora.a", lora.a)

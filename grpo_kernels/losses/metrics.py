@@ -119,12 +119,9 @@ class Metrics:
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
         """Combine the metrics of several batches as if they had been one."""
-        found: dict[str, list[Stat]] = {}
-        for part in parts:
-            for name, stat in part.stats.items():
-                found.setdefault(name, []).append(stat)
-        merged = {}
-        for name, stats in found.items():
+        found, merged = [part.stats for part in parts], {}
+        for name in dict.fromkeys(name for stats in found for name in stats):
+            stats = [stats[name] for stats in found if name in stats]
             kind, count = stats[0].kind, torch.stack([stat.count for stat in stats]).sum()
             total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]), 0)
             merged[name] = Stat(kind, total, count)
