@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from grpo_kernels.arguments import POSITIVE, check_device, check_number
-from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
 from grpo_kernels.head.parameters import why_not_whole
-from grpo_kernels.head.vocab_shard import VocabShard
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

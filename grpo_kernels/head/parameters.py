@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.head import Head, HeadLoRA, Transform
-from grpo_kernels.head.vocab_shard import VocabShard
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard
 
 AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head)"
 
