@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.device_mesh import DeviceMesh
 
-PRECISIONS = ("fp32", "input", "tf32")
-
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of statistics, losses and metrics: fp32, or fp64 for fp64 inputs."""

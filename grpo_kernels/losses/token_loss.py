@@ -218,11 +218,12 @@ def policy_loss(
     logprobs = batch.of_tokens("logprobs", logprobs)
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"logprobs: expected float32 or float64, got {logprobs.dtype}")
-    if entropy is None and config.needs_entropy:
+    if entropy is not None:
+        entropy = batch.of_tokens("entropy", entropy)
+        if not entropy.is_floating_point():
+            raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
+    elif config.needs_entropy:
         raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
-    entropy = None if entropy is None else batch.of_tokens("entropy", entropy)
-    if entropy is not None and not entropy.is_floating_point():
-        raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
     loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
     known = logprobs.detach(), None if entropy is None else entropy.detach()
     metrics = Metrics(partial(loss_stats, *known, batch, config, gate), *known)
