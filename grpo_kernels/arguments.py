@@ -16,12 +16,8 @@ POSITIVE = ("a finite number > 0", lambda x: x > 0)
 NOT_NEGATIVE = ("a finite number >= 0", lambda x: x >= 0)
 
 
-def check_name(
-    argument: str, value: object, known: Collection[Any], *, optional: bool = False
-) -> None:
-    """Raise ValueError, listing the known names, unless ``value`` is one, or None if optional."""
-    if value is None and optional:
-        return
+def check_name(argument: str, value: object, known: Collection[Any]) -> None:
+    """Raise ValueError, listing the known names, unless ``value`` is one."""
     if value not in tuple(known):  # which any value can be asked for, unlike a dictionary
         names = ", ".join(sorted(map(str, known)))
         raise ValueError(f"{argument}: expected one of {names}; got {value!r}")
@@ -32,12 +28,8 @@ def check_number(
     value: Any,
     expected: str = "a finite number",
     accepts: Callable[[float], bool] = lambda value: True,
-    *,
-    optional: bool = False,
 ) -> None:
-    """Raise ValueError unless ``value`` is a finite number as expected, or None if optional."""
-    if value is None and optional:
-        return
+    """Raise ValueError unless ``value`` is a finite number as expected."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     finite = number and abs(value) <= sys.float_info.max  # an int may be larger
     if not finite or not accepts(value):
@@ -73,12 +65,12 @@ def check_integers(name: str, value: Any, expected: str, least: int = 0) -> None
 
 
 def number(default: float | None, *expected: Any, optional: bool = False) -> Any:
-    """Return a field of a dataclass for a number that :func:`check_number` accepts."""
+    """Return a field of a dataclass for a number as expected, or None if it is optional."""
     return field(default=default, metadata={"check": (check_number, expected, optional)})
 
 
 def choice(default: Any, known: Collection[Any], *, optional: bool = False) -> Any:
-    """Return a field of a dataclass for one of the ``known`` values."""
+    """Return a field of a dataclass for one of the ``known`` values, or None if it is optional."""
     return field(default=default, metadata={"check": (check_name, (known,), optional)})
 
 
@@ -87,4 +79,6 @@ def check_fields(settings: Any) -> None:
     for item in fields(settings):
         if "check" in item.metadata:
             check, expected, optional = item.metadata["check"]
-            check(item.name, getattr(settings, item.name), *expected, optional=optional)
+            value = getattr(settings, item.name)
+            if value is not None or not optional:
+                check(item.name, value, *expected)

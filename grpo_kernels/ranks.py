@@ -29,10 +29,7 @@ def process_group(name: str, group: Any) -> ProcessGroup:
 
 
 def gather(mine: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return all ranks' tensors of one shape, (n, ...), in the order of the ranks.
-
-    ``group`` None stands for all processes.
-    """
+    """Return the tensors of all ranks, or processes, in their order: of one shape, (n, ...)."""
     everyone = mine.new_empty((dist.get_world_size(group), *mine.shape))
     dist.all_gather(list(everyone), mine.contiguous(), group=group)
     return everyone

@@ -28,7 +28,7 @@ KERNELS = {
     "head": "arguments ranks",
     "losses": "arguments ranks batch",
     "backends": "batch head",
-    "engine": "version batch head backends",
+    "engine": "version arguments batch head backends",
     "schedule": "arguments batch head backends losses engine",
     "linear_logprobs": "arguments batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",

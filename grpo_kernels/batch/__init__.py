@@ -1,8 +1,12 @@
 """What a loss is taken on: valid tokens of a rollout, packed and checked. Knows nothing else."""
 
 from grpo_kernels.batch import host
-from grpo_kernels.batch.context_parallel import RankRows, context_parallel_rows, next_token_targets
-from grpo_kernels.batch.packing import IGNORE_INDEX
+from grpo_kernels.batch.packing import IGNORE_INDEX, TOKEN_FIELDS
 from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
-from grpo_kernels.batch.segments import Segments
+from grpo_kernels.batch.segments import (
+    RankRows,
+    Segments,
+    context_parallel_rows,
+    next_token_targets,
+)
 from grpo_kernels.batch.token_batch import TokenBatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -62,7 +61,8 @@ def packed_fields(
     check_target(target, packed)
     if packed:
         check_cu_seqlens(cu_seqlens, target)
-    sampling_mask, steps = _check_optional(target, optional)
+    _check_optional(target, optional)
+    sampling_mask = optional.get("sampling_mask")
     ids = target.reshape(-1)
     wrong: dict[str, Tensor] = {}  # by message, () flags
     valid = ids != IGNORE_INDEX
@@ -73,27 +73,31 @@ def packed_fields(
             given, ones = ones, ones != 0
             wrong["mask: expected bool or 0 and 1, got other values"] = (ones & (given != 1)).any()
         valid = ones & valid
-    sequences, starts, sizes = _sequences(target, cu_seqlens, wrong)
-    columns, per_token = _columns(advantages, target, sequences, sizes, optional)
+    starts = _starts(target, cu_seqlens)
+    if cu_seqlens is not None:
+        rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
+        wrong[rising] = (starts != cu_seqlens).any()
+    columns, per_token = _columns(advantages, target, starts, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
-    stated = _stated_counts(optional, sequences)
+    stated = _stated_counts(optional, starts.numel() - 1)
 
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
-    offsets = pad(both.cumsum(1), (1, 0))[:, starts].expand(2, sequences + 1).contiguous()
+    offsets = pad(both.cumsum(1), (1, 0)).index_select(1, starts)  # (2, B + 1)
     wrong |= _wrong_values(table, list(columns), valid, scalars)
     counted = ids * valid
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
     flags = [*ends, *(flag.reshape(1) for flag in wrong.values())]
     if stated is None or host.reading_is_free(target):
-        found = host.sync_to_host(torch.cat([*flags, offsets.reshape(-1)]))
+        found = host.sync_to_host(torch.cat([*flags, offsets.diff().reshape(-1)]))
         low, _, *rest = host.values(found)
         if low < 0:
             raise ValueError(f"{_NO_ID}, got {low}")
         for message, flag in zip(wrong, rest, strict=False):
             if flag:
                 raise ValueError(message)
-        counts, max_target = _checked_counts(rest[len(wrong) :], stated), found[1]
+        true, max_target = found[2 + len(wrong) :].view(2, starts.numel() - 1).clone(), found[1]
+        counts = true if stated is None else _checked_counts(stated, true)
     else:
         counts, max_target = stated, None
         _require(torch.cat(flags), offsets, stated)
@@ -114,37 +118,27 @@ def packed_fields(
         "max_target": max_target,
         "advantages_per_token": per_token,
         "sampling_mask": sampling_mask,
-        "gradient_accumulation_steps": steps,
+        "gradient_accumulation_steps": optional.get("gradient_accumulation_steps", 1),
         **scalars,
     }
 
 
-def _sequences(
-    target: Tensor, cu_seqlens: Tensor | None, wrong: dict[str, Tensor]
-) -> tuple[int, slice | Tensor, int | Tensor]:
-    """Return how many sequences there are, where they begin and end, and how long each is."""
+def _starts(target: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return where the sequences begin and end, (B + 1,), safe to index with."""
     if cu_seqlens is None:
         sequences, length = target.shape
-        return sequences, slice(None, None, length or 1), length
-    # safe to index with
+        return torch.arange(sequences + 1, device=target.device) * length
     starts = cu_seqlens.long().clamp(0, target.numel()).cummax(0).values
     # slices are filled on the device; a number set at an index would be sent there, with a wait
     starts[:1], starts[-1:] = 0, target.numel()
-    rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
-    wrong[rising] = (starts != cu_seqlens).any()
-    return starts.numel() - 1, starts, starts.diff()
+    return starts
 
 
 def _columns(
-    advantages: Tensor,
-    target: Tensor,
-    sequences: int,
-    sizes: int | Tensor,  # tokens of each sequence, (B,), or of all alike
-    optional: Mapping[str, Any],
+    advantages: Tensor, target: Tensor, starts: Tensor, optional: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], bool]:
     """Return what has a value per token, (N,), and whether the advantages were given so."""
-    per_token, per_sequence = tuple(target.shape), (sequences,)
-    shape = kind_of(advantages)
+    shape, per_token, per_sequence = kind_of(advantages), tuple(target.shape), (len(starts) - 1,)
     if shape not in (per_token, per_sequence):
         raise ValueError(
             f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
@@ -162,9 +156,8 @@ def _columns(
         wide = value if value.dtype == torch.float64 else value.float()
         columns[name] = wide.detach().reshape(-1)
     if shape != per_token:
-        columns["advantages"] = torch.repeat_interleave(
-            columns["advantages"], sizes, output_size=target.numel()
-        )
+        each = columns["advantages"]
+        columns["advantages"] = each.repeat_interleave(starts.diff(), output_size=target.numel())
     return columns, shape == per_token
 
 
@@ -197,9 +190,9 @@ def _require(flags: Tensor, offsets: Tensor, stated: Tensor) -> None:
     host.assert_async(
         ~flags[2:].any(), "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
     )
-    for name, counts, ends in zip(COUNT_FIELDS, host.values(stated), offsets, strict=True):
+    for name, counts, end in zip(COUNT_FIELDS, host.values(stated), offsets[:, -1], strict=True):
         if UNKNOWN not in counts:
-            right = ends[-1] == sum(counts)
+            right = end == sum(counts)
             host.assert_async(right, f"{name}: expected another sum for these tensors")
 
 
@@ -223,16 +216,12 @@ def _stated_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None
     return host.to_host([lengths, active])
 
 
-def _checked_counts(offsets: list[int], stated: Tensor | None) -> Tensor:
-    """Return the (2, B) counts that the offsets imply, or what the caller says that they are."""
-    half = len(offsets) // 2
-    found = [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
-    if stated is None:
-        return host.to_host(found)
-    for name, counts, true in zip(COUNT_FIELDS, host.values(stated), found, strict=True):
-        if UNKNOWN not in counts and counts != true:
+def _checked_counts(stated: Tensor, true: Tensor) -> Tensor:
+    """Return the (2, B) counts that the caller says, where they are true."""
+    for name, counts, found in zip(COUNT_FIELDS, *map(host.values, (stated, true)), strict=True):
+        if UNKNOWN not in counts and counts != found:
             raise ValueError(
-                f"{name}: expected {tuple(true)} for these tensors, got {tuple(counts)}"
+                f"{name}: expected {tuple(found)} for these tensors, got {tuple(counts)}"
             )
     return stated
 
@@ -267,16 +256,13 @@ def _scalar(name: str, value: Tensor | float | None, target: Tensor) -> Tensor |
     return host.to_host(value, torch.float64)
 
 
-def _check_optional(target: Tensor, optional: Mapping[str, Any]) -> tuple[Any, int]:
-    """Return the sampling mask and the accumulation steps."""
+def _check_optional(target: Tensor, optional: Mapping[str, Any]) -> None:
+    known = ", ".join(OptionalFields.__annotations__)
     for name in optional:
         if name not in OptionalFields.__annotations__:
-            known = ", ".join(OptionalFields.__annotations__)
             raise ValueError(f"{name}: expected one of {known}")
     steps = optional.get("gradient_accumulation_steps", 1)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps: expected an int >= 1, got {steps!r}")
-    sampling_mask = optional.get("sampling_mask")
-    if sampling_mask is not None:
+    if (sampling_mask := optional.get("sampling_mask")) is not None:
         check_sampling_mask(sampling_mask, target)
-    return sampling_mask, steps

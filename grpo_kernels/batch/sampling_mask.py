@@ -20,12 +20,11 @@ class SamplingMask:
     """The token ids that top-p, top-k or min-p sampling left to choose from, for each of T rows.
 
     Rows are those of ``target.reshape(-1)``. A row's target counts as a member even where it is not
-    listed; so a row without ids is a token that was forced, with log-probability 0. The mask is a
-    record of the rollout: it carries no gradient, and does not change when the policy does.
+    listed; so a row without ids is a token that was forced, with log-probability 0.
 
-    Rollout engines return such sets, one list of ids per generated token: where an engine reports
-    log-probabilities after its sampling filters, these are the ids whose value is finite. Build a
-    SamplingMask with the class methods: they check and sort the ids, with one host transfer.
+    Build one with the class methods, which sort the ids, with one host transfer; a wrong shape,
+    dtype, device or value is a ``ValueError`` that names the argument. Where a rollout engine
+    reports log-probabilities after its filters, the ids are those of finite value.
     """
 
     indices: Tensor  # (N,) int64 ids, ascending within a row, none twice
@@ -38,9 +37,6 @@ class SamplingMask:
         """Make one from CSR, ``indices`` (N,), ``offsets`` o (T + 1,): row t owns o[t]:o[t + 1].
 
         Both are int64 or int32 tensors of one device; an id that a row lists twice counts once.
-
-        Raises:
-            ValueError: a shape, dtype, device or value is wrong; the message names the argument.
         """
         check_integers("indices", indices, "(N,) integer tensor")
         check_integers("offsets", offsets, "(T + 1,) integer tensor", least=1)
@@ -60,29 +56,21 @@ class SamplingMask:
     def from_lists(
         cls, ids: Sequence[Sequence[int]], device: torch.device | str | None = None
     ) -> SamplingMask:
-        """Make one from a sequence of ids per row.
-
-        Raises:
-            ValueError: an id is no integer, negative or too large.
-        """
-        for row in ids:
-            for token in row:
-                if not isinstance(token, int) or isinstance(token, bool):
-                    raise ValueError(f"ids: expected integers, got {token!r}")
-                if not 0 <= token < _MAX_VOCABULARY:
-                    raise ValueError(f"ids: expected token ids in [0, 2**31), got {token}")
+        """Make one from a sequence of ids per row."""
+        tokens = list(chain.from_iterable(ids))
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValueError(f"ids: expected integers, got {token!r}")
+            if not 0 <= token < _MAX_VOCABULARY:
+                raise ValueError(f"ids: expected token ids in [0, 2**31), got {token}")
         lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64, device=device)
-        flat = torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int64, device=device)
-        rows = torch.repeat_interleave(lengths, output_size=flat.numel())
+        rows = torch.repeat_interleave(lengths, output_size=len(tokens))
+        flat = torch.tensor(tokens, dtype=torch.int64, device=device)
         return _sorted(rows, flat, len(ids), "ids")
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> SamplingMask:
-        """Make one from (..., K) int64 or int32 ids of T rows, -1 where a row has fewer than K.
-
-        Raises:
-            ValueError: the shape or dtype is wrong, or an id is below -1.
-        """
+        """Make one from (..., K) int64 or int32 ids of T rows, -1 where a row has fewer than K."""
         if not isinstance(ids, Tensor) or ids.dim() < 2:
             raise ValueError(f"ids: expected a (..., K) integer tensor, got {kind_of(ids)}")
         check_integers("ids", ids.reshape(-1), "integer tensor")
@@ -137,8 +125,8 @@ def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
 
 def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask:
     """Sort ids within their rows and drop repeats: a gradient is then added to each logit once."""
-    low, high = torch.aminmax(ids) if ids.numel() else (ids.sum(), ids.sum())
-    lowest, max_id = torch.stack([low, high]).tolist()
+    ends = ids.aminmax() if ids.numel() else ids.new_zeros(2)
+    lowest, max_id = torch.stack([*ends]).tolist()
     if lowest < 0 or max_id >= _MAX_VOCABULARY:
         found = lowest if lowest < 0 else max_id
         raise ValueError(f"{name}: expected token ids in [0, 2**31), got {found}")

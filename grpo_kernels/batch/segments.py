@@ -1,18 +1,31 @@
-"""Reductions over the sequences of a packed batch, whose tokens may lie on several ranks."""
+"""Sequences of a packed batch, whose tokens may lie on several ranks: reductions and targets.
+
+Shift first, then cut: the target of a rank's last row is the first token of another rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
+from grpo_kernels.arguments import check_like, check_name
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import SCALAR_FIELDS, TOKEN_FIELDS, UNKNOWN
+from grpo_kernels.batch.packing import (
+    IGNORE_INDEX,
+    SCALAR_FIELDS,
+    TOKEN_FIELDS,
+    UNKNOWN,
+    check_cu_seqlens,
+    check_target,
+)
 from grpo_kernels.ranks import gather, process_group
 
 if TYPE_CHECKING:
@@ -23,8 +36,8 @@ if TYPE_CHECKING:
 class Segments:
     """Sums and means over sequences, in plain torch; a backend may bring its own.
 
-    Of sequences whose tokens lie on several ranks, T of them here, lengths, sums and means are
-    those of whole sequences. Sums are then collectives, and so are their derivatives.
+    Where tokens lie on several ranks, all of these are of whole sequences: collectives, as are
+    their derivatives.
     """
 
     cu_seqlens: Tensor  # (B + 1,) int64, from 0 to T
@@ -42,13 +55,12 @@ class Segments:
         return self.total if self.across is None else self.across.num_tokens
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum (T,) values over each sequence, (B,).
-
-        Accumulated in fp64 and in token order, so the result is the same in any batch.
-        """
+        """Sum (T,) values over each sequence, (B,), in fp64 and in token order: as in any batch."""
         wide, lengths = values.double(), self.cu_seqlens.diff()
         sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
-        return (sums if self.across is None else self.across.sum(sums)).to(values.dtype)
+        if self.across is not None:
+            sums = _GroupSum.apply(sums, self.across.group)
+        return sums.to(values.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
         """Average (T,) values over each sequence, (B,); 0 for an empty one."""
@@ -59,7 +71,7 @@ class Segments:
         if self.across is None:
             return values.sum()
         total = values.sum(dtype=torch.float64).reshape(1)
-        return self.across.sum(total).reshape(()).to(values.dtype)
+        return _GroupSum.apply(total, self.across.group).reshape(()).to(values.dtype)
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token its sequence's value: (B,) to (T,)."""
@@ -81,18 +93,9 @@ class SequenceGroup:
     on_device: Tensor  # (2, B) the same where the batch is
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return dist.get_world_size(self.group)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens on all ranks."""
         return sum(host.values(self.counts)[0])
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum each rank's (B,) values, in the order of ranks, so that all have the same bits."""
-        return _GroupSum.apply(values, self.group)
 
     def of_active(self, by_sequence: bool) -> SequenceGroup:
         """Return the same for the tokens with an advantage, or their whole sequences."""
@@ -110,7 +113,7 @@ class SequenceGroup:
 
 
 class _GroupSum(torch.autograd.Function):
-    """A collective, as its backward: the gradient is the sum of all ranks' gradients."""
+    """Sums over ranks, in their order: all have the same bits. So are the gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
@@ -125,18 +128,23 @@ class _GroupSum(torch.autograd.Function):
 
 
 def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a batch that ``make`` returns, with the SequenceGroup of ``group``.
-
-    What is wrong on one rank is an error on every rank: nobody waits for one that has left.
-    """
+    """Return the fields that ``make`` does, with the ranks of ``group``; or all ranks raise."""
     group = process_group("sequence_group", group)
     fields, failure = {}, None
     try:
         fields = make()
-        told = _told(fields)
+        optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask"]
+        told = {
+            "counts": host.values(fields["counts"]),
+            # what follows has to be the same on all ranks; the names are those of messages
+            "number of sequences": fields["counts"].shape[1],
+            "optional arguments": [name for name in optional if fields.get(name) is not None],
+            "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
+            "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
+        }
     except ValueError as error:
         failure, told = error, {"error": str(error)}
-    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(ranks, told, group=group)
     if failure is not None:
         raise failure
@@ -158,15 +166,114 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     return {**fields, "sequence_group": shared}
 
 
-def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the other ranks are told."""
-    optional = (*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask")
-    counts = host.values(fields["counts"])
-    return {
-        "counts": counts,
-        # what follows has to be the same on all ranks; the names are those of messages
-        "number of sequences": len(counts[0]),
-        "optional arguments": [name for name in optional if fields.get(name) is not None],
-        "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
-        "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
-    }
+def next_token_targets(
+    input_ids: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Return the targets of whole sequences: row t predicts token t + 1 of its own sequence.
+
+    They are of the shape of ``input_ids``: -100 in the last row of each sequence, and where the
+    token that follows does not count.
+
+    Args:
+        input_ids: (T,) int64 packed tokens, or (B, L) padded ones.
+        cu_seqlens: (B + 1,) offsets of packed sequences, from 0 to T; None for padded ones.
+        mask: of the shape of ``input_ids``, bool or 0/1: 1 for tokens of completions. None: all 1.
+
+    Raises:
+        ValueError: a shape, dtype, device or value is wrong; the message names the argument.
+    """
+    check_target(input_ids, cu_seqlens is not None, "input_ids")
+    target = torch.full_like(input_ids, IGNORE_INDEX)
+    following = input_ids[..., 1:]
+    if mask is not None:
+        check_like("mask", mask, input_ids, "input_ids")
+        known = ((mask == 0) | (mask == 1)).all()
+        host.assert_async(known, "mask: expected bool or 0 and 1, got other values")
+        following = torch.where(mask[..., 1:] != 0, following, IGNORE_INDEX)
+    target[..., :-1] = following
+    total = input_ids.numel()
+    if cu_seqlens is None or total == 0:
+        return target
+    check_cu_seqlens(cu_seqlens, input_ids, "input_ids")
+    ends = cu_seqlens.long()
+    rising = (ends.diff() >= 0).all() & (ends[0] == 0) & (ends[-1] == total)
+    host.assert_async(rising, f"cu_seqlens: expected offsets rising from 0 to T = {total}")
+    # an empty sequence ends where the one before it does; before the first one that is row T - 1
+    return target.index_fill_(0, (ends[1:] - 1) % total, IGNORE_INDEX)
+
+
+class RankRows(NamedTuple):
+    """The part of packed sequences that one rank has."""
+
+    rows: Tensor  # (R,) int64, which of the T rows, in the rank's order
+    cu_seqlens: Tensor  # (B + 1,) int64, from 0 to R: the same sequences, a part of each
+
+
+def context_parallel_rows(
+    cu_seqlens: Tensor, *, rank: int, size: int, layout: str = "head_tail"
+) -> RankRows:
+    """Return which rows of packed sequences a rank of a context-parallel group has.
+
+    Index with ``rows`` whatever has a value per token (targets, masks, log-probabilities,
+    advantages per token), and take a :class:`SamplingMask` by ``sampling_mask.take(rows)``.
+
+    Args:
+        cu_seqlens: (B + 1,) offsets of the sequences, padding included, from 0 to T. The host reads
+            them: on a GPU it waits.
+        rank: of this process in the group.
+        size: the number of ranks n.
+        layout: ``"head_tail"``: rank i has chunks i and 2n - 1 - i of the 2n of each sequence, as
+            in Megatron-Core, in Transformer Engine's packed format and, for a row of one sequence,
+            in torch's ``context_parallel``. Lengths have to be multiples of 2n.
+            ``"contiguous"``: rank i has the i-th of n equal parts of the whole packed row, as in
+            Ulysses. T has to be a multiple of n. A sequence may have no token on a rank.
+
+    Raises:
+        ValueError: a rank, a layout or a length is wrong; the message names the argument.
+    """
+    check_name("layout", layout, _LAYOUTS)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size: expected an int >= 1, got {size!r}")
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise ValueError(f"rank: expected an int in [0, {size}), got {rank!r}")
+    check_cu_seqlens(cu_seqlens)
+    offsets = host.values(host.sync_to_host(cu_seqlens))
+    if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
+        raise ValueError(f"cu_seqlens: expected offsets rising from 0, got {offsets}")
+    return _LAYOUTS[layout](cu_seqlens.long(), offsets, rank, size)
+
+
+def _head_tail(starts: Tensor, offsets: list[int], rank: int, size: int) -> RankRows:
+    for index, (a, b) in enumerate(pairwise(offsets)):
+        if (b - a) % (2 * size):
+            raise ValueError(
+                f"cu_seqlens: expected lengths that are multiples of 2 * size = {2 * size} (pad "
+                f"each sequence), got {b - a} of sequence {index}"
+            )
+    chunks = starts.diff() // (2 * size)
+    own = pad((2 * chunks).cumsum(0), (1, 0))
+    total = offsets[-1] // size
+    ids = torch.repeat_interleave(2 * chunks, output_size=total)
+    place = torch.arange(total, device=starts.device) - own[ids]
+    chunk = chunks[ids]
+    in_tail = place >= chunk  # the first of its rows follows 2n - 2 - 2i chunks after the head's
+    rows = starts[ids] + rank * chunk + place + in_tail * (2 * (size - 1 - rank)) * chunk
+    return RankRows(rows, own)
+
+
+def _contiguous(starts: Tensor, offsets: list[int], rank: int, size: int) -> RankRows:
+    total = offsets[-1]
+    if total % size:
+        raise ValueError(
+            f"cu_seqlens: expected a T that is a multiple of size = {size} (pad the last sequence, "
+            f"or add one), got {total}"
+        )
+    start, stop = rank * total // size, (rank + 1) * total // size
+    rows = torch.arange(start, stop, device=starts.device)
+    return RankRows(rows, starts.clamp(start, stop) - start)
+
+
+_LAYOUTS: dict[str, Callable[[Tensor, list[int], int, int], RankRows]] = {
+    "head_tail": _head_tail,
+    "contiguous": _contiguous,
+}

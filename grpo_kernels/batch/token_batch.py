@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,11 +22,8 @@ from grpo_kernels.batch.segments import Segments, SequenceGroup, joined_fields
 class TokenBatch:
     """Valid completion tokens of B sequences, packed to T rows. Build it with the class methods.
 
-    Masked tokens (prompt, padding, tool results) are not in it: they cost nothing downstream and
-    cannot influence another token. ``rows`` says where in the caller's layout each token stood.
-
-    What changes from batch to batch is in tensors, what the host knows in CPU tensors, so that a
-    compiler guards on none of it.
+    Masked tokens (prompt, padding, tool results) are not in it. What changes from batch to batch is
+    in tensors, what the host knows in CPU tensors, so that a compiler guards on none of it.
     """
 
     target: Tensor  # (T,) int64
@@ -67,8 +65,7 @@ class TokenBatch:
                 ``rollout_weights``: (B, L), factors >= 0 against the difference between the policy
                 and the rollout engine, for callers who compute them; None: those of the loss's
                 ``rollout_correction_mode``, if there are ``rollout_logprobs``.
-                ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it the
-                policy is the distribution that top-p, top-k or min-p sampling drew from: its
+                ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it
                 log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
                 entropy is that of the whole vocabulary. Old and reference log-probabilities must be
                 of the same kind (``masked_logprobs`` of ``linear_logprobs``).
@@ -81,19 +78,18 @@ class TokenBatch:
                 ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
                 ``lengths``: B host integers, the valid tokens of each sequence, and
                 ``active_lengths``: those of them whose advantage is not 0. On a GPU a batch waits
-                once for the device to learn these; given, a whole step waits for nothing. Values
-                are then checked on the device, later (a failure there ends the CUDA context), and
-                how the tokens are distributed over the sequences is not checked. Without
-                ``active_lengths`` rows of zero advantage are computed like others. On a CPU
-                everything is checked.
+                once for the device to learn these; given, a whole step waits for nothing, values
+                are checked on the device, later (a failure there ends the CUDA context), and how
+                the tokens are distributed over the sequences is not. Without ``active_lengths``
+                rows of zero advantage are computed like others.
                 ``sequence_group``: a process group (or a device mesh of one dimension), over whose
                 ranks the tokens of each sequence are spread (context or sequence parallelism):
                 every rank gives its part of the same B sequences, which may be empty. Whatever is
                 of a sequence (its length, its ratio, its gates) is then of all its tokens. The
-                numbers of tokens above are, where they are None, those of the group per rank, and
-                the mean of the ranks' losses, and of their gradients, is that of one process with
-                whole sequences. Building a batch, its loss and the backward are collectives of the
-                group; the metrics are computed along with the loss.
+                numbers of tokens above are, where they are None, those of the group per rank; the
+                mean of the ranks' losses and gradients is that of one process with whole sequences.
+                Building a batch, its loss and the backward are collectives of the group; the
+                metrics are computed along with the loss.
 
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
@@ -124,7 +120,8 @@ class TokenBatch:
     @property
     def num_ranks(self) -> int:
         """The ranks that hold parts of the sequences."""
-        return 1 if self.sequence_group is None else self.sequence_group.size
+        group = self.sequence_group
+        return 1 if group is None else dist.get_world_size(group.group)
 
     @property
     def num_sequences(self) -> int:
@@ -153,9 +150,8 @@ class TokenBatch:
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor field and those of the sampling mask, in a fixed order."""
-        mask = self.sampling_mask
         own = [getattr(self, name) for name in TENSOR_FIELDS]
-        return own + [None if mask is None else getattr(mask, name) for name in MASK_FIELDS]
+        return own + [getattr(self.sampling_mask, name, None) for name in MASK_FIELDS]
 
     @classmethod
     def of_tensors(
@@ -173,8 +169,8 @@ class TokenBatch:
 
     def of_tokens(self, name: str, values: Tensor) -> Tensor:
         """Return those of the (T,) tokens, of values for them or in the caller's layout."""
-        if not isinstance(values, Tensor) or values.device != self.target.device:
-            got = values.device if isinstance(values, Tensor) else type(values).__name__
+        got = values.device if isinstance(values, Tensor) else type(values).__name__
+        if got != self.target.device:
             raise ValueError(f"{name}: expected a tensor on {self.target.device}, got {got}")
         if values.shape == self.target.shape:
             return values
@@ -193,10 +189,9 @@ class TokenBatch:
         return self.select(keep, host.sync_to_host(lengths))
 
     def select(self, keep: Tensor, lengths: Tensor) -> TokenBatch:
-        """Return the tokens of the int64 index ``keep`` (ascending), in the same B sequences.
+        """Return tokens ``keep`` (ascending int64), ``lengths`` (B,) on the CPU of each sequence.
 
-        ``lengths`` (B,) on the CPU says how many are of each sequence. A ``sequence_group`` stays
-        as it is, for the caller to replace.
+        A ``sequence_group`` stays as it is, for the caller to replace.
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
         mask, per_token = self.sampling_mask, dict[str, Any]()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_kernels.head import PRECISIONS
-
-SCHEDULES = ("auto", "one_pass", "two_pass")
-METRIC_ROWS = ("all", "active")
+from grpo_kernels.arguments import check_fields, choice, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +28,13 @@ class Bounded:
         ValueError: the tolerance is not in (0, 1), or ``slots`` or ``seed`` is no number of such.
     """
 
-    tolerance: float = 2e-3
-    slots: int = 1024
-    exact_weight: bool = True
-    seed: int = 0
+    tolerance: float = number(2e-3, "a float in (0, 1)", lambda x: 0 < x < 1)
+    slots: int = number(1024, "an int of at least 1", lambda x: isinstance(x, int) and x >= 1)
+    exact_weight: bool = choice(True, (True, False))
+    seed: int = number(0, "an int in [0, 2^32)", lambda x: isinstance(x, int) and 0 <= x < 1 << 32)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.tolerance, float) and 0 < self.tolerance < 1):
-            raise ValueError(f"tolerance: expected a float in (0, 1), got {self.tolerance!r}")
-        if self.exact_weight not in (True, False):
-            raise ValueError(f"exact_weight: expected True or False, got {self.exact_weight!r}")
-        if not _is_int(self.slots) or self.slots < 1:
-            raise ValueError(f"slots: expected an int of at least 1, got {self.slots!r}")
-        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"seed: expected an int in [0, 2^32), got {self.seed!r}")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +45,23 @@ class RunOptions:
         ValueError: a name is unknown, or a size is no number of bytes.
     """
 
-    precision: str = "fp32"
+    precision: str = choice("fp32", ("fp32", "input", "tf32"))
     backend: str = "auto"
-    max_workspace_bytes: int | None = None
-    batch_invariant: bool = False
-    schedule: str = "auto"
-    metric_rows: str = "all"
+    max_workspace_bytes: int | None = number(
+        None, "an int or None", lambda x: isinstance(x, int), optional=True
+    )
+    batch_invariant: bool = choice(False, (True, False))
+    schedule: str = choice("auto", ("auto", "one_pass", "two_pass"))
+    metric_rows: str = choice("all", ("all", "active"))
     backward: str | Bounded = "exact"
-    activation_bytes: int | None = None
+    activation_bytes: int | None = number(
+        None, "an int >= 0 or None", lambda x: isinstance(x, int) and x >= 0, optional=True
+    )
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("precision", PRECISIONS),
-            ("schedule", SCHEDULES),
-            ("metric_rows", METRIC_ROWS),
-            ("batch_invariant", (True, False)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(map(str, known))}; "
-                    f"got {getattr(self, name)!r}"
-                )
+        check_fields(self)
         if not isinstance(self.backend, str):
             raise ValueError(f"backend: expected a name, got {self.backend!r}")
-        for name in ("max_workspace_bytes", "activation_bytes"):
-            size = getattr(self, name)
-            if size is not None and not _is_int(size):
-                raise ValueError(f"{name}: expected an int or None, got {size!r}")
-        if self.activation_bytes is not None and self.activation_bytes < 0:
-            raise ValueError(f"activation_bytes: expected at least 0, got {self.activation_bytes}")
         if self.backward != "exact" and not isinstance(self.backward, Bounded):
             raise ValueError(f"backward: expected 'exact' or a Bounded, got {self.backward!r}")
 
@@ -91,7 +69,3 @@ class RunOptions:
     def bounded(self) -> Bounded | None:
         """The bounded backward, None for the exact one."""
         return self.backward if isinstance(self.backward, Bounded) else None
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -15,7 +15,7 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.head import PRECISIONS, Head, HeadLoRA, Transform, logits_dtype, stats_dtype
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard, logits_dtype, stats_dtype
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,
@@ -28,4 +28,3 @@ from grpo_kernels.head.matmul import (
     zero_row_padding,
 )
 from grpo_kernels.head.parameters import DividedGradient, head_of_layer, layer_in_use, unshard_head
-from grpo_kernels.head.vocab_shard import VocabShard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from grpo_kernels.arguments import POSITIVE, check_device, check_number
-from grpo_kernels.head.head import Head, HeadLoRA, Transform, stats_dtype
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
 from grpo_kernels.head.parameters import why_not_whole
-from grpo_kernels.head.vocab_shard import VocabShard
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -76,23 +75,21 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
             f"got {weight.dtype}"
         )
     if head.bias is not None:
-        _check_part("bias", head.bias, weight, weight.shape[:1])
-    why_not = tf32_unavailable(hidden.device, hidden.dtype) if precision == "tf32" else None
-    if why_not is not None:
+        _check_part("bias", head.bias, weight, weight.shape[0])
+    if precision == "tf32" and (why_not := tf32_unavailable(hidden.device, hidden.dtype)):
         raise ValueError(f"precision: {why_not}")
-    transform = head.transform
+    transform, lora, shard, rows = head.transform, head.lora, head.shard, weight.shape[0]
     if not isinstance(transform.temperature, Tensor):
         check_number("temperature", transform.temperature, *POSITIVE)
-    expected, accepts = POSITIVE
-    check_number("softcap", transform.softcap, f"{expected}, or None", accepts, optional=True)
+    if transform.softcap is not None:
+        check_number("softcap", transform.softcap, f"{POSITIVE[0]}, or None", POSITIVE[1])
     check_number("logit_scale", transform.logit_scale, *POSITIVE)
-    if head.lora is not None:
-        check_floating("lora.a", head.lora.a)
-        rank = head.lora.a.shape[0] if head.lora.a.dim() else 0
-        _check_part("lora.a", head.lora.a, weight, (max(rank, 1), weight.shape[1]))
-        _check_part("lora.b", head.lora.b, weight, (weight.shape[0], rank))
-        check_number("lora.scaling", head.lora.scaling)
-    shard, rows = head.shard, weight.shape[0]
+    if lora is not None:
+        check_floating("lora.a", lora.a)
+        rank = lora.rank if lora.a.dim() else 0
+        _check_part("lora.a", lora.a, weight, max(rank, 1), weight.shape[1])
+        _check_part("lora.b", lora.b, weight, rows, rank)
+        check_number("lora.scaling", lora.scaling)
     if shard is None:
         return hidden, head
     if not isinstance(shard, VocabShard):
@@ -104,11 +101,11 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     return hidden, head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
-def _check_part(name: str, value: Tensor, weight: Tensor, shape: Sequence[int]) -> None:
+def _check_part(name: str, value: Tensor, weight: Tensor, *shape: int) -> None:
     check_floating(name, value)
     check_device(name, value, weight.device, "weight")
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")
 
 
 def check_weight(weight: Tensor) -> None:
@@ -126,7 +123,7 @@ def check_floating(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.dtype not in _DTYPES:
-        known = ", ".join(str(dtype) for dtype in _DTYPES)
+        known = ", ".join(map(str, _DTYPES))
         raise ValueError(f"{name}: expected one of {known}; got {value.dtype}")
 
 
@@ -182,15 +179,11 @@ def check_row_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected values > 0")
 
 
-# What the kernels do not differentiate is said before a wrong number can come of it.
 _ONLY = "the kernels have first derivatives by torch.autograd only; backend='reference' has more"
 
 
 def check_plain(**tensors: Tensor | None) -> None:
-    """Raise ValueError for a tensor of a ``torch.func`` transform or of forward-mode autograd.
-
-    Their tangents and batch dimensions would be lost on the way to a kernel.
-    """
+    """Raise ValueError for a tensor of a ``torch.func`` transform or of forward-mode autograd."""
     if torch.compiler.is_compiling():
         # None while nothing transforms; a number stops the compiler, or its guess at one graph
         assert torch._C._functorch.maybe_current_level() is None
@@ -219,9 +212,7 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``backward(ctx, saved_tensors, *outer)`` of an ``autograd.Function``: an error says
-    that what ``ctx.result_of`` names cannot be differentiated twice.
-    """
+    """Decorate ``backward(ctx, saved_tensors, *outer)``: no second one of ``ctx.result_of``."""
     # torch's once_differentiable cuts gradients off from the inputs: autograd.grad then finds no
     # way to its error, and leaves their part out of a sum
 
@@ -242,9 +233,7 @@ class _Final(torch.autograd.Function):
     """Gradients without a derivative."""
 
     @staticmethod
-    def forward(
-        ctx: Any, name: str, gradients: tuple[Tensor | None, ...], *inputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, gradients: tuple, *inputs: Tensor) -> tuple:
         ctx.result_of = name
         return gradients
 

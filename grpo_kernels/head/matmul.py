@@ -1,9 +1,8 @@
 """GEMMs of a head, as exact as requested, whatever torch's global switches say.
 
-``torch.set_float32_matmul_precision`` and its kin let a library multiply fp32 matrices in tf32 or
-bf16, and 16-bit ones with 16-bit partial sums. They belong to the user's model; the head's GEMMs
-set their own for as long as they run. Only torch's per-backend switches are touched, since GEMMs
-read these alone, and the older ``allow_tf32`` raises when both kinds are set.
+Those switches belong to the user's model; the head's GEMMs set their own for as long as they run:
+torch's per-backend ones, since GEMMs read these alone. (The older ``allow_tf32`` raises when both
+kinds are set.)
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any
@@ -43,33 +42,26 @@ def tf32_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 @contextmanager
 def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
     """Make GEMMs on ``device`` follow ``precision`` inside; torch's switches are restored."""
-    with ExitStack() as switches:
-        if device.type == "cuda":
-            matmul: Any = torch.backends.cuda.matmul
-            wanted = "tf32" if precision == "tf32" else "ieee"
-            for name in _REDUCED:
-                switches.enter_context(_switched(matmul, name, False))
-        else:
-            matmul, wanted = torch.backends.mkldnn.matmul, "ieee"  # type: ignore[attr-defined]
-        if (matmul.fp32_precision, wanted) != ("none", "ieee"):
-            switches.enter_context(_switched(matmul, "fp32_precision", wanted))
-        yield
-
-
-@contextmanager
-def _switched(backend: Any, name: str, wanted: Any) -> Iterator[None]:
-    before = getattr(backend, name)
-    if before == wanted:
-        yield
-        return
-    setattr(backend, name, wanted)
+    wanted: dict[str, Any] = {}
+    if device.type == "cuda":
+        matmul, fp32 = torch.backends.cuda.matmul, "tf32" if precision == "tf32" else "ieee"
+        wanted |= dict.fromkeys(_REDUCED, False)
+    else:
+        matmul, fp32 = torch.backends.mkldnn.matmul, "ieee"  # type: ignore[attr-defined]
+    if (matmul.fp32_precision, fp32) != ("none", "ieee"):
+        wanted["fp32_precision"] = fp32
+    before = {name: getattr(matmul, name) for name in wanted}
+    changed = [name for name in wanted if before[name] != wanted[name]]
     try:
+        for name in changed:
+            setattr(matmul, name, wanted[name])
         yield
     finally:
-        if name == "fp32_precision":
-            backend.fp32_precision = "none"  # inherits from torch.backends.fp32_precision ...
-        if getattr(backend, name) != before:  # ... which is not where the value came from
-            setattr(backend, name, before)
+        if "fp32_precision" in changed:
+            matmul.fp32_precision = "none"  # inherits from torch.backends.fp32_precision ...
+        for name in changed:
+            if getattr(matmul, name) != before[name]:  # ... which is not where the value came from
+                setattr(matmul, name, before[name])
 
 
 # Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
@@ -182,10 +174,7 @@ def mkl_matmul(
 
 
 def _described(x: Tensor) -> tuple[Tensor, int, int]:
-    """Return the matrix, BLAS's name for its layout, and its leading dimension.
-
-    It is a copy unless BLAS has a name: gaps in one dimension only, no overlaps.
-    """
+    """Return the matrix, copied unless BLAS has a name for its layout; that and its stride."""
     (rows, columns), (step, column_step) = x.shape, x.stride()
     if (column_step == 1 or columns == 1) and (step >= columns or rows == 1):
         return x, _AS_IT_IS, max(step if rows > 1 else 0, columns)
@@ -211,10 +200,7 @@ _CPU_COLUMNS = 32
 
 
 def zero_row_padding(dlogits: Tensor) -> None:
-    """Set to zero what lies behind each row's last column, as far as a GEMM may read it.
-
-    Behind narrowed rows lie halves of the fp32 logits, which look like anything.
-    """
+    """Set to zero what a GEMM may read behind each row: halves of fp32 logits are anything."""
     (rows, columns), stride = dlogits.shape, dlogits.stride(0)
     end = min(stride, -columns % _CPU_COLUMNS + columns)
     if dlogits.device.type == "cpu" and rows and end > columns:
@@ -222,16 +208,9 @@ def zero_row_padding(dlogits: Tensor) -> None:
         dlogits.as_strided((rows, end - columns), (stride, 1), first).zero_()
 
 
-_GPU_ROW_BYTES = 128
-
-
 def leading_dim(columns: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the elements from one row of a tile to the next.
-
-    On a GPU rows start at multiples of 128 bytes, whatever the vocabulary: without that neither a
-    library's fast kernels nor loads of 16 bytes can be had.
-    """
+    """Return the elements from one row of a tile to the next."""
     if device.type == "cpu":
         return columns
-    step = _GPU_ROW_BYTES // dtype.itemsize
+    step = 128 // dtype.itemsize  # bytes: fast kernels and loads of 16 bytes need such rows
     return -(-columns // step) * step

@@ -1,10 +1,8 @@
 """Reads a head from a layer, plain or under PEFT's adapters, and makes sharded parameters whole.
 
-Layers are of any module class, PEFT's included, which is not imported here. Shards are DTensors
-(FSDP2, HSDP, TP) and DeepSpeed's ZeRO-3. Neither framework sees a weight that is only read. FSDP2
-gathers and reduces where the module that owns it is called, and ``DTensor.full_tensor()`` takes
-every process to have the same gradient: of the sum over the processes it keeps the slice of one.
-ZeRO-3 empties a parameter between uses.
+Shards are DTensors (FSDP2, HSDP, TP) and DeepSpeed's ZeRO-3. Neither framework sees a weight that
+is only read: FSDP2 gathers and reduces where the module that owns it is called, and ZeRO-3 empties
+a parameter between uses. ``DTensor.full_tensor()`` takes every process to have the same gradient.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.head import Head, HeadLoRA, Transform
-from grpo_kernels.head.vocab_shard import VocabShard
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard
 
 AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head)"
 
@@ -61,42 +58,34 @@ def _lora(layer: Any) -> HeadLoRA | None:
     """Return the adapters in use; None if there is none or they are merged into the weight."""
     if layer.merged or layer.disable_adapters:
         return None
+    plain = hasattr(layer, "lora_A") and not hasattr(layer, "parameter_name")
+    problem = None if plain else f"an adapter of type {type(layer).__name__}"
     found = []
     for name in layer.active_adapters:
-        _check_lora(layer, name)
-        if name in layer.lora_A:
-            factor_a, factor_b = layer.lora_A[name].weight, layer.lora_B[name].weight
-            found.append(HeadLoRA(a=factor_a, b=factor_b, scaling=layer.scaling[name]))
+        if plain and name in layer.lora_A:
+            a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name], layer.scaling[name]
+            found.append(HeadLoRA(a=a, b=b.weight, scaling=scaling))
+            if name in getattr(layer, "lora_variant", {}) or layer.use_dora.get(name):
+                problem = "DoRA or another variant of LoRA"
+            elif getattr(layer.lora_dropout[name], "p", 0.0) > 0:
+                problem = f"lora_dropout={layer.lora_dropout[name].p}"
+            elif b.bias is not None:
+                problem = "lora_bias=True"
+        if problem is not None:
+            raise ValueError(
+                f"lm_head: expected plain LoRA without dropout, got {problem}; change it "
+                "or exclude the head from target_modules"
+            )
     return HeadLoRA.joined(found)
-
-
-def _check_lora(layer: Any, name: str) -> None:
-    problem = None
-    if not hasattr(layer, "lora_A") or hasattr(layer, "parameter_name"):
-        problem = f"an adapter of type {type(layer).__name__}"
-    elif name in layer.lora_A:
-        if name in getattr(layer, "lora_variant", {}) or layer.use_dora.get(name):
-            problem = "DoRA or another variant of LoRA"
-        elif getattr(layer.lora_dropout[name], "p", 0.0) > 0:
-            problem = f"lora_dropout={layer.lora_dropout[name].p}"
-        elif layer.lora_B[name].bias is not None:
-            problem = "lora_bias=True"
-    if problem is not None:
-        raise ValueError(
-            f"lm_head: expected plain LoRA without dropout, got {problem}; change it "
-            "or exclude the head from target_modules"
-        )
 
 
 def unshard_head(head: Head) -> Head:
     """Return the head with whole tensors in place of sharded parameters.
 
     Of a DTensor all dimensions of the mesh are gathered but that of the head's vocabulary shard,
-    and its gradient is the mean of what the processes of the others find, as under DDP and FSDP.
-    That is right for data parallel dimensions, whose processes have rows of their own, and for
-    tensor parallel ones, whose processes have the same. The whole tensor lives as long as the
-    graph. A ZeRO-3 parameter is gathered for the module whose forward runs, and again for its
-    backward.
+    and its gradient is the mean over their processes, whether these have rows of their own (data
+    parallel) or the same (tensor parallel). The whole tensor lives as long as the graph. A ZeRO-3
+    parameter is gathered for the module whose forward runs, and again for its backward.
     """
     if _is_freed(head.weight):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.losses import (
     LOSSES,
-    LazyMetrics,
     LossConfig,
+    Metrics,
     PolicyLossOutput,
     Weights,
     check_loss_inputs,
@@ -77,5 +78,6 @@ def summed_loss(
     if weights is not None:
         factors = batch.of_tokens("weights", weights).to(logprobs.dtype)
     loss, gate = weighted_loss(logprobs, batch, config, None, Weights(factors, None))
-    metrics = LazyMetrics(loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=None)
+    known = logprobs.detach()
+    metrics = Metrics(partial(loss_stats, known, None, batch, config, gate), known)
     return PolicyLossOutput(loss, metrics)

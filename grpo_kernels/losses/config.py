@@ -139,20 +139,17 @@ class LossConfig:
     def _surrogate(self, settings: dict[str, Any]) -> Surrogate:
         """Return the surrogate with these settings: the one that is given, or a new one."""
         loss, given = self.loss, self.surrogate
-        for name in settings:
-            if name not in loss.settings:
-                known = ", ".join(item.name for item in fields(self) if item.init)
-                own = ", ".join(loss.settings) or "none"
-                raise ValueError(
-                    f"{name}: expected a setting of {self.loss_type} ({own}) or one of {known}"
-                )
+        for name in [name for name in settings if name not in loss.settings]:
+            known = ", ".join(item.name for item in fields(self) if item.init)
+            own = ", ".join(loss.settings) or "none"
+            raise ValueError(
+                f"{name}: expected a setting of {self.loss_type} ({own}) or one of {known}"
+            )
         if given is None:
             return loss.surrogate(**settings)
         if type(given) is not loss.surrogate:
-            raise ValueError(
-                f"surrogate: expected a {loss.surrogate.__name__} for {self.loss_type}, "
-                f"got {given!r}"
-            )
+            kind = loss.surrogate.__name__
+            raise ValueError(f"surrogate: expected a {kind} for {self.loss_type}, got {given!r}")
         return replace(given, **settings)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,39 +12,32 @@ from torch import Tensor
 from grpo_kernels.arguments import check_name
 from grpo_kernels.batch import Segments, TokenBatch
 
-# name -> (kind, values): what a surrogate reports, see `indicator_stats` for the kinds
+# name -> (kind, values): what a surrogate reports, see `indicator_values` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]
+Reductions = dict[str, tuple[Any, ...]]  # name -> the arguments of `stat_of`
 
 
 class _Kind(NamedTuple):
-    merge: Callable[[Tensor], Tensor]  # (n, ...) stacked totals -> (...)
-    value: Callable[[Tensor, Tensor], Tensor]  # total, count -> ()
+    merge: Callable[[Tensor, int], Tensor] = torch.sum  # (n, ...) stacked totals, 0 -> (...)
+    value: Callable[[Tensor, Tensor], Tensor] = lambda total, count: total  # both () -> ()
     neutral: float = 0.0  # a total that changes none
-
-
-def _sum(stacked: Tensor) -> Tensor:
-    return stacked.sum(0)
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def _total(total: Tensor, count: Tensor) -> Tensor:
-    return total
-
-
 _KINDS: dict[str, _Kind] = {
-    "mean": _Kind(_sum, _ratio),
-    "sum": _Kind(_sum, _total),
+    "mean": _Kind(value=_ratio),
+    "sum": _Kind(),
     # a norm over another: the square roots of sums of squares
-    "norm_ratio": _Kind(_sum, lambda total, count: torch.sqrt(total / count)),
-    "min": _Kind(lambda stacked: stacked.amin(0), _total, torch.inf),
-    "max": _Kind(lambda stacked: stacked.amax(0), _total, -torch.inf),
+    "norm_ratio": _Kind(value=lambda total, count: torch.sqrt(total / count)),
+    "min": _Kind(torch.amin, neutral=torch.inf),
+    "max": _Kind(torch.amax, neutral=-torch.inf),
     # exp of the mean negative log-probability
-    "perplexity": _Kind(_sum, lambda total, count: torch.exp(-_ratio(total, count))),
+    "perplexity": _Kind(value=lambda total, count: torch.exp(-_ratio(total, count))),
     # (sum r)^2 / (n sum r^2), the effective share of samples
-    "ess": _Kind(_sum, lambda total, count: total[0] ** 2 / (count * total[1]).clamp(min=1e-30)),
+    "ess": _Kind(value=lambda total, n: total[0] ** 2 / (n * total[1]).clamp(min=1e-30)),
 }
 
 
@@ -67,18 +59,21 @@ class Metrics:
     """By a metric's name its () value, detached and still on the device; read-only.
 
     It has a mapping's methods and is no ``Mapping``: what walks the output of a model's forward, as
-    accelerate does in mixed precision, would read every value of one and rebuild it from these.
+    accelerate does, would read every value of one. Read them before what they are made of is
+    overwritten, as the batch of a captured graph is.
 
     Those of one call also have ``logprobs`` and ``entropy`` of its tokens, (T,) in the order of the
     batch, detached: None where they were not given, or where calls were merged. (With
     ``metric_rows="active"`` they may be of the rows with a gradient alone.)
     """
 
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-
-    def __init__(self, stats: Mapping[str, Stat] | Callable[[], Mapping[str, Stat]]) -> None:
-        self._stats = stats
+    def __init__(
+        self,
+        stats: Mapping[str, Stat] | Callable[[], Mapping[str, Stat]],
+        logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> None:
+        self._stats, self.logprobs, self.entropy = stats, logprobs, entropy
 
     @property
     def stats(self) -> Mapping[str, Stat]:
@@ -99,9 +94,6 @@ class Metrics:
     def __len__(self) -> int:
         return len(self.stats)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.stats
-
     def keys(self) -> KeysView[str]:
         return self.stats.keys()
 
@@ -115,20 +107,23 @@ class Metrics:
         stat = self.stats.get(name)
         return default if stat is None else stat.value()
 
+    def ready_for(self, batch: TokenBatch) -> Metrics:
+        """Return these, made now if they are a collective: one rank alone may read them later."""
+        if batch.sequence_group is not None:
+            _ = self.stats
+        return self
+
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self.stats)})"
 
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
         """Combine the metrics of several batches as if they had been one."""
-        found: dict[str, list[Stat]] = {}
-        for part in parts:
-            for name, stat in part.stats.items():
-                found.setdefault(name, []).append(stat)
-        merged = {}
-        for name, stats in found.items():
+        found, merged = [part.stats for part in parts], {}
+        for name in dict.fromkeys(name for stats in found for name in stats):
+            stats = [stats[name] for stats in found if name in stats]
             kind, count = stats[0].kind, torch.stack([stat.count for stat in stats]).sum()
-            total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]))
+            total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]), 0)
             merged[name] = Stat(kind, total, count)
         return Metrics(merged)
 
@@ -152,44 +147,20 @@ class Metrics:
         return Metrics.merge(map(unpacked, gather(torch.cat(parts)[None])))
 
 
-class LazyMetrics(Metrics):
-    """Metrics that are made when they are first read, by ``make(logprobs, entropy, *parts)``.
-
-    The parts are kept until then. Read them before what they hold is overwritten, such as the
-    batch of a captured graph.
-    """
-
-    def __init__(
-        self,
-        make: Callable[..., Mapping[str, Stat]],
-        *parts: Any,
-        logprobs: Tensor,
-        entropy: Tensor | None,
-    ) -> None:
-        super().__init__(partial(make, logprobs, entropy, *parts))
-        self.logprobs, self.entropy = logprobs, entropy
-
-    def ready_for(self, batch: TokenBatch) -> LazyMetrics:
-        """Return these, made now if they are a collective: one rank alone may read them later."""
-        if batch.sequence_group is not None:
-            _ = self.stats
-        return self
-
-
 def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     """Reduce ``values`` where ``valid``, in fp64; fine on an empty tensor."""
     reduction, values = _KINDS[kind], values.double()
     count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     if valid is not None:
         values, count = torch.where(valid, values, reduction.neutral), valid.double().sum()
-    total = reduction.merge(values) if values.numel() else values.new_full((), reduction.neutral)
+    total = reduction.merge(values, 0) if values.numel() else values.new_full((), reduction.neutral)
     return Stat(kind, total, count)
 
 
-def indicator_stats(
+def indicator_values(
     indicators: Indicators, segments: Segments, one_per_sequence: bool
-) -> dict[str, Stat]:
-    """Reduce what a surrogate reports.
+) -> Reductions:
+    """Return what :func:`stat_of` takes for what a surrogate reports.
 
     Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
@@ -201,10 +172,10 @@ def indicator_stats(
         "sequence_min": ("min", True),
         "sequence_max": ("max", True),
     }
-    stats = {}
+    found: Reductions = {}
     for name, (kind, values) in indicators.items():
         check_name(name, kind, kinds)
         reduction, of_means = kinds[kind]
         given = (segments.mean(values.double()), occupied) if of_means else (values,)
-        stats[name] = stat_of(reduction, *given)
-    return stats
+        found[name] = (reduction, *given)
+    return found

@@ -1,8 +1,7 @@
 """Surrogates: the per-token policy objective, one small class each, with the settings it has.
 
-A surrogate is a forward-only torch expression of :class:`Terms`; autograd (or a traced, generated
-kernel) derives its gradient. At ratio 1 a surrogate's gradient is ``-advantage`` per token, unless
-its paper says otherwise.
+A surrogate is a torch expression of :class:`Terms`, whose gradient is derived. At ratio 1 that is
+``-advantage`` per token, unless its paper says otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Te
 class Surrogate:
     """Base class of surrogates: frozen dataclasses, whose fields are their settings.
 
-    Subclasses define :meth:`__call__`, :meth:`metrics` if they have any, and may check their
-    settings in ``__post_init__``.
+    Subclasses define :meth:`__call__`, and may define :meth:`metrics` and ``__post_init__``.
     """
 
     scope: ClassVar[str] = "token"
@@ -49,9 +47,8 @@ class Surrogate:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
-    return torch.where(
-        positive, torch.full_like(like, if_positive), torch.full_like(like, otherwise)
-    )
+    a, b = torch.full_like(like, if_positive), torch.full_like(like, otherwise)
+    return torch.where(positive, a, b)
 
 
 def _smaller(a: Tensor, b: Tensor) -> Tensor:
@@ -165,9 +162,8 @@ class Sapo(Surrogate):
     sapo_temperature_neg: float = number(1.05, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
-        tau = _by_sign(
-            terms.advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, terms.ratio
-        )
+        steepness = self.sapo_temperature_pos, self.sapo_temperature_neg
+        tau = _by_sign(terms.advantages > 0, *steepness, terms.ratio)
         return -(4 / tau) * _sigmoid(tau * (terms.ratio - 1)) * terms.advantages
 
 
@@ -253,10 +249,7 @@ class Pg(Surrogate):
 
 
 class Topr(Surrogate):
-    """Tapered off-policy REINFORCE (arXiv:2503.14286).
-
-    Advantages of 0 and above have weight 1, the others a truncated ratio.
-    """
+    """Tapered off-policy REINFORCE: negative advantages are truncated (arXiv:2503.14286)."""
 
     def __call__(self, terms: Terms) -> Tensor:
         tapered = terms.ratio.clamp(0, 1).detach()

@@ -1,5 +1,4 @@
-"""The parts that losses are made of: maps of importance ratios, the top-entropy gate, KL penalties
-and aggregations.
+"""The parts of losses: maps of importance ratios, the top-entropy gate, KL, aggregations.
 
 An aggregation is ``sum_t w_t l_t`` with static weights ``w_t``, known before the forward. KL
 estimators as in J. Schulman, "Approximating KL Divergence" (2020).
@@ -18,8 +17,7 @@ from torch.nn.functional import pad
 from grpo_kernels.batch import Segments, TokenBatch, host
 from grpo_kernels.ranks import gather
 
-# exp(20) is 5e8: far outside every trust region, far inside fp32. One clamp here keeps every loss
-# and gradient finite.
+# exp(20) is 5e8: far outside every trust region, far inside fp32
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -76,9 +74,8 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tensor:
     """Return 1 where the entropy is in the top ``quantile`` of all processes; (T,) to (T,).
 
-    "Beyond the 80/20 rule", arXiv:2506.01939. The threshold is the linearly interpolated quantile,
-    found by sorting: ``torch.quantile`` refuses more than 2**24 values. ``copies`` processes have
-    the same tokens, as those that share a vocabulary do.
+    "Beyond the 80/20 rule", arXiv:2506.01939. ``copies`` processes have the same tokens, as those
+    that share a vocabulary do.
     """
     entropy = everyone = entropy.detach()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -87,7 +84,7 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
         everyone = torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
     if everyone.numel() == 0:
         return torch.zeros_like(entropy)
-    ordered = everyone.sort().values[::copies]
+    ordered = everyone.sort().values[::copies]  # torch.quantile refuses more than 2**24 values
     position = (1 - quantile) * (ordered.numel() - 1)
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)
@@ -152,8 +149,8 @@ def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | fl
 def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
     """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
     count = otherwise if given is None else host.number(given)
+    # 0 only when no process has a token; a fraction is a share of processes or steps
     if isinstance(count, Tensor):
-        # 0 only when no process has a token; a fraction is a share of processes or steps
         return torch.where(count > 0, count.double(), 1.0).reciprocal()
     return 1.0 / count if count > 0 else 1.0
 

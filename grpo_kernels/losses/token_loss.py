@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import Segments, TokenBatch, host
+from grpo_kernels.batch import TOKEN_FIELDS, Segments, TokenBatch, host
 from grpo_kernels.losses.config import LossConfig
-from grpo_kernels.losses.metrics import LazyMetrics, Metrics, Stat, indicator_stats, stat_of
+from grpo_kernels.losses.metrics import Metrics, Reductions, Stat, indicator_values, stat_of
 from grpo_kernels.losses.terms import (
     KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
@@ -28,10 +29,7 @@ _LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class Weights(NamedTuple):
-    """Per-token factors (T,) of the policy loss and of the entropy bonus (before its coef).
-
-    A loss takes them in the dtype of its log-probabilities, which may be wider than the advantages.
-    """
+    """Per-token factors (T,) of the policy loss and of the entropy bonus (before its coef)."""
 
     policy: Tensor
     entropy: Tensor | None  # None: the loss has no entropy bonus
@@ -50,8 +48,8 @@ class TokenInputs(NamedTuple):
     rollout_logprobs: Tensor | None
     rollout_weights: Tensor | None = None
 
-    def rows(self, index: slice | Tensor) -> TokenInputs:
-        """Return the same for a subset of tokens."""
+    def rows(self, index: slice) -> TokenInputs:
+        """Return the same for a range of tokens."""
         if index == slice(0, self.logprobs.shape[0]):
             return self
         return TokenInputs(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
@@ -66,45 +64,40 @@ class StageOutput(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The loss per token, with the parts that metrics are made of."""
+    """The loss per token, with the parts that metrics are made of, each (T,)."""
 
-    loss: Tensor  # (T,) surrogate with its gates, plus beta * KL
-    contributions: Tensor  # (T,) what each token adds to the loss of the batch
+    loss: Tensor  # surrogate with its gates, plus beta * KL
+    contributions: Tensor  # what each token adds to the loss of the batch
     terms: Terms
-    old_logprobs: Tensor  # (T,)
-    kl: Tensor | None  # (T,)
-    entropy_gate: Tensor | None  # (T,)
-    correction: Tensor | None  # (T,), or (B,) for a per-sequence mode
+    old_logprobs: Tensor
+    kl: Tensor | None
+    entropy_gate: Tensor | None
+    correction: Tensor | None  # (B,) for a per-sequence mode
 
 
 def static_weights(
     batch: TokenBatch, config: LossConfig, dtype: torch.dtype = torch.float64
 ) -> Weights:
     """Weigh every token of ``batch``; ``dtype``: of the log-probabilities, where it is known."""
-    steps = batch.gradient_accumulation_steps
 
     def per_token(weight: Tensor | float) -> Tensor:  # (T,)
         if isinstance(weight, Tensor):
             return weight.to(dtype).expand(batch.target.shape)
         return torch.full_like(batch.advantages, weight, dtype=dtype)
 
+    steps, entropy = batch.gradient_accumulation_steps, None
     policy = config.aggregation.weight(batch, config.max_completion_length)
     if config.aggregation.per_micro_batch:
         policy = policy / steps
-    if config.entropy_coef == 0:
-        return Weights(per_token(policy), None)
-    entropy = token_mean(batch) / steps
-    if batch.entropy_scale is not None:
-        entropy = entropy * host.number(batch.entropy_scale)
-    return Weights(per_token(policy), per_token(entropy))
+    if config.entropy_coef != 0:
+        scale = 1.0 if batch.entropy_scale is None else host.number(batch.entropy_scale)
+        entropy = per_token(token_mean(batch) / steps * scale)
+    return Weights(per_token(policy), entropy)
 
 
 def token_inputs(batch: TokenBatch, weights: Weights, dtype: torch.dtype) -> TokenInputs:
     """Collect the inputs in ``dtype``; log-probabilities and entropy are to be put in yet."""
-    given = (
-        *(batch.advantages, *weights, batch.old_logprobs, batch.ref_logprobs),
-        *(batch.rollout_logprobs, batch.rollout_weights),
-    )
+    given = (batch.advantages, *weights, *(getattr(batch, name) for name in TOKEN_FIELDS))
     advantages, *others = (None if x is None else x.to(dtype) for x in given)
     return TokenInputs(advantages, None, advantages, *others)  # type: ignore[arg-type]
 
@@ -115,19 +108,14 @@ def evaluate(
     config: LossConfig,
     entropy_gate: Tensor | None = None,  # (T,), where it is known: it joins all processes
 ) -> Evaluation:
-    """Evaluate the loss per token, with its parts.
-
-    The modifiers apply in this order: off-policy gate, top-entropy gate, rollout correction (unless
-    the surrogate already contains it), then the KL penalty, which none of them touches.
-    """
+    """Evaluate the loss per token: surrogate, gates, rollout correction, then the KL penalty."""
     old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
     correction, token_correction = _correction(x, old, segments, config)
     delta = x.logprobs - old
     log_ratio = config.ratio_level.map(delta, x.logprobs, segments)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    terms = Terms(
-        x.logprobs, delta, log_ratio, log_ratio.exp(), x.advantages, token_correction, segments
-    )
+    ratios = delta, log_ratio, log_ratio.exp()
+    terms = Terms(x.logprobs, *ratios, x.advantages, token_correction, segments)
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
         # off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556; NaN: unknown
@@ -137,10 +125,10 @@ def evaluate(
         loss = loss * ((x.advantages >= 0) | near).to(loss.dtype)
     if config.top_entropy_quantile == 1:
         entropy_gate = None
-    else:
+    elif entropy_gate is None:
         assert x.entropy is not None  # checked at the API edge
-        if entropy_gate is None:
-            entropy_gate = top_entropy_gate(x.entropy, config.top_entropy_quantile)
+        entropy_gate = top_entropy_gate(x.entropy, config.top_entropy_quantile)
+    if entropy_gate is not None:
         loss = loss * entropy_gate
     if token_correction is not None and not config.surrogate.uses_rollout_weight:
         loss = loss * token_correction
@@ -166,18 +154,12 @@ def run_stage(
     x: TokenInputs, segments: Segments, config: LossConfig, entropy_gate: Tensor | None = None
 ) -> StageOutput:
     """Return the loss of each token and its gradients, by autograd."""
+    names = ("logprobs", "entropy") if config.entropy_coef != 0 else ("logprobs",)
     with torch.enable_grad():
-        logprobs = x.logprobs.detach().requires_grad_()
-        inputs = [logprobs]
-        x = x._replace(logprobs=logprobs)
-        if config.entropy_coef != 0:
-            assert x.entropy is not None  # the schedules always compute it
-            inputs.append(x.entropy.detach().requires_grad_())
-            x = x._replace(entropy=inputs[1])
-        each = evaluate(x, segments, config, entropy_gate).contributions
-        gradients = torch.autograd.grad(each, inputs, torch.ones_like(each))
-    dentropy = gradients[1] if len(gradients) > 1 else None
-    return StageOutput(each.detach(), gradients[0], dentropy)
+        inputs = {name: getattr(x, name).detach().requires_grad_() for name in names}
+        each = evaluate(x._replace(**inputs), segments, config, entropy_gate).contributions
+        gradients = torch.autograd.grad(each, list(inputs.values()), torch.ones_like(each))
+    return StageOutput(each.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None)
 
 
 def _correction(
@@ -185,10 +167,8 @@ def _correction(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight against the rollout engine as it is, (T,) or (B,), and per token."""
     mode = config.correction_mode
-    if x.rollout_weights is not None:
+    if x.rollout_weights is not None or x.rollout_logprobs is None or mode is None:
         return x.rollout_weights, x.rollout_weights
-    if x.rollout_logprobs is None or mode is None:
-        return None, None
     # NaN: the engine does not know it, and nothing is corrected
     log_ratio = (old - x.rollout_logprobs).nan_to_num(nan=0.0).detach()
     weight = (segments.sum(log_ratio) if mode.per_sequence else log_ratio).exp()
@@ -238,16 +218,15 @@ def policy_loss(
     logprobs = batch.of_tokens("logprobs", logprobs)
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"logprobs: expected float32 or float64, got {logprobs.dtype}")
-    if entropy is None and config.needs_entropy:
+    if entropy is not None:
+        entropy = batch.of_tokens("entropy", entropy)
+        if not entropy.is_floating_point():
+            raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
+    elif config.needs_entropy:
         raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
-    entropy = None if entropy is None else batch.of_tokens("entropy", entropy)
-    if entropy is not None and not entropy.is_floating_point():
-        raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
     loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
-    entropy = None if entropy is None else entropy.detach()
-    metrics = LazyMetrics(
-        loss_stats, batch, config, gate, logprobs=logprobs.detach(), entropy=entropy
-    )
+    known = logprobs.detach(), None if entropy is None else entropy.detach()
+    metrics = Metrics(partial(loss_stats, *known, batch, config, gate), *known)
     return PolicyLossOutput(loss, metrics.ready_for(batch))
 
 
@@ -260,8 +239,7 @@ def weighted_loss(
     entropy_gate: Tensor | None = None,  # (T,), where it is known
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss () of a batch whose tokens have these weights, and its entropy gate (T,)."""
-    x = token_inputs(batch, weights, logprobs.dtype)
-    x = x._replace(logprobs=logprobs, entropy=entropy)
+    x = token_inputs(batch, weights, logprobs.dtype)._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
     # fp64 makes the sum independent of how the batch was cut
     loss = evaluation.contributions.double().sum().to(logprobs.dtype)
@@ -304,48 +282,40 @@ def loss_stats(
 ) -> Mapping[str, Stat]:
     """Compute the statistics behind the metrics of a loss."""
     weights = static_weights(batch, config) if weights is None else weights
-    x = token_inputs(batch, weights, logprobs.dtype)
-    x = x._replace(logprobs=logprobs, entropy=entropy)
+    x = token_inputs(batch, weights, logprobs.dtype)._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
-    gate, correction = evaluation.entropy_gate, evaluation.correction
-    stats: dict[str, Stat] = {}
+    found: Reductions = {}
     if evaluation.kl is not None:
-        stats["kl"] = stat_of("mean", evaluation.kl)
+        found["kl"] = "mean", evaluation.kl
     if entropy is not None:
         means, occupied = batch.segments.mean(entropy), batch.segments.lengths > 0
-        stats["entropy"] = stat_of("mean", entropy)
-        stats["entropy/sequence_min"] = stat_of("min", means, occupied)
-        stats["entropy/sequence_max"] = stat_of("max", means, occupied)
-        if gate is not None:
-            stats["entropy_top"] = stat_of("mean", entropy, gate > 0)
+        found["entropy"] = "mean", entropy
+        found["entropy/sequence_min"] = "min", means, occupied
+        found["entropy/sequence_max"] = "max", means, occupied
+        if evaluation.entropy_gate is not None:
+            found["entropy_top"] = "mean", entropy, evaluation.entropy_gate > 0
     if config.entropy_coef != 0:  # without the bonus, as one sample per micro-batch
         total = (evaluation.loss * x.policy_weight).double().sum()
         if config.aggregation.per_micro_batch:
             total = total * batch.gradient_accumulation_steps
-        stats["policy_loss"] = stat_of("mean", total)
-    stats |= indicator_stats(
-        config.surrogate.metrics(evaluation.terms),
-        batch.segments,
-        config.ratio_level.per_sequence and not batch.advantages_per_token,
-    )
+        found["policy_loss"] = "mean", total
+    one_per_sequence = config.ratio_level.per_sequence and not batch.advantages_per_token
+    reported = config.surrogate.metrics(evaluation.terms)
+    found |= indicator_values(reported, batch.segments, one_per_sequence)
     ratio = evaluation.terms.ratio.double()
-    stats["ratio/min"], stats["ratio/max"] = stat_of("min", ratio), stat_of("max", ratio)
-    moments = torch.stack([ratio.sum(), (ratio * ratio).sum()])
-    stats["ratio/ess"] = Stat("ess", moments, stats["ratio/min"].count)
-    stats["perplexity"] = stat_of("perplexity", logprobs)
+    found["ratio/min"], found["ratio/max"] = ("min", ratio), ("max", ratio)
+    found["perplexity"] = "perplexity", logprobs
     if x.rollout_logprobs is not None:  # of the engine, against the trainer's
         known = ~x.rollout_logprobs.isnan()
         difference = (evaluation.old_logprobs - x.rollout_logprobs).double()
-        k3 = KL_ESTIMATORS["k3"](difference)
         for kind in ("mean", "max"):
-            name = f"sampling/sampling_logp_difference/{kind}"
-            stats[name] = stat_of(kind, difference.abs(), known)
-        stats["sampling/mismatch_kl_k1"] = stat_of("mean", -difference, known)
-        stats["sampling/mismatch_kl_k3"] = stat_of("mean", k3, known)
-        name = "sampling/rollout_perplexity"
-        stats[name] = stat_of("perplexity", x.rollout_logprobs, known)
-    if correction is not None:
+            found[f"sampling/sampling_logp_difference/{kind}"] = kind, difference.abs(), known
+        found["sampling/mismatch_kl_k1"] = "mean", -difference, known
+        found["sampling/mismatch_kl_k3"] = "mean", KL_ESTIMATORS["k3"](difference), known
+        found["sampling/rollout_perplexity"] = "perplexity", x.rollout_logprobs, known
+    if evaluation.correction is not None:
         for kind in ("min", "mean", "max"):
-            name = f"sampling/importance_sampling_ratio/{kind}"
-            stats[name] = stat_of(kind, correction)
-    return stats
+            found[f"sampling/importance_sampling_ratio/{kind}"] = kind, evaluation.correction
+    stats = {name: stat_of(*given) for name, given in found.items()}
+    moments = torch.stack([ratio.sum(), (ratio * ratio).sum()])
+    return stats | {"ratio/ess": Stat("ess", moments, stats["ratio/min"].count)}

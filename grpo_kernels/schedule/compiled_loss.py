@@ -8,6 +8,7 @@ nor on the loss.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from grpo_kernels.engine import (
     retry_on_oom,
 )
 from grpo_kernels.head import Head, check_plain, checked_head, stats_dtype
-from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
+from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
@@ -57,15 +58,12 @@ def compiled_policy_loss(
     hidden, head = checked_head(hidden, head, options.precision)
     inputs = (hidden, *head.tensors)
     check_plain(**dict(zip(INPUTS, inputs, strict=True)))
-    loss, *parts = policy_loss_op(
+    loss, logp, entropy, gate, report = policy_loss_op(
         *inputs, *call_arguments(head, options), Needs.of(inputs).of_inputs, batch.tensors(),
         batch.advantages_per_token, batch.gradient_accumulation_steps, config.registry_key,
     )[:_NUM_PARTS]  # fmt: skip
-    logp, entropy, *others = parts
-    metrics = LazyMetrics(
-        loss_metrics, *others, batch, config, options.metric_rows, logprobs=logp, entropy=entropy
-    )
-    return PolicyLossOutput(loss, metrics)
+    made = partial(loss_metrics, logp, entropy, gate, report, batch, config, options.metric_rows)
+    return PolicyLossOutput(loss, Metrics(made, logp, entropy))
 
 
 @torch.library.custom_op(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from grpo_kernels.head import (
     first_derivative_only,
     stats_dtype,
 )
-from grpo_kernels.losses import LazyMetrics, LossConfig, PolicyLossOutput, check_loss_inputs
+from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan, make_plan
 from grpo_kernels.schedule.passes import (
@@ -95,8 +96,8 @@ def run_plan(rows: Rows, plan: Plan) -> PolicyLossOutput:
     """Compute the loss of a batch's T rows, as planned or with less memory."""
     check_same_plan(rows, plan)
     parts = retry_on_oom(lambda plan: _loss_parts(rows, plan), plan)
-    made_of = (*parts[3:], plan.batch, plan.config, plan.options.metric_rows)
-    metrics = LazyMetrics(loss_metrics, *made_of, logprobs=parts.logp, entropy=parts.entropy)
+    made = partial(loss_metrics, *parts[1:], plan.batch, plan.config, plan.options.metric_rows)
+    metrics = Metrics(made, parts.logp, parts.entropy)
     return PolicyLossOutput(parts.loss, metrics.ready_for(plan.batch))
 
 
