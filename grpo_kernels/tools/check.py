@@ -152,8 +152,8 @@ def _sums_of_ones(
         yield f"dhidden{words}", columns, _summed(sums((rows, depth)), dlogits, weight)
         yield f"dweight{words}", rows, _summed(sums((columns, depth)), dlogits.t(), hidden)
     for words, alpha in (("", 1.0), (" half", 0.5)):
-        sums = full((columns, depth), 3.0, dtype=wide)
-        added = _summed(sums, dlogits.t(), hidden, False, alpha)
+        three = full((columns, depth), 3.0, dtype=wide)
+        added = _summed(three, dlogits.t(), hidden, False, alpha)
         yield f"dweight, added{words}", alpha * rows + 3, added
 
 
