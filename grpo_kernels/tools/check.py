@@ -212,7 +212,7 @@ def _logprobs(problem: Problem, **options: Any) -> Results:
 
 def _loss(config: LossConfig, problem: Problem, **options: Any) -> Results:
     found = testing.run(problem, config, **options)
-    return {"loss": found.loss, **found.gradients}
+    return {name: found[name] for name in ("loss", "dhidden", "dweight", "dbias")}
 
 
 _DAPO = LossConfig(loss_type="dapo", beta=0.05, temperature=0.8)
