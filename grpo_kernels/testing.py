@@ -15,6 +15,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 
+_NEEDED = {"cispo": {"epsilon_high": 5.0}}  # it warns of a bound below 1
 _EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 
 
@@ -38,10 +39,13 @@ class Problem:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
         """Return the same values in another dtype, as fresh leaves."""
-        leaves = (x.detach().to(device, dtype) for x in (self.hidden, self.weight, self.bias))
-        others = (x.to(device) for x in (self.target, self.mask, self.advantages))
+        hidden, weight, bias = (
+            x.detach().to(device, dtype).requires_grad_()
+            for x in (self.hidden, self.weight, self.bias)
+        )
+        target, mask, advantages = (x.to(device) for x in (self.target, self.mask, self.advantages))
         logprobs = {name: value.to(device) for name, value in self.logprobs.items()}
-        return Problem(*(x.requires_grad_() for x in leaves), *others, logprobs)
+        return Problem(hidden, weight, bias, target, mask, advantages, logprobs)
 
 
 def make_problem(
@@ -82,9 +86,7 @@ def make_problem(
 def make_config(loss_type: str, **settings: Any) -> LossConfig:
     """Configure any named loss, with what it needs and a correction that each can take."""
     needed: dict[str, Any] = dict(max_completion_length=9, rollout_correction_mode="token_truncate")
-    if loss_type == "cispo":  # it warns of a bound below 1
-        needed["epsilon_high"] = 5.0
-    return LossConfig(loss_type=loss_type, **(needed | settings))
+    return LossConfig(loss_type=loss_type, **(needed | _NEEDED.get(loss_type, {}) | settings))
 
 
 def run(

@@ -52,7 +52,8 @@ def _info(arguments: argparse.Namespace) -> None:
     _show("devices", devices)
     _show("native kernels for the CPU", [", ".join(facts["native_isas"]) or "not built"])
     _show_backends(facts["backends"])
-    rows, failed = [["", "backend", "rows of a tile"]], []
+    rows = [["", "backend", "rows of a tile"]]
+    failed: list[str] = []  # why nothing runs, where nothing does
     for row in facts["defaults"]:
         where = f"{row['device']}, {row['dtype']}"
         rows.append([where, row["backend"] or "-", str(row["chunk_rows"] or "-")])
