@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -65,21 +66,18 @@ def outcomes() -> Iterator[tuple[bool, str]]:
     """
     for device in map(torch.device, device_types()):
         for dtype in DTYPES:
-            gemms = partial(_gemms, device, dtype)
-            yield _outcome("library", device, dtype, "GEMMs of a step", gemms)
-        for name, backend in BACKENDS.items():
-            for dtype in DTYPES:
-                if (backend.unavailable() or backend.unsuited(device, dtype)) is None:
-                    for what in _RUNS:
-                        worst = partial(_worst, name, device, dtype, what)
-                        yield _outcome(name, device, dtype, what, worst)
+            yield _outcome("library", device, dtype, "GEMMs of a step", _gemms)
+        for (name, backend), dtype in product(BACKENDS.items(), DTYPES):
+            if (backend.unavailable() or backend.unsuited(device, dtype)) is None:
+                for what in _RUNS:
+                    yield _outcome(name, device, dtype, what, partial(_worst, name, what))
 
 
 def _outcome(
-    backend: str, device: torch.device, dtype: torch.dtype, what: str, check: Callable[[], Found]
+    backend: str, device: torch.device, dtype: torch.dtype, what: str, check: Callable[..., Found]
 ) -> tuple[bool, str]:
     try:
-        error, allowed, failure = check()
+        error, allowed, failure = check(device, dtype)
     except Exception as problem:  # it is what the user has to report
         line = str(problem).strip().splitlines()[:1]
         error, allowed, failure = 0.0, 0.0, ": ".join([type(problem).__name__, *line])
@@ -175,7 +173,7 @@ def _summed(out: Tensor, a: Tensor, b: Tensor, first: bool = True, alpha: float 
     return out
 
 
-def _worst(backend: str, device: torch.device, dtype: torch.dtype, what: str) -> Found:
+def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> Found:
     """Return the error that is nearest to its bound, or farthest over it."""
     pairs = []
     for shape, rows in _SHAPES:
