@@ -13,12 +13,12 @@ from grpo_kernels.head import Head, Transform, head_of_layer, unshard_head
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
-from grpo_kernels.overlay import Overlay, lay_over, take_off
+from grpo_kernels.overlay import ForwardOverlay, lay_over, take_off
 
 HeadFn = Callable[[Tensor, Head], Any]
 
 
-class FusedHead(Overlay, nn.Module):
+class FusedHead(ForwardOverlay, nn.Module):
     """An LM head whose forward, given targets, forms no logits.
 
     ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which from then on is a FusedHead
@@ -45,6 +45,8 @@ class FusedHead(Overlay, nn.Module):
         ValueError: ``layer`` is no module, or has a forward of its own besides its class's. In a
             call: the layer is not linear, is quantised, or has an adapter that is not plain LoRA.
     """
+
+    _prefix = "Fused"
 
     def __new__(cls, layer: nn.Module, **settings: Any) -> FusedHead:
         if not isinstance(layer, nn.Module):
@@ -126,7 +128,7 @@ def unfuse(head: FusedHead) -> None:
         del head._transform, head._vocab_size
 
 
-def _swap_class(change: Callable[[type[Overlay], nn.Module], Any], layer: nn.Module) -> Any:
+def _swap_class(change: Callable[[type[ForwardOverlay], nn.Module], Any], layer: nn.Module) -> Any:
     """Lay FusedHead over a layer or take it off, also within accelerate's hooks."""
     kept = vars(layer).get("_old_forward")  # by these hooks
     hooked = hasattr(layer, "_hf_hook") and getattr(kept, "__func__", None) is type(layer).forward

@@ -12,13 +12,14 @@ import inspect
 from typing import Any
 
 
-class Overlay:
-    """Base of such classes; their ``super()`` is the object's own class."""
+class ForwardOverlay:
+    """Base of such classes for modules, whose ``super()`` is the object's own class.
 
-    @classmethod
-    def members_over(cls, below: type) -> dict[str, Any]:
-        """Return name and further members of the class over ``below``."""
-        return {"__name__": f"Fused{below.__name__}"}
+    Name and signature, which others look at, stay those of that class and its forward.
+    """
+
+    forward: Any
+    _prefix = ""  # of the name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         found: Any = super().__reduce_ex__(protocol)
@@ -27,29 +28,13 @@ class Overlay:
         return found if len(layers) == 1 else (_bare, layers, *found[2:])
 
 
-class ForwardOverlay(Overlay):
-    """An overlay of a model's forward: name and signature, which others look at, stay as before."""
-
-    forward: Any
-
-    @classmethod
-    def members_over(cls, below: Any) -> dict[str, Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return cls.forward(self, *args, **kwargs)
-
-        # no `__wrapped__`, by which accelerate would find, and put back, the forward below
-        forward.__signature__ = inspect.signature(below.forward)  # type: ignore[attr-defined]
-        names = {name: getattr(below, name) for name in ("__name__", "__qualname__", "__module__")}
-        return {**names, "forward": forward}
-
-
-def lay_over(overlay: type[Overlay], it: Any) -> None:
+def lay_over(overlay: type[ForwardOverlay], it: Any) -> None:
     """Lay ``overlay`` over the class of ``it``; doing it twice is harmless."""
     if not isinstance(it, overlay):
         it.__class__ = _made((*_layers(type(it)), overlay))
 
 
-def take_off(overlay: type[Overlay], it: Any) -> bool:
+def take_off(overlay: type[ForwardOverlay], it: Any) -> bool:
     """Undo :func:`lay_over`; return whether it could: another class may lie over that."""
     *below, top = _layers(type(it))
     if top is overlay:
@@ -68,8 +53,15 @@ def _made(layers: tuple[Any, ...]) -> Any:
     if not below:
         return overlay  # the object's own class
     under = _made(tuple(below))
-    members = overlay.members_over(under) | {"_layers": layers}
-    return type(members.pop("__name__"), (overlay, under), members)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return overlay.forward(self, *args, **kwargs)
+
+    # no `__wrapped__`, by which accelerate would find, and put back, the forward below
+    forward.__signature__ = inspect.signature(under.forward)  # type: ignore[attr-defined]
+    members = {name: getattr(under, name) for name in ("__qualname__", "__module__")}
+    members |= {"forward": forward, "_layers": layers}
+    return type(f"{overlay._prefix}{under.__name__}", (overlay, under), members)
 
 
 def _bare(*layers: type) -> Any:

@@ -39,11 +39,13 @@ class Problem:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
         """Return the same values in another dtype, as fresh leaves."""
-        leaves, others = ("hidden", "weight", "bias"), ("target", "mask", "advantages")
-        parts = {x: getattr(self, x).detach().to(device, dtype).requires_grad_() for x in leaves}
-        parts |= {name: getattr(self, name).to(device) for name in others}
+        hidden, weight, bias = (
+            x.detach().to(device, dtype).requires_grad_()
+            for x in (self.hidden, self.weight, self.bias)
+        )
+        target, mask, advantages = (x.to(device) for x in (self.target, self.mask, self.advantages))
         logprobs = {name: value.to(device) for name, value in self.logprobs.items()}
-        return Problem(**parts, logprobs=logprobs)
+        return Problem(hidden, weight, bias, target, mask, advantages, logprobs)
 
 
 def make_problem(
@@ -75,11 +77,8 @@ def make_problem(
     mask[2:3] = False
     logits = hidden @ weight.t() + bias
     own = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    near = {
-        "old_logprobs": own + normal(sequences, length, scale=0.2),
-        "ref_logprobs": own + normal(sequences, length, scale=0.3),
-        "rollout_logprobs": own + normal(sequences, length, scale=0.1),
-    }
+    scales = {"old_logprobs": 0.2, "ref_logprobs": 0.3, "rollout_logprobs": 0.1}
+    near = {name: own + normal(sequences, length, scale=scale) for name, scale in scales.items()}
     problem = Problem(hidden, weight, bias, target, mask, normal(sequences), near)
     return problem.to("cpu", dtype)
 
@@ -88,18 +87,6 @@ def make_config(loss_type: str, **settings: Any) -> LossConfig:
     """Configure any named loss, with what it needs and a correction that each can take."""
     needed: dict[str, Any] = dict(max_completion_length=9, rollout_correction_mode="token_truncate")
     return LossConfig(loss_type=loss_type, **(needed | _NEEDED.get(loss_type, {}) | settings))
-
-
-class LossRun(dict[str, Tensor]):
-    """The results of a loss's forward and backward, all of them by name."""
-
-    def __init__(
-        self, loss: Tensor, gradients: dict[str, Tensor], metrics: Mapping[str, Tensor]
-    ) -> None:
-        super().__init__(loss=loss, **gradients, **metrics)
-        self.loss = loss  # (), detached
-        self.gradients = gradients  # of the leaves that got one: "dhidden", "dweight", ...
-        self.metrics = metrics
 
 
 def run(
@@ -111,8 +98,11 @@ def run(
     leaves: Mapping[str, Tensor] | None = None,
     function: Callable[..., PolicyLossOutput] = linear_policy_loss,
     **options: Any,
-) -> LossRun:
+) -> dict[str, Tensor]:
     """Run ``linear_policy_loss`` forward and backward on a problem.
+
+    Return by name "loss", (), the gradients of the leaves that got one, "dhidden" and so on, and
+    the metrics.
 
     Args:
         problem: the head and the hidden states.
@@ -133,7 +123,7 @@ def run(
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
     found = torch.autograd.grad(out.loss * scale, list(wanted.values()), allow_unused=True)
     gradients = {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
-    return LossRun(out.loss.detach(), gradients, dict(out.metrics))
+    return {"loss": out.loss.detach(), **gradients, **out.metrics}
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
@@ -148,10 +138,8 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 def assert_as_exact_as(
     value: Tensor, eager: Tensor, exact: Tensor, floor: float, what: str
 ) -> None:
-    """Assert that the error of ``value`` is at most twice that of ``eager``.
-
-    ``floor`` is the error under which both count as exact (rounding of the last digit).
-    """
+    """Assert that the error of ``value`` is at most twice that of ``eager``, or ``floor``, under
+    which both count as exact (rounding of the last digit)."""
     own, theirs = relative_error(value, exact), relative_error(eager, exact)
     assert own <= max(2 * theirs, floor), f"{what}: error {own:.2e}, eager {theirs:.2e}"
 

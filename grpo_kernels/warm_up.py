@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,21 +71,27 @@ def warm_up(
     # by all processes at once
     head = unshard_head(head_of(weight, bias, lora, logit_scale, softcap, 1.0))
     check_weight(head.weight)
+
+    def arguments(part: Head, sequences: int) -> tuple[Tensor, Head, TokenBatch, LossConfig]:
+        shape, device = (sequences, _LENGTH, part.weight.shape[1]), part.weight.device
+        hidden = torch.zeros(shape, dtype=dtype or part.weight.dtype, device=device)
+        hidden.requires_grad_(torch.is_grad_enabled())
+        return hidden, part, _batch(inputs, sequences, device), config
+
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))
         if unknown:
             raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
-        make = partial(_arguments, config, dtype or head.weight.dtype, inputs)
         with torch.set_grad_enabled(gradients):
-            plan = explain(*make(head, _ONE_CHUNK), **options)
+            plan = explain(*arguments(head, _ONE_CHUNK), **options)
         if not plan.route.backend.compiles:
             return
         options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
         with torch.no_grad():  # also of rows without an advantage
-            linear_policy_loss(*make(_part(head, trained=False), _ONE_CHUNK), **options)
+            linear_policy_loss(*arguments(_part(head, trained=False), _ONE_CHUNK), **options)
         with torch.enable_grad():
             for part, sequences, asked in _steps(head, plan) if gradients else ():
-                given = make(part, sequences)
+                given = arguments(part, sequences)
                 loss = linear_policy_loss(*given, **{**options, **asked}).loss
                 trained = [x for x in (given[0], *part.tensors) if x is not None]
                 torch.autograd.grad(loss, [x for x in trained if x.requires_grad])
@@ -101,13 +106,12 @@ def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
     rank = os.environ.get("LOCAL_RANK")
     if rank is None:
         raise ValueError("group: expected LOCAL_RANK in the environment, as torchrun sets it")
-    first = int(rank) == 0
-    if not first:
+    if rank != "0":
         torch.distributed.barrier(group)
     try:
         yield
     finally:  # nobody waits for a process that failed, be it before it compiled anything
-        if first:
+        if rank == "0":
             torch.distributed.barrier(group)
 
 
@@ -128,28 +132,22 @@ def _steps(head: Head, plan: Plan) -> Iterator[tuple[Head, int, dict[str, Any]]]
         yield thin, _CHUNKS, one  # a sum of several
 
 
-def _arguments(
-    config: LossConfig, dtype: torch.dtype, inputs: Collection[str], head: Head, sequences: int
-) -> tuple[Tensor, Head, TokenBatch, LossConfig]:
-    """Return those of a loss of which every token has an advantage."""
-    device, shape = head.weight.device, (sequences, _LENGTH)
-    zeros = torch.zeros(shape, device=device)
+def _batch(inputs: Collection[str], sequences: int, device: torch.device) -> TokenBatch:
+    """Return one of which every token has an advantage."""
+    zeros = torch.zeros(sequences, _LENGTH, device=device)
     given: dict[str, Any] = dict.fromkeys(inputs, zeros)
     if "sampling_mask" in inputs:
         given["sampling_mask"] = SamplingMask.from_padded(zeros.long()[..., None])
-    lengths = [_LENGTH] * sequences
-    given |= {"lengths": lengths, "active_lengths": lengths}
-    batch = TokenBatch.from_padded(zeros.long(), torch.ones(sequences, device=device), **given)
-    hidden = torch.zeros(*shape, head.weight.shape[1], dtype=dtype, device=device)
-    return hidden.requires_grad_(torch.is_grad_enabled()), head, batch, config
+    given |= dict.fromkeys(("lengths", "active_lengths"), [_LENGTH] * sequences)
+    return TokenBatch.from_padded(zeros.long(), torch.ones(sequences, device=device), **given)
 
 
 def _part(head: Head, trained: bool, depth: int | None = None) -> Head:
     """Return the same head on the first ``depth`` columns, apart from autograd's graph."""
-    weight, bias, a, b = (None if x is None else x.detach() for x in head.tensors)
+    parts: Any = ((..., slice(depth)), ...) * 2
+    weight, *others = (
+        None if x is None else x.detach()[part].requires_grad_(trained and x.requires_grad)
+        for x, part in zip(head.tensors, parts, strict=True)
+    )
     assert weight is not None
-    part = head.with_tensors(weight[:, :depth], bias, None if a is None else a[:, :depth], b)
-    for own, of in zip(part.tensors, head.tensors, strict=True):
-        if own is not None and of is not None:
-            own.requires_grad_(trained and of.requires_grad)
-    return part
+    return head.with_tensors(weight, *others)

@@ -134,9 +134,9 @@ def test_fp16_gradients_survive_a_tiny_loss() -> None:
     tiny = problem.batch(num_items_in_batch=1e6)
     scale = 2.0**20
 
-    exact = run(problem, config, tiny, scale=scale, backend="reference").gradients
+    exact = run(problem, config, tiny, scale=scale, backend="reference")
     for schedule in ("one_pass", "two_pass"):
         half = problem.to("cpu", torch.float16)
-        got = run(half, config, tiny, scale=scale, schedule=schedule).gradients
-        for name, expected in exact.items():
-            assert relative_error(got[name], expected) < 2e-3, name
+        got = run(half, config, tiny, scale=scale, schedule=schedule)
+        for name in ("dhidden", "dweight", "dbias"):
+            assert relative_error(got[name], exact[name]) < 2e-3, name

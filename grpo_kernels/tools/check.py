@@ -1,24 +1,33 @@
 """``grpo-kernels check``: values and gradients of every backend on this machine, against fp64.
 
 The yardstick is that of the tests: at most twice the error of eager PyTorch at the same dtype.
-Before them come the libraries' GEMMs, whose canaries have to be right to the bit.
+Before them come canaries, GEMMs of the libraries whose results are known to the bit.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import testing
-from grpo_kernels.backends import BACKENDS
+from grpo_kernels.backends import BACKENDS, output_view
+from grpo_kernels.head import (
+    Head,
+    accumulate,
+    leading_dim,
+    matmul_precision,
+    project,
+    stats_dtype,
+    zero_row_padding,
+)
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
-from grpo_kernels.tools.canaries import wrong_gemms
 from grpo_kernels.tools.machine import device_types
 
 # Errors that count as exact, relative to the largest element: of values, and of gradients. In 16
@@ -57,21 +66,18 @@ def outcomes() -> Iterator[tuple[bool, str]]:
     """
     for device in map(torch.device, device_types()):
         for dtype in DTYPES:
-            gemms = functools.partial(_gemms, device, dtype)
-            yield _outcome("library", device, dtype, "GEMMs of a step", gemms)
-        for name, backend in BACKENDS.items():
-            for dtype in DTYPES:
-                if (backend.unavailable() or backend.unsuited(device, dtype)) is None:
-                    for what in _RUNS:
-                        worst = functools.partial(_worst, name, device, dtype, what)
-                        yield _outcome(name, device, dtype, what, worst)
+            yield _outcome("library", device, dtype, "GEMMs of a step", _gemms)
+        for (name, backend), dtype in product(BACKENDS.items(), DTYPES):
+            if (backend.unavailable() or backend.unsuited(device, dtype)) is None:
+                for what in _RUNS:
+                    yield _outcome(name, device, dtype, what, partial(_worst, name, what))
 
 
 def _outcome(
-    backend: str, device: torch.device, dtype: torch.dtype, what: str, check: Callable[[], Found]
+    backend: str, device: torch.device, dtype: torch.dtype, what: str, check: Callable[..., Found]
 ) -> tuple[bool, str]:
     try:
-        error, allowed, failure = check()
+        error, allowed, failure = check(device, dtype)
     except Exception as problem:  # it is what the user has to report
         line = str(problem).strip().splitlines()[:1]
         error, allowed, failure = 0.0, 0.0, ": ".join([type(problem).__name__, *line])
@@ -83,13 +89,91 @@ def _outcome(
 
 
 def _gemms(device: torch.device, dtype: torch.dtype) -> Found:
-    """Run the canaries of the library that multiplies ``dtype`` on ``device``."""
     large = _LARGE_GEMMS if device.type == "cuda" and dtype != torch.float64 else ()
     wrong = (said for shape in (*_GEMMS, *large) for said in wrong_gemms(device, dtype, *shape))
     return 0.0, 0.0, next(wrong, None)
 
 
-def _worst(backend: str, device: torch.device, dtype: torch.dtype, what: str) -> Found:
+def wrong_gemms(
+    device: torch.device,
+    dtype: torch.dtype,  # of the inputs
+    rows: int,  # C, the K of dweight
+    columns: int,  # V, the K of dhidden
+    depth: int,  # D, the K of the logits
+) -> Iterator[str]:
+    """Say of every GEMM of a step, for a tile of logits, whose result is not the expected one.
+
+    A library that drops a part of K sums fewer ones than K. One that reads beyond a strided row
+    gives other bits than for a copy without a gap.
+    """
+    shape, wide = f"C {rows} V {columns} D {depth}", stats_dtype(dtype)
+    with matmul_precision(device, "fp32"):
+        for gemm, number, came in _sums_of_ones(device, dtype, rows, columns, depth):
+            expected = torch.tensor(number).to(came.dtype).item()
+            least, most = (float(x) for x in came.aminmax())
+            if not least == most == expected:
+                yield f"{gemm}, {shape}: expected {expected}, got {least} to {most}"
+        if dtype == wide:
+            return
+        generator = torch.Generator(device).manual_seed(0)
+        hidden, weight, dlogits = (
+            torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
+            for size in ((rows, depth), (columns, depth), (rows, columns))
+        )
+        tile = _narrowed(_tile(device, rows, columns, wide), dlogits)
+        # its rows start aligned as those of the tile: for others a library may take another kernel
+        copy = _tile(device, rows, columns, dtype).copy_(tile)
+        for gemm, a, b, other in (
+            ("dhidden", copy, tile, weight),
+            ("dweight", copy.t(), tile.t(), hidden),
+        ):
+            found = (_summed(hidden.new_empty(len(a), depth, dtype=wide), x, other) for x in (a, b))
+            differ = int(torch.ne(*found).sum())  # NaNs, too: there should be none
+            if differ:
+                got = f"{differ} of {len(a) * depth} that differ"
+                yield f"{gemm} of a narrowed tile, {shape}: expected the bits of a copy, got {got}"
+
+
+def _sums_of_ones(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, depth: int
+) -> Iterator[tuple[str, float, Tensor]]:
+    """Multiply ones in every GEMM of a step: each sum is K exactly, as far as dtypes hold it."""
+    wide = stats_dtype(dtype)
+    full = partial(torch.full, device=device)
+    hidden, weight = (full((n, depth), 1.0, dtype=dtype) for n in (rows, columns))
+    dlogits = _narrowed(_tile(device, rows, columns, wide), hidden.new_ones(rows, columns))
+    for out in dict.fromkeys((wide, dtype)):
+        words, nan = "" if out == wide else " of 16 bits", float("nan")
+        sums = partial(full, fill_value=nan, dtype=out)
+        logits = _tile(device, rows, columns, out)
+        yield f"logits{words}", depth, project(hidden, Head(weight), logits)
+        yield f"dhidden{words}", columns, _summed(sums((rows, depth)), dlogits, weight)
+        yield f"dweight{words}", rows, _summed(sums((columns, depth)), dlogits.t(), hidden)
+    for words, alpha in (("", 1.0), (" half", 0.5)):
+        three = full((columns, depth), 3.0, dtype=wide)
+        added = _summed(three, dlogits.t(), hidden, False, alpha)
+        yield f"dweight, added{words}", alpha * rows + 3, added
+
+
+def _tile(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return a tile of NaNs whose rows start where those of a step's tile do."""
+    size = rows, leading_dim(columns, dtype, device)
+    return torch.full(size, float("nan"), dtype=dtype, device=device)[:, :columns]
+
+
+def _narrowed(tile: Tensor, values: Tensor) -> Tensor:
+    """Write values of 16 bits over a tile as its gradient: in the first half of each row."""
+    narrow = output_view(tile, values.dtype).copy_(values)
+    zero_row_padding(narrow)
+    return narrow
+
+
+def _summed(out: Tensor, a: Tensor, b: Tensor, first: bool = True, alpha: float = 1.0) -> Tensor:
+    accumulate(out, a, b, first, alpha)
+    return out
+
+
+def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> Found:
     """Return the error that is nearest to its bound, or farthest over it."""
     pairs = []
     for shape, rows in _SHAPES:
@@ -108,7 +192,7 @@ def _worst(backend: str, device: torch.device, dtype: torch.dtype, what: str) ->
     return *max(pairs, key=lambda pair: pair[0] / pair[1]), None
 
 
-@functools.cache
+@cache
 def _eager(what: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Results:
     return _RUNS[what](make_problem(*shape).to(device, dtype), backend="reference")
 
@@ -124,19 +208,18 @@ def _logprobs(problem: Problem, **options: Any) -> Results:
     return {"logprobs": out.logprobs, "entropy": out.entropy, **gradients}
 
 
-def _loss(problem: Problem, settings: dict[str, Any], **options: Any) -> Results:
-    got = testing.run(problem, LossConfig(**settings), **options)
-    return {"loss": got.loss, **got.gradients}
+def _loss(config: LossConfig, problem: Problem, **options: Any) -> Results:
+    found = testing.run(problem, config, **options)
+    return {name: found[name] for name in ("loss", "dhidden", "dweight", "dbias")}
 
 
-_DAPO = dict(loss_type="dapo", beta=0.05, temperature=0.8)
-_LOSSES: dict[str, dict[str, Any]] = {
-    "dapo": dict(settings=_DAPO),
-    "dapo, two_pass": dict(settings=_DAPO, schedule="two_pass"),
-    "gspo": dict(settings=dict(loss_type="gspo", temperature=0.8)),
-    "sapo, entropy bonus": dict(settings=dict(loss_type="sapo", entropy_coef=0.01)),
-}
+_DAPO = LossConfig(loss_type="dapo", beta=0.05, temperature=0.8)
+_GSPO = LossConfig(loss_type="gspo", temperature=0.8)
+_SAPO = LossConfig(loss_type="sapo", entropy_coef=0.01)
 _RUNS: dict[str, Callable[..., Results]] = {  # of a problem, with options of the function
     "linear_logprobs": _logprobs,
-    **{f"linear_policy_loss: {name}": functools.partial(_loss, **x) for name, x in _LOSSES.items()},
+    "linear_policy_loss: dapo": partial(_loss, _DAPO),
+    "linear_policy_loss: dapo, two_pass": partial(_loss, _DAPO, schedule="two_pass"),
+    "linear_policy_loss: gspo": partial(_loss, _GSPO),
+    "linear_policy_loss: sapo, entropy bonus": partial(_loss, _SAPO),
 }

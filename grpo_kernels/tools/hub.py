@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+from grpo_kernels.tools.machine import install_command
 
 
 @contextmanager
@@ -40,12 +41,15 @@ def read_head(model: str) -> dict[str, Any]:
     """Read what a head is from the config of a model in a folder, on the hub or in its cache.
 
     Raises:
-        ValueError: there is no config, or none of a model with a head.
+        ValueError: there is no config, or none of a model with a head; or no transformers.
     """
+    if find_spec("transformers") is None:
+        advice = install_command("tools")
+        raise ValueError(f"model: expected the package transformers to be installed; {advice}")
     from transformers import AutoConfig
 
     path = Path(model).expanduser()
-    if not path.exists() and not _HUB_ID.fullmatch(model):
+    if not path.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
         raise ValueError(f"model: no folder or file {model!r}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model: no config.json in folder {model!r}")

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def facts() -> dict[str, Any]:
     """Return everything that ``grpo-kernels info`` shows."""
     return {
         "versions": versions(),
-        "devices": _devices(),
+        "devices": list(_devices()),
         "native_isas": native_isas(),
         "backends": unavailable_backends(),
         "example_vocabulary": _EXAMPLE_VOCABULARY,
@@ -78,22 +79,15 @@ def device_memory(device: str) -> int:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def _devices() -> list[dict[str, Any]]:
-    """Return the CPU, then every GPU."""
-
-    def device(name: str, model: str, memory: int, capability: str) -> dict[str, Any]:
-        return dict(device=name, name=model, memory_bytes=memory, capability=capability)
-
+def _devices() -> Iterator[dict[str, Any]]:
+    """Yield the CPU, then every GPU."""
+    host = dict(device="cpu", name=cpu_name(), memory_bytes=device_memory("cpu"))
     capability = torch.backends.cpu.get_cpu_capability()
-    host = device("cpu", cpu_name(), device_memory("cpu"), capability)
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [
-        host | {"threads": torch.get_num_threads()},
-        *(
-            device(f"cuda:{index}", gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}")
-            for index, gpu in enumerate(found)
-        ),
-    ]
+    yield host | dict(capability=capability, threads=torch.get_num_threads())
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found = dict(device=f"cuda:{index}", name=gpu.name, memory_bytes=gpu.total_memory)
+        yield found | dict(capability=f"{gpu.major}.{gpu.minor}")
 
 
 def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +164,12 @@ def _gemm_rate(
     device: str, dtype: torch.dtype, gpu: str | None, tflops: float | None
 ) -> tuple[float | None, str]:
     """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
-    row, column = None, 1 if dtype == torch.float32 else 0
-    if gpu is not None:
-        if tflops is not None:
-            raise ValueError("gpu: not allowed with --tflops")
-        row = find_gpu(gpu)
-        if row is None or device == "cpu":
-            raise ValueError(f"gpu: expected one of {_GPU_NAMES}, with --device cuda; got {gpu!r}")
+    column = 1 if dtype == torch.float32 else 0
+    row = None if gpu is None else find_gpu(gpu)
+    if gpu is not None and tflops is not None:
+        raise ValueError("gpu: not allowed with --tflops")
+    if gpu is not None and (row is None or device == "cpu"):
+        raise ValueError(f"gpu: expected one of {_GPU_NAMES}, with --device cuda; got {gpu!r}")
     if tflops is not None:
         return tflops, "--tflops"
     if device == "cpu":
@@ -230,16 +230,14 @@ def _largest(call: Call, free: int) -> int:
     Beyond a budget nothing is kept, so more tokens than that may take less.
     """
 
-    def keeps_nothing(tokens: int) -> bool:
-        return replace(call, tokens=tokens).keeps in (None, "nothing")
-
-    def total(tokens: int) -> int:
-        return replace(call, tokens=tokens).total
+    def at(tokens: int) -> Call:
+        return replace(call, tokens=tokens)
 
     numbers = range(1, free + 1)
-    saving = bisect_left(numbers, True, key=keeps_nothing)
-    most = bisect_right(numbers, free, lo=saving, key=total)
-    return most if most > saving else bisect_right(numbers, free, hi=saving, key=total)
+    fitting = partial(bisect_right, numbers, free, key=lambda tokens: at(tokens).total)
+    saving = bisect_left(numbers, True, key=lambda tokens: at(tokens).keeps in (None, "nothing"))
+    most = fitting(lo=saving)
+    return most if most > saving else fitting(hi=saving)
 
 
 def _table(facts: dict[str, Any]) -> list[str]:

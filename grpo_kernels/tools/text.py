@@ -13,8 +13,8 @@ _MOST = 2**31 - 1  # of a count: far above what there is, and small enough to co
 _LARGEST = 1 << 44  # bytes, likewise
 _UNITS = {
     "B": 1,
-    **{f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGT", 1)},
+    **{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
+    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
 }
 
 
@@ -30,7 +30,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """Read an argument that is a whole number above 0."""
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"expected a whole number > 0; got {text!r}")
     if int(text) > _MOST:
         raise argparse.ArgumentTypeError(f"expected a number <= {_MOST}; got {text!r}")
@@ -48,12 +48,12 @@ def positive(text: str) -> float:
 def byte_size(text: str) -> int:
     """Read an argument in bytes. The unit has to be there: 24 could be GB or GiB."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
-    units = {name.lower(): size for name, size in _UNITS.items()}
-    if match is None or match[2] not in units or float(match[1]) == 0:
+    unit = {name.lower(): size for name, size in _UNITS.items()}.get(match[2]) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(
             f"expected a size with a unit ({', '.join(_UNITS)}), such as 24GiB; got {text!r}"
         )
-    size = float(match[1]) * units[match[2]]
+    size = float(match[1]) * unit
     if size > _LARGEST:
         raise argparse.ArgumentTypeError(f"expected at most {in_units(_LARGEST)}; got {text!r}")
     return int(size)

@@ -19,7 +19,7 @@ from grpo_kernels.backends import RowStats, StatsGrad, Tile
 from grpo_kernels.backends.gpu_tiles import ROW_CONFIG, RowConfig
 from grpo_kernels.backends.triton import dlogits_, linear_stats, logp_gradient_, row_stats
 from grpo_kernels.head import Head, Transform, matmul_precision, project
-from grpo_kernels.tools.canaries import wrong_gemms
+from grpo_kernels.tools.check import wrong_gemms
 
 pytestmark = pytest.mark.skipif(
     "triton" not in available_backends(), reason="the interpreter is off"

@@ -82,14 +82,14 @@ def loss_run(**options: Any) -> dict[str, Tensor]:
     mine = make_problem(dtype=torch.float32, vocab_size=VOCAB)
     mine = replace(mine, weight=own_part(mine.weight), bias=own_part(mine.bias))
     shard = VocabShard.of(dist.group.WORLD, mine.weight)
-    found = dict(run(mine, make_config("dapo", beta=0.05), vocab_shard=shard, **options))
+    found = run(mine, make_config("dapo", beta=0.05), vocab_shard=shard, **options)
     return found | {name: gathered(found[name]) for name in ("dweight", "dbias")}
 
 
 def check_loss(**options: Any) -> None:
     whole, config = make_problem(vocab_size=VOCAB), make_config("dapo", beta=0.05)
     exact, eager = (
-        dict(run(x, config, backend="reference")) for x in (whole, whole.to("cpu", torch.float32))
+        run(x, config, backend="reference") for x in (whole, whole.to("cpu", torch.float32))
     )
     for schedule in ("one_pass", "two_pass"):
         found = loss_run(schedule=schedule, **options)

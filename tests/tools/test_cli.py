@@ -14,8 +14,8 @@ import torch
 
 from grpo_kernels import __version__, available_backends
 from grpo_kernels.backends.choice import BACKEND_VARIABLE, BACKENDS
-from grpo_kernels.tools import canaries, cli, install_command
 from grpo_kernels.tools import check as selfcheck
+from grpo_kernels.tools import cli, install_command
 
 SIZES = ["--hidden", "64", "--vocab", "1000"]
 
@@ -130,7 +130,7 @@ def test_check_fails_on_what_is_wrong(capsys, monkeypatch, wrong, dtype, said):
     if dtype == torch.float32:
         run = functools.partial(wrong, run)
     else:
-        monkeypatch.setattr(canaries, "accumulate", functools.partial(wrong, canaries.accumulate))
+        monkeypatch.setattr(selfcheck, "accumulate", functools.partial(wrong, selfcheck.accumulate))
     selfcheck._eager.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(selfcheck, "_RUNS", {"linear_logprobs": run})
