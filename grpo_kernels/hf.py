@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,15 +116,9 @@ def _output_class() -> type:
     # transformers is imported only by those who use it
     from transformers.utils import ModelOutput
 
-    @dataclass
-    class FusedHeadOutput(ModelOutput):
-        """The result of ``head_fn``, and the routers' loss if their logits were asked for."""
-
-        # the first field must not be `head`: a dict there is taken for the fields themselves
-        aux_loss: Tensor | None = None
-        head: Any = None
-
-    return FusedHeadOutput
+    # the first one must not be `head`: a dict there is taken for the fields themselves
+    results = [("aux_loss", Any, None), ("head", Any, None)]
+    return make_dataclass("FusedHeadOutput", results, bases=(ModelOutput,))
 
 
 def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
