@@ -213,8 +213,8 @@ def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
 def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:
     """Return the mean over the processes of the tokens to divide by."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    tokens = torch.as_tensor(counted.sum() if given is None else given, device=counted.device)
-    tokens = tokens.double()
+    tokens = counted.sum() if given is None else given
+    tokens = torch.as_tensor(tokens, dtype=torch.float64, device=counted.device)
     if given is None and processes > 1:
         dist.all_reduce(tokens)
     return (tokens / processes).clamp(min=1)

@@ -99,10 +99,10 @@ class Switch:
                 raise ValueError(
                     f"{self.host.package}: {each.name} has been replaced already, by another switch"
                 )
-        for each, theirs in found:
-            _put(each, theirs, each.ours)
         self._theirs = found
-        _OURS.extend(each.ours for each, _ in found)
+        for each, theirs in found:
+            _OURS.append(each.ours)
+            _put(each, theirs, each.ours)
 
     def disable(self) -> None:
         """Put theirs back; raise ValueError where somebody else has replaced ours meanwhile."""
