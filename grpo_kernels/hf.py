@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,6 @@ _SOFTCAPS = (
     "output_logit_soft_cap",  # xLSTM
 )
 _PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
-_BALANCING_LOSS = "load_balancing_loss_func"  # its name in the modeling file of each family
 _TOKENS = 4
 _LARGE = 64.0  # logits of this size show every softcap in use
 _TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.03}  # of the largest logit; fp32: below
@@ -49,8 +47,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
     ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
     the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
-    The output embeddings become a :class:`grpo_kernels.FusedHead`. Copies of the model have a head
-    of their own.
+    The output embeddings become a :class:`grpo_kernels.FusedHead`.
 
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
@@ -119,15 +116,9 @@ def _output_class() -> type:
     # transformers is imported only by those who use it
     from transformers.utils import ModelOutput
 
-    @dataclass
-    class FusedHeadOutput(ModelOutput):
-        """The result of ``head_fn``, and the routers' loss if their logits were asked for."""
-
-        # the first field must not be `head`: a dict there is taken for the fields themselves
-        aux_loss: Tensor | None = None
-        head: Any = None
-
-    return FusedHeadOutput
+    # the first one must not be `head`: a dict there is taken for the fields themselves
+    results = [("aux_loss", Any, None), ("head", Any, None)]
+    return make_dataclass("FusedHeadOutput", results, bases=(ModelOutput,))
 
 
 def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
@@ -162,8 +153,6 @@ def softcap(config: PretrainedConfig) -> float | None:
 def keep_head_in_fp32(model: PreTrainedModel) -> None:
     """Make the head's weight fp32, and hand fp32 hidden states to ``head_fn``, without autocast.
 
-    The model's own forward, with which it generates, takes hidden states of any dtype as before.
-
     Raises:
         ValueError: the weight is of lower precision and shared with the embeddings, whose output
             would change with it.
@@ -194,56 +183,61 @@ def _fp32_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 def has_moe_aux_loss(model: PreTrainedModel) -> bool:
     """Return whether the family of ``model`` balances the load of its experts by a loss."""
     config = model.config.get_text_config()
-    return hasattr(config, "output_router_logits") and hasattr(_family(model), _BALANCING_LOSS)
+    return hasattr(config, "output_router_logits") and _balancing_loss(model) is not None
 
 
 def moe_aux_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
     """Return the loss, (), of what the backbone returned with ``output_router_logits=True``."""
     config = model.config.get_text_config()
     experts = getattr(model, "num_experts", None) or config.num_experts
-    return getattr(_family(model), _BALANCING_LOSS)(
-        outputs.router_logits, experts, config.num_experts_per_tok, attention_mask
-    )
+    experts_per_token = config.num_experts_per_tok
+    return _balancing_loss(model)(outputs.router_logits, experts, experts_per_token, attention_mask)
 
 
-def _family(model: PreTrainedModel) -> Any:
-    return sys.modules[type(model).__module__]
+def _balancing_loss(model: PreTrainedModel) -> Any:
+    """Return the function of that name in the modeling file of the family, or None."""
+    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
 
 
 def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -> None:
-    """Raise unless the fused head of ``model`` describes how it makes its logits.
+    """Raise ValueError unless the fused head of ``model`` describes how it makes its logits.
 
-    Two forwards over a few tokens: the model's own, and one with ``head_fn``. In both the last
+    Two forwards over a few tokens: one with ``head_fn``, and the model's own. In both the last
     hidden states are enlarged until the logits are large, so that a scale, a bound, a bias or a
     step between backbone and head that is not understood shows whatever the weights are.
 
-    Args:
-        model: one that :func:`add_fused_head` was applied to, where its weights are in use.
-        wrapper: what is called to run it (PEFT's, FSDP's, DeepSpeed's), once it is sharded.
-
-    Raises:
-        ValueError: the logits differ.
+    ``wrapper`` (PEFT's, FSDP's, DeepSpeed's) is what is called to run a sharded model.
     """
-    config, device = model.config.get_text_config(), model.get_input_embeddings().weight.device
+    config = model.config.get_text_config()
     bos, eos, padding = (getattr(config, f"{x}_token_id", None) for x in ("bos", "eos", "pad"))
     # one that stands for text: the embedding of padding may be zero
     token = next(x for x in (bos, eos, 1, 0) if isinstance(x, int) and x != padding)
-    ids = torch.full((1, _TOKENS), token, device=device)
+    ids = torch.full((1, _TOKENS), token, device=model.get_input_embeddings().weight.device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
-    seen: list[Tensor] = []  # kept from hooks on the head, which would change a loss as well
+    seen: dict[str, Any] = {}  # kept from hooks on the head, which would change a loss as well
 
     def note(hidden: Tensor, head: Head) -> Tensor:
-        logits, bound = _scaled_logits(hidden, head), head.transform.softcap
-        seen.append(logits if bound is None else bound * torch.tanh(logits / bound))
-        return seen[0]
+        largest, bound = _scaled_logits(hidden, head).abs().max(), head.transform.softcap
+        seen["factor"] = float(torch.exp2((_LARGE / largest.clamp(min=1e-6)).log2().round()))
+        for name, factor in (("fused", 1.0), ("enlarged", seen["factor"])):
+            logits = _scaled_logits(hidden * factor, head)
+            seen[name] = logits if bound is None else bound * torch.tanh(logits / bound)
+        return seen["enlarged"]
 
-    with torch.no_grad(), _probed(model) as factor:
-        own = runs(**batch, use_cache=False).logits
-        if not factor:  # its forward does not call the backbone
-            factor.append(1.0)
+    def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
+        seen["fused"] = seen["enlarged"]  # there are forwards that do not call the backbone
+        output.last_hidden_state = output.last_hidden_state * seen["factor"]
+        return output
+
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(), ExitStack() as undo:
+        undo.callback(model.train, was_training)
         runs(**batch, head_fn=note)
-    (fused,) = seen
+        undo.callback(backbone(model).register_forward_hook(enlarge).remove)
+        own = runs(**batch, use_cache=False).logits
+    fused = seen["fused"]
     difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
     if own.shape == fused.shape:
         error = (own.to(fused) - fused).abs().max() / fused.abs().max()
@@ -255,32 +249,6 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
         f"states, as its config declares them, but {type(model).__name__} makes others "
         f"({difference}): its head is not supported"
     )
-
-
-@contextmanager
-def _probed(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Multiply last hidden states by a power of two, found by the first forward and yielded.
-
-    Dropout is off meanwhile, and the random state is left as it was.
-    """
-    factor: list[float] = []
-
-    def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
-        hidden = output.last_hidden_state
-        if not factor:
-            largest = fused_head(model)(hidden, _scaled_logits).abs().max().float().clamp(min=1e-6)
-            factor.append(float(torch.exp2((_LARGE / largest).log2().round())))
-        output.last_hidden_state = hidden * factor[0]
-        return output
-
-    handle, was_training = backbone(model).register_forward_hook(enlarge), model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng():
-            yield factor
-    finally:
-        handle.remove()
-        model.train(was_training)
 
 
 def _scaled_logits(hidden: Tensor, head: Head) -> Tensor:

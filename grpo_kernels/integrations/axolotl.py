@@ -1,11 +1,4 @@
-"""Axolotl's GRPO on our kernels, with ``async_prefetch`` and without, as a plugin of its config.
-
-plugins:
-  - grpo_kernels.integrations.axolotl.GRPOKernelsPlugin
-rl: grpo
-trl:
-  use_liger_loss: true
-"""
+"""Axolotl's GRPO on our kernels, with ``async_prefetch`` and without, as a plugin of its config."""
 
 from __future__ import annotations
 

@@ -1,20 +1,14 @@
-"""Trainers that score logits by functions of their own, made to take logits that are not formed.
-
-    from grpo_kernels.integrations import lazy_scorers
-
-    lazy_scorers.enable(actor.model, "openrlhf")
-
-Real tensors are scored by the host's functions as before.
-"""
+"""Trainers that score logits by functions of their own, made to take logits that are not formed."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -32,28 +26,22 @@ if TYPE_CHECKING:
 
 _CASTS = (torch.float32, torch.bfloat16, torch.float16)
 _DESCRIBING = ("shape", "size", "ndim", "dim", "numel", "device")  # known without real logits
-
-
-@dataclass
-class _Memory:
-    """What logits and views of them share."""
-
-    changed: bool = False  # in place: they are of no use any more
+# shared by logits and views of them, which are of no use any more once one is changed in place
+_Memory = functools.partial(SimpleNamespace, changed=False)
 
 
 @dataclass(eq=False)
 class LazyLogits:
     """Logits (..., V) that are formed when somebody needs them as such. No tensor.
 
-    Rows of it, casts and scales are remembered. Whatever else is done with it is done with real
-    logits, which are formed for that.
+    Rows of it, casts and scales are remembered. All else is done with real logits.
     """
 
     layer: Any  # a FusedHead
     hidden: Tensor  # (..., D)
     dtype: Any = None  # None: that of the hidden states
     temperature: float = 1.0  # what they are divided by
-    memory: _Memory = field(default_factory=_Memory)
+    memory: SimpleNamespace = field(default_factory=_Memory)
     real: Tensor | None = None  # once these are formed
     recorded: bool = field(default_factory=torch.is_grad_enabled)  # a gradient, by autograd
 
@@ -73,9 +61,8 @@ class LazyLogits:
 
     def formed(self) -> Tensor:
         """Return real logits; from then on these stand for such."""
-        self._check()
-        if self.real is None:
-            with self._recording():
+        with self._in_use():
+            if self.real is None:
                 logits = nn.Module.__call__(self.layer, self.hidden).to(self.dtype)
                 self.real = logits if self.temperature == 1 else logits / self.temperature
         return self.real
@@ -89,15 +76,14 @@ class LazyLogits:
             return getattr(self.hidden[..., :1].expand(shape), name)
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"LazyLogits: no attribute {name!r}")
-        if not callable(getattr(Tensor, name)):
-            return getattr(self.formed(), name)
-        return functools.partial(self._call, name)
+        if callable(getattr(Tensor, name)):
+            return functools.partial(self._call, name)
+        return getattr(self.formed(), name)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Give torch's functions real logits."""
         args, kwargs = tree_map(
             lambda x: x.formed() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
         )
@@ -105,8 +91,8 @@ class LazyLogits:
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method: of real logits, unless the result can be described without these."""
-        self._check()
-        found = self._unformed(name, *args, *kwargs.values())
+        with self._in_use():
+            found = self._unformed(name, *args, *kwargs.values())
         if found is not None:
             return found
         real = self.formed()
@@ -121,10 +107,10 @@ class LazyLogits:
         positive = isinstance(operand, int | float) and 0 < operand < float("inf")
         match name:
             case "__getitem__":
-                entries = operand if isinstance(operand, tuple) else (operand,)
-                rows = entries[:-1] if len(entries) == self.ndim else entries
-                whole = len(entries) < self.ndim or entries[-1] == slice(None)
-                if whole and all(type(x) in (int, slice) for x in rows):
+                rows = operand if isinstance(operand, tuple) else (operand,)
+                if len(rows) == self.ndim and rows[-1] == slice(None):
+                    rows = rows[:-1]
+                if len(rows) < self.ndim and all(type(x) in (int, slice) for x in rows):
                     return replace(self, hidden=self.hidden[rows])
             case "squeeze" if operand in range(-self.ndim, self.ndim - 1) and operand != -1:
                 return replace(self, hidden=self.hidden.squeeze(operand))
@@ -148,7 +134,8 @@ class LazyLogits:
         self.memory.changed = True
         self.memory = _Memory()
 
-    def _check(self) -> None:
+    def _in_use(self) -> Any:
+        """Raise RuntimeError for one of no use; else record gradients if the forward did."""
         if self.memory.changed:
             raise RuntimeError(
                 "LazyLogits: expected logits that nobody has changed since, got some that share "
@@ -158,13 +145,10 @@ class LazyLogits:
             raise RuntimeError(
                 "LazyLogits: expected a head that returns them still, got one after disable()"
             )
-
-    def _recording(self) -> Any:
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.recorded)
 
     def _scored(self, ids: Tensor, output: str) -> Tensor:
         """Call the head, as a module, so that FSDP2 knows, for an output of ``linear_logprobs``."""
-        self._check()
 
         def fn(hidden: Tensor, head: Head) -> LinearLogprobs:
             if head.weight.shape[0] != self.shape[-1]:
@@ -175,7 +159,7 @@ class LazyLogits:
             head = replace(head, transform=Transform())  # logits are without it
             return scored(hidden, head, ids, temperature=self.temperature, outputs=(output,))
 
-        with self._recording():
+        with self._in_use():
             return getattr(self.layer(self.hidden, fn), output)
 
 
@@ -277,9 +261,8 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
     Doing it twice, or for several models, is harmless.
 
     Raises:
-        ImportError: the host is not installed, or in a version that was not tested, which
-            ``any_version`` allows.
-        ValueError: ``host`` is unknown, or the model has no head that can do it.
+        ImportError: as :meth:`Switch.enable`.
+        ValueError: ``host`` is unknown, or what :func:`defer_logits` raises.
     """
     if host not in SWITCHES:
         raise ValueError(f"host: expected one of {', '.join(SWITCHES)}; got {host!r}")
@@ -311,8 +294,7 @@ def enabled(model: PreTrainedModel, host: str, *, any_version: bool = False) -> 
     """Have it so within a ``with``; one that is so already stays so."""
     before = model in _MODELS.get(host, ())
     enable(model, host, any_version=any_version)
-    try:
-        yield
-    finally:
+    with ExitStack() as after:
         if not before:
-            disable(model)
+            after.callback(disable, model)
+        yield

@@ -1,8 +1,6 @@
 """Liger's GRPO loss module on our kernels, for trainers that call it (ms-swift, TRL before 1.12).
 
-from grpo_kernels.integrations import liger
-
-liger.enable()  # before a trainer is built: it makes ours, which needs no Liger, instead
+``enable()`` lets trainers that are built from then on make ours, which needs no Liger.
 """
 
 from __future__ import annotations
@@ -30,11 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
-# of all losses, by the name that they have here and there
-_SETTINGS = (
-    "loss_type", "importance_sampling_level", "temperature", "max_completion_length",
-    "use_bias_correction_kl",
-)  # fmt: skip
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -42,11 +35,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. What differs from Liger's, docs/integrations.md says. Settings are as in
-    :class:`grpo_kernels.LossConfig`.
-
-    Raises:
-        ValueError: a setting is out of range, or a name unknown.
+    tokens. What differs from Liger's, docs/integrations.md says. Settings and their errors are
+    those of :class:`grpo_kernels.LossConfig`.
     """
 
     def __init__(
@@ -71,16 +61,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_neg: float = 2.0,
     ) -> None:
         super().__init__()
-        given = {**locals(), "epsilon": epsilon_low}
+        given = {**locals(), "epsilon": epsilon_low, "rollout_correction_mode": None}
         check_name("loss_type", loss_type, LOSSES)
         own = LOSSES[loss_type].settings
         if delta is not None and "delta" not in own:
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
-        self.config = LossConfig(
-            beta=beta if use_ref_model else 0.0,
-            rollout_correction_mode=None,
-            **{name: given[name] for name in (*_SETTINGS, *own) if name in given},
-        )
+        given["beta"] = beta if use_ref_model else 0.0
+        names = given.keys() & {*LossConfig.__dataclass_fields__, *own}
+        self.config = LossConfig(**{name: given[name] for name in names})
         self.beta, self.use_ref_model = beta, use_ref_model
 
     def forward(
@@ -103,11 +91,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         cu_seqlens: Tensor | None = None,  # (B + 1,) where sequences without padding begin and end
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the loss and its metrics.
-
-        Raises:
-            ValueError: a shape, dtype or value is wrong; the message names our own argument.
-        """
+        """Return the loss and its metrics; a ValueError may name our own argument."""
         ids, config = selected_token_ids.long(), self.config
         hidden = _input.reshape(*ids.shape, _input.shape[-1])
         if autocast_dtype(hidden.device) is None:
@@ -120,19 +104,20 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     temperature=config.temperature,
                 ).logprobs  # fmt: skip
         counted = ids != IGNORE_INDEX if attention_mask is None else attention_mask
-        ratio = weights = vllm_is_ratio
-        if ratio is not None:
-            weights = _per_token("vllm_is_ratio", ratio, ids, cu_seqlens)
-        # one per token: what is clipped is then counted in tokens, at every ratio level
-        advantages = _per_token("advantages", advantages, ids, cu_seqlens)
+        ratio = vllm_is_ratio
         make: Any = TokenBatch.from_padded
         if cu_seqlens is not None:
             make = functools.partial(TokenBatch.from_packed, cu_seqlens=cu_seqlens)
         batch = make(
-            ids, advantages, mask=counted, old_logprobs=old_per_token_logps,
-            ref_logprobs=reference, rollout_weights=weights,
+            ids,
+            # one per token: what is clipped is then counted in tokens, at every ratio level
+            _per_token("advantages", advantages, ids, cu_seqlens),
+            mask=counted,
+            old_logprobs=old_per_token_logps,
+            ref_logprobs=reference,
+            rollout_weights=_per_token("vllm_is_ratio", ratio, ids, cu_seqlens),
             num_items_in_batch=_tokens_per_process(counted, num_items_in_batch),
-        )  # fmt: skip
+        )
         if ratio is not None and ratio.shape != ids.shape and config.surrogate.uses_rollout_weight:
             # a loss that multiplies a sequence's weights takes its own from the first token alone
             places = torch.arange(batch.num_tokens, device=ids.device)
@@ -163,8 +148,8 @@ def instead_of(
 
     Raises:
         ImportError: Liger is not installed, or in a version that was not tested.
-        ValueError: the logits of ``model`` are not those of ``lm_head.weight`` and ``.bias`` alone,
-            all that the module is handed; or a setting is one that ours refuses.
+        ValueError: logits of ``model`` need more than the weight and bias of ``lm_head``, all that
+            the module is handed; or ours refuses a setting.
     """
     SWITCH.host.check(any_version)
     config = model.config.get_text_config()
@@ -188,11 +173,9 @@ def instead_of(
 def put_into(
     trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
 ) -> None:
-    """Put ours in the place of the module of Liger's that a trainer has as ``attribute``.
+    """Put what :func:`instead_of` returns in the place of what a trainer has as ``attribute``.
 
-    Raises:
-        ValueError: a setting of the trainer is not what ``off`` says, for ``why``; or what
-            :func:`instead_of` refuses.
+    A setting of the trainer that is not what ``off`` says, for ``why``, is a ValueError.
     """
     for name, expected in off.items():
         if (got := getattr(trainer, name, expected)) != expected:
@@ -202,8 +185,10 @@ def put_into(
     setattr(trainer, attribute, ours)
 
 
-def _per_token(name: str, values: Tensor, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _per_token(name: str, values: Any, ids: Tensor, cu_seqlens: Tensor | None) -> Any:
     """Return numbers, which may come one per sequence or as integers, in the shape of the ids."""
+    if values is None:
+        return None
     values = values * 1.0
     if values.shape == ids.shape:
         return values
@@ -228,8 +213,8 @@ def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
 def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:
     """Return the mean over the processes of the tokens to divide by."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    tokens = torch.as_tensor(counted.sum() if given is None else given, device=counted.device)
-    tokens = tokens.double()
+    tokens = counted.sum() if given is None else given
+    tokens = torch.as_tensor(tokens, dtype=torch.float64, device=counted.device)
     if given is None and processes > 1:
         dist.all_reduce(tokens)
     return (tokens / processes).clamp(min=1)

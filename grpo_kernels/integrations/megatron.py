@@ -16,11 +16,8 @@ def vocab_shard_of(
 ) -> VocabShard | None:
     """Return which ids the rows of a weight (V / n, D) are; None if one rank holds all.
 
-    The n ranks of ``tp_group`` have as many each, so that none has to be asked.
-
-    Raises:
-        ValueError: ``start`` to ``end``, which the host takes them for if it says so, are not the
-            ids of equal shares, or the group is none of this rank.
+    The n ranks of ``tp_group`` have as many each, so that none has to be asked. Where the host says
+    ``start`` and ``end``, others are a ValueError, as is a group of other ranks.
     """
     group = process_group("tp_group", tp_group)
     rank, size, rows = dist.get_rank(group), dist.get_world_size(group), weight.shape[0]

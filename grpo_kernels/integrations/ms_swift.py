@@ -1,10 +1,6 @@
 """ms-swift's GRPO trainer on our kernels, where it would call Liger's loss module.
 
-A file of two lines, for ``swift rlhf --external_plugins that_file.py --use_liger_kernel true``::
-
-    from grpo_kernels.integrations import ms_swift
-
-    ms_swift.enable()
+A file for its ``--external_plugins`` calls ``enable()``.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ def config_of(
 ) -> LossConfig:
     """Return the config of a loss whose aggregation is left to the host.
 
-    Raises:
-        ValueError: a setting is unknown, out of range, or one that the host gives no way to honour:
-            ``refused`` says why, by name.
+    A setting that the host gives no way to honour, ``refused`` says why, is a ValueError.
     """
     refused = {**_REFUSED, **refused}
     for name, value in settings.items():
@@ -67,10 +65,8 @@ def summed_loss(
     """Compute the loss as a sum over the T tokens, in place of the aggregation of ``config``.
 
     ``logprobs``, fp32 or fp64, and the factors ``weights`` on the tokens' losses, if there are
-    some, are laid out as ``batch`` was built.
-
-    Raises:
-        ValueError: the loss needs something that the batch does not have.
+    some, are laid out as ``batch`` was built. What the loss needs and ``batch`` does not have is a
+    ValueError.
     """
     check_loss_inputs(batch, config)
     logprobs = batch.of_tokens("logprobs", logprobs)

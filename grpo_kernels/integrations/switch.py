@@ -79,9 +79,8 @@ class Switch:
         """Put ours in place, for all that is built from here on. Doing it twice is harmless.
 
         Raises:
-            ImportError: the host is not installed, or in a version that was not tested, which
-                ``any_version`` allows.
-            ValueError: it is too late, or something else has been put there.
+            ImportError: as :meth:`Host.check`.
+            ValueError: it is too late, or another switch has put something there.
         """
         with _LOCK:
             self._put_ours(any_version, self._too_late)
@@ -100,17 +99,13 @@ class Switch:
                 raise ValueError(
                     f"{self.host.package}: {each.name} has been replaced already, by another switch"
                 )
+        self._theirs = found
         for each, theirs in found:
             _OURS.append(each.ours)
-            self._theirs.append((each, theirs))
             _put(each, theirs, each.ours)
 
     def disable(self) -> None:
-        """Put theirs back. Without effect while it is off.
-
-        Raises:
-            ValueError: somebody else has replaced ours meanwhile; undo that first.
-        """
+        """Put theirs back; raise ValueError where somebody else has replaced ours meanwhile."""
         with _LOCK:
             for each, _ in self._theirs:
                 if (found := getattr(each.owner, each.name)) is not each.ours:
@@ -125,9 +120,9 @@ class Switch:
 
     @contextmanager
     def enabled(self, *, any_version: bool = False) -> Iterator[None]:
-        """Have ours in place within a ``with``; one that is on already stays on.
+        """Have ours in place within a ``with``, in threads until the last one ends.
 
-        Where these overlap, in threads, it is on until the last one ends.
+        One that is on already stays on.
         """
         with _LOCK:
             keeps_on = not self.on or self._blocks > 0

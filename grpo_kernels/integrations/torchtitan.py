@@ -1,13 +1,6 @@
 """Losses for torchtitan's RL trainer that are formed at the head, in place of its chunked loss.
 
-In a config, ``ChunkedLossWrapper.Config(loss_fn=GRPOLoss.Config(...))`` becomes
-
-    from grpo_kernels.integrations import torchtitan
-
-    loss = torchtitan.GRPOLoss.Config(clip_eps=0.2)
-    loss = torchtitan.DAPOLoss.Config(ratio_clip_low=0.2, ratio_clip_high=0.28)
-
-There is nothing to switch on or off. Both have the settings, inputs and metrics of torchtitan's.
+Both have the settings, inputs and metrics of torchtitan's.
 """
 
 from __future__ import annotations
@@ -61,22 +54,16 @@ class DAPOLoss(ChunkedLossWrapper):
         global_valid_tokens: Tensor | float | None = None,  # divides the sums over tokens; None: 1
         **loss_inputs: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss, (), and torchtitan's metrics of it.
+        """Return the loss, (), and torchtitan's metrics of it; raise ValueError for wrong inputs.
 
         ``loss_inputs`` are ``generator_logprobs``, ``advantages`` and the bool ``loss_mask``,
         (B, L). A token whose generator log-probability is not finite is left out.
-
-        Raises:
-            ValueError: an input is missing, unknown or of a wrong shape, or the head is not set.
         """
         if self.lm_head is None:
             raise ValueError("lm_head: expected set_lm_head(lm_head) before the first call")
-        given = [name for name in _INPUTS if loss_inputs.get(name) is not None]
-        unknown = [name for name in loss_inputs if name not in _INPUTS]
-        if unknown or len(given) < len(_INPUTS):
-            raise ValueError(
-                f"loss_inputs: expected {', '.join(_INPUTS)}, got {', '.join(given + unknown)}"
-            )
+        given = [name for name, x in loss_inputs.items() if x is not None or name not in _INPUTS]
+        if set(given) != set(_INPUTS):
+            raise ValueError(f"loss_inputs: expected {', '.join(_INPUTS)}, got {', '.join(given)}")
         sampled, advantages, mask = (loss_inputs[name] for name in _INPUTS)
         mask = mask & sampled.isfinite()
         tokens = 1.0 if global_valid_tokens is None else global_valid_tokens

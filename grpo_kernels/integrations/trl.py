@@ -1,14 +1,6 @@
-"""TRL's trainers (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) on our head.
+"""TRL's trainers on our head, by the one function that gives a model its fused LM head.
 
-All of them give their model a fused LM head by one function, which takes log-probabilities from
-``lm_head.weight``. With ours the head is called as a module: it is right where it is sharded, and
-may have a LoRA adapter, which TRL refuses::
-
-    from grpo_kernels.integrations import trl
-
-    trl.enable()  # before a trainer is built
-
-``trl.FusedGRPOTrainer`` is TRL's GRPO trainer with the loss itself at the head.
+TRL's takes log-probabilities from ``lm_head.weight``. Ours is called as a module.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ from torch import Tensor
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
 from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim
-from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
 if TYPE_CHECKING:
@@ -67,9 +59,7 @@ def add_fused_lm_head(
 ) -> None:
     """Do what TRL's function of this name does: ``model(..., fused_lm_head=True)`` scores labels.
 
-    Raises:
-        ValueError: the head of the model cannot be expressed by ours, an output is unknown, or
-            another adapter has changed the model.
+    A head that ours cannot express and a model that another adapter has changed are ValueErrors.
     """
     unknown = sorted(set(outputs) - set(_OUTPUTS))
     if unknown:
@@ -86,7 +76,8 @@ def add_fused_lm_head(
     claim(model, "trl")
     add_fused_head(model)
     lay_over(_ScoresLabels, model)
-    model._grpo_scores = temperature, ("log_probs", *(set(outputs) - {"log_probs"}))
+    asked = tuple(_OUTPUTS[name] for name in {"log_probs", *outputs})
+    model._grpo_scores = {"temperature": temperature, "outputs": asked}
 
 
 class _ScoresLabels(ForwardOverlay):
@@ -100,22 +91,19 @@ class _ScoresLabels(ForwardOverlay):
             kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch")
         )
         target = labels[:, 1:] if shifted is None else shifted
-        temperature, wanted = self._grpo_scores
-        names = tuple(_OUTPUTS[name] for name in wanted)
 
-        def per_token(hidden: Tensor, head: Head) -> dict[str, Tensor]:
+        def per_token(hidden: Tensor, head: Head) -> LinearLogprobs:
             rows, ids = hidden[:, :-1] if shifted is None else hidden, target.to(hidden.device)
-            found = linear_logprobs(rows, head, ids, temperature=temperature, outputs=names)
-            return {name: getattr(found, _OUTPUTS[name]) for name in wanted}
+            return linear_logprobs(rows, head, ids, **self._grpo_scores)
 
         config = self.config.get_text_config()
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         output = own_forward(*args, head_fn=per_token, **kwargs)
-        found, aux_loss = output.head, output.aux_loss
-        mask = target.to(found["log_probs"].device) != -100
-        if "log_sum_sq_probs" in found:
-            found["log_sum_sq_probs"] = found["log_sum_sq_probs"].masked_fill(~mask, 1.0).log()
+        found = {name: getattr(output.head, own) for name, own in _OUTPUTS.items()}
+        mask, aux_loss = target.to(found["log_probs"].device) != -100, output.aux_loss
+        if (squares := found["log_sum_sq_probs"]) is not None:
+            found["log_sum_sq_probs"] = squares.masked_fill(~mask, 1.0).log()
         loss = -found["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else count)
         if aux_loss is not None:
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss

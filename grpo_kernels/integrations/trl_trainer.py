@@ -19,21 +19,16 @@ _OF_IMAGES = (
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
     "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-# settings that a loss of ours has by the same name as TRL's trainer
-_SETTINGS = (
-    "loss_type", "beta", "importance_sampling_level", "temperature", "max_completion_length",
-    "top_entropy_quantile", "off_policy_mask_threshold",
-)  # fmt: skip
 # metrics of TRL's loss
 _LOGGED = ("kl", "entropy", "policy_loss", "cispo_clip_ratio", "vespo/phi_seq_mean")
 _EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")  # NaN over no tokens; others are 0
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """``trl.GRPOTrainer`` whose policy loss is formed at the LM head, with the same metrics.
+    """``trl.GRPOTrainer``, by its arguments, whose policy loss is formed at the LM head.
 
-    Old and reference log-probabilities come from our head as well. The head may have a LoRA
-    adapter. Arguments are TRL's.
+    The metrics are the same. Old and reference log-probabilities come from our head as well, which
+    may have a LoRA adapter.
 
     Raises:
         ImportError: TRL is of a version that was not tested.
@@ -84,16 +79,19 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _loss_config(self) -> LossConfig:
         """Return the loss as TRL's settings are now: callbacks may change them."""
         args, own = self.args, LOSSES[self.loss_type].settings
+        known = {
+            name: getattr(self, name, getattr(args, name))
+            for name in (*LossConfig.__dataclass_fields__, *own)
+            if hasattr(args, name)
+        }
+        if self.use_adaptive_entropy:
+            known["entropy_coef"] = 1.0  # it is the factor of each batch
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return LossConfig(
-            use_bias_correction_kl=args.use_bias_correction_kl,
-            # an adaptive one is the factor of each batch
-            entropy_coef=1.0 if self.use_adaptive_entropy else self.entropy_coef,
             rollout_correction_mode=args.vllm_importance_sampling_mode if corrects else None,
             rollout_correction_max=args.vllm_importance_sampling_clip_max,
             rollout_correction_min=args.vllm_importance_sampling_clip_min,
-            **{name: getattr(self, name) for name in _SETTINGS},
-            **{name: getattr(args, name) for name in own if hasattr(args, name)},
+            **known,
         )
 
     def _token_batch(self, inputs: dict[str, Any]) -> TokenBatch:

@@ -1,13 +1,6 @@
 """verl's fused heads on ours: FSDP's (``impl_backend`` torch, liger or triton) and Megatron's.
 
-    from grpo_kernels.integrations import verl
-
-    verl.enable()  # in each worker, before models are built
-
-In a run of verl each worker does that with
-``actor_rollout_ref.model.external_lib=grpo_kernels.integrations.verl_external_lib``.
-
-:func:`register_policy_loss` makes a loss of ours a ``loss_mode`` of theirs.
+They are switched on in each worker, before models are built.
 """
 
 from __future__ import annotations
@@ -69,10 +62,7 @@ def patch_forward_with_backends(
     """Do what verl's function of this name does: ``model(..., temperature=...)`` scores tokens.
 
     Each backend of verl's is ours here. This object alone is changed, not the class of ``model``.
-
-    Raises:
-        ValueError: the backend is unknown (verl's own then scores by full logits), the head of the
-            model cannot be expressed, or another adapter has changed the model.
+    A head that ours cannot express and a model that another adapter has changed are ValueErrors.
     """
     if not use_fused_kernels:
         return
@@ -117,9 +107,6 @@ def linear_cross_entropy(
     """Return the log-probabilities (N,) and entropies (N,) of labels.
 
     With more than one rank the gradients of ``hidden`` are, as verl's, parts that add up over them.
-
-    Raises:
-        ValueError: another reduction, or what :func:`grpo_kernels.linear_logprobs` raises.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
@@ -132,8 +119,8 @@ def linear_cross_entropy(
 def register_policy_loss(name: str, config: LossConfig) -> None:
     """Make a loss of ours a ``loss_mode`` of verl's: ``actor.policy_loss.loss_mode=name``.
 
-    ``actor.loss_agg_mode`` has to be the aggregation that is part of the loss. Its settings are
-    those of ``config``: ``clip_ratio`` and others of verl's have no effect on it.
+    ``actor.loss_agg_mode`` has to be the aggregation that is part of the loss. Settings of verl's,
+    such as ``clip_ratio``, have no effect on it.
 
     Raises:
         ValueError: the name is taken, or the config has what verl adds itself, a KL penalty or an
@@ -198,7 +185,6 @@ def _scored(
     temperature: float | Tensor,  # a number, one per sample or one per token
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of the ids."""
     if isinstance(temperature, Tensor) and temperature.shape != ids.shape:
         per_sample = temperature.reshape(-1, *[1] * (ids.dim() - 1))
         temperature = per_sample.expand(ids.shape).to(ids.device)
