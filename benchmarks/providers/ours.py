@@ -54,17 +54,13 @@ def _call(function: Callable[..., Any], problem: Problem, settings: dict[str, An
 
 
 def _schedule(problem: Problem, **settings: Any) -> dict[str, Any]:
-    if problem.work.kind in ("forward", "backward"):
+    if _no_schedule(problem.case):
         return {}
     return {"schedule": _call(explain, problem, settings).schedule}
 
 
-def _losses(case: Case) -> str | None:
-    return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
-
-
-def _rounds(case: Case) -> str | None:
-    return None if case.dtype == "bf16" else "the same as ours: nothing is rounded"
+def _no_schedule(case: Case) -> bool:
+    return case.work.kind in ("forward", "backward")
 
 
 def _chosen_by_ours(problem: Problem) -> str | None:
@@ -83,7 +79,7 @@ def _ours(name: str, note: str, settings: dict[str, Any], **rest: Any) -> Provid
     if "backend" in settings:
         rest["missing"] = partial(_default, settings["backend"])
     if "schedule" in settings:
-        rest["unable"] = _losses
+        rest["limits"] = (("the same as ours: it has no schedule", _no_schedule),)
     info = partial(_schedule, **settings)
     return Provider(name=name, note=note, run=partial(run, **settings), info=info, **rest)
 
@@ -94,7 +90,7 @@ OURS = (
         "ours-input",
         'precision="input": logits rounded to the input dtype, as most baselines do',
         {"precision": "input"},
-        unable=_rounds,
+        limits=(("the same as ours: nothing is rounded", lambda case: case.dtype == "fp32"),),
     ),
     _ours(
         "ours-one-pass",
