@@ -13,10 +13,9 @@ from torch import Tensor
 from benchmarks import text
 from benchmarks.check import compare, reference_dtype
 from benchmarks.conftest import Session
-from benchmarks.exact import statistics
 from benchmarks.measure import Settings
 from benchmarks.measure import measure as measured
-from benchmarks.problem import Problem, Result, detached, make_problem
+from benchmarks.problem import Problem, Result, detached, make_problem, statistics
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
