@@ -81,7 +81,7 @@ def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
     broken = {
         "error of loss 2.0e-01, gradient 2": Wrong(*vars(OURS).values()),
         "RuntimeError: broken on purpose": Raising(*vars(OURS).values()),
-        "completions of [2.0] tokens; expected": Dawdling(*vars(OURS).values()),
+        "completions of 2.0 tokens; expected": Dawdling(*vars(OURS).values()),
         "needs no-such-package": replace(OURS, package="no-such-package"),
     }
     right, *rows = measure_training(SIZES["tiny"], [OURS, *broken.values()], "cpu", 1)
