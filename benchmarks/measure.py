@@ -165,42 +165,24 @@ def memory_alone(name: str, case: Case) -> dict[str, int]:
     return measure_memory(provider.run, make_problem(case, exact=False))[0]
 
 
-def measure_apart(
-    rows: Sequence[Row],
-    times: Callable[..., list[Row]],
-    growth: Callable[..., int],
-    case: Any,
-    rounds: int,
-    memory: bool,
-) -> list[Row]:
-    """Time everybody in one process, in turns; then find the memory of each in one of its own.
-
-    ``times`` is called with the case and the rounds, ``growth`` with the case and a name.
-    """
-    running = [row for row in rows if row.runs]
-    try:
-        found = {x.provider: x for x in ask(times, case, rounds)} if running else {}
-    except ChildError as error:
-        for row in running:
-            row.leave_out("wrong", str(error))
-        return list(rows)
-    for row in running:
-        vars(row).update(vars(found[row.provider]))
-        if row.runs and memory:
+def add_growth(rows: Sequence[Row], growth: Callable[[str], int]) -> None:
+    """Add by how many bytes a fresh process of each grows."""
+    for row in rows:
+        if row.runs:
             with suppress(ChildError):  # which was printed
-                row.info["grown_bytes"] = ask(growth, case, row.provider)
+                row.info["grown_bytes"] = growth(row.provider)
                 row.cells["MiB grown"] = text.mib(row.info["grown_bytes"])
-    return list(rows)
 
 
 @contextmanager
-def attempt(row: Row) -> Iterator[None]:
-    """Make an error the row's result: another library's failure is one to report."""
+def attempt(*rows: Row) -> Iterator[None]:
+    """Make an error the rows' result: another library's failure is one to report."""
     try:
         yield
     except Exception as error:
         kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
-        row.leave_out("wrong", f"{kind}{error}".strip().splitlines()[0][:200])
+        for row in rows:
+            row.leave_out("wrong", f"{kind}{error}".strip().splitlines()[0][:200])
 
 
 def device_is_lost(device: str) -> bool:

@@ -14,10 +14,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import text
+from benchmarks import shapes, text
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
+from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, measure_apart, race
+from benchmarks.measure import add_growth, attempt, race
+from benchmarks.problem import Problem, make_problem
 from benchmarks.providers.base import lacking
 from benchmarks.results import Row
 from benchmarks.timing import make_timer, resident_growth
@@ -136,14 +138,10 @@ def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[A
     return built, built._prepare_inputs(next(iter(built.get_train_dataloader())))
 
 
-def _tensors(config: TrainingConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Make hidden states (b, C, D), a weight (V, D) and ids (b, C)."""
-    g = torch.Generator().manual_seed(SEED)
-    shape = config.micro_batch, config.completion_tokens
-    hidden = torch.randn(*shape, config.hidden, generator=g)
-    weight = torch.randn(config.vocabulary, config.hidden, generator=g) * config.hidden**-0.5
-    ids = torch.randint(config.vocabulary, shape, generator=g)
-    return hidden.requires_grad_(), weight.requires_grad_(), ids
+def _problem(config: TrainingConfig) -> Problem:
+    model = shapes.Model("", config.hidden, config.vocabulary)
+    tokens = config.micro_batch * config.completion_tokens
+    return make_problem(shapes.Case(model, tokens, "fp32", shapes.WORKS["dapo"]), exact=False)
 
 
 def _liger(arm: str, config: TrainingConfig) -> Step:
@@ -151,12 +149,12 @@ def _liger(arm: str, config: TrainingConfig) -> Step:
 
     from grpo_kernels.integrations import liger
 
-    hidden, weight, ids = _tensors(config)
-    advantages, mask = torch.linspace(-0.7, 1.7, len(ids)), torch.ones_like(ids)
+    x = _problem(config)
     settings: dict[str, Any] = {"temperature": _TEMPERATURE, "beta": 0.0, "use_ref_model": False}
     with liger.enabled() if arm == OURS else nullcontext():
         module = grpo_loss.LigerFusedLinearGRPOLoss(**settings)
-    return lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight)
+    inputs = x.hidden, x.weight, x.target, x.mask.int(), x.advantages
+    return lambda: module(*inputs)[0], (x.hidden, x.weight)
 
 
 def _verl(arm: str, config: TrainingConfig) -> Step:
@@ -164,16 +162,15 @@ def _verl(arm: str, config: TrainingConfig) -> Step:
 
     from grpo_kernels.integrations import verl
 
-    hidden, weight, ids = _tensors(config)
-    scores = FusedLinearForPPO()
+    x, scores = _problem(config), FusedLinearForPPO()
 
     def loss() -> Tensor:
         on: AbstractContextManager[Any] = verl.enabled() if arm == OURS else nullcontext()
         with on:
-            logprobs, entropy = scores(hidden, weight, ids, _TEMPERATURE)
+            logprobs, entropy = scores(x.hidden, x.weight, x.target, _TEMPERATURE)
         return (logprobs + 0.1 * entropy).mean()
 
-    return loss, (hidden, weight)
+    return loss, (x.hidden, x.weight)
 
 
 _COLUMNS = {
@@ -208,17 +205,22 @@ def names(case: Case) -> list[str]:
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name) for name in names]
-    for row in rows:
+    every = [Row(name) for name in case.arms]  # ours is held against theirs
+    for row in every:
         row.leave_out("absent", lacking(case.host, *_REQUIRES))
-    rounds = session.rounds(_ROUNDS)
-    return measure_apart(rows, _times, _growth, case, rounds, not session.brief)
+    if any(row.runs for row in every):
+        with attempt(*every):
+            every = ask(_times, every, case, session.rounds(_ROUNDS))
+    rows = [row for row in every if row.provider in names]
+    if not session.brief:
+        add_growth(rows, partial(ask, _growth, case))
+    return rows
 
 
-def _times(case: Case, rounds: int) -> list[Row]:
+def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
     """Check every arm against the host's own, and time those that passed in turns."""
     torch.manual_seed(0)
-    rows = {arm: Row(arm) for arm in case.arms}
+    rows = {row.provider: row for row in every if row.runs}
     steps: list[tuple[Row, Step]] = []
     found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
@@ -251,7 +253,7 @@ def _times(case: Case, rounds: int) -> list[Row]:
                 ratio = f"x {text.ratio((row.median - rest) / (theirs - rest))}"
                 own = arm == THEIRS
                 row.cells["the head in it"] = text.duration(theirs - rest) if own else ratio
-    return list(rows.values())
+    return every
 
 
 def _growth(case: Case, arm: str) -> int:
