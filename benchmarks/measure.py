@@ -157,12 +157,12 @@ def race(
                 row.seconds.append(timer(run))
 
 
-def memory_alone(name: str, case: Case) -> dict[str, int]:
-    """Return the bytes of one call, in a process that does nothing else."""
+def memory_alone(name: str, case: Case, device: str = "cpu") -> dict[str, int]:
+    """Return the bytes of one call, on a CPU in a process that does nothing else."""
     provider = EVERY[name]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
-    provider.run(make_problem(tiny))  # libraries are loaded, threads started
-    return measure_memory(provider.run, make_problem(case, exact=False))[0]
+    provider.run(make_problem(tiny, device))  # libraries are loaded, threads started
+    return measure_memory(provider.run, make_problem(case, device, exact=False))[0]
 
 
 def add_growth(rows: Sequence[Row], growth: Callable[[str], int]) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,20 +74,11 @@ def show(
         tables.setdefault("" if layout.together else json.dumps(facts), []).append(group)
     parts = [layout.legend] if tables else []
     for found in tables.values():
-        parts += [caption(found), write(_lines(found, layout)), missing(found)]
+        parts += [caption(found), write(lines(found, layout)), missing(found)]
     return "\n\n".join(filter(None, parts))
 
 
-def headline(groups: Sequence[Group]) -> str:
-    """Show the defaults of ours beside everybody else, in the dtypes of one case."""
-    quoted = [
-        replace(group, rows=[row for row in group.rows if is_quoted(row.provider)])
-        for group in in_order(groups)
-    ]
-    return f"{caption(quoted)}\n\n{text.markdown(_lines(quoted, LAYOUTS['heads']))}"
-
-
-def _lines(groups: Sequence[Group], layout: Layout) -> Lines:
+def lines(groups: Sequence[Group], layout: Layout) -> Lines:
     """Write a line for each work and provider; each dtype has its columns."""
     found: dict[str, dict[tuple[str, str], tuple[Group, Row]]] = {}  # by dtype and place
     first: dict[tuple[str, str], tuple[Group, Row]] = {}
@@ -259,13 +250,13 @@ def _standings(groups: Sequence[Group]) -> Lines:
         known = [ratio for ratio in ratios if ratio is not None]
         return _place(name), statistics.median(known or [math.inf])
 
-    lines = [["", *_STANDINGS]]
+    table = [["", *_STANDINGS]]
     for name in sorted(pairs, key=place):
-        lines.append([text.bold(name) if name in QUOTED else name])
+        table.append([text.bold(name) if name in QUOTED else name])
         for value, write in _STANDINGS.values():
             found = (value(*pair) for pair in pairs[name])
-            lines[-1].append(write([x for x in found if x is not None]))
-    return lines
+            table[-1].append(write([x for x in found if x is not None]))
+    return table
 
 
 def _ratio(base: str) -> Callable[[Group, Row], float | None]:
@@ -321,7 +312,7 @@ def executed(path: Path = EXECUTED) -> str:
     sass = {tuple(x[key] for key in keys): x for x in found["compiled"]}
     kinds = ("matrix", "vector", "transcendental", "shared", "scalar", "wait")
     moved = ("loads and stores", "bytes read", "written")
-    lines = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
+    table = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
     order = list(dict.fromkeys(x["with"] for x in found["executed"]))
     for x in sorted(found["executed"], key=lambda x: (order.index(x["with"]), x["dtype"])):
         for work in x["work"]:
@@ -329,7 +320,7 @@ def executed(path: Path = EXECUTED) -> str:
             key = (x["provider"], x["with"], x["dtype"], work["kernel"])
             of_sass = [sass.get((*key, target)) for target in TARGETS]
             more = f", {x['with']}" if x["with"] else ""
-            lines.append([
+            table.append([
                 f"{x['provider']}{more}: `{work['kernel']}`",
                 x["dtype"],
                 *(f"{count[kind]:.2f}" for kind in kinds),
@@ -340,4 +331,4 @@ def executed(path: Path = EXECUTED) -> str:
             ])  # fmt: skip
     where = found["environment"]
     versions = ", ".join(f"{n} {where['versions'][n]}" for n in ("triton", "trl", "liger-kernel"))
-    return f"{text.markdown(lines)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."
+    return f"{text.markdown(table)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."
