@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,8 +21,6 @@ from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, make_timer, measure_memory
-
-_FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +128,22 @@ def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> No
         else:
             free(settings.device)
     if broken is None and settings.rounds:
-        start = time.monotonic()
         runs = [
             (row, partial(provider.run, make_problem(case, settings.device)))
             for provider, case, row in calls
             if row.runs
         ]
-        race(
-            runs,
-            settings.rounds,
-            make_timer(settings.device),
-            lambda index: index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget,
-        )
+        race(runs, settings.rounds, make_timer(settings.device), settings.budget)
 
 
 def race(
     runs: Sequence[tuple[Row, Any]],
     rounds: int,
     timer: Callable[[Any], float],
-    enough: Callable[[int], bool] = lambda index: False,
+    budget: float = math.inf,
 ) -> None:
     """Time those that passed, as :func:`benchmarks.timing.in_turns` gives them."""
-    for row, run in in_turns([pair for pair in runs if pair[0].runs], rounds, enough):
+    for row, run in in_turns([pair for pair in runs if pair[0].runs], rounds, budget):
         if row.runs:
             with attempt(row):
                 row.seconds.append(timer(run))
