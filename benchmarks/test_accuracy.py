@@ -114,20 +114,18 @@ def _check(
             relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
             row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
         return
-    error = _difference(result, exact, "logprobs")
-    noise = error.expm1().abs()  # of an importance ratio whose other side is exact
-    row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
-    row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
-    found = error.abs().flatten().tolist()
-    if problem.work.entropy:
-        entropy = _difference(result, exact, "entropy").abs()
-        row.info["H"] = [entropy.median().item(), entropy.max().item()]
-        found += entropy.flatten().tolist()
-    wrong = [x for x in found if not x <= _WRONG]  # written so that NaN is wrong
-    if wrong:
-        row.info.clear()
+    errors = {name: _difference(result, exact, name) for name in problem.work.outputs}
+    found = torch.stack([*errors.values()]).abs().flatten().tolist()
+    if wrong := [x for x in found if not x <= _WRONG]:  # written so that NaN is wrong
         reason = f"{len(wrong)} values are off, one by {wrong[0]:.1e}; allowed {_WRONG:g}"
         row.leave_out("wrong", reason)
+        return
+    row.info |= _by_band("logp", errors["logprobs"], exact.logprobs, problem.mask)
+    noise = errors["logprobs"].expm1().abs()  # of an importance ratio whose other side is exact
+    row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
+    if "entropy" in errors:
+        entropy = errors["entropy"].abs()
+        row.info["H"] = [entropy.median().item(), entropy.max().item()]
 
 
 def _by_band(name: str, errors: Tensor, logprobs: Tensor, counts: Tensor) -> dict[str, list[float]]:

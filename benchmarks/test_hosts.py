@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -70,20 +70,14 @@ class Case:
         return f"{self.host}: {self.step}"
 
 
-@contextmanager
-def _headless() -> Iterator[None]:
-    """Put something that costs nothing in the place of the head's GEMMs: the rest of a step."""
-
-    def cheap(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
-        value = hidden.float().mean(-1)
-        found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
-        for name in options["outputs"]:
-            detached = value.detach() > 0 if name == "is_top1" else value.detach()
-            found[name] = value if name in ("logprobs", "entropy") else detached
-        return LinearLogprobs(**found)
-
-    with patch("grpo_kernels.integrations.trl.linear_logprobs", cheap):
-        yield
+def _headless(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
+    """Stand for the head's GEMMs at no cost, for the rest of a step."""
+    value = hidden.float().mean(-1)
+    found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
+    for name in options["outputs"]:
+        detached = value.detach() > 0 if name == "is_top1" else value.detach()
+        found[name] = value if name in ("logprobs", "entropy") else detached
+    return LinearLogprobs(**found)
 
 
 def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
@@ -108,7 +102,8 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
             built, inputs = _from_dataset(trainer, adapter, config)
 
     def loss() -> Tensor:
-        with _headless() if arm == NO_HEAD else nullcontext():
+        head = patch("grpo_kernels.integrations.trl.linear_logprobs", _headless)
+        with head if arm == NO_HEAD else nullcontext():
             return built.compute_loss(built.model_wrapped, dict(inputs))
 
     return loss, [x for x in built.model.parameters() if x.requires_grad]
@@ -165,8 +160,7 @@ def _verl(arm: str, config: TrainingConfig) -> Step:
     x, scores = _problem(config), FusedLinearForPPO()
 
     def loss() -> Tensor:
-        on: AbstractContextManager[Any] = verl.enabled() if arm == OURS else nullcontext()
-        with on:
+        with verl.enabled() if arm == OURS else nullcontext():
             logprobs, entropy = scores(x.hidden, x.weight, x.target, _TEMPERATURE)
         return (logprobs + 0.1 * entropy).mean()
 
