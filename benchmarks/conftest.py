@@ -30,16 +30,12 @@ _ROUNDS = {"cpu": 5, "cuda": 10}
 _WIDTH = 100
 _HERE = Path(__file__).parent
 _OURS = "table of "  # how the groups of pytest-benchmark begin that a table of ours has
-_QUICKLY = (
-    "One case in two dtypes takes some five minutes on two free CPU cores; --full measures\n"
-    "everything, which takes hours. The numbers go to a table at the end; --results DIR keeps them."
-)
 _SESSION = pytest.StashKey["Session"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("head benchmarks")
-    group.addoption("--full", action="store_true", help="all cases of this device")
+    group.addoption("--full", action="store_true", help="all cases of this device, in hours")
     group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
     group.addoption("--results", type=Path, help="folder for the result file; default: none")
     group.addoption("--deadline", type=float, help="seconds after which no case is started")
@@ -78,11 +74,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.benchmark(timer=clock))
             # a provider that is skipped has no samples
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say how long the quick suite takes, and where its numbers go."""
-    return _QUICKLY if config.getoption("--benchmark-only") and suite(config) == "quick" else None
 
 
 @pytest.hookimpl(wrapper=True)

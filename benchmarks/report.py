@@ -79,11 +79,11 @@ _stored = cache(load)
 
 
 def models() -> str:
-    rows = [
-        [f"`{x.name}`", str(x.hidden), str(x.vocabulary), f"{x.softcap:g}" if x.softcap else ""]
-        for x in MODELS.values()
-    ]
-    return text.markdown([["", "hidden", "vocabulary", "softcap"], *rows])
+    table = [["", "hidden", "vocabulary", "softcap"]]
+    for x in MODELS.values():
+        softcap = f"{x.softcap:g}" if x.softcap else ""
+        table.append([f"`{x.name}`", str(x.hidden), str(x.vocabulary), softcap])
+    return text.markdown(table)
 
 
 def works() -> str:

@@ -33,19 +33,10 @@ class Layout:
     contest: bool = False  # sorted, beside ours, and the least is bold
     notes: bool = False  # a column says what each row is
     errors: bool = False  # a column lists the errors
-    legend: str = ""
 
 
 LAYOUTS = {
-    "heads": Layout(
-        "Every case",
-        BARE,
-        beside=True,
-        contest=True,
-        legend="x bare: time over that of the bare GEMMs, which everybody needs. MiB: peak memory "
-        "beyond inputs and outputs. value, grad: errors, of a loss absolute, else the norm of the "
-        "difference over the norm.",
-    ),
+    "heads": Layout("Every case", BARE, beside=True, contest=True),
     "training": Layout("Training step", contest=True, errors=True),
     "savings": Layout("What is saved", notes=True, errors=True),
     "products": Layout("Products", "logits bf16", notes=True),
@@ -72,7 +63,7 @@ def show(
     for group in in_order(group for group in groups if group.benchmark == benchmark):
         facts = {**group.facts, "dtype": ""} if layout.beside else group.facts
         tables.setdefault("" if layout.together else json.dumps(facts), []).append(group)
-    parts = [layout.legend] if tables else []
+    parts = []
     for found in tables.values():
         parts += [caption(found), write(lines(found, layout)), missing(found)]
     return "\n\n".join(filter(None, parts))

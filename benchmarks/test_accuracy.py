@@ -76,7 +76,9 @@ def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settin
     for row in rows:
         outputs = ("loss", "dhidden", "dweight") if row.runs else ()
         row.cells = {name: text.error(row.errors.get(name)) for name in outputs}
-        row.cells |= {name: text.two_errors(errors) for name, errors in row.info.items()}
+        for name, found in row.info.items():
+            if name != "alone":  # a process of its own
+                row.cells[name] = f"{text.error(found[0])} ({text.error(found[1])})"
     return rows
 
 

@@ -158,7 +158,7 @@ def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any]
         phases.pop("sync", None)
     for phase, found in phases.items():
         info[f"{phase}_share"] = sum(found) / sum(seconds)
-        cells[f"{_PHASES.get(phase, phase)}, %"] = text.percent(info[f"{phase}_share"])
+        cells[f"{_PHASES.get(phase, phase)}, %"] = text.digits(100 * info[f"{phase}_share"], 2)
     return seconds, info, cells
 
 

@@ -56,10 +56,7 @@ def _one(problem: Problem) -> Built:
 
 def _vocabulary(problem: Problem) -> Built:
     weight = problem.weight.detach().chunk(_RANKS)[dist.get_rank()].clone()
-    weight.requires_grad_()
-    assert dist.group.WORLD is not None
-    shard = VocabShard.of(dist.group.WORLD, weight)
-
+    shard = VocabShard.of(dist.group.WORLD, weight.requires_grad_())
     step = partial(run, replace(problem, weight=weight), vocab_shard=shard)
     return step, lambda result: replace(result, dweight=_gathered(result.dweight))
 

@@ -49,14 +49,9 @@ class Kernel:
     model: Model = MODELS["qwen3-1.7b"]
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "kernel": self.name,
-            "model": self.model.name,
-            "tokens": self.rows,
-            "hidden": self.model.hidden,
-            "vocabulary": self.model.vocabulary,
-            "dtype": self.dtype,
-        }
+        facts = {"kernel": self.name, "model": self.model.name, "tokens": self.rows}
+        head = {"hidden": self.model.hidden, "vocabulary": self.model.vocabulary}
+        return {**facts, **head, "dtype": self.dtype}
 
     def __str__(self) -> str:
         return f"{self.name}, {self.model.name}, {self.rows} rows, {self.dtype}"
