@@ -179,15 +179,12 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
     """Sort by work, then as models, inputs and dtypes are listed; others as they came."""
 
     def place(group: Group) -> tuple[int, ...]:
-        facts = group.facts
-
         def index(name: str, known: Iterable[str]) -> int:
-            listed = list(known)
-            return listed.index(facts[name]) if facts.get(name) in listed else len(listed)
+            listed, found = list(known), group.facts.get(name)
+            return listed.index(found) if found in listed else len(listed)
 
-        # the flat tail last
-        inputs = (list(SPREADS).index(facts.get("inputs", "peaked")) - 1) % len(SPREADS)
-        model = index("model", MODELS), facts["tokens"]
+        inputs = (index("inputs", SPREADS) - 1) % len(SPREADS)  # the flat tail last
+        model = index("model", MODELS), group.facts["tokens"]
         return index("work", WORKS), *model, inputs, index("dtype", DTYPES)
 
     return sorted(groups, key=place)

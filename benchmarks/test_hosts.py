@@ -57,14 +57,9 @@ class Case:
     config: TrainingConfig = SIZES["quick"]
 
     def facts(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "host": self.host,
-            "step": self.step,
-            "model": config.model,
-            "tokens": config.micro_batch * (config.prompt_tokens + config.completion_tokens),
-            "dtype": "fp32",
-        }
+        facts = {"host": self.host, "step": self.step, "model": self.config.model}
+        length = self.config.prompt_tokens + self.config.completion_tokens
+        return {**facts, "tokens": self.config.micro_batch * length, "dtype": "fp32"}
 
     def __str__(self) -> str:
         return f"{self.host}: {self.step}"

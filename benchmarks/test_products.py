@@ -43,13 +43,9 @@ class Case:
     pitch: int  # elements from one row of the tile to the next
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "model": f"rows of {self.pitch} elements",
-            "tokens": self.rows,
-            "hidden": self.depth,
-            "vocabulary": self.columns,
-            "dtype": "bf16",
-        }
+        head = {"hidden": self.depth, "vocabulary": self.columns}
+        pitch = f"rows of {self.pitch} elements"
+        return {"model": pitch, "tokens": self.rows, **head, "dtype": "bf16"}
 
     def __str__(self) -> str:
         return f"C={self.rows}, V={self.columns}, D={self.depth}, pitch={self.pitch}"
