@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.exact import statistics
-from benchmarks.problem import Problem, Result, detached
+from benchmarks.problem import Problem, Result, detached, statistics
 from benchmarks.shapes import Case
 from grpo_kernels import policy_loss
 

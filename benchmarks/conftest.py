@@ -8,7 +8,7 @@ measured when its first test runs, everybody in turns, and each test replays its
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from benchmarks import tables, text
-from benchmarks.check import against
 from benchmarks.measure import Settings, device_is_lost
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
@@ -30,16 +29,13 @@ SUITES = ("tiny", "quick", "cpu", "gpu", "gpu-full")
 _ROUNDS = {"cpu": 5, "cuda": 10}
 _WIDTH = 100
 _HERE = Path(__file__).parent
-_QUICKLY = (
-    "One case in two dtypes takes some five minutes on two free CPU cores; "
-    "all dots of a dtype\ncome at once. --full measures everything, which takes hours."
-)
+_OURS = "table of "  # how the groups of pytest-benchmark begin that a table of ours has
 _SESSION = pytest.StashKey["Session"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("head benchmarks")
-    group.addoption("--full", action="store_true", help="all cases of this device")
+    group.addoption("--full", action="store_true", help="all cases of this device, in hours")
     group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
     group.addoption("--results", type=Path, help="folder for the result file; default: none")
     group.addoption("--deadline", type=float, help="seconds after which no case is started")
@@ -65,7 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found: ModuleType = metafunc.module
-    if "row" in metafunc.fixturenames and hasattr(found, "CASES"):
+    if "row" in metafunc.fixturenames:
         cases = found.CASES[suite(metafunc.config)]
         pairs = [(case, name) for case in cases for name in found.names(case)]
         ids = [f"{case}-{name}" for case, name in pairs]
@@ -80,23 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
 
 
-def pytest_report_collectionfinish(
-    config: pytest.Config, items: Sequence[pytest.Item]
-) -> str | None:
-    """Say how long the quick suite takes, and where its numbers go."""
-    if suite(config) != "quick" or not any(item.path.name == "test_heads.py" for item in items):
-        return None
-    folder = config.getoption("--results")
-    kept = f"to a file under {folder}" if folder else "to a file with --results DIR"
-    return f"{_QUICKLY}\nThe numbers go to a table at the end, and {kept}."
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list, list]:
+def pytest_benchmark_group_stats() -> Generator[None, list, list]:
     """Leave to pytest-benchmark's own tables what has none of ours."""
     groups = yield
-    session = config.stash.get(_SESSION, None)
-    return [(group, found) for group, found in groups if not session or group not in session.shown]
+    return [(name, found) for name, found in groups if not str(name).startswith(_OURS)]
 
 
 def pytest_terminal_summary(
@@ -118,7 +102,6 @@ class Session:
     deadline: float  # by ``time.monotonic()``; no case is begun after it
     recorder: Recorder
     device: str = DEVICE
-    shown: list[str] = field(default_factory=list)  # groups that a table of ours has
     _rows: dict[tuple[str, int], dict[str, Row]] = field(default_factory=dict)
 
     @property
@@ -148,9 +131,7 @@ class Session:
             names = [name for name in module.names(case) if (*key, name) in self.selected]
             rows = module.measure(case, names, self)
             benchmark = module.__name__.rpartition("test_")[2]
-            about = against(case, self.device) if isinstance(case, Case) else ""
-            if hasattr(module, "about"):
-                about = module.about(case, self.device)
+            about = getattr(module, "about", lambda *_: "")(case, self.device)
             self.recorder.add(benchmark, case.facts(), rows, about)
             self._rows[key] = dict(zip(names, rows, strict=True))
             if device_is_lost(self.device):
@@ -181,8 +162,7 @@ def row(
         pytest.skip(found.reason)
     if not found.runs:  # of ours it is a defect, of another a result
         (pytest.fail if is_ours(found.provider) else pytest.xfail)(found.reason)
-    benchmark.group = f"{request.module.__name__} {case}"
-    session.shown.append(benchmark.group)
+    benchmark.group = f"{_OURS}{request.module.__name__} {case}"
     benchmark.extra_info |= {"errors": found.errors, **found.info}
     replay(benchmark, found.seconds or [0.0])
     return found

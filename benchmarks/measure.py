@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,8 +21,6 @@ from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, Case
 from benchmarks.timing import in_turns, make_timer, measure_memory
-
-_FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,77 +128,53 @@ def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> No
         else:
             free(settings.device)
     if broken is None and settings.rounds:
-        start = time.monotonic()
         runs = [
             (row, partial(provider.run, make_problem(case, settings.device)))
             for provider, case, row in calls
             if row.runs
         ]
-        race(
-            runs,
-            settings.rounds,
-            make_timer(settings.device),
-            lambda index: index >= _FEWEST_ROUNDS and time.monotonic() - start > settings.budget,
-        )
+        race(runs, settings.rounds, make_timer(settings.device), settings.budget)
 
 
 def race(
     runs: Sequence[tuple[Row, Any]],
     rounds: int,
     timer: Callable[[Any], float],
-    enough: Callable[[int], bool] = lambda index: False,
+    budget: float = math.inf,
 ) -> None:
     """Time those that passed, as :func:`benchmarks.timing.in_turns` gives them."""
-    for row, run in in_turns([pair for pair in runs if pair[0].runs], rounds, enough):
+    for row, run in in_turns([pair for pair in runs if pair[0].runs], rounds, budget):
         if row.runs:
             with attempt(row):
                 row.seconds.append(timer(run))
 
 
-def memory_alone(name: str, case: Case) -> dict[str, int]:
-    """Return the bytes of one call, in a process that does nothing else."""
+def memory_alone(name: str, case: Case, device: str = "cpu") -> dict[str, int]:
+    """Return the bytes of one call, on a CPU in a process that does nothing else."""
     provider = EVERY[name]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
-    provider.run(make_problem(tiny))  # libraries are loaded, threads started
-    return measure_memory(provider.run, make_problem(case, exact=False))[0]
+    provider.run(make_problem(tiny, device))  # libraries are loaded, threads started
+    return measure_memory(provider.run, make_problem(case, device, exact=False))[0]
 
 
-def measure_apart(
-    rows: Sequence[Row],
-    times: Callable[..., list[Row]],
-    growth: Callable[..., int],
-    case: Any,
-    rounds: int,
-    memory: bool,
-) -> list[Row]:
-    """Time everybody in one process, in turns; then find the memory of each in one of its own.
-
-    ``times`` is called with the case and the rounds, ``growth`` with the case and a name.
-    """
-    running = [row for row in rows if row.runs]
-    try:
-        found = {x.provider: x for x in ask(times, case, rounds)} if running else {}
-    except ChildError as error:
-        for row in running:
-            row.leave_out("wrong", str(error))
-        return list(rows)
-    for row in running:
-        vars(row).update(vars(found[row.provider]))
-        if row.runs and memory:
+def add_growth(rows: Sequence[Row], growth: Callable[[str], int]) -> None:
+    """Add by how many bytes a fresh process of each grows."""
+    for row in rows:
+        if row.runs:
             with suppress(ChildError):  # which was printed
-                row.info["grown_bytes"] = ask(growth, case, row.provider)
+                row.info["grown_bytes"] = growth(row.provider)
                 row.cells["MiB grown"] = text.mib(row.info["grown_bytes"])
-    return list(rows)
 
 
 @contextmanager
-def attempt(row: Row) -> Iterator[None]:
-    """Make an error the row's result: another library's failure is one to report."""
+def attempt(*rows: Row) -> Iterator[None]:
+    """Make an error the rows' result: another library's failure is one to report."""
     try:
         yield
     except Exception as error:
         kind = "" if isinstance(error, ChildError) else f"{type(error).__name__}: "
-        row.leave_out("wrong", f"{kind}{error}".strip().splitlines()[0][:200])
+        for row in rows:
+            row.leave_out("wrong", f"{kind}{error}".strip().splitlines()[0][:200])
 
 
 def device_is_lost(device: str) -> bool:

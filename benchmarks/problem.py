@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.exact import sample, statistics
 from benchmarks.shapes import DECIDED, DTYPES, SPREADS, Case, Model, Work
 from grpo_kernels import LossConfig, TokenBatch
 
+_CHUNK_ROWS = 128  # of full logits at a time
 _LOGPROBS = ("old_logprobs", "ref_logprobs", "dlogprobs")
 _LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
 
@@ -161,6 +162,42 @@ def _make_inputs(
         rows = hidden.float().flatten(0, 1), target.flatten()
         logprobs = statistics(*rows, weight.float(), model.softcap)[0].view_as(target)
     return hidden, weight, target, logprobs
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def statistics(
+    hidden: Tensor,  # (T, D)
+    target: Tensor,  # (T,)
+    weight: Tensor,  # (V, D)
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (T,) log-probabilities and entropies; a backward forms the logits again."""
+
+    def of_chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logps = softcapped(hidden @ weight.t(), softcap).log_softmax(-1)
+        return logps.gather(-1, target[:, None]).squeeze(-1), -(logps.exp() * logps).sum(-1)
+
+    chunks = zip(hidden.split(_CHUNK_ROWS), target.split(_CHUNK_ROWS), strict=True)
+    found = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropy = map(torch.cat, zip(*found, strict=True))
+    return logprobs, entropy
+
+
+def sample(
+    hidden: Tensor,  # (T, D)
+    weight: Tensor,  # (V, D)
+    softcap: float | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Sample a token from each row's distribution, (T,)."""
+    found = []
+    for chunk in hidden.split(_CHUNK_ROWS):
+        probs = softcapped(chunk @ weight.t(), softcap).softmax(-1)
+        found.append(torch.multinomial(probs, 1, generator=generator).squeeze(-1))
+    return torch.cat(found)
 
 
 def detached(problem: Problem, dtype: torch.dtype) -> Problem:

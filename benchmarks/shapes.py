@@ -150,17 +150,9 @@ class Case:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts as a result file holds them."""
-        model = self.model
-        return {
-            "work": self.work.name,
-            "model": model.name,
-            "tokens": self.tokens,
-            "hidden": model.hidden,
-            "vocabulary": model.vocabulary,
-            "softcap": model.softcap,
-            "dtype": self.dtype,
-            "inputs": self.inputs,
-        }
+        facts = {"work": self.work.name, "model": self.model.name, "tokens": self.tokens}
+        facts |= {name: getattr(self.model, name) for name in ("hidden", "vocabulary", "softcap")}
+        return {**facts, "dtype": self.dtype, "inputs": self.inputs}
 
     def __str__(self) -> str:
         inputs = "" if self.inputs == "peaked" else f"-{self.inputs}"

@@ -6,7 +6,8 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,10 @@ class Layout:
     contest: bool = False  # sorted, beside ours, and the least is bold
     notes: bool = False  # a column says what each row is
     errors: bool = False  # a column lists the errors
-    legend: str = ""
 
 
 LAYOUTS = {
-    "heads": Layout(
-        "Every case",
-        BARE,
-        beside=True,
-        contest=True,
-        legend="x bare: time over that of the bare GEMMs, which everybody needs. MiB: peak memory "
-        "beyond inputs and outputs. value, grad: errors, of a loss absolute, else the norm of the "
-        "difference over the norm.",
-    ),
+    "heads": Layout("Every case", BARE, beside=True, contest=True),
     "training": Layout("Training step", contest=True, errors=True),
     "savings": Layout("What is saved", notes=True, errors=True),
     "products": Layout("Products", "logits bf16", notes=True),
@@ -71,54 +63,38 @@ def show(
     for group in in_order(group for group in groups if group.benchmark == benchmark):
         facts = {**group.facts, "dtype": ""} if layout.beside else group.facts
         tables.setdefault("" if layout.together else json.dumps(facts), []).append(group)
-    parts = [layout.legend] if tables else []
+    parts = []
     for found in tables.values():
-        blocks = [found] if layout.together else [[group] for group in found]
-        parts += [caption(found), write(_lines(blocks, layout)), missing(found)]
+        parts += [caption(found), write(lines(found, layout)), missing(found)]
     return "\n\n".join(filter(None, parts))
 
 
-def headline(groups: Sequence[Group]) -> str:
-    """Show the defaults of ours beside everybody else, in the dtypes of one case."""
-    quoted = [
-        replace(group, rows=[row for row in group.rows if is_quoted(row.provider)])
-        for group in in_order(groups)
-    ]
-    lines = _lines([[group] for group in quoted], LAYOUTS["heads"])
-    return f"{caption(quoted)}\n\n{text.markdown(lines)}"
-
-
-def _lines(blocks: Sequence[Sequence[Group]], layout: Layout) -> Lines:
-    """Write a line for each work and provider; each block has its columns."""
-    found = [
-        {
-            (row.info.get("work", ""), row.provider): (group, row)
-            for group in block
-            for row in group.rows
-            if row.shown
-        }
-        for block in blocks
-    ]
-    first = {place: pair for each in reversed(found) for place, pair in each.items()}
-    places = list(dict.fromkeys(place for each in found for place in each))
-    if layout.contest:
-        places.sort(key=lambda place: _rank(*first[place]))
+def lines(groups: Sequence[Group], layout: Layout) -> Lines:
+    """Write a line for each work and provider; each dtype has its columns."""
+    found: dict[str, dict[tuple[str, str], tuple[Group, Row]]] = {}  # by dtype and place
+    first: dict[tuple[str, str], tuple[Group, Row]] = {}
+    for group in groups:
+        of_dtype = found.setdefault(group.facts["dtype"], {})
+        for row in filter(lambda row: row.shown, group.rows):
+            place = row.info.get("work", ""), row.provider
+            of_dtype[place] = group, row
+            first.setdefault(place, (group, row))
+    places = sorted(first, key=lambda place: _rank(*first[place])) if layout.contest else [*first]
     works = [work for work, _ in places]
     columns = [
-        ["", *("" if i and works[i - 1] == work else work for i, work in enumerate(works))],
+        ["", *("" if before == work else work for before, work in pairwise(["", *works]))],
         ["", *(_name(provider) for _, provider in places)],
         ["", *(first[place][1].note if layout.notes else "" for place in places)],
     ]
     columns = [column for column in columns if any(column)]
-    for block, each in zip(blocks, found, strict=True):
-        prefix = f"{block[0].facts['dtype']}: " if len(blocks) > 1 else ""
+    for dtype, each in found.items():
+        prefix = f"{dtype}: " if len(found) > 1 else ""
         cells = [_cells(*each[place], layout) if place in each else {} for place in places]
         titles = dict.fromkeys(title for of_row in cells for title in of_row)
         for title in sorted(titles, key="errors".__eq__):  # they are last
             written = [of_row.get(title, "") for of_row in cells]
             if layout.contest:
-                providers = [provider for _, provider in places]
-                written = text.bold_least(written, [name != BARE for name in providers])
+                written = text.bold_least(written, [name != BARE for _, name in places])
             columns.append([prefix + title, *written])
             prefix = ""
     return [list(line) for line in zip(*columns, strict=True)]
@@ -147,19 +123,16 @@ def _cells(group: Group, row: Row, layout: Layout) -> dict[str, str]:
     time = "x bare" if base == BARE else "time"
     if not row.runs:
         return {time: "FAILED"}
-    ratio = group.ratio(row, base)
-    if ratio is None or row.provider == base:
-        cells = {time: text.duration(row.median)}
-    elif base == BARE:
-        cells = {time: text.ratio(ratio)}
-    else:
-        cells = {time: f"x {text.ratio(ratio)}" + (f" of {base}" if "base" in row.info else "")}
+    cells = {time: text.duration(row.median)}
+    ratio = text.ratio(group.ratio(row, base))
+    if ratio and row.provider != base:
+        of = f" of {base}" * ("base" in row.info)
+        cells[time] = ratio if base == BARE else f"x {ratio}{of}"
     if layout.contest:
         cells["x ours"] = text.ratio(group.ratio(row, "ours"))
-    if layout.errors:
-        errors = ", ".join(f"{name} {text.error(x)}" for name, x in row.errors.items())
-        return {**cells, **row.cells, "errors": errors}
-    return {**cells, **row.cells}
+    errors = row.errors.items() if layout.errors else ()
+    cells["errors"] = ", ".join(f"{name} {text.error(x)}" for name, x in errors)
+    return cells | row.cells
 
 
 def caption(groups: Sequence[Group]) -> str:
@@ -206,15 +179,12 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
     """Sort by work, then as models, inputs and dtypes are listed; others as they came."""
 
     def place(group: Group) -> tuple[int, ...]:
-        facts = group.facts
-
         def index(name: str, known: Iterable[str]) -> int:
-            listed = list(known)
-            return listed.index(facts[name]) if facts.get(name) in listed else len(listed)
+            listed, found = list(known), group.facts.get(name)
+            return listed.index(found) if found in listed else len(listed)
 
-        # the flat tail last
-        inputs = (list(SPREADS).index(facts.get("inputs", "peaked")) - 1) % len(SPREADS)
-        model = index("model", MODELS), facts["tokens"]
+        inputs = (index("inputs", SPREADS) - 1) % len(SPREADS)  # the flat tail last
+        model = index("model", MODELS), group.facts["tokens"]
         return index("work", WORKS), *model, inputs, index("dtype", DTYPES)
 
     return sorted(groups, key=place)
@@ -232,8 +202,8 @@ def cases(groups: Sequence[Group]) -> str:
 
 
 def _case(group: Group) -> list[str]:
-    facts, bare = group.facts, group[BARE]
-    cells = [facts["work"], facts["model"], str(facts["tokens"]), facts["dtype"]]
+    bare = group[BARE]
+    cells = [str(group.facts[name]) for name in ("work", "model", "tokens", "dtype")]
     cells.append(text.duration(bare.median if bare else None))
     for value, write in ((_ratio(BARE), text.ratio), (_extra, text.mib)):
         sizes = {x.provider: value(group, x) for x in group.rows if x.runs}
@@ -258,35 +228,35 @@ def standings(groups: Sequence[Group]) -> str:
 
 
 def _standings(groups: Sequence[Group]) -> Lines:
-    known: dict[str, dict[str, list[Any]]] = {}
+    pairs: dict[str, list[tuple[Group, Row]]] = {}  # by provider
     for group in groups:
-        for row in group.rows:
-            if row.shown:
-                columns = known.setdefault(row.provider, {title: [] for title in _STANDINGS})
-                for title, (value, _) in _STANDINGS.items():
-                    if (found := value(group, row)) is not None:
-                        columns[title].append(found)
+        for row in filter(lambda row: row.shown, group.rows):
+            pairs.setdefault(row.provider, []).append((group, row))
 
     def place(name: str) -> tuple[int, float]:
-        return _place(name), statistics.median(known[name]["x bare"] or [math.inf])
+        ratios = [group.ratio(row, BARE) for group, row in pairs[name]]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return _place(name), statistics.median(known or [math.inf])
 
-    lines = [["", *_STANDINGS]]
-    for name in sorted(known, key=place):
-        cells = [write(known[name][title]) for title, (_, write) in _STANDINGS.items()]
-        lines.append([text.bold(name) if name in QUOTED else name, *cells])
-    return lines
+    table = [["", *_STANDINGS]]
+    for name in sorted(pairs, key=place):
+        table.append([text.bold(name) if name in QUOTED else name])
+        for value, write in _STANDINGS.values():
+            found = (value(*pair) for pair in pairs[name])
+            table[-1].append(write([x for x in found if x is not None]))
+    return table
 
 
 def _ratio(base: str) -> Callable[[Group, Row], float | None]:
     return lambda group, row: group.ratio(row, base)
 
 
-def _extra(group: Group, row: Row) -> float | None:
-    return row.info.get("extra_bytes")
+def _extra(group: Group, row: Row | None) -> float | None:
+    return row.info.get("extra_bytes") if row else None
 
 
 def _extra_ratio(group: Group, row: Row) -> float | None:
-    size, ours = (x and x.info.get("extra_bytes") for x in (row, group["ours"]))
+    size, ours = _extra(group, row), _extra(group, group["ours"])
     return None if size is None or not ours or ours < 0 else size / ours
 
 
@@ -298,8 +268,8 @@ def _always(values: Sequence[bool]) -> str:
     return "no" if failed else "yes" * any(values)
 
 
-def _worst(values: Sequence[float]) -> str:
-    return text.error(max(values, default=None))
+def _worst(*outputs: str) -> tuple[Callable[[Group, Row], Any], Callable[[list], str]]:
+    return lambda group, row: row.worst(*outputs), lambda x: text.error(max(x, default=None))
 
 
 # what is found in each case of a provider, and how all of that is written
@@ -309,8 +279,8 @@ _STANDINGS: dict[str, tuple[Callable[[Group, Row], Any], Callable[[list], str]]]
     "x ours": (_ratio("ours"), text.spread),
     "x ours-input": (_ratio("ours-input"), text.spread),
     "extra memory x ours": (_extra_ratio, text.spread),
-    "value error": (lambda group, row: row.worst("loss", "logprobs", "entropy"), _worst),
-    "gradient error": (lambda group, row: row.worst("dhidden", "dweight"), _worst),
+    "value error": _worst("loss", "logprobs", "entropy"),
+    "gradient error": _worst("dhidden", "dweight"),
     "same bits: again": (lambda group, row: row.info.get("repeatable"), _always),
     "in another batch": (lambda group, row: row.info.get("batch_invariant"), _always),
     "failed": (lambda group, row: None if row.runs else True, lambda x: str(len(x) or "")),
@@ -330,7 +300,7 @@ def executed(path: Path = EXECUTED) -> str:
     sass = {tuple(x[key] for key in keys): x for x in found["compiled"]}
     kinds = ("matrix", "vector", "transcendental", "shared", "scalar", "wait")
     moved = ("loads and stores", "bytes read", "written")
-    lines = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
+    table = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
     order = list(dict.fromkeys(x["with"] for x in found["executed"]))
     for x in sorted(found["executed"], key=lambda x: (order.index(x["with"]), x["dtype"])):
         for work in x["work"]:
@@ -338,7 +308,7 @@ def executed(path: Path = EXECUTED) -> str:
             key = (x["provider"], x["with"], x["dtype"], work["kernel"])
             of_sass = [sass.get((*key, target)) for target in TARGETS]
             more = f", {x['with']}" if x["with"] else ""
-            lines.append([
+            table.append([
                 f"{x['provider']}{more}: `{work['kernel']}`",
                 x["dtype"],
                 *(f"{count[kind]:.2f}" for kind in kinds),
@@ -349,4 +319,4 @@ def executed(path: Path = EXECUTED) -> str:
             ])  # fmt: skip
     where = found["environment"]
     versions = ", ".join(f"{n} {where['versions'][n]}" for n in ("triton", "trl", "liger-kernel"))
-    return f"{text.markdown(lines)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."
+    return f"{text.markdown(table)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."

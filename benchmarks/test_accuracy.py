@@ -13,10 +13,9 @@ from torch import Tensor
 from benchmarks import text
 from benchmarks.check import compare, reference_dtype
 from benchmarks.conftest import Session
-from benchmarks.exact import statistics
 from benchmarks.measure import Settings
 from benchmarks.measure import measure as measured
-from benchmarks.problem import Problem, Result, detached, make_problem
+from benchmarks.problem import Problem, Result, detached, make_problem, statistics
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
@@ -77,7 +76,9 @@ def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settin
     for row in rows:
         outputs = ("loss", "dhidden", "dweight") if row.runs else ()
         row.cells = {name: text.error(row.errors.get(name)) for name in outputs}
-        row.cells |= {name: text.two_errors(errors) for name, errors in row.info.items()}
+        for name, found in row.info.items():
+            if name != "alone":  # a process of its own
+                row.cells[name] = f"{text.error(found[0])} ({text.error(found[1])})"
     return rows
 
 
@@ -115,20 +116,18 @@ def _check(
             relative = _difference(result, exact, "dhidden").norm(dim=-1) / norms
             row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
         return
-    error = _difference(result, exact, "logprobs")
-    noise = error.expm1().abs()  # of an importance ratio whose other side is exact
-    row.info |= _by_band("logp", error, exact.logprobs, torch.ones_like(problem.mask))
-    row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
-    found = error.abs().flatten().tolist()
-    if problem.work.entropy:
-        entropy = _difference(result, exact, "entropy").abs()
-        row.info["H"] = [entropy.median().item(), entropy.max().item()]
-        found += entropy.flatten().tolist()
-    wrong = [x for x in found if not x <= _WRONG]  # written so that NaN is wrong
-    if wrong:
-        row.info.clear()
+    errors = {name: _difference(result, exact, name) for name in problem.work.outputs}
+    found = torch.stack([*errors.values()]).abs().flatten().tolist()
+    if wrong := [x for x in found if not x <= _WRONG]:  # written so that NaN is wrong
         reason = f"{len(wrong)} values are off, one by {wrong[0]:.1e}; allowed {_WRONG:g}"
         row.leave_out("wrong", reason)
+        return
+    row.info |= _by_band("logp", errors["logprobs"], exact.logprobs, problem.mask)
+    noise = errors["logprobs"].expm1().abs()  # of an importance ratio whose other side is exact
+    row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
+    if "entropy" in errors:
+        entropy = errors["entropy"].abs()
+        row.info["H"] = [entropy.median().item(), entropy.max().item()]
 
 
 def _by_band(name: str, errors: Tensor, logprobs: Tensor, counts: Tensor) -> dict[str, list[float]]:

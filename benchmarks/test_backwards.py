@@ -69,7 +69,7 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
         if "entries" in row.info:
             mean, most = row.info["entries"] or (math.nan, math.nan)
             row.cells["entries: mean (max)"] = f"{mean:.1f} ({most:.0f})"
-            row.cells["exact, %"] = text.percent(row.info["exact_share"])
+            row.cells["exact, %"] = text.digits(100 * row.info["exact_share"], 2)
     return rows
 
 

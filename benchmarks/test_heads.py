@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from benchmarks import text
+from benchmarks.check import against as about  # noqa: F401 (of a case)
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import PROVIDERS

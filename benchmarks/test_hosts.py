@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -14,10 +14,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import text
+from benchmarks import shapes, text
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
+from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, measure_apart, race
+from benchmarks.measure import add_growth, attempt, race
+from benchmarks.problem import Problem, make_problem
 from benchmarks.providers.base import lacking
 from benchmarks.results import Row
 from benchmarks.timing import make_timer, resident_growth
@@ -55,33 +57,22 @@ class Case:
     config: TrainingConfig = SIZES["quick"]
 
     def facts(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "host": self.host,
-            "step": self.step,
-            "model": config.model,
-            "tokens": config.micro_batch * (config.prompt_tokens + config.completion_tokens),
-            "dtype": "fp32",
-        }
+        facts = {"host": self.host, "step": self.step, "model": self.config.model}
+        length = self.config.prompt_tokens + self.config.completion_tokens
+        return {**facts, "tokens": self.config.micro_batch * length, "dtype": "fp32"}
 
     def __str__(self) -> str:
         return f"{self.host}: {self.step}"
 
 
-@contextmanager
-def _headless() -> Iterator[None]:
-    """Put something that costs nothing in the place of the head's GEMMs: the rest of a step."""
-
-    def cheap(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
-        value = hidden.float().mean(-1)
-        found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
-        for name in options["outputs"]:
-            detached = value.detach() > 0 if name == "is_top1" else value.detach()
-            found[name] = value if name in ("logprobs", "entropy") else detached
-        return LinearLogprobs(**found)
-
-    with patch("grpo_kernels.integrations.trl.linear_logprobs", cheap):
-        yield
+def _headless(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
+    """Stand for the head's GEMMs at no cost, for the rest of a step."""
+    value = hidden.float().mean(-1)
+    found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
+    for name in options["outputs"]:
+        detached = value.detach() > 0 if name == "is_top1" else value.detach()
+        found[name] = value if name in ("logprobs", "entropy") else detached
+    return LinearLogprobs(**found)
 
 
 def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
@@ -106,7 +97,8 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
             built, inputs = _from_dataset(trainer, adapter, config)
 
     def loss() -> Tensor:
-        with _headless() if arm == NO_HEAD else nullcontext():
+        head = patch("grpo_kernels.integrations.trl.linear_logprobs", _headless)
+        with head if arm == NO_HEAD else nullcontext():
             return built.compute_loss(built.model_wrapped, dict(inputs))
 
     return loss, [x for x in built.model.parameters() if x.requires_grad]
@@ -136,14 +128,10 @@ def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[A
     return built, built._prepare_inputs(next(iter(built.get_train_dataloader())))
 
 
-def _tensors(config: TrainingConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Make hidden states (b, C, D), a weight (V, D) and ids (b, C)."""
-    g = torch.Generator().manual_seed(SEED)
-    shape = config.micro_batch, config.completion_tokens
-    hidden = torch.randn(*shape, config.hidden, generator=g)
-    weight = torch.randn(config.vocabulary, config.hidden, generator=g) * config.hidden**-0.5
-    ids = torch.randint(config.vocabulary, shape, generator=g)
-    return hidden.requires_grad_(), weight.requires_grad_(), ids
+def _problem(config: TrainingConfig) -> Problem:
+    model = shapes.Model("", config.hidden, config.vocabulary)
+    tokens = config.micro_batch * config.completion_tokens
+    return make_problem(shapes.Case(model, tokens, "fp32", shapes.WORKS["dapo"]), exact=False)
 
 
 def _liger(arm: str, config: TrainingConfig) -> Step:
@@ -151,12 +139,12 @@ def _liger(arm: str, config: TrainingConfig) -> Step:
 
     from grpo_kernels.integrations import liger
 
-    hidden, weight, ids = _tensors(config)
-    advantages, mask = torch.linspace(-0.7, 1.7, len(ids)), torch.ones_like(ids)
+    x = _problem(config)
     settings: dict[str, Any] = {"temperature": _TEMPERATURE, "beta": 0.0, "use_ref_model": False}
     with liger.enabled() if arm == OURS else nullcontext():
         module = grpo_loss.LigerFusedLinearGRPOLoss(**settings)
-    return lambda: module(hidden, weight, ids, mask, advantages)[0], (hidden, weight)
+    inputs = x.hidden, x.weight, x.target, x.mask.int(), x.advantages
+    return lambda: module(*inputs)[0], (x.hidden, x.weight)
 
 
 def _verl(arm: str, config: TrainingConfig) -> Step:
@@ -164,16 +152,14 @@ def _verl(arm: str, config: TrainingConfig) -> Step:
 
     from grpo_kernels.integrations import verl
 
-    hidden, weight, ids = _tensors(config)
-    scores = FusedLinearForPPO()
+    x, scores = _problem(config), FusedLinearForPPO()
 
     def loss() -> Tensor:
-        on: AbstractContextManager[Any] = verl.enabled() if arm == OURS else nullcontext()
-        with on:
-            logprobs, entropy = scores(hidden, weight, ids, _TEMPERATURE)
+        with verl.enabled() if arm == OURS else nullcontext():
+            logprobs, entropy = scores(x.hidden, x.weight, x.target, _TEMPERATURE)
         return (logprobs + 0.1 * entropy).mean()
 
-    return loss, (hidden, weight)
+    return loss, (x.hidden, x.weight)
 
 
 _COLUMNS = {
@@ -208,17 +194,22 @@ def names(case: Case) -> list[str]:
 
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name) for name in names]
-    for row in rows:
+    every = [Row(name) for name in case.arms]  # ours is held against theirs
+    for row in every:
         row.leave_out("absent", lacking(case.host, *_REQUIRES))
-    rounds = session.rounds(_ROUNDS)
-    return measure_apart(rows, _times, _growth, case, rounds, not session.brief)
+    if any(row.runs for row in every):
+        with attempt(*every):
+            every = ask(_times, every, case, session.rounds(_ROUNDS))
+    rows = [row for row in every if row.provider in names]
+    if not session.brief:
+        add_growth(rows, partial(ask, _growth, case))
+    return rows
 
 
-def _times(case: Case, rounds: int) -> list[Row]:
+def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
     """Check every arm against the host's own, and time those that passed in turns."""
     torch.manual_seed(0)
-    rows = {arm: Row(arm) for arm in case.arms}
+    rows = {row.provider: row for row in every if row.runs}
     steps: list[tuple[Row, Step]] = []
     found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
@@ -251,7 +242,7 @@ def _times(case: Case, rounds: int) -> list[Row]:
                 ratio = f"x {text.ratio((row.median - rest) / (theirs - rest))}"
                 own = arm == THEIRS
                 row.cells["the head in it"] = text.duration(theirs - rest) if own else ratio
-    return list(rows.values())
+    return every
 
 
 def _growth(case: Case, arm: str) -> int:

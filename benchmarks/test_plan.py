@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ import pytest
 from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import memory_alone
-from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.shapes import DTYPES, Case, make_case
-from benchmarks.timing import measure_memory, replay
+from benchmarks.shapes import DTYPES, make_case
+from benchmarks.timing import replay
 from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.estimate import Call
@@ -59,23 +59,10 @@ def test_memory_is_as_estimated(benchmark: Any, session: Session, name: str, dty
     if estimate.total > 0.8 * device_memory(device):
         pytest.skip(f"needs {estimate.total / 2**30:.0f} GiB")
     start = time.perf_counter()
-    measured = _measure(case, name, device)
+    alone = partial(ask, memory_alone) if device == "cpu" else memory_alone
+    memory = alone(name, case, device)
+    measured = memory["extra_bytes"] + memory["returned_bytes"]
     replay(benchmark, [time.perf_counter() - start])
     benchmark.group = "measuring memory, to compare it with grpo-kernels plan"
-    benchmark.extra_info["memory"] = {
-        "measured": measured,
-        "estimated": estimate.growth,
-    }
+    benchmark.extra_info["memory"] = {"measured": measured, "estimated": estimate.growth}
     assert estimate.growth == pytest.approx(measured, rel=TOLERANCE), str(estimate)
-
-
-def _measure(case: Case, name: str, device: str) -> int:
-    """Measure in a fresh process on a CPU, on a GPU in a second call, after warm-up."""
-    provider = PROVIDERS[name]
-    if device == "cpu":
-        memory = ask(memory_alone, name, case)
-    else:
-        problem = make_problem(case, device, exact=False)
-        provider.run(problem)
-        memory = measure_memory(provider.run, problem)[0]
-    return memory["extra_bytes"] + memory["returned_bytes"]

@@ -43,13 +43,9 @@ class Case:
     pitch: int  # elements from one row of the tile to the next
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "model": f"rows of {self.pitch} elements",
-            "tokens": self.rows,
-            "hidden": self.depth,
-            "vocabulary": self.columns,
-            "dtype": "bf16",
-        }
+        head = {"hidden": self.depth, "vocabulary": self.columns}
+        pitch = f"rows of {self.pitch} elements"
+        return {"model": pitch, "tokens": self.rows, **head, "dtype": "bf16"}
 
     def __str__(self) -> str:
         return f"C={self.rows}, V={self.columns}, D={self.depth}, pitch={self.pitch}"
@@ -75,15 +71,18 @@ def names(case: Case) -> list[str]:
 
 def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     calls = _calls(case, session.device)
-    rows = [Row(name, FORMS[name]) for name in names]
+    rows, timer = [Row(name, FORMS[name]) for name in names], make_timer(session.device)
     with matmul_precision(torch.device(session.device), "fp32"):
         for row in rows:
             with attempt(row):  # torch without this form, or too little memory
                 calls[row.provider]()
-        runs = [(row, calls[row.provider]) for row in rows]
-        race(runs, session.rounds(), make_timer(session.device))
+        race([(row, calls[row.provider]) for row in rows], session.rounds(), timer)
+    size = case.columns * case.depth
+    rates = {"copy": ("GB/s", 4e-9 * size), "scale": ("GB/s", 6e-9 * size)}
     for row in rows:
-        row.cells = _rate(case, row)
+        if row.median is not None:
+            unit, work = rates.get(row.provider, ("TFLOP/s", 2e-12 * case.rows * size))
+            row.cells[unit] = text.digits(work / row.median)
     calls.clear()
     free(session.device)
     return rows
@@ -116,15 +115,6 @@ def _calls(case: Case, device: str) -> dict[str, Callable[[], object]]:
         "copy": lambda: dweight.copy_(weight),
         "scale": lambda: torch.mul(total, half, out=dweight),
     }
-
-
-def _rate(case: Case, row: Row) -> dict[str, str]:
-    if row.median is None:
-        return {}
-    size = case.columns * case.depth / row.median
-    if row.provider in ("copy", "scale"):
-        return {"GB/s": text.digits(size * (4 if row.provider == "copy" else 6) / 1e9)}
-    return {"TFLOP/s": text.digits(2 * case.rows * size / 1e12)}
 
 
 def test_products(row: Row) -> None:

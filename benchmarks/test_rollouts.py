@@ -13,9 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +40,6 @@ _BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
 _MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memory
 _PROFILE = "profiling/"
 _SERVE = "from grpo_trainer.cli.train import main; main()"
-_SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
 # phases of a step by what they are called in the table; others by their own names
 _PHASES = {"sync": "update", "score": "rewards", "old": "old policy", "ref": "reference"}
 _GPU = [sized(name, DEVICE) for name in ("middle-gpu", "large-gpu")]
@@ -69,60 +67,53 @@ def _vllm_arguments(config: TrainingConfig) -> dict[str, Any]:
     return settings
 
 
-def _continuous(config: TrainingConfig) -> dict[str, Any]:
-    blocks = {"num_blocks": 4 * config.sequences, "max_batch_tokens": 8 * _longest(config)}
+def _engines(config: TrainingConfig) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return what is said of each way to generate, and its fields of GRPOConfig."""
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
     return {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": blocks,
+        "transformers": ("`generate` of transformers, with the policy itself", {}),
+        "transformers-continuous": (
+            "transformers' continuous batching, likewise",
+            {
+                "use_transformers_continuous_batching": True,
+                "transformers_continuous_batching_config": {
+                    "num_blocks": 4 * config.sequences,
+                    "max_batch_tokens": 8 * _longest(config),
+                },
+            },
+        ),
+        "vllm-colocate": (
+            "vLLM inside the training process",
+            {
+                "use_vllm": True,
+                "vllm_max_model_length": _longest(config),
+                "vllm_gpu_memory_utilization": _MEMORY_SHARE,
+                "vllm_engine_kwargs": _vllm_arguments(config),
+            },
+        ),
+        "vllm-server": ("a vLLM server on the same machine", server),
+        "vllm-server-overlap": (
+            "the same with overlap_generation: what is left of the wait",
+            {**server, "overlap_generation": True},
+        ),
     }
 
 
-def _colocated(config: TrainingConfig) -> dict[str, Any]:
-    return {
-        "use_vllm": True,
-        "vllm_max_model_length": _longest(config),
-        "vllm_gpu_memory_utilization": _MEMORY_SHARE,
-        "vllm_engine_kwargs": _vllm_arguments(config),
-    }
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One way to generate."""
-
-    note: str
-    settings: Callable[[TrainingConfig], dict[str, Any]]  # fields of GRPOConfig
-    sent: bool = True  # it has weights of its own, which it is sent
-    server: bool = False
-
-
-ENGINES = {
-    "transformers": Engine(
-        "`generate` of transformers, with the policy itself", lambda config: {}, sent=False
-    ),
-    "transformers-continuous": Engine(
-        "transformers' continuous batching, likewise", _continuous, sent=False
-    ),
-    "vllm-colocate": Engine("vLLM inside the training process", _colocated),
-    "vllm-server": Engine("a vLLM server on the same machine", lambda config: _SERVER, server=True),
-    "vllm-server-overlap": Engine(
-        "the same with overlap_generation: what is left of the wait",
-        lambda config: {**_SERVER, "overlap_generation": True},
-        server=True,
-    ),
-}
+def _is_sent(engine: str) -> bool:
+    """Return whether an engine has weights of its own, which it is sent."""
+    return engine.startswith("vllm")
 
 
 def names(case: TrainingConfig) -> list[str]:
     """Return every engine; at a middle size those that are sent weights, which cost by size."""
-    return [name for name, x in ENGINES.items() if x.sent or not case.name.startswith("middle")]
+    return [name for name in _engines(case) if _is_sent(name) or not case.name.startswith("middle")]
 
 
 def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> list[Row]:
     """Measure engines, one after another: each fills the machine."""
-    rows = [Row(name, ENGINES[name].note) for name in names]
+    rows = [Row(name, _engines(case)[name][0]) for name in names]
     for row in rows:
-        if ENGINES[row.provider].sent and importlib.util.find_spec("vllm") is None:
+        if _is_sent(row.provider) and importlib.util.find_spec("vllm") is None:
             row.leave_out("absent", "vLLM is not installed here; `make bench-vllm` installs it")
         if row.runs:
             with attempt(row):
@@ -138,45 +129,36 @@ def about(case: TrainingConfig, device: str) -> str:
     )
 
 
-Found = tuple[list[float], dict[str, Any], dict[str, str]]  # of a row: seconds, info and cells
-
-
-def _run(name: str, config: TrainingConfig) -> Found:
-    """Return the seconds of steps, and what else the trainer logged of them."""
-    settings = ENGINES[name].settings(config)
-    if not ENGINES[name].server:
-        return _train(name, config, settings)
-    with _served(config) as port:
-        return _train(name, config, settings | {"vllm_server_port": port})
-
-
-def _train(name: str, config: TrainingConfig, settings: dict[str, Any]) -> Found:
+def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any], dict[str, str]]:
+    """Return a row's seconds, info and cells: what the trainer logged of its steps."""
     from grpo_trainer.rollout import policy_weights
 
     # completions end where they like
-    settings = settings | {"generation_kwargs": None, "write_report": False}
-    trainer: Any = build("grpo_trainer", config, DEVICE, _WARM_UP + _STEPS, **settings)
-    trainer.train()
+    settings = _engines(config)[name][1] | {"generation_kwargs": None, "write_report": False}
+    with _served(config) if "server" in name else nullcontext() as port:
+        settings |= {"vllm_server_port": port} if port else {}
+        trainer: Any = build("grpo_trainer", config, DEVICE, _WARM_UP + _STEPS, **settings)
+        trainer.train()
+        trainer.rollouts.close()
     rows = [row for row in trainer.state.log_history if "loss" in row][-_STEPS:]
-    size = sum(x.numel() * x.element_size() for _, x in policy_weights(trainer.model))
-    trainer.rollouts.close()
     seconds = [row["step_time"] for row in rows]
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(_PROFILE))
     phases = {name.removeprefix(_PROFILE): [row.get(name, 0.0) for row in rows] for name in names}
-    if not ENGINES[name].sent:
-        phases.pop("sync", None)
     info, cells = {}, {}
-    if not settings.get("overlap_generation"):  # the wait says nothing about how fast it is
+    if "overlap" not in name:  # the wait says nothing about how fast it is
         tokens = (config.sequences * row["completions/mean_length"] for row in rows)
         info["tokens_per_second"] = median(map(float.__truediv__, tokens, phases["generate"]))
         cells["generated, tokens/s"] = text.digits(info["tokens_per_second"])
-    if ENGINES[name].sent:
+    if _is_sent(name):
+        size = sum(x.numel() * x.element_size() for _, x in policy_weights(trainer.model))
         update = info["update_seconds"] = median(phases["sync"])
         cells["update"] = text.duration(update)
         cells["update, GiB/s"] = text.digits(size / 2**30 / update)
+    else:
+        phases.pop("sync", None)
     for phase, found in phases.items():
         info[f"{phase}_share"] = sum(found) / sum(seconds)
-        cells[f"{_PHASES.get(phase, phase)}, %"] = text.percent(info[f"{phase}_share"])
+        cells[f"{_PHASES.get(phase, phase)}, %"] = text.digits(100 * info[f"{phase}_share"], 2)
     return seconds, info, cells
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.check import against as about  # noqa: F401 (of a case)
 from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import EVERY

@@ -22,8 +22,9 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from benchmarks.check import against, compare, reference
+from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, measure_apart
+from benchmarks.measure import add_growth, attempt
 from benchmarks.problem import Problem, Result, make_problem
 from benchmarks.providers.base import lacking
 from benchmarks.providers.ours import run
@@ -34,25 +35,30 @@ from grpo_kernels import FusedHead, VocabShard, policy_loss
 
 _RANKS, _ROUNDS = 2, 3
 _TIMEOUT = timedelta(minutes=20)
-Step = Callable[[], Result]  # every rank calls it; with its part of the gradients
+Step = Callable[[], Result | None]  # every rank calls it; with its part of the gradients
 Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
 
 
 def _one(problem: Problem) -> Built:
-    return partial(run, problem), lambda result: result
+    """Let one rank work with the threads of all; the others wait."""
+
+    def step() -> Result | None:
+        if dist.get_rank() > 0:
+            return None
+        torch.set_num_threads(_RANKS)
+        try:
+            return run(problem)
+        finally:
+            torch.set_num_threads(1)
+
+    return step, lambda result: result
 
 
 def _vocabulary(problem: Problem) -> Built:
-    weight = problem.weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
-    weight.requires_grad_()
-    assert dist.group.WORLD is not None
-    shard = VocabShard.of(dist.group.WORLD, weight)
-
-    def joined(result: Result) -> Result:
-        assert result.dweight is not None
-        return replace(result, dweight=_gathered(result.dweight))
-
-    return partial(run, replace(problem, weight=weight), vocab_shard=shard), joined
+    weight = problem.weight.detach().chunk(_RANKS)[dist.get_rank()].clone()
+    shard = VocabShard.of(dist.group.WORLD, weight.requires_grad_())
+    step = partial(run, replace(problem, weight=weight), vocab_shard=shard)
+    return step, lambda result: replace(result, dweight=_gathered(result.dweight))
 
 
 class _Model(nn.Module):
@@ -86,13 +92,9 @@ def _fsdp(fused: bool, problem: Problem) -> Built:
         mine.hidden.grad = weight.grad = None
         loss = model(mine)
         loss.backward()
-        return Result(loss.detach(), dhidden=mine.hidden.grad, dweight=weight.grad)
+        return Result(loss.detach(), dhidden=mine.hidden.grad)
 
-    def joined(result: Result) -> Result:
-        whole: Any = result.dweight
-        return _mean(replace(result, dweight=whole.full_tensor()))
-
-    return step, joined
+    return step, lambda result: _mean(result, weight.grad.full_tensor())
 
 
 def _zero3(fused: bool, problem: Problem) -> Built:
@@ -116,21 +118,14 @@ def _zero3(fused: bool, problem: Problem) -> Built:
         engine.backward(loss)
         return Result(loss.detach(), dhidden=mine.hidden.grad)
 
-    def joined(result: Result) -> Result:
-        return _mean(replace(result, dweight=safe_get_full_grad(model.lm_head.weight)))
-
-    return step, joined
+    return step, lambda result: _mean(result, safe_get_full_grad(model.lm_head.weight))
 
 
-ALONE = "one process"
 # a way to run the step, and what is said of it
 ARMS: dict[str, tuple[str, Callable[[Problem], Built]]] = {
-    ALONE: ("the whole head, a thread for each of the ranks", _one),
+    "one process": ("the whole head, a thread for each of the ranks", _one),
     "ours, vocabulary": ("a shard of the vocabulary on each rank, all tokens", _vocabulary),
-    "ours, FSDP2": (
-        "FusedHead in a unit of its own, a share of the tokens",
-        partial(_fsdp, True),
-    ),
+    "ours, FSDP2": ("FusedHead in a unit of its own, a share of the tokens", partial(_fsdp, True)),
     "eager, FSDP2": ("torch's logits in the same wrapping", partial(_fsdp, False)),
     "ours, ZeRO-3": ("the same under DeepSpeed", partial(_zero3, True)),
     "eager, ZeRO-3": ("torch's logits under DeepSpeed", partial(_zero3, False)),
@@ -139,20 +134,19 @@ ARMS: dict[str, tuple[str, Callable[[Problem], Built]]] = {
 
 def _share(problem: Problem) -> Problem:
     """Return this rank's sequences."""
-    return problem.share(dist.get_rank(), dist.get_world_size())
+    return problem.share(dist.get_rank(), _RANKS)
 
 
-def _mean(result: Result) -> Result:
+def _mean(result: Result, dweight: Tensor) -> Result:
     """Join what ranks have found for sequences of their own."""
-    ranks = dist.get_world_size()
-    assert result.loss is not None and result.dhidden is not None
-    loss = result.loss.clone()
+    loss: Any = result.loss
+    loss = loss.clone()
     dist.all_reduce(loss)
-    return replace(result, loss=loss / ranks, dhidden=_gathered(result.dhidden) / ranks)
+    return Result(loss / _RANKS, dhidden=_gathered(result.dhidden) / _RANKS, dweight=dweight)
 
 
-def _gathered(part: Tensor) -> Tensor:
-    parts: list[Any] = [None] * dist.get_world_size()
+def _gathered(part: Tensor | None) -> Tensor:
+    parts: list[Any] = [None] * _RANKS
     dist.all_gather_object(parts, part)
     return torch.cat(parts)
 
@@ -176,8 +170,11 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name, ARMS[name][0]) for name in names]
     for row in rows:
         row.leave_out("absent", lacking("deepspeed") if "ZeRO" in row.provider else None)
-    times, growth = partial(_on_ranks, _times), partial(_on_ranks, _growth)
-    return measure_apart(rows, times, growth, case, session.rounds(_ROUNDS), not session.brief)
+    with attempt(*rows):
+        rows = _on_ranks(_times, rows, case, session.rounds(_ROUNDS))
+    if not session.brief:
+        add_growth(rows, partial(_on_ranks, _growth, case))
+    return rows
 
 
 def about(case: Case, device: str) -> str:
@@ -185,16 +182,14 @@ def about(case: Case, device: str) -> str:
     return f"{ranks}; {against(case, device)}"
 
 
-def _on_ranks(call: Callable[[Case, Any], Any], case: Case, argument: Any) -> Any:
+def _on_ranks(call: Callable[..., Any], *arguments: Any) -> Any:
     """Call it on every rank, each a process; return what the first returns."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (call, case, argument, Path(folder)), nprocs=_RANKS)
+        ask(mp.spawn, _worker, (call, arguments, Path(folder)), _RANKS)
         return pickle.loads(Path(folder, "found").read_bytes())
 
 
-def _worker(
-    rank: int, call: Callable[[Case, Any], Any], case: Case, argument: Any, folder: Path
-) -> None:
+def _worker(rank: int, call: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
     torch.set_num_threads(1)
     # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_WORLD_SIZE": _RANKS}
@@ -202,7 +197,7 @@ def _worker(
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
     store = dist.FileStore(str(folder / "store"), _RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
-    found = call(case, argument)
+    found = call(*arguments)
     if rank == 0:
         (folder / "found").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
@@ -211,70 +206,55 @@ def _worker(
 def _growth(case: Case, name: str) -> int:
     """Return the growth of the rank that grows most, from before the step to its peak."""
     build = ARMS[name][1]
-    tiny = replace(case, model=MODELS["tiny"], tokens=32)
-    # libraries are loaded, threads started
-    _run(name, lambda: build(make_problem(tiny))[0]())
+    build(make_problem(replace(case, model=MODELS["tiny"], tokens=32)))[0]()  # loads libraries
     step = build(make_problem(case, exact=False))[0]
     dist.barrier()
-    growth = torch.tensor(_run(name, lambda: resident_growth(step)[1]) or 0)
+    growth = torch.tensor(resident_growth(step)[1])
     dist.all_reduce(growth, dist.ReduceOp.MAX)
     return int(growth)
 
 
-def _times(case: Case, rounds: int) -> list[Row]:
+def _times(rows: list[Row], case: Case, rounds: int) -> list[Row]:
     """Check every arm, and time those that passed in turns: all ranks are waited for."""
     problem = make_problem(case)
     exact = reference(problem)
-    rows = {name: Row(name, note) for name, (note, _) in ARMS.items()}
     steps: list[tuple[Row, Step]] = []
-    for name, row in rows.items():
+    for row in filter(lambda row: row.runs, rows):
         with attempt(row):
-            step, joined = ARMS[name][1](problem)
+            step, joined = ARMS[row.provider][1](problem)
             with _counted() as sent:
-                result = _run(name, step)
-            if sent[0]:
+                result = step()
+            if sent:
                 states = case.tokens * (32 + 4 * case.model.hidden)
-                row.cells["bytes sent (of T (32 + 4 D))"] = f"{sent[0]} ({sent[0] / states:.5g})"
+                share = f"{sum(sent)} ({sum(sent) / states:.5g})"
+                row.cells["bytes sent (of T (32 + 4 D))"] = share
             row.errors, wrong = compare(joined(result or exact), exact, problem)
             row.leave_out("wrong", wrong)
             steps.append((row, step))
     for row, step in in_turns(steps, rounds):  # also who is wrong: other ranks may not know it
         dist.barrier()
         start = time.perf_counter()
-        _run(row.provider, step)
+        step()
         dist.barrier()
         if row.runs:
             row.seconds.append(time.perf_counter() - start)
-    return list(rows.values())
-
-
-def _run(name: str, call: Callable[[], Any]) -> Any:
-    """Call it on the ranks that work: a single one has the threads of all; others get None."""
-    if name != ALONE:
-        return call()
-    if dist.get_rank() > 0:
-        return None
-    torch.set_num_threads(dist.get_world_size())
-    try:
-        return call()
-    finally:
-        torch.set_num_threads(1)
+    return rows
 
 
 @contextmanager
 def _counted() -> Iterator[list[int]]:
     """Count the bytes that this rank hands to collectives."""
-    sent, gather, reduce = [0], dist.all_gather, dist.all_reduce
+    sent: list[int] = []
 
-    def counted_gather(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent[0] += x.nbytes
-        return gather(out, x, *args, **kwargs)
+    def counted(call: Callable[..., Any], sends: int) -> Callable[..., Any]:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            sent.append(args[sends].nbytes)
+            return call(*args, **kwargs)
 
-    def counted_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent[0] += x.nbytes
-        return reduce(x, *args, **kwargs)
+        return collective
 
-    with patch.multiple(dist, all_gather=counted_gather, all_reduce=counted_reduce):
+    gather, reduce = counted(dist.all_gather, 1), counted(dist.all_reduce, 0)
+    with patch.multiple(dist, all_gather=gather, all_reduce=reduce):
         yield sent
 
 

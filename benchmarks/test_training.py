@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from benchmarks import text
 from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
 from benchmarks.conftest import DEVICE, Session
-from benchmarks.measure import attempt, race
+from benchmarks.measure import attempt, free, race
 from benchmarks.providers.base import lacking
 from benchmarks.results import Row
 from benchmarks.training import (
@@ -112,55 +110,45 @@ def about(case: TrainingConfig, device: str) -> str:
 def measure_training(
     config: TrainingConfig, providers: Sequence[TrainerProvider], device: str, rounds: int
 ) -> list[Row]:
-    """Measure steps of every trainer, in turns.
-
-    Each is first compared with the reference at its initial weights, and warmed up by a step.
-    """
+    """Compare every trainer with the reference in a first step, then time steps in turns."""
     rows = [Row(provider.name, provider.note) for provider in providers]
-    made: list[tuple[Row, PausedTraining]] = []
-    try:
-        batch, exact = make_reference(config, device)
-        for row, provider in zip(rows, providers, strict=True):
-            row.leave_out("absent", provider.absent(device))
-            if row.runs:
-                with attempt(row):
-                    training = PausedTraining(provider, config, device, rounds + 2)
-                    made.append((row, training))
-                    row.errors = compare_steps(training.compute(batch), exact)
-                    row.leave_out("wrong", why_wrong(row.errors, config.dtype))
-        del batch, exact
-        for row, training in made:
-            if row.runs:
-                with attempt(row):
-                    training.step()
-        race(made, rounds, PausedTraining.step)
-        for row, training in made:
-            if row.runs:
-                _finish(row, training, config)
-    finally:
-        for _, training in made:
-            training.close()
+    batch, exact = make_reference(config, device)
+    runs: list[tuple[Row, TrainerProvider]] = []
+    for row, provider in zip(rows, providers, strict=True):
+        row.leave_out("absent", provider.absent(device))
+        if row.runs:
+            with attempt(row):
+                row.errors = compare_steps(Training(provider, config, device, batch).found, exact)
+                row.leave_out("wrong", why_wrong(row.errors, config.dtype))
+                runs.append((row, provider))
+    made: dict[str, list[Training]] = {}
+
+    def seconds(provider: TrainerProvider) -> float:
+        free(device)  # of the trainer before
+        training = Training(provider, config, device)
+        made.setdefault(provider.name, []).append(training)
+        return training.seconds
+
+    race(runs, rounds, seconds)
+    for row in rows:
+        if row.runs:
+            _finish(row, made[row.provider])
     return rows
 
 
-def _finish(row: Row, training: PausedTraining, config: TrainingConfig) -> None:
-    """Add what is known beside times, of the steps after the warm-up."""
-    logs = [x for x in training.trainer.state.log_history if "grad_norm" in x][1:]
-    lengths = [logged["completions/mean_length"] for logged in logs]
-    if lengths != [float(config.completion_tokens)] * len(row.seconds):  # not the others' work
-        reason = f"completions of {lengths} tokens; expected {config.completion_tokens}"
-        row.leave_out("wrong", reason)
-        return
-    row.info["generate_seconds"] = median(training.generate[1:])
-    row.info["train_seconds"] = median(training.train[1:])
-    row.info |= {"train_bytes": max(training.memory[1:])} if training.memory else {}
+def _finish(row: Row, made: Sequence[Training]) -> None:
+    """Add what is known beside times."""
+    generate = row.info["generate_seconds"] = median(each.generate for each in made)
+    train = row.info["train_seconds"] = median(each.seconds - each.generate for each in made)
+    row.info |= {"train_bytes": max(each.peak for each in made)} if made[0].peak else {}
     # the loss of an on-policy step is 0 but for rounding; its gradient is not
-    norms = row.info["grad_norm"] = [logs[0]["grad_norm"], logs[-1]["grad_norm"]]
+    norms = [training.logs["grad_norm"] for training in made]
+    row.info["grad_norm"] = [norms[0], norms[-1]]
     row.cells = {
-        "generate": text.duration(row.info["generate_seconds"]),
-        "train": text.duration(row.info["train_seconds"]),
+        "generate": text.duration(generate),
+        "train": text.duration(train),
         "train: peak MiB": text.mib(row.info.get("train_bytes")),
-        "gradient norm": f"{norms[0]:.3g} to {norms[1]:.3g}",
+        "gradient norm": f"{norms[0]:.3g} to {norms[-1]:.3g}",
     }
 
 
@@ -168,105 +156,74 @@ def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResu
     """Return a batch, and its loss and gradient in fp32: full logits of the untouched model."""
     model = make_model(config).to(device)
     batch = make_batch(config, model, device)
-    loss = torch.zeros((), device=device)
-    for row in range(config.micro_batch):  # full logits of one sequence at a time
-        one = {name: x[row : row + 1] if x.dim() else x for name, x in batch.items()}
-        ids = torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
-        tokens = TokenBatch.from_padded(
-            one["completion_ids"],
-            one["advantages"],
-            old_logprobs=one["old_per_token_logps"],
-            num_items_in_batch=one["num_items_in_batch"],
-        )
-        logprobs = logprobs_of(model, ids, config.prompt_tokens)
-        part = policy_loss(logprobs.flatten(), tokens, _LOSS).loss
-        part.backward()
-        loss += part.detach()
-    return batch, (loss, take_gradient(model.parameters()))
+    tokens = TokenBatch.from_padded(
+        batch["completion_ids"],
+        batch["advantages"],
+        old_logprobs=batch["old_per_token_logps"],
+        num_items_in_batch=batch["num_items_in_batch"],
+    )
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    logprobs = logprobs_of(model, ids, config.prompt_tokens)
+    loss = policy_loss(logprobs.flatten(), tokens, _LOSS).loss
+    loss.backward()
+    return batch, (loss.detach(), take_gradient(model.parameters()))
 
 
-class PausedTraining(TrainerCallback):
-    """``trainer.train()``, halted at the start of every optimisation step.
+class Training(TrainerCallback):
+    """A trainer that was built and has taken a step to warm up and one that is measured.
 
-    The call lives on a thread of its own, so that several trainers can take turns while each runs
-    its real loop: a second ``train()`` would wrap the model again, and a copy of the loop would
-    measure the copy. Only one thread runs at any time. More steps must be allowed than are taken.
+    Or, given a ``batch``, that found its loss and gradient and has taken one step. It is built anew
+    for every round, so that trainers can take turns while each runs its real loop.
 
-    Raises (in the constructor and in ``step``): whatever ``train()`` raises.
+    Raises:
+        ValueError: completions are not of the length that makes all trainers' work the same.
     """
 
-    def __init__(self, provider: TrainerProvider, config: TrainingConfig, device: str, steps: int):
-        self._cuda = device == "cuda"
-        self._provider = provider
-        self._turn = threading.Barrier(2)  # met at each halt and start; broken at the end
-        self._error: BaseException | None = None
-        # the names of the model's module, which Liger replaces: other trainers keep their own
-        self._names: dict[str, Any] = {}
-        self.generate: list[float] = []  # seconds of rollout and scoring, by step
-        self.train: list[float] = []  # of the rest: forward, backward, optimiser and logging
-        self.memory: list[int] = []  # bytes of the GPU that the rest needed above what was there
-        with self._own_names():
-            self.trainer = provider.build(config, device, steps)
-            self.trainer.add_callback(self)
-            self._prepare_inputs = self.trainer._prepare_inputs
-            self.trainer._prepare_inputs = self._timed_inputs  # generates at a step's first call
-            self._thread = threading.Thread(target=self._train, daemon=True)
-            self._thread.start()
-            self._meet()
+    found: Any = None  # of the batch
+    seconds = generate = 0.0  # of a step with its logging, and what of it is rollout and scoring
+    peak = 0  # bytes of the GPU that the rest of the step needs above what was there
 
-    def compute(self, batch: Batch) -> StepResult:
-        """Return the loss and the gradient of a batch."""
-        with self._own_names():
-            with self.trainer.compute_loss_context_manager():
-                inputs = self._provider.inputs(batch)
-                loss = self.trainer.compute_loss(self.trainer.model_wrapped, inputs)
+    def __init__(
+        self,
+        provider: TrainerProvider,
+        config: TrainingConfig,
+        device: str,
+        batch: Batch | None = None,
+    ) -> None:
+        self._cuda, self._batch, self._provider = device == "cuda", batch, provider
+        with patch.dict(vars(modeling_qwen2)):  # Liger replaces names of the model's module
+            trainer: Any = provider.build(config, device, 2 if batch is None else 1)
+            trainer.add_callback(self)
+            # generates at a step's first call
+            self._prepare, trainer._prepare_inputs = trainer._prepare_inputs, self._timed_inputs
+            self._trainer = trainer
+            trainer.train()
+        del self._prepare, self._trainer  # they hold its memory
+        length, wanted = self.logs["completions/mean_length"], config.completion_tokens
+        if length != wanted:
+            raise ValueError(f"completions of {length} tokens; expected {wanted}")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._batch is not None:
+            trainer = self._trainer
+            with trainer.compute_loss_context_manager():
+                inputs = self._provider.inputs(self._batch)
+                loss = trainer.compute_loss(trainer.model_wrapped, inputs)
             loss.backward()
-        return loss.detach(), take_gradient(self.trainer.model.parameters())
+            self.found = loss.detach(), take_gradient(trainer.model.parameters())
+        torch.manual_seed(state.global_step)  # all trainers sample alike
+        self._start, self.generate = self._clock(), 0.0
 
-    def step(self) -> float:
-        """Run to the start of the next step; return the seconds."""
-        torch.manual_seed(len(self.train))  # all trainers sample alike
-        self._seconds, self._before = 0.0, 0
-        with self._own_names():
-            start = self._clock()
-            self._meet()
-            self._meet()
-            seconds = self._clock() - start
-        self.generate.append(self._seconds)
-        self.train.append(seconds - self._seconds)
-        if self._cuda:
-            self.memory.append(torch.cuda.max_memory_allocated() - self._before)
-        return seconds
-
-    def close(self) -> None:
-        """End ``train()`` where it stands."""
-        self._turn.abort()
-        self._thread.join()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._turn.wait()
-        self._turn.wait()
-
-    def _train(self) -> None:
-        try:
-            self.trainer.train()
-            self._error = RuntimeError("train() ended before the last measured step")
-        except BaseException as error:  # raised again where the step was asked for
-            self._error = error
-        self._turn.abort()
-
-    def _meet(self) -> None:
-        try:
-            self._turn.wait()
-        except threading.BrokenBarrierError:
-            error, self._error = self._error, None  # it holds the memory of its stack
-            assert error is not None
-            raise error from None
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        if "grad_norm" in logs:  # not that of the end
+            self.seconds, self.logs = self._clock() - self._start, dict(logs)
+            if self._cuda:
+                self.peak = torch.cuda.max_memory_allocated() - self._before
 
     def _timed_inputs(self, inputs: Any) -> Any:
-        start, first = self._clock(), self._seconds == 0.0
-        prepared = self._prepare_inputs(inputs)
-        self._seconds += self._clock() - start
+        start, first = self._clock(), self.generate == 0.0
+        prepared = self._prepare(inputs)
+        self.generate += self._clock() - start
         if self._cuda and first:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
@@ -276,12 +233,6 @@ class PausedTraining(TrainerCallback):
         if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-    @contextmanager
-    def _own_names(self) -> Iterator[None]:
-        with patch.dict(vars(modeling_qwen2), self._names):
-            yield
-            self._names = dict(vars(modeling_qwen2))
 
 
 def test_training(row: Row) -> None:

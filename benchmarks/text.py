@@ -33,10 +33,6 @@ def mib(size: float | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
 
-def percent(share: float) -> str:
-    return digits(100 * share, 2)
-
-
 def error(value: float | None) -> str:
     """Write one digit: 9e-7."""
     if value is None:
@@ -45,10 +41,6 @@ def error(value: float | None) -> str:
         return f"{value:g}"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def two_errors(values: Sequence[float]) -> str:
-    return f"{error(values[0])} ({error(values[1])})"
 
 
 def spread(values: Sequence[float]) -> str:

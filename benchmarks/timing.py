@@ -7,6 +7,7 @@ allocator, or of a fresh process's resident memory.
 from __future__ import annotations
 
 import gc
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +19,21 @@ import torch
 
 from benchmarks.problem import Problem, Result
 
+_FEWEST_ROUNDS = 3
 _FLUSH_BYTES = 256 << 20  # more than any L2
 _Call = TypeVar("_Call")
 _now = 0.0
 
 
-def in_turns(
-    calls: Sequence[_Call], rounds: int, enough: Callable[[int], bool] = lambda index: False
-) -> Iterator[_Call]:
+def in_turns(calls: Sequence[_Call], rounds: int, budget: float = math.inf) -> Iterator[_Call]:
     """Give each once a round, every other round backwards, so that nobody always follows the same.
 
-    A change of the machine's load so meets them all. ``enough``: whether to stop before a round.
+    A change of the machine's load so meets them all. After ``budget`` seconds no further round
+    starts, but for the first three.
     """
+    start = time.monotonic()
     for index in range(rounds):
-        if enough(index):
+        if index >= _FEWEST_ROUNDS and time.monotonic() - start > budget:
             return
         gc.collect()
         gc.freeze()  # a collection need not walk through everything that is loaded by now

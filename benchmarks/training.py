@@ -74,7 +74,7 @@ class TrainingConfig:
 SIZES = {
     config.name: config
     for config in (
-        TrainingConfig("tiny", 1, 32, 64, 2, 1, 512, 2, 4, 4, 6),
+        TrainingConfig("tiny", 1, 32, 64, 2, 1, 512, 2, 4, 4, 8),
         TrainingConfig("quick", 2, 128, 512, 4, 2, 8192, 2, 4, 16, 32),
         # the width, the head and the tied embeddings of Qwen2.5-0.5B, which has 24 layers
         TrainingConfig("full", 2, 896, 4864, 14, 2, 151936, 2, 4, 32, 64),
@@ -212,7 +212,7 @@ def make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> B
     ids = torch.randint(FIRST_WORD, config.vocabulary, shape, generator=generator).to(device)
     prompts, completions = ids[:, :prompt], ids[:, prompt:]
     with torch.no_grad():
-        logprobs = torch.cat([logprobs_of(model, row, prompt) for row in ids.split(1)])
+        logprobs = logprobs_of(model, ids, prompt)
     noise = (2 * torch.rand(logprobs.shape, generator=generator) - 1) * _NOISE
     return {
         "prompt_ids": prompts,
@@ -225,6 +225,6 @@ def make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> B
     }
 
 
-def logprobs_of(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:  # (1, L) -> (1, C)
+def logprobs_of(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:  # (B, L) -> (B, C)
     logits = model(input_ids=ids).logits[:, prompt - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)

@@ -17,6 +17,10 @@ from grpo_kernels.tools import installed_version
 Scores = tuple[Tensor, Tensor | None]  # (B, L) log-probabilities and, where wanted, entropies
 Head = Callable[[Problem, bool], Scores]  # of a problem; whether entropies are wanted
 Value = Callable[[Problem], Tensor]  # ()
+Limit = tuple[str, Callable[[Case], Any]]  # a reason, and whether it holds for a case
+
+NO_ENTROPY: Limit = "no entropy", lambda case: case.work.entropy
+NO_SOFTCAP: Limit = "no softcap", lambda case: case.model.softcap is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class Provider:
     name: str
     note: str  # what exactly is run
     run: Callable[[Problem], Result]  # the work of the problem's case
-    unable: Callable[[Case], str | None] = lambda case: None  # why it has no such work
+    limits: tuple[Limit, ...] = ()  # works that it has not
     packages: tuple[str, ...] = ()  # the distributions that have to be installed
     gpu: bool = False  # whether it needs one
     capability: tuple[int, int] | None = None  # of the GPU
@@ -52,6 +56,10 @@ class Provider:
                 return f"needs a GPU of compute capability {wanted}, this is {found[0]}.{found[1]}"
         return lacking(*self.packages) or self.missing(device)
 
+    def unable(self, case: Case) -> str | None:
+        """Return why it has no such work, or None."""
+        return next((reason for reason, holds in self.limits if holds(case)), None)
+
 
 def is_ours(name: str) -> bool:
     return name.startswith("ours")
@@ -61,14 +69,6 @@ def lacking(*distributions: str) -> str | None:
     """Return which distributions are not installed, as a reason to be absent."""
     missing = [name for name in distributions if installed_version(name) is None]
     return f"needs {', '.join(missing)}" if missing else None
-
-
-def no_entropy(case: Case) -> str | None:
-    return "no entropy" if case.work.entropy else None
-
-
-def no_softcap(case: Case) -> str | None:
-    return "no softcap" if case.model.softcap is not None else None
 
 
 def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = None, **values):

@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from benchmarks.exact import softcapped
-from benchmarks.problem import Problem, Result
+from benchmarks.problem import Problem, Result, softcapped
 from benchmarks.providers.base import (
+    NO_ENTROPY,
+    NO_SOFTCAP,
+    Limit,
     Provider,
     Scores,
-    no_entropy,
-    no_softcap,
     run_cross_entropy,
     run_with,
 )
@@ -69,10 +69,6 @@ def _head(
     return call(problem.hidden, problem.weight, problem.target, problem.softcap, with_entropy)
 
 
-def _compiled_head(problem: Problem, with_entropy: bool) -> Scores:
-    return _head(problem, with_entropy, _compiled(problem.case))
-
-
 @lru_cache(maxsize=1)
 def _compiled(case: Case) -> Callable[..., Scores]:
     """Compile the head anew for a case, so that no other case's graph or limit affects it."""
@@ -91,15 +87,6 @@ def _rounded_twice(problem: Problem, with_entropy: bool) -> Scores:
     return logprobs.to(dtype), None if entropy is None else entropy.to(dtype)
 
 
-def _rounds(case: Case) -> str | None:
-    return "the same as eager: nothing is rounded" if case.dtype == "fp32" else None
-
-
-def _rounds_twice(case: Case) -> str | None:
-    a_loss = case.work.kind != "forward"
-    return _rounds(case) or ("a loss takes no 16-bit log-probabilities" if a_loss else None)
-
-
 def _torch_lce(problem: Problem, reduction: str) -> Tensor:
     rows = _CHUNK_ROWS[problem.hidden.device.type]
     return torch.nn.functional.linear_cross_entropy(
@@ -109,12 +96,6 @@ def _torch_lce(problem: Problem, reduction: str) -> Tensor:
         reduction=reduction,
         options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
     )
-
-
-def _no_torch_lce(device: str) -> str | None:
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        return None
-    return f"torch {torch.__version__} has no chunked linear_cross_entropy"
 
 
 BARE_GEMMS = Provider(
@@ -134,13 +115,13 @@ EAGER = (
         note="the same, and in a loss the mean entropy for the log, which ours and trl also "
         "compute",
         run=run_with(_head, entropy_metric=True),
-        unable=lambda case: None if case.work.kind == "loss" else "as eager",
+        limits=(("as eager", lambda case: case.work.kind != "loss"),),
     ),
     Provider(
         name="compile",
         note="torch.compile of eager's head, its defaults, each shape by itself (dynamic=False); "
         "the loss on top is eager; no entropy in a loss",
-        run=run_with(_compiled_head),
+        run=run_with(lambda problem, *rest: _head(problem, *rest, _compiled(problem.case))),
         slow_start=True,
     ),
     Provider(
@@ -149,23 +130,31 @@ EAGER = (
         "chooses itself are of a few rows, and slow), else its defaults; per-token values in the "
         "input dtype",
         run=run_cross_entropy(_torch_lce),
-        unable=lambda case: no_entropy(case) or no_softcap(case),
-        missing=_no_torch_lce,
+        limits=(NO_ENTROPY, NO_SOFTCAP),
+        missing=lambda device: (
+            None
+            if hasattr(torch.nn, "LinearCrossEntropyOptions")
+            else f"torch {torch.__version__} has no chunked linear_cross_entropy"
+        ),
     ),
 )
+_ROUNDS: Limit = "the same as eager: nothing is rounded", lambda case: case.dtype == "fp32"
 # numerics that are compared but not worth timing
 COMPARED = (
     Provider(
         name="eager-fp32",
         note="eager with hidden states and head cast to fp32 first: what ours is held against",
         run=run_with(_in_fp32),
-        unable=_rounds,
+        limits=(_ROUNDS,),
     ),
     Provider(
         name="verl-style",
         note="the numerics of verl's fused head in torch, written anew: logits rounded to the "
         "input dtype, softmax in fp32, log-probabilities and entropies rounded to the input dtype",
         run=run_with(_rounded_twice),
-        unable=_rounds_twice,
+        limits=(
+            _ROUNDS,
+            ("a loss takes no 16-bit log-probabilities", lambda case: case.work.kind != "forward"),
+        ),
     ),
 )

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.exact import softcapped
-from benchmarks.problem import Problem, Result
+from benchmarks.problem import Problem, Result, softcapped
 from benchmarks.providers.base import (
+    NO_ENTROPY,
+    NO_SOFTCAP,
     Provider,
     Scores,
-    no_entropy,
-    no_softcap,
     run_cross_entropy,
     run_with,
     with_gradients,
@@ -87,14 +86,11 @@ def _trl_loss(problem: Problem) -> Tensor:
 def _trl_trainer(problem: Problem) -> SimpleNamespace:
     """Return as much of a trainer as TRL's loss reads; the head alone stands in for the model."""
     settings = loss_arguments(problem.loss)
-    one_process = SimpleNamespace(
-        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
-    )
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: _trl_logprobs(problem),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(steps_per_generation=1, **settings),
-        accelerator=one_process,
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm=False,
@@ -219,33 +215,8 @@ def _quack(problem: Problem) -> Result:
     return with_gradients(problem, loss, loss=loss)
 
 
-def _liger_unable(case: Case) -> str | None:
-    return no_softcap(case) if case.work.kind == "loss" else "a GRPO loss only"
-
-
-def _liger_head_unable(case: Case) -> str | None:
-    gradients = None if case.work.kind == "forward" else "its gradients are liger's"
-    return no_entropy(case) or no_softcap(case) or gradients
-
-
-def _liger_sm90_unable(case: Case) -> str | None:
-    return "bf16 only" if case.dtype != "bf16" else no_softcap(case)
-
-
-def _cce_unable(case: Case) -> str | None:
-    if case.dtype == "fp32" and case.work.kind != "forward":
-        return "gradients of 16-bit inputs only"
-    return no_entropy(case)
-
-
-def _quack_unable(case: Case) -> str | None:
-    if case.work.kind != "mean":
-        return "a mean only, no values of tokens"
-    if case.dtype == "fp32":
-        return "16-bit inputs only"
-    if case.model.vocabulary % _ALIGNMENT:
-        return f"the vocabulary has to be a multiple of {_ALIGNMENT}"
-    return no_softcap(case)
+def _in_fp32(case: Case) -> bool:
+    return case.dtype == "fp32"
 
 
 def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
@@ -253,7 +224,13 @@ def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
         name=name,
         note=f"cut_cross_entropy.linear_cross_entropy, masked tokens as ignored targets, {note}",
         run=run_cross_entropy(lambda *call: _cce(*call, **settings)),
-        unable=_cce_unable,
+        limits=(
+            (
+                "gradients of 16-bit inputs only",
+                lambda case: _in_fp32(case) and case.work.kind != "forward",
+            ),
+            NO_ENTROPY,
+        ),
         packages=("cut-cross-entropy",),
         gpu=True,
         timeout=90.0,  # its kernels wait for each other on locks, and may do so forever
@@ -274,7 +251,7 @@ LIBRARIES = (
         note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
         "allowed for its fp32 products of bf16 inputs on a GPU",
         run=run_with(_liger_head, loss=_liger_loss),
-        unable=_liger_unable,
+        limits=(("a GRPO loss only", lambda case: case.work.kind != "loss"), NO_SOFTCAP),
         packages=("liger-kernel",),
     ),
     Provider(
@@ -282,7 +259,7 @@ LIBRARIES = (
         note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
         "LigerFusedLinearCrossEntropyLoss with its defaults",
         run=run_cross_entropy(_liger_cross_entropy, loss=_liger_triton_loss),
-        unable=no_entropy,
+        limits=(NO_ENTROPY,),
         packages=("liger-kernel",),
         gpu=True,
     ),
@@ -291,7 +268,7 @@ LIBRARIES = (
         note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), the rest eager; no entropy in a "
         "loss; dweight is computed for a frozen head too",
         run=run_with(_liger_sm90),
-        unable=_liger_sm90_unable,
+        limits=(("bf16 only", _in_fp32), NO_SOFTCAP),
         packages=("liger-kernel", "nvidia-cutlass-dsl", "cuda-bindings"),
         capability=(9, 0),
         slow_start=True,
@@ -304,7 +281,15 @@ LIBRARIES = (
         "a chunk, tuned, and the scaled-exp kernels where they apply (compute capability 9.0, "
         "bf16)",
         run=_quack,
-        unable=_quack_unable,
+        limits=(
+            ("a mean only, no values of tokens", lambda case: case.work.kind != "mean"),
+            ("16-bit inputs only", _in_fp32),
+            (
+                f"the vocabulary has to be a multiple of {_ALIGNMENT}",
+                lambda case: case.model.vocabulary % _ALIGNMENT,
+            ),
+            NO_SOFTCAP,
+        ),
         packages=(
             *("quack-kernels", "nvidia-cutlass-dsl", "cuda-bindings", "apache-tvm-ffi"),
             *("torch-c-dlpack-ext", "einops"),
@@ -319,6 +304,10 @@ LIGER_HEAD = Provider(
     name="liger-head",
     note="LigerFusedLinearGRPOFunction.chunk_forward: the log-probabilities inside liger's loss",
     run=run_with(_liger_head),
-    unable=_liger_head_unable,
+    limits=(
+        NO_ENTROPY,
+        NO_SOFTCAP,
+        ("its gradients are liger's", lambda case: case.work.kind != "forward"),
+    ),
     packages=("liger-kernel",),
 )

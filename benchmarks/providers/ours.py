@@ -54,17 +54,13 @@ def _call(function: Callable[..., Any], problem: Problem, settings: dict[str, An
 
 
 def _schedule(problem: Problem, **settings: Any) -> dict[str, Any]:
-    if problem.work.kind in ("forward", "backward"):
+    if _no_schedule(problem.case):
         return {}
     return {"schedule": _call(explain, problem, settings).schedule}
 
 
-def _losses(case: Case) -> str | None:
-    return None if case.work.kind in ("mean", "loss") else "the same as ours: it has no schedule"
-
-
-def _rounds(case: Case) -> str | None:
-    return None if case.dtype == "bf16" else "the same as ours: nothing is rounded"
+def _no_schedule(case: Case) -> bool:
+    return case.work.kind in ("forward", "backward")
 
 
 def _chosen_by_ours(problem: Problem) -> str | None:
@@ -83,7 +79,7 @@ def _ours(name: str, note: str, settings: dict[str, Any], **rest: Any) -> Provid
     if "backend" in settings:
         rest["missing"] = partial(_default, settings["backend"])
     if "schedule" in settings:
-        rest["unable"] = _losses
+        rest["limits"] = (("the same as ours: it has no schedule", _no_schedule),)
     info = partial(_schedule, **settings)
     return Provider(name=name, note=note, run=partial(run, **settings), info=info, **rest)
 
@@ -94,7 +90,7 @@ OURS = (
         "ours-input",
         'precision="input": logits rounded to the input dtype, as most baselines do',
         {"precision": "input"},
-        unable=_rounds,
+        limits=(("the same as ours: nothing is rounded", lambda case: case.dtype == "fp32"),),
     ),
     _ours(
         "ours-one-pass",
@@ -191,35 +187,33 @@ def _adapter(hidden: Tensor, weight: Tensor) -> HeadLoRA:
     return HeadLoRA(a=a, b=b, scaling=_SCALING)
 
 
-# one loss on one batch with more or less to do: the work that is, whose time its own is measured
-# by, what is said of it, and what it is done with
-_SKIPPED = {
-    "all": ("dapo", None, "every token has a gradient", {}),
-    "masked": ("dapo-masked", "all", "half of the tokens masked", {}),
-    "zero": (
-        *("dapo-zero", "all"),
-        'half of the tokens at zero advantage, metric_rows="all": they take the forward',
-        {},
-    ),
-    "zero-active": (
-        *("dapo-zero", "all"),
-        'half of the tokens at zero advantage, metric_rows="active": they take nothing',
-        {"run": partial(run, metric_rows="active")},
-    ),
-    "frozen": ("dapo-frozen", "all", "the head is frozen", {}),
-    "lora": (
-        *("dapo-frozen", "frozen"),
-        f"the head is frozen under LoRA of rank {_RANK} in fp32",
-        {"run": _run_adapted, "exact": _exact_adapted},
-    ),
-}
+def _variant(name: str, base: str, note: str, run: Any = run, **rest: Any) -> Provider:
+    """Return one whose time is measured by that of the variant ``base``."""
+    info = {"base": f"ours, {base}"} if base else {}
+    return Provider(name=f"ours, {name}", note=note, run=run, info=lambda problem: info, **rest)
 
 
-def _base(base: str | None, problem: Problem) -> dict[str, Any]:
-    return {"base": f"ours, {base}"} if base else {}
-
-
+# one loss on one batch with more or less to do, and the work that it is
 VARIANTS = {
-    Provider(name=f"ours, {name}", note=note, info=partial(_base, base), **{"run": run} | how): work
-    for name, (work, base, note, how) in _SKIPPED.items()
+    _variant("all", "", "every token has a gradient"): "dapo",
+    _variant("masked", "all", "half of the tokens masked"): "dapo-masked",
+    _variant(
+        "zero",
+        "all",
+        'half of the tokens at zero advantage, metric_rows="all": they take the forward',
+    ): "dapo-zero",
+    _variant(
+        "zero-active",
+        "all",
+        'half of the tokens at zero advantage, metric_rows="active": they take nothing',
+        partial(run, metric_rows="active"),
+    ): "dapo-zero",
+    _variant("frozen", "all", "the head is frozen"): "dapo-frozen",
+    _variant(
+        "lora",
+        "frozen",
+        f"the head is frozen under LoRA of rank {_RANK} in fp32",
+        _run_adapted,
+        exact=_exact_adapted,
+    ): "dapo-frozen",
 }
