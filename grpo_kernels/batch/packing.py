@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -89,15 +90,14 @@ def packed_fields(
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
     flags = [*ends, *(flag.reshape(1) for flag in wrong.values())]
     if stated is None or host.reading_is_free(target):
-        found = host.sync_to_host(torch.cat([*flags, offsets.diff().reshape(-1)]))
+        found = host.sync_to_host(torch.cat([*flags, offsets.reshape(-1)]))
         low, _, *rest = host.values(found)
         if low < 0:
             raise ValueError(f"{_NO_ID}, got {low}")
         for message, flag in zip(wrong, rest, strict=False):
             if flag:
                 raise ValueError(message)
-        true, max_target = found[2 + len(wrong) :].view(2, starts.numel() - 1).clone(), found[1]
-        counts = true if stated is None else _checked_counts(stated, true)
+        counts, max_target = _checked_counts(rest[len(wrong) :], stated), found[1]
     else:
         counts, max_target = stated, None
         _require(torch.cat(flags), offsets, stated)
@@ -216,12 +216,16 @@ def _stated_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None
     return host.to_host([lengths, active])
 
 
-def _checked_counts(stated: Tensor, true: Tensor) -> Tensor:
-    """Return the (2, B) counts that the caller says, where they are true."""
-    for name, counts, found in zip(COUNT_FIELDS, *map(host.values, (stated, true)), strict=True):
-        if UNKNOWN not in counts and counts != found:
+def _checked_counts(offsets: list[int], stated: Tensor | None) -> Tensor:
+    """Return the (2, B) counts that the offsets imply, or what the caller says that they are."""
+    half = len(offsets) // 2
+    found = [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
+    if stated is None:
+        return host.to_host(found)
+    for name, counts, true in zip(COUNT_FIELDS, host.values(stated), found, strict=True):
+        if UNKNOWN not in counts and counts != true:
             raise ValueError(
-                f"{name}: expected {tuple(found)} for these tensors, got {tuple(counts)}"
+                f"{name}: expected {tuple(true)} for these tensors, got {tuple(counts)}"
             )
     return stated
 

@@ -95,7 +95,7 @@ def unshard_head(head: Head) -> Head:
         return head
     whole: list[Any] = list(head.tensors)
     for place, name in enumerate(("weight", "bias", "lora.a", "lora.b")):
-        if is_dtensor(whole[place]):
+        if hasattr(whole[place], "device_mesh"):  # a DTensor
             whole[place] = _of_all_shards(whole[place], head.shard)
         elif is_sharded(whole[place]):
             whole[place] = _fetched(name, whole[place])
@@ -104,12 +104,7 @@ def unshard_head(head: Head) -> Head:
 
 def is_sharded(x: Any) -> bool:
     """Return whether ``x`` is a DTensor, or a parameter that ZeRO-3 manages."""
-    return is_dtensor(x) or hasattr(x, "ds_status")
-
-
-def is_dtensor(x: Any) -> bool:
-    """Return whether ``x`` is a DTensor, without an import of what defines it."""
-    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+    return hasattr(x, "device_mesh") or hasattr(x, "ds_status")
 
 
 def why_not_whole(x: Tensor) -> str:
@@ -123,7 +118,7 @@ def why_not_whole(x: Tensor) -> str:
 
 def _is_freed(x: Any) -> bool:
     """Return whether ``x`` is a view of what FSDP gathered once and has freed since."""
-    if torch.compiler.is_compiling() or is_dtensor(x) or not isinstance(x, Tensor):
+    if torch.compiler.is_compiling() or is_sharded(x) or not isinstance(x, Tensor):
         return False
     # what functorch wraps has no memory of its own
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
