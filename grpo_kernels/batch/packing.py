@@ -74,17 +74,14 @@ def packed_fields(
             given, ones = ones, ones != 0
             wrong["mask: expected bool or 0 and 1, got other values"] = (ones & (given != 1)).any()
         valid = ones & valid
-    starts = _starts(target, cu_seqlens)
-    if cu_seqlens is not None:
-        rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
-        wrong[rising] = (starts != cu_seqlens).any()
-    columns, per_token = _columns(advantages, target, starts, optional)
+    sequences, starts, sizes = _sequences(target, cu_seqlens, wrong)
+    columns, per_token = _columns(advantages, target, sequences, sizes, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
-    stated = _stated_counts(optional, starts.numel() - 1)
+    stated = _stated_counts(optional, sequences)
 
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
-    offsets = pad(both.cumsum(1), (1, 0)).index_select(1, starts)  # (2, B + 1)
+    offsets = pad(both.cumsum(1), (1, 0))[:, starts].expand(2, sequences + 1).contiguous()
     wrong |= _wrong_values(table, list(columns), valid, scalars)
     counted = ids * valid
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
@@ -123,22 +120,31 @@ def packed_fields(
     }
 
 
-def _starts(target: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return where the sequences begin and end, (B + 1,), safe to index with."""
-    if cu_seqlens is None:
+def _sequences(
+    target: Tensor, cu_seqlens: Tensor | None, wrong: dict[str, Tensor]
+) -> tuple[int, slice | Tensor, int | Tensor]:
+    """Return how many sequences there are, where they begin and end, and how long each is."""
+    if cu_seqlens is None:  # which takes no operation on the device
         sequences, length = target.shape
-        return torch.arange(sequences + 1, device=target.device) * length
+        return sequences, slice(None, None, length or 1), length
+    # safe to index with
     starts = cu_seqlens.long().clamp(0, target.numel()).cummax(0).values
     # slices are filled on the device; a number set at an index would be sent there, with a wait
     starts[:1], starts[-1:] = 0, target.numel()
-    return starts
+    rising = f"cu_seqlens: expected offsets rising from 0 to T = {target.numel()}"
+    wrong[rising] = (starts != cu_seqlens).any()
+    return starts.numel() - 1, starts, starts.diff()
 
 
 def _columns(
-    advantages: Tensor, target: Tensor, starts: Tensor, optional: Mapping[str, Any]
+    advantages: Tensor,
+    target: Tensor,
+    sequences: int,
+    sizes: int | Tensor,  # tokens of each sequence, (B,), or of all alike
+    optional: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], bool]:
     """Return what has a value per token, (N,), and whether the advantages were given so."""
-    shape, per_token, per_sequence = kind_of(advantages), tuple(target.shape), (len(starts) - 1,)
+    shape, per_token, per_sequence = kind_of(advantages), tuple(target.shape), (sequences,)
     if shape not in (per_token, per_sequence):
         raise ValueError(
             f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
@@ -157,7 +163,7 @@ def _columns(
         columns[name] = wide.detach().reshape(-1)
     if shape != per_token:
         each = columns["advantages"]
-        columns["advantages"] = each.repeat_interleave(starts.diff(), output_size=target.numel())
+        columns["advantages"] = each.repeat_interleave(sizes, output_size=target.numel())
     return columns, shape == per_token
 
 

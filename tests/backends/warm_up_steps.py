@@ -161,7 +161,7 @@ def _calls(
 
 if __name__ == "__main__":
     variants = fake_driver.install()
-    for module in ("chunked_loop", "recompute"):  # rows of a tile as on a GPU, of tensors on a CPU
+    for module in ("chunked_loop", "gradients"):  # rows of a tile as on a GPU, of tensors on a CPU
         place = sys.modules[f"grpo_kernels.engine.{module}"]
         place.leading_dim = lambda columns, dtype, _: leading_dim(
             columns, dtype, torch.device("cuda")

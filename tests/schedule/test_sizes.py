@@ -29,7 +29,7 @@ def test_a_backward_in_slices_of_the_vocabulary() -> None:
 
 def test_tiles_whose_rows_are_longer_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where rows start at multiples of 128 bytes."""
-    for name in ("chunked_loop", "recompute"):
+    for name in ("chunked_loop", "gradients"):
         place = sys.modules[f"grpo_kernels.engine.{name}"]
         monkeypatch.setattr(place, "leading_dim", lambda columns, dtype, device: columns + 11)
     assert_none_fails(101, 50, ON_CPUS)
