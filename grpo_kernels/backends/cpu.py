@@ -1,7 +1,6 @@
 """The native backend: kernels of ``csrc`` for fp32, bf16 and fp16 on a CPU, by ctypes.
 
-The library is optional. Where it is missing, ``unavailable`` says why and the pure-torch kernels
-serve, with the same numerics.
+Where the library is missing ``unavailable`` says why, and plain torch serves, as exact.
 """
 
 from __future__ import annotations
@@ -34,7 +33,12 @@ _ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 # of vectors that are not fp32
-_LONG = {"target": torch.int64, "keys": torch.int32, "lse": torch.float64, "allowed": torch.float64}
+_TYPE = {
+    "target": torch.int64,
+    "keys": torch.int32,
+    "lse": torch.float64,
+    "allowed": torch.float64,
+}
 # the structs of csrc/*.h: the fields, by their types in C
 _STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
@@ -237,7 +241,7 @@ class Native(Backend):
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         assert len(out) == len(factor), out.shape
-        if not self._multiply("grpo_matmul", entries, factor, matrix, out):
+        if not self._multiply("grpo_matmul", entries, factor, matrix, out, False):
             super().entries_matmul(entries, factor, matrix, out)
 
     def entries_transposed_matmul(
@@ -248,13 +252,7 @@ class Native(Backend):
             super().entries_transposed_matmul(entries, factor, rows, out, add)
 
     def _multiply(
-        self,
-        kernel: str,
-        entries: Entries,
-        factor: Tensor,
-        source: Tensor,
-        out: Tensor,
-        add: bool = False,
+        self, kernel: str, entries: Entries, factor: Tensor, source: Tensor, out: Tensor, add: bool
     ) -> bool:
         """Run a product with entries; return whether there is one of these dtypes."""
         fp32 = torch.float32
@@ -354,7 +352,7 @@ def _vectors(rows: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
     """Return (rows,) vectors as kernels read them; a name says the dtype."""
     for name, x in vectors.items():
         if x is not None:
-            dtype = _LONG.get(name, torch.float32)
+            dtype = _TYPE.get(name, torch.float32)
             assert x.shape == (rows,) and x.dtype == dtype and x.device.type == "cpu", (name, x)
             vectors[name] = x.contiguous()
     return vectors

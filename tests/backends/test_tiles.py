@@ -19,7 +19,7 @@ def test_a_tile_that_does_not_fit_is_named(
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(common, "on_device", lambda tensor: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     too_much = common.OutOfResources(262144, 232448, "shared memory")
     with (
         pytest.raises(RuntimeError, match=r"out of resource: shared memory, .*: 232448") as caught,

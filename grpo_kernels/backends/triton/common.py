@@ -181,18 +181,11 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
     return {"temperature_ptr": temperature.contiguous(), "inner": inner, "outer": outer}
 
 
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Make the tensor's GPU the current one, on which Triton launches."""
-    if tensor.device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
-
 @contextlib.contextmanager
 def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None]:
     """Launch a tile on the tensor's device, and say whose it is where it does not fit."""
     try:
-        with on_device(tensor):
+        with torch.cuda.device_of(tensor):  # Triton launches on the current device
             yield
     except OutOfResources as error:
         raise RuntimeError(

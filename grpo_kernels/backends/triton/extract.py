@@ -168,13 +168,9 @@ def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
 
 
 def extract_entries(
-    tile: Tile,  # fp32, bf16 or fp16, with all targets
-    stats: RowStats,
-    keys: Tensor,  # (C,) int32
-    allowed: Tensor,  # (C,)
-    slots: int,
+    tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
 ) -> Entries:
-    """Choose the entries of each row; see ``Backend.extract_entries``."""
+    """Choose the entries of each row of a tile with all targets; see :class:`Backend`."""
     logits, aligned = tile.logits, rows_are_aligned(tile.logits)
     config = config_for(logits.dtype, device_class(logits.device), aligned)
     found = Entries.empty(len(logits), slots, logits.device)

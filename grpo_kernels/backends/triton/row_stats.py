@@ -173,12 +173,9 @@ def _row_stats_kernel(
 
 
 def row_stats(
-    tile: Tile,  # fp32, bf16 or fp16, with all targets
-    extras: bool,
-    config: RowConfig | None = None,  # the device's
-    gradient: TileGradient | None = None,  # filled; its rows may be those of the logits
+    tile: Tile, extras: bool, config: RowConfig | None = None, gradient: TileGradient | None = None
 ) -> RowStats:
-    """Compute statistics of each row in fp32; see :class:`RowStats`."""
+    """Compute statistics of a tile with all targets; fill ``gradient``, perhaps over its logits."""
     logits = tile.logits
     stats = empty_stats(len(tile.target), logits.device, extras)
     config = config or row_config(logits.device)
@@ -196,11 +193,8 @@ def row_stats(
     return stats
 
 
-def logp_gradient_(
-    tile: Tile,  # fp32 or bf16, with all targets; overwritten
-    config: RowConfig | None = None,  # the device's
-) -> tuple[RowStats, TileGradient]:
-    """Compute the same statistics, and the bf16 gradients of the log-probabilities."""
+def logp_gradient_(tile: Tile, config: RowConfig | None = None) -> tuple[RowStats, TileGradient]:
+    """Compute the same, and the bf16 gradients of log-probabilities over fp32 or bf16 logits."""
     out = output_view(tile.logits, torch.bfloat16)
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient

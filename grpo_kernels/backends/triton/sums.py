@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.base import Entries
-from grpo_kernels.backends.triton.common import OPTIONS, on_device
+from grpo_kernels.backends.triton.common import OPTIONS
 
 _BLOCK_K, _BLOCK_N = 16, 256  # gathered rows in flight, and columns
 _BLOCK_T = 1024  # tokens, in fp64
@@ -83,8 +83,7 @@ def entries_transposed_matmul(
     entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
 ) -> None:
     """Compute the product of the transposed entries and rows; see :class:`Backend`."""
-    # all entries by column and then by row, those that are none last: the host does not wait for
-    # their number
+    # by column and then by row, those that are none last: the host does not wait for their number
     slot, columns = torch.arange(entries.columns, device=factor.device), len(out)
     meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
     ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
@@ -100,7 +99,7 @@ def _launch(
     assert entries.ids.numel() < 1 << 31  # the kernel divides in 32 bits
     if not out.numel():
         return
-    with on_device(matrix):
+    with torch.cuda.device_of(matrix):
         _gathered_sums_kernel[(len(out), triton.cdiv(out.shape[1], _BLOCK_N))](
             values_ptr=entries.values.contiguous(),
             factor_ptr=factor.contiguous(),
@@ -138,11 +137,8 @@ def _segment_sum_kernel(
     tl.store(sums_ptr + segment, tl.sum(total, axis=0).to(sums_ptr.dtype.element_ty))
 
 
-def segment_sum(
-    values: Tensor,  # (T,) fp32
-    cu_seqlens: Tensor,  # (B + 1,) int64, starts at 0, ascending, ends at T
-) -> Tensor:
-    """Sum over each sequence of a packed batch, (B,), fp32; 0 for an empty one."""
+def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum fp32 (T,) over each sequence of a packed batch, (B,); (B + 1,) int64 bounds ascend."""
     if values.dim() != 1 or values.dtype != torch.float32:
         raise ValueError(
             f"values: expected (T,) torch.float32, got {tuple(values.shape)} {values.dtype}"
@@ -154,7 +150,7 @@ def segment_sum(
         )
     sums = values.new_empty(cu_seqlens.numel() - 1)
     if sums.numel():
-        with on_device(values):
+        with torch.cuda.device_of(values):
             _segment_sum_kernel[(sums.numel(),)](
                 values_ptr=values.contiguous(),
                 bounds_ptr=cu_seqlens.contiguous(),

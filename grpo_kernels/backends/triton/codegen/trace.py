@@ -34,7 +34,7 @@ from grpo_kernels.backends.triton.codegen.expressions import (
     schema_of,
     value_of,
 )
-from grpo_kernels.backends.triton.common import OPTIONS, on_device
+from grpo_kernels.backends.triton.common import OPTIONS
 
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -92,8 +92,7 @@ class PointwiseKernel:
         kernel, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
         if kernel != other:
             raise UntraceableError("the function depends on the length of its inputs")
-        source, dtypes = kernel
-        return cls(source, names, dtypes)
+        return cls(kernel[0], names, kernel[1])
 
     @property
     def kernel(self) -> Any:
@@ -104,14 +103,12 @@ class PointwiseKernel:
         """Run on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
         inputs = self._checked(inputs)
         outputs = tuple(torch.empty_like(inputs[0], dtype=dtype) for dtype in self.output_dtypes)
-        length = inputs[0].numel()
-        if not length:
-            return outputs
         arguments = {f"{k}_ptr": v for k, v in zip(self.input_names, inputs, strict=True)}
         arguments |= {f"out{index}_ptr": output for index, output in enumerate(outputs)}
-        with on_device(inputs[0]):
-            grid = (-(-length // _BLOCK),)
-            self.kernel[grid](**arguments, length=length, BLOCK=_BLOCK, **OPTIONS)
+        if length := inputs[0].numel():
+            with torch.cuda.device_of(inputs[0]):
+                grid = (-(-length // _BLOCK),)
+                self.kernel[grid](**arguments, length=length, BLOCK=_BLOCK, **OPTIONS)
         return outputs
 
     def _checked(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -161,7 +158,12 @@ def _source(
     graph: Graph, input_names: Sequence[str], length: int
 ) -> tuple[str, tuple[torch.dtype, ...]]:
     """Return the Triton module of what a graph's outputs need, and the outputs' dtypes."""
-    results = _outputs(graph, length)
+    (results,) = next(reversed(graph.nodes)).args
+    for index, node in enumerate(results):
+        value = node.meta.get("val") if isinstance(node, Node) else node
+        if not isinstance(value, Tensor) or value.shape != (length,):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise UntraceableError(f"output {index}: expected a (T,) vector, got {shape}")
     _refuse_shared_mutation(graph)
     needed = _needed(results)
     inputs = (node for node in graph.nodes if node.op == "placeholder")
@@ -203,16 +205,6 @@ def _source(
         lines="\n    ".join(lines),
     )
     return source, tuple(node.meta["val"].dtype for node in results)
-
-
-def _outputs(graph: Graph, length: int) -> Sequence[Node]:
-    (results,) = next(reversed(graph.nodes)).args
-    for index, node in enumerate(results):
-        value = node.meta.get("val") if isinstance(node, Node) else node
-        if not isinstance(value, Tensor) or value.shape != (length,):
-            shape = tuple(value.shape) if isinstance(value, Tensor) else value
-            raise UntraceableError(f"output {index}: expected a (T,) vector, got {shape}")
-    return results
 
 
 def _refuse_shared_mutation(graph: Graph) -> None:
