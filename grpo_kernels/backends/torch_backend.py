@@ -88,11 +88,11 @@ class Backend:
         raise NotImplementedError(self.name)
 
     def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``."""
-        assert gradient.row_scale is not None
-        # a row without weight has a factor of 0, whatever its own
-        scale = torch.where(dlogp == 0, 0.0, dlogp * gradient.row_scale)
-        return gradient._replace(row_scale=scale)
+        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
+
+        A row without weight has a factor of 0, whatever its own.
+        """
+        raise NotImplementedError(self.name)
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         """Return whether :meth:`linear_stats` exists for these, and is the faster way."""

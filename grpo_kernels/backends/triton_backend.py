@@ -35,6 +35,7 @@ class Triton(Backend):
     stats = _launcher("row_stats")
     dlogits_ = _launcher("dlogits_")
     logp_gradient_ = _launcher("logp_gradient_")
+    weighted_gradient = _launcher("weighted_gradient")
     linear_stats = _launcher("linear_stats")
     extract_entries = _launcher("extract_entries")
     entries_matmul = _launcher("entries_matmul")

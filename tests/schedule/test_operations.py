@@ -74,7 +74,7 @@ def test_a_step_on_a_gpu_launches_few_kernels(
             inputs = (problem.hidden, problem.weight, batch, config)
             (linear_policy_loss(*inputs, backend="triton").loss * scale).backward()
     gemms_outside_of_torch = 2  # of a 16-bit tile and of dhidden: a CPU's are MKL's
-    assert 2 <= len(launched) <= 6
+    assert 3 <= len(launched) <= 6
     assert step.launches + len(launched) + gemms_outside_of_torch <= most
 
 

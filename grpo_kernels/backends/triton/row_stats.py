@@ -12,13 +12,17 @@ with the range of fp32 (bf16) hold all of that; fp16 does not.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats, output_view
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
 from grpo_kernels.backends.triton import common
+from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.math import LOG2_E, expm1
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
@@ -198,3 +202,17 @@ def logp_gradient_(tile: Tile, config: RowConfig | None = None) -> tuple[RowStat
     out = output_view(tile.logits, torch.bfloat16)
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient
+
+
+def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
+    """Weigh what :func:`logp_gradient_` returns, in one kernel."""
+    assert gradient.row_scale is not None
+    return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.row_scale))
+
+
+@functools.cache
+def _weighing() -> PointwiseKernel:
+    def factor(dlogp: Tensor, unit: Tensor) -> tuple[Tensor, ...]:
+        return (torch.where(dlogp == 0, 0.0, dlogp * unit),)
+
+    return PointwiseKernel.trace(factor, 2, ("dlogp", "unit"))
