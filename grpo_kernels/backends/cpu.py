@@ -70,7 +70,8 @@ class _View(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         self.alive = values
         for name, value in values.items():
-            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
+            if value is not None:
+                setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 _VIEWS: dict[str, Any] = {"pointer": ctypes.c_void_p, "double": ctypes.c_double}
@@ -159,7 +160,7 @@ class Native(Backend):
         getattr(_load(), kernel)(subject, results, self._isa_rank, torch.get_num_threads())
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
-        stats = empty_stats(len(tile.target), tile.logits.device, extras)
+        stats = empty_stats(tile.target.numel(), tile.logits.device, extras)
         self._run("grpo_stats", _tile(*tile), **_filled(stats))
         return stats
 
@@ -173,7 +174,7 @@ class Native(Backend):
     ) -> Tensor:
         in_place = output_view(tile.logits, out_dtype)
         vectors = _vectors(
-            len(tile.target),
+            tile.target.numel(),
             logp=stats.logp,
             entropy=stats.entropy,
             lse=stats.lse,
@@ -205,7 +206,7 @@ class Native(Backend):
         columns = weight.shape[0]
         assert weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
         assert bias is None or bias.shape == (columns,), bias.shape
-        stats = empty_stats(len(hidden), hidden.device, extras)
+        stats = empty_stats(hidden.shape[0], hidden.device, extras)
         linear = _VIEWS["Linear"](
             hidden=hidden,
             weight=weight,
@@ -230,7 +231,7 @@ class Native(Backend):
         if tile.logits.dtype not in _DTYPES:
             return super().extract_entries(tile, stats, keys, allowed, slots)
         assert slots > 0, slots
-        rows = len(tile.target)
+        rows = tile.target.numel()
         entries = Entries.empty(rows, slots, tile.logits.device)
         vectors = _vectors(
             rows, logp=stats.logp, lse=stats.lse, keys=keys, allowed=allowed.double()
@@ -284,13 +285,13 @@ def _tile(
     logits: Tensor | None, target: Tensor, transform: Transform, columns: int | None = None
 ) -> _View:
     """Return the view of a tile; of one without logits, of so many ``columns``."""
-    rows = len(target)
+    rows = target.numel()
     columns = logits.shape[1] if logits is not None else columns
     assert columns is not None and 0 < columns < 2**31 and transform.logit_scale > 0
     assert transform.softcap is None or transform.softcap > 0
     if logits is not None:
         assert logits.dtype in _DTYPES and logits.device.type == "cpu", logits.dtype
-        assert len(logits) == rows and (columns == 1 or logits.stride(1) == 1), logits.stride()
+        assert logits.shape[0] == rows and (columns == 1 or logits.stride(1) == 1), logits.stride()
         assert rows <= 1 or logits.stride(0) >= columns, logits.stride()
     temperature = transform.temperature
     each = temperature if isinstance(temperature, Tensor) else None

@@ -39,7 +39,7 @@ class GradientSums(TileGradients):
         main_grad = needs.main_grad if needs.weight else None
         self._weight = self._sums.weight if main_grad is None else main_grad
         self._adds = main_grad is not None
-        self._num_rows, self._num_columns = rows.count, len(rows.head.weight)
+        self._num_rows, self._num_columns = rows.count, rows.head.weight.shape[0]
         self._shard = rows.head.shard
         self._over_ranks: list[Any] = []  # sums that have been started
         self._is_fp16 = rows.hidden.dtype == torch.float16

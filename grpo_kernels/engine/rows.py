@@ -196,7 +196,7 @@ class Rows:
 
 def narrowed(x: Tensor, part: slice) -> Tensor:
     """Return ``x[part]``, without an operation where that is all."""
-    return x if part == slice(0, len(x)) else x[part]
+    return x if part == slice(0, x.shape[0]) else x[part]
 
 
 def ranges(length: int, size: int) -> list[slice]:

@@ -130,7 +130,7 @@ class _PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
         inputs, plan = tensors[: len(INPUTS)], ctx.plan
         hidden, *of_head = inputs
-        rows = _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)
+        rows = lambda: _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)  # noqa: E731
         if plan.one_pass:
             # the first backward takes the gradients over, so that the largest is never copied; a
             # second one, under retain_graph, computes them again
@@ -138,7 +138,7 @@ class _PolicyLoss(torch.autograd.Function):
             if gradients is None:
                 options = replace(plan.options, schedule="one_pass")
                 again = replace(plan, route=replace(plan.route, options=options))
-                gradients = retry_on_oom(lambda plan: loss_forward(rows, plan).gradients, again)
+                gradients = retry_on_oom(lambda plan: loss_forward(rows(), plan).gradients, again)
             if plan.main_grad is not None:
                 plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
                 gradients = gradients._replace(weight=None)
@@ -147,7 +147,7 @@ class _PolicyLoss(torch.autograd.Function):
             if plan.main_grad is not None:
                 plan = replace(plan, needs=replace(plan.needs, main_grad=plan.main_grad))
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
-            gradients = two_pass_backward(rows, plan, saved, dloss)
+            gradients = two_pass_backward(rows(), plan, saved, dloss)
         found = [
             None if gradient is None else gradient.to(x.dtype)
             for gradient, x in zip(gradients, inputs, strict=True)
