@@ -214,7 +214,7 @@ def _eager_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
     """Compute statistics of all rows from those of the ``rows`` with a target."""
     if rows.head.shard is not None:
         check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
-    stats, kept = differentiable_stats(rows.narrow(slice(0, rows.count)), plan)
+    stats, kept = differentiable_stats(rows.as_all(), plan)
     whole = (None if x is None else rows.scatter(x) for x in stats)
     if kept is not None and plan.saving.kind == ENTRIES:
         kept = rows.scatter(kept)

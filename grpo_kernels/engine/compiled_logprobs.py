@@ -179,8 +179,7 @@ def linear_logprobs_backward(*arguments):
     *taken, kept = (*map(valid.take, saved[:-1]), saved[-1])
     kept = valid.take(kept) if kind in OF_ALL_ROWS else None if kind == NOTHING else kept
     stats, outer = RowStats(*taken[:3]), StatsGrad(*taken[3:])  # type: ignore[arg-type]
-    chosen = valid.narrow(slice(0, valid.count))
-    gradients = stats_backward(chosen, stats, outer, plan, kept)
+    gradients = stats_backward(valid.as_all(), stats, outer, plan, kept)
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=valid.scatter(gradients.hidden))
     return tuple(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
+from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, reference_logprobs
 from grpo_kernels.engine.bounded import saved_gradients, saving_forward
 from grpo_kernels.engine.chunked_loop import chunked_loop, forward, row_chunks
 from grpo_kernels.engine.gradients import GradientSums, recompute_backward
@@ -92,7 +92,8 @@ def stats_backward(
 ) -> Gradients:
     """Compute gradients from what :func:`rows_forward` returned, in fp32 or the hidden states'
     dtype; ``outer`` are those of the statistics."""
-    if kept is not None and outer.dlogp is not None and outer.dentropy is outer.dmasked is None:
+    of_logp_alone = outer.dentropy is None and outer.dmasked is None
+    if kept is not None and outer.dlogp is not None and of_logp_alone:
         given = (plan.saving.kind, kept, rows, stats, outer.dlogp)
         return saved_gradients(*given, plan.route, plan.needs)
     chosen, needs = rows.chosen(outer.nonzero), plan.needs
@@ -104,9 +105,9 @@ def stats_backward(
             return recompute_backward(chosen, stats, outer, route, needs)
         # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(chosen.count, route)
-        stage = lambda part, stats: outer.rows(part)  # noqa: E731
         sums = GradientSums(chosen, needs, len(chunks))
-        return chunked_loop(chosen, route, chunks, stage=stage, sums=sums)[1]
+        given = OutputSpec(), lambda part, stats: outer.rows(part), sums
+        return chunked_loop(chosen, route, chunks, *given)[1]
 
     adds = needs.main_grad is not None
     gradients = retry_on_oom(run, plan.route.tiled(), not_retryable=adds)

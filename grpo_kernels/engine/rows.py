@@ -164,9 +164,11 @@ class Rows:
 
     def narrow(self, part: slice) -> Rows:
         """Return a range of rows as if they were all."""
-        if part == slice(0, self.count):
-            return self if self.index is None else replace(self, index=None, total=0)
-        return self._take(part, start=part.start)
+        return self.as_all() if part == slice(0, self.count) else self._take(part, start=part.start)
+
+    def as_all(self) -> Rows:
+        """Return these rows as if they were all."""
+        return self if self.index is None else replace(self, index=None, total=0)
 
     def at(self, order: Tensor) -> Rows:
         """Return the rows ``order``, int64."""

@@ -58,11 +58,6 @@ class Plan(LogprobsPlan):
         return self.config.scope(self.batch.rollout_logprobs is not None)
 
     @property
-    def one_pass(self) -> bool:
-        """Whether the forward computes gradients."""
-        return self.schedule == "one_pass" and self.needs.any
-
-    @property
     def reads_once(self) -> bool:
         """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
         if self.schedule != "one_pass" or self.options.bounded or self.route.shard is not None:

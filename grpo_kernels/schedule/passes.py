@@ -63,7 +63,9 @@ class _Scored(NamedTuple):
 
 def loss_forward(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
-    return (_one_pass if plan.one_pass else _two_pass)(rows, plan)
+    if not plan.needs.any:
+        return Forward(eager_loss(rows, plan), Gradients())
+    return (_one_pass if plan.schedule == "one_pass" else _two_pass)(rows, plan)
 
 
 def _one_pass(rows: Rows, plan: Plan) -> Forward:
@@ -96,8 +98,6 @@ def _two_pass(rows: Rows, plan: Plan) -> Forward:
     if kept is not None and plan.saving.kind == ENTRIES:
         report = bounded_report(of_kept(kept)[0])
     parts = LossParts(stage.loss(), logp, entropy, gate, report)
-    if not plan.needs.any:
-        return Forward(parts, Gradients())
     if plan.scope == "batch" and plan.active.index is not None:
         outer = outer.rows(plan.active.index)
     if plan.masked:
@@ -117,7 +117,8 @@ def two_pass_backward(
 
 
 def eager_loss(rows: Rows, plan: Plan) -> LossParts:
-    """Compute the loss before the eager reference, by operations that autograd follows."""
+    """Compute the loss in torch: before the eager reference, whose autograd goes on through it, or
+    without gradients."""
     stats, _ = differentiable_stats(with_gradient(rows, plan), plan)
     logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights, gate)
@@ -126,14 +127,7 @@ def eager_loss(rows: Rows, plan: Plan) -> LossParts:
 
 def with_gradient(rows: Rows, plan: Plan) -> Rows:
     """Return the rows that can have a gradient, as if they were all."""
-    return _selected(rows, plan.active.index)
-
-
-def _selected(rows: Rows, index: Tensor | None) -> Rows:
-    if index is None:
-        return rows
-    chosen = rows.at(index)
-    return chosen.narrow(slice(0, chosen.count))
+    return rows if plan.active.index is None else rows.at(plan.active.index).as_all()
 
 
 def policy_logp(stats: RowStats) -> Tensor:
@@ -163,5 +157,5 @@ def with_rest(
         return logp, entropy
     with torch.no_grad():
         without = replace(plan, needs=Needs())
-        others, _ = differentiable_stats(_selected(rows, active.forward_only), without)
+        others, _ = differentiable_stats(rows.at(active.forward_only).as_all(), without)
     return active.merge(logp, policy_logp(others)), active.merge(entropy, others.entropy)

@@ -69,14 +69,14 @@ def planned(
 
 def planned_rows(
     hidden: Tensor,
-    head: Head,  # that was checked
+    head: Head,
     batch: TokenBatch,
     config: LossConfig,
     options: RunOptions,
     needs: Needs,
     main_grad: Tensor | None = None,
 ) -> tuple[Rows, Plan]:
-    """Do the same for a call without autograd, whose gradients are what it ``needs``."""
+    """Decide how a call with a checked head runs, whose gradients are those that it ``needs``."""
     _check_layout(hidden, head, batch)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     if batch.rows is not None:
@@ -102,11 +102,11 @@ def run_plan(rows: Rows, plan: Plan) -> PolicyLossOutput:
 
 
 def _loss_parts(rows: Rows, plan: Plan) -> LossParts:
-    if not plan.route.backend.has_tiles:
-        parts = eager_loss(rows, plan)
-    else:
+    if plan.needs.any and plan.route.backend.has_tiles:
         check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
         parts = LossParts(*_PolicyLoss.apply(plan, rows, *rows.inputs))
+    else:
+        parts = eager_loss(rows, plan)
     if plan.options.metric_rows == "active":
         return parts
     logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
@@ -130,8 +130,11 @@ class _PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
         inputs, plan = tensors[: len(INPUTS)], ctx.plan
         hidden, *of_head = inputs
-        rows = lambda: _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)  # noqa: E731
-        if plan.one_pass:
+
+        def rows() -> Rows:
+            return _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)
+
+        if plan.schedule == "one_pass":
             # the first backward takes the gradients over, so that the largest is never copied; a
             # second one, under retain_graph, computes them again
             gradients, ctx.gradients = ctx.gradients, None
