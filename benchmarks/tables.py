@@ -128,6 +128,8 @@ def _cells(group: Group, row: Row, layout: Layout) -> dict[str, str]:
     if ratio and row.provider != base:
         of = f" of {base}" * ("base" in row.info)
         cells[time] = ratio if base == BARE else f"x {ratio}{of}"
+    elif ratio and base == BARE:
+        cells[time] = f"{ratio} ({cells[time]})"
     if layout.contest:
         cells["x ours"] = text.ratio(group.ratio(row, "ours"))
     errors = row.errors.items() if layout.errors else ()
